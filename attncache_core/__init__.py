@@ -1,0 +1,58 @@
+"""AttnCache: prefill-only transformer inference that reuses attention maps.
+
+checkpoint = find_checkpoint("all-MiniLM-L6-v2")
+database = AttentionDatabase.open(Path("support.db"))
+engine = PrefillEngine.load(checkpoint, database=database)
+embeddings = engine.embed(["Where is my card?"])
+"""
+
+from attncache_core.attention_maps.builder import BuildOptions, Progress, build_database
+from attncache_core.attention_maps.database import AttentionDatabase, Manifest
+from attncache_core.attention_maps.default import build_default_database
+from attncache_core.attention_maps.search import Outcome
+from attncache_core.checkpoint import DEFAULT_MODEL, Checkpoint, find_checkpoint
+from attncache_core.classifier import LinearClassifier, fit_classifier
+from attncache_core.corpus import CorpusSentence, default_corpus
+from attncache_core.engine import PrefillEngine, PrefillResult
+from attncache_core.errors import (
+    AttnCacheError,
+    BuildFailed,
+    CorruptDatabase,
+    DatabaseRefused,
+    InputTooLong,
+    InvalidInput,
+    ModelNotFound,
+    NoClassifier,
+    UnsupportedModel,
+)
+from attncache_core.outputs import class_scores, normalize
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "AttentionDatabase",
+    "AttnCacheError",
+    "BuildFailed",
+    "BuildOptions",
+    "Checkpoint",
+    "CorpusSentence",
+    "CorruptDatabase",
+    "DatabaseRefused",
+    "InputTooLong",
+    "InvalidInput",
+    "LinearClassifier",
+    "Manifest",
+    "ModelNotFound",
+    "NoClassifier",
+    "Outcome",
+    "PrefillEngine",
+    "PrefillResult",
+    "Progress",
+    "UnsupportedModel",
+    "build_database",
+    "build_default_database",
+    "class_scores",
+    "default_corpus",
+    "find_checkpoint",
+    "fit_classifier",
+    "normalize",
+]

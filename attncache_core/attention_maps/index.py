@@ -1,0 +1,88 @@
+"""The nearest record of a feature vector, among the records of exactly its length.
+
+A map is L x L, so a record of another length can never serve: each length is a partition of its own.
+Small partitions are searched exactly, large ones with HNSW.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import faiss
+import numpy as np
+
+from attncache_core.errors import CorruptDatabase
+
+# Measured with 128 dimensions: batches of 4 to 64 queries are answered sooner by an exact scan up to
+# about this many vectors; above, HNSW is several times faster.
+EXACT_BELOW = 4096
+_HNSW_NEIGHBOURS = 32
+_HNSW_BUILD_BREADTH = 80
+_HNSW_SEARCH_BREADTH = 64
+
+
+def index_path(folder: Path, length: int) -> Path:
+    """The index file of sequences of `length` tokens in the database `folder`."""
+    return folder / "index" / f"{length:05d}.faiss"
+
+
+class FeatureIndex:
+    """Feature vectors by length; the number of a vector in its partition is its record's in its segment."""
+
+    def __init__(self) -> None:
+        self._partitions: dict[int, faiss.Index] = {}
+
+    def add(self, length: int, features: np.ndarray, exact_below: int = EXACT_BELOW) -> None:
+        """A new partition for `length` of features float32 [records, dimensions]."""
+        dimensions = features.shape[1]
+        if len(features) < exact_below:
+            partition: faiss.Index = faiss.IndexFlatL2(dimensions)
+        else:
+            graph = faiss.IndexHNSWFlat(dimensions, _HNSW_NEIGHBOURS)
+            graph.hnsw.efConstruction = _HNSW_BUILD_BREADTH
+            graph.hnsw.efSearch = _HNSW_SEARCH_BREADTH
+            partition = graph
+        partition.add(np.ascontiguousarray(features, dtype=np.float32))
+        self._partitions[length] = partition
+
+    def __contains__(self, length: int) -> bool:
+        """Whether there are records of this length."""
+        return length in self._partitions
+
+    def size(self, length: int) -> int:
+        """Records of this length."""
+        return int(self._partitions[length].ntotal)
+
+    def nearest(self, length: int, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each feature vector [n, dimensions] its nearest record and the L2 distance to it.
+
+        Returns (records int64 [n], distances float32 [n]).
+        """
+        partition = self._partitions[length]
+        _, found = partition.search(features, 1)
+        records = found[:, 0]
+        # Faiss' own squared distances come from |a|² + |b|² - 2ab in batches: near zero nothing of them
+        # is left, and they would depend on the batch. The distance of the one found is taken anew.
+        distances = np.linalg.norm(partition.reconstruct_batch(records) - features, axis=1)
+        return records, distances
+
+    def write(self, folder: Path) -> list[Path]:
+        """The partitions as files under `folder`; returns their paths."""
+        paths = []
+        for length, partition in self._partitions.items():
+            path = index_path(folder, length)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            faiss.write_index(partition, str(path))
+            paths.append(path)
+        return paths
+
+    @classmethod
+    def read(cls, folder: Path, lengths: list[int]) -> FeatureIndex:
+        """The index that `write` left under `folder`. The files' checksums are the caller's to check."""
+        index = cls()
+        for length in lengths:
+            try:
+                index._partitions[length] = faiss.read_index(str(index_path(folder, length)))
+            except RuntimeError as error:
+                raise CorruptDatabase(f"{index_path(folder, length)} cannot be read") from error
+        return index

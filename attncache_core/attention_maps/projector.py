@@ -1,0 +1,56 @@
+"""FeatureProjector: the small network that places sequences so that near means similar maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from attncache_core.tokens import Group
+
+_TOKEN_FEATURES = 32
+DIMENSIONS = 128
+
+
+class FeatureProjector(nn.Module):
+    """f(X) = Σ_p W2[p] gelu(W1 x_p + b1): the input of the first layer -> 128 numbers. float32.
+
+    A two-layer MLP over the whole sequence (AttnCache, section on the feature projector), its first layer
+    shared by the positions, so that sentences of every length train it.
+    """
+
+    def __init__(self, hidden_size: int, max_length: int, dimensions: int = DIMENSIONS) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.token = nn.Linear(hidden_size, _TOKEN_FEATURES)
+        self.position = nn.Parameter(torch.empty(max_length, _TOKEN_FEATURES, dimensions))
+        # As if the second layer had as many inputs as a sentence of common length gives it.
+        nn.init.normal_(self.position, std=(16 * _TOKEN_FEATURES) ** -0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [n, L, hidden], L at most `max_length` -> features [n, dimensions]."""
+        n, length, _ = x.shape
+        tokens = nn.functional.gelu(self.token(x.float()))
+        return tokens.reshape(n, -1) @ self.position[:length].flatten(0, 1)
+
+    @torch.inference_mode()
+    def project(self, hidden: torch.Tensor, group: Group) -> np.ndarray:
+        """Features float32 [n, dimensions] of a group of a packed batch's hidden states [tokens, hidden]."""
+        features: torch.Tensor = self(hidden[group.tokens].view(group.count, group.length, -1))
+        return features.numpy()
+
+    def save(self, path: Path) -> None:
+        """Write the weights to `path`."""
+        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> FeatureProjector:
+        """The projector that `save` wrote."""
+        weights = load_file(path)
+        max_length, _, dimensions = weights["position"].shape
+        projector = cls(weights["token.weight"].shape[1], max_length, dimensions)
+        projector.load_state_dict(weights)
+        return projector.eval().requires_grad_(False)

@@ -1,0 +1,100 @@
+"""Algorithm 1: for each sequence of a batch, a record whose maps may stand in for its own, or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import torch
+
+from attncache_core.attention_maps.index import FeatureIndex
+from attncache_core.attention_maps.projector import FeatureProjector
+from attncache_core.attention_maps.store import AttentionMapStore
+from attncache_core.tokens import Group, TokenBatch
+
+
+class Outcome(StrEnum):
+    """What became of a sequence; each has exactly one."""
+
+    HIT = "hit"  # some of its heads came from a record
+    MISS = "miss"  # searched, and no record was near enough
+    NOT_SEARCHED = "not_searched"  # reuse was declined, or no record of its length exists
+
+
+@dataclass(frozen=True)
+class ReusePlan:
+    """Which record serves which sequence, in the packed order of the batch that was searched."""
+
+    records: np.ndarray  # int64 [sequences], -1 for none
+    similarities: np.ndarray  # float32 [sequences], nan where nothing was searched
+    corrupt_records: int = 0  # records that were found damaged; their sequences are misses
+
+    @property
+    def hits(self) -> np.ndarray:
+        """bool [sequences]."""
+        return self.records >= 0
+
+    def outcomes(self) -> np.ndarray:
+        """Outcome of each sequence, object [sequences]."""
+        outcomes = np.full(len(self.records), Outcome.MISS, dtype=object)
+        outcomes[self.hits] = Outcome.HIT
+        outcomes[np.isnan(self.similarities)] = Outcome.NOT_SEARCHED
+        return outcomes
+
+    def reordered(self, permutation: np.ndarray) -> ReusePlan:
+        """The plan of the batch whose packed sequences were permuted alike."""
+        return ReusePlan(self.records[permutation], self.similarities[permutation], self.corrupt_records)
+
+
+def no_reuse(sequences: int) -> ReusePlan:
+    """The plan that computes everything."""
+    return ReusePlan(np.full(sequences, -1), np.full(sequences, np.nan, dtype=np.float32))
+
+
+@dataclass(frozen=True)
+class SearchEngine:
+    """Projector, index and store, and the threshold θ that decides whether near is near enough."""
+
+    projector: FeatureProjector
+    index: FeatureIndex
+    store: AttentionMapStore
+    threshold: float
+
+    def plan(self, batch: TokenBatch, hidden: torch.Tensor, allowed: np.ndarray) -> ReusePlan:
+        """The reuse plan of a batch from the input of its first layer [tokens, hidden].
+
+        allowed: bool [sequences], for each packed sequence whether reuse may be tried. One whose tokens are
+        recorded has similarity 1. A record that fails its checksum serves nobody.
+        """
+        plan = no_reuse(len(batch.lengths))
+        corrupt = 0
+        for group in batch.groups():
+            asked = np.flatnonzero(allowed[group.sequences])
+            if not len(asked) or group.length not in self.index:
+                continue
+            features = self.projector.project(hidden, group)[asked]
+            found, distances = self.index.nearest(group.length, features)
+            similarities = 1.0 - distances
+            for place, record in enumerate(found.tolist()):
+                sequence = group.first + int(asked[place])
+                # A self-hit's distance is zero but for rounding, which differs between batches.
+                if similarities[place] > _SURELY_OTHER and self._is_recorded(batch, sequence, group, record):
+                    similarities[place] = 1.0
+                plan.similarities[sequence] = similarities[place]
+                if similarities[place] < self.threshold:
+                    continue
+                if self.store.segments[group.length].is_sound(record):
+                    plan.records[sequence] = record
+                else:
+                    corrupt += 1
+        return ReusePlan(plan.records, plan.similarities, corrupt)
+
+    def _is_recorded(self, batch: TokenBatch, sequence: int, group: Group, record: int) -> bool:
+        start = int(batch.offsets[sequence])
+        ids = batch.ids[start : start + group.length].tolist()
+        return self.store.segments[group.length].holds_tokens(record, ids)
+
+
+# Below this similarity a record cannot be the sequence's own, whatever the rounding.
+_SURELY_OTHER = 0.999

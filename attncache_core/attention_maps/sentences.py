@@ -1,0 +1,72 @@
+"""The sentences of a database while it is built: distinct token sequences, some held out to measure on."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attncache_core.errors import BuildFailed
+from attncache_core.models import PackedModel
+from attncache_core.tokens import pack
+
+_HELD_OUT_SHARE = 0.1
+_MOST_HELD_OUT = 1000
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Distinct token sequences. Those of one length, in this order, become the records of a segment."""
+
+    sequences: list[list[int]]
+    held_out: np.ndarray  # bool [sequences]
+
+    def by_length(self) -> dict[int, list[int]]:
+        """Length in tokens -> indices of its sequences, lengths rising."""
+        indices = defaultdict(list)
+        for index, sequence in enumerate(self.sequences):
+            indices[len(sequence)].append(index)
+        return dict(sorted(indices.items()))
+
+    def rows(self, indices: Sequence[int], *, held_out: bool) -> list[int]:
+        """Places within a length's `indices` (their record numbers) of those held out, or of the others."""
+        return np.flatnonzero(self.held_out[list(indices)] == held_out).tolist()
+
+    def inputs(self, model: PackedModel, indices: Sequence[int]) -> torch.Tensor:
+        """The first layer's input of sequences of one length, float32 [n, L, hidden]."""
+        with torch.inference_mode():
+            hidden = model.embed(pack([self.sequences[index] for index in indices]))
+        return hidden.float().view(len(indices), -1, model.hidden_size).clone()
+
+
+def split(
+    tokenized: Sequence[Sequence[int]], sources: Sequence[str], max_length: int, random: np.random.Generator
+) -> Sentences:
+    """The distinct sequences of at most `max_length` tokens, about a tenth held out by whole sources.
+
+    A source is what must not stand on both sides: a template, a document, or the sentence itself. Raises
+    BuildFailed if fewer than two sequences are left.
+    """
+    source_of: dict[tuple[int, ...], str] = {}
+    for ids, source in zip(tokenized, sources, strict=True):
+        if len(ids) <= max_length:
+            source_of.setdefault(tuple(ids), source)
+    if len(source_of) < 2:
+        raise BuildFailed(
+            f"the corpus has {len(source_of)} distinct texts of at most {max_length} tokens; a database "
+            "needs two at the least, and thousands to be of use",
+            field="corpus",
+        )
+    wanted = min(_MOST_HELD_OUT, int(len(source_of) * _HELD_OUT_SHARE))
+    sizes = Counter(source_of.values())
+    held_out: set[str] = set()
+    for source in random.permutation(sorted(sizes)).tolist():
+        if sizes[source] <= wanted:
+            held_out.add(source)
+            wanted -= sizes[source]
+    return Sentences(
+        [list(ids) for ids in source_of], np.array([source in held_out for source in source_of.values()])
+    )

@@ -1,0 +1,228 @@
+"""Find a model and read what it is: where it lies, its task, pooling, prompt and length.
+
+    "all-MiniLM-L6-v2" -> a folder | an installed package | the Hugging Face cache | the Hub
+                       -> Checkpoint (no weights read yet) -> tokenizer, fingerprint, models.load_model
+
+A sentence-transformers folder is read as that library reads it; a plain Hugging Face encoder is pooled
+by its mean, as that library does too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+
+from attncache_core.errors import ModelNotFound, UnsupportedModel
+
+DEFAULT_MODEL = "all-MiniLM-L6-v2"
+Task = Literal["embed", "classify"]
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
+_POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+# The flags that sentence-transformers wrote before version 6, in the order in which it joins the modes.
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How token vectors become one: the modes, joined in this order."""
+
+    modes: tuple[str, ...] = ("mean",)
+    include_prompt: bool = True  # False: the prompt's tokens are left out
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk, described. Nothing of its weights has been read."""
+
+    name: str
+    folder: Path  # of config.json, the tokenizer and the weights
+    source: str  # where it was found, for people
+    config: dict[str, Any]
+    task: Task
+    pooling: Pooling
+    normalize: bool  # the model's own way; a request may say otherwise
+    max_tokens: int | None  # None: what the tokenizer and the positions allow
+    lowercase: bool
+    prompts: dict[str, str]
+    default_prompt: str  # put before every text; "" for none
+
+    def fingerprint(self) -> str:
+        """SHA-256 over what decides the attention maps: architecture, weights and tokenizer.
+
+        Not the compute dtype, the pooling or the prompt: they leave the maps of given tokens alone.
+        Reads every weight file once.
+        """
+        digest = hashlib.sha256()
+        for path in sorted([*self.folder.glob("*.safetensors"), self.folder / "tokenizer.json"]):
+            if path.is_file():
+                digest.update(path.name.encode())
+                with path.open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+        architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}
+        digest.update(json.dumps(architecture, sort_keys=True).encode())
+        return digest.hexdigest()
+
+
+# Entries of config.json that change when a model is saved again and say nothing about its maps.
+_NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+
+
+def find_checkpoint(model: str) -> Checkpoint:
+    """The model named `model`: a folder, a model carried by an installed package, or a Hub id.
+
+    Raises ModelNotFound, which lists what was tried, and UnsupportedModel for a folder of another kind.
+    """
+    tried = []
+    for find in (_in_folder, _in_package, _in_cache, _on_hub):
+        found = find(model)
+        if isinstance(found, tuple):
+            folder, source = found
+            return read_checkpoint(folder, name=model, source=source)
+        tried.append(found)
+    raise ModelNotFound(f"model {model!r} was not found: {'; '.join(tried)}", field="model")
+
+
+def read_checkpoint(folder: Path, *, name: str | None = None, source: str = "folder") -> Checkpoint:
+    """Describe the model in `folder`, a sentence-transformers or a Hugging Face one."""
+    modules = _modules(folder)
+    transformer = folder / modules.get("Transformer", "")
+    config = _read_json(transformer / "config.json")
+    if not any((transformer / weights).is_file() for weights in _WEIGHTS):
+        raise UnsupportedModel(
+            f"model folder {transformer} has no model.safetensors; other weight formats are not read",
+            field="model",
+        )
+    settings = _read_json(transformer / "sentence_bert_config.json", {})
+    prompts = _read_json(folder / "config_sentence_transformers.json", {})
+    default_prompt = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name") or "", "")
+    classifier = any("ForSequenceClassification" in name for name in config.get("architectures") or [])
+    return Checkpoint(
+        name=name or folder.name,
+        folder=transformer,
+        source=source,
+        config=config,
+        task="classify" if classifier and not modules else "embed",
+        pooling=_read_pooling(folder / modules["Pooling"]) if "Pooling" in modules else Pooling(),
+        normalize="Normalize" in modules,
+        max_tokens=settings.get("max_seq_length"),
+        lowercase=bool(settings.get("do_lower_case", False)),
+        prompts=prompts.get("prompts") or {},
+        default_prompt=default_prompt,
+    )
+
+
+def _modules(folder: Path) -> dict[str, str]:
+    """Kind -> subfolder of a sentence-transformers model's modules; empty for a plain folder."""
+    listed = _read_json(folder / "modules.json", [])
+    modules = {module["type"].rsplit(".", 1)[-1]: module["path"] for module in listed}
+    unknown = sorted(set(modules) - {"Transformer", "Pooling", "Normalize"})
+    if unknown:
+        raise UnsupportedModel(
+            f"model folder {folder} has modules that are not served: {', '.join(unknown)}", field="model"
+        )
+    return modules
+
+
+def _read_pooling(folder: Path) -> Pooling:
+    config = _read_json(folder / "config.json")
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)] or ["mean"]
+    modes = (modes,) if isinstance(modes, str) else tuple(modes)
+    unknown = sorted(set(modes) - set(_POOLING_MODES))
+    if unknown:
+        raise UnsupportedModel(f"pooling {', '.join(unknown)} of {folder} is not served", field="model")
+    return Pooling(modes, bool(config.get("include_prompt", True)))
+
+
+def _read_json(path: Path, default: Any = None) -> Any:
+    """The JSON in `path`, or `default`, where one is given, if there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if default is not None:
+            return default
+        raise UnsupportedModel(f"model folder {path.parent} has no {path.name}", field="model") from error
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{path} cannot be read as JSON", field="model") from error
+
+
+def _in_folder(model: str) -> tuple[Path, str] | str:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder, "folder"
+    return "no such folder"
+
+
+def _in_package(model: str) -> tuple[Path, str] | str:
+    """A model folder inside an installed distribution whose name ends with the model's name.
+
+    Only the list of the distribution's files is read; none of its code is run.
+    """
+    wanted = _normalized(model.rsplit("/", 1)[-1])
+    for distribution in metadata.distributions():
+        name = _normalized(distribution.metadata["Name"] or "")
+        if name != wanted and not name.endswith(f"-{wanted}"):
+            continue
+        for file in distribution.files or []:
+            if file.name in _WEIGHTS:
+                folder = Path(str(distribution.locate_file(file))).parent
+                return folder, f"package {distribution.metadata['Name']} {distribution.version}"
+    return "no installed package carries it"
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _in_cache(model: str) -> tuple[Path, str] | str:
+    try:
+        folder = snapshot_download(model, local_files_only=True, allow_patterns=_HUB_PATTERNS)
+        return Path(folder), "Hugging Face cache"
+    except HFValidationError:
+        return "not a Hugging Face id"
+    except (LocalEntryNotFoundError, OSError):
+        return "not in the Hugging Face cache"
+
+
+def _on_hub(model: str) -> tuple[Path, str] | str:
+    try:
+        return Path(
+            snapshot_download(model, allow_patterns=_HUB_PATTERNS, etag_timeout=5)
+        ), "Hugging Face Hub"
+    except HFValidationError:
+        return "not on the Hub"
+    except OfflineModeIsEnabled:
+        return "the Hub was not asked (offline mode)"
+    except HfHubHTTPError as error:
+        # OSError's child; a repository that is absent or closed answers 401 or 404.
+        return (
+            f"the Hub answered {error.response.status_code}"
+            if error.response is not None
+            else "no Hub answer"
+        )
+    except Exception:
+        # httpx's, ssl's and the socket's errors share no base class; all say that the Hub is out of reach.
+        return "the Hub could not be reached"

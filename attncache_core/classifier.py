@@ -1,0 +1,122 @@
+"""A linear classifier on embeddings, fitted with scikit-learn and stored without pickle.
+
+DIR/classifier.json          labels, the model's fingerprint, how it was fitted
+DIR/classifier.safetensors   weight [classes, d], bias [classes]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+from sklearn.linear_model import LogisticRegression
+
+from attncache_core.errors import BuildFailed, DatabaseRefused
+from attncache_core.outputs import normalize
+
+FORMAT_VERSION = 1
+# Little regularisation: embeddings of unit length are small numbers, and there are many texts a class.
+_INVERSE_REGULARISATION = 30.0
+
+
+@dataclass(frozen=True)
+class LinearClassifier:
+    """Logits from embeddings: one row of weights a class, on embeddings brought to unit length."""
+
+    labels: tuple[str, ...]
+    weight: np.ndarray  # float32 [classes, d]
+    bias: np.ndarray  # float32 [classes]
+    fingerprint: str
+    model: str
+    fitted: dict[str, Any]  # how it was fitted, for people
+
+    def logits(self, embeddings: np.ndarray) -> np.ndarray:
+        """[n, classes] of embeddings [n, d] of any length."""
+        logits: np.ndarray = normalize(embeddings) @ self.weight.T + self.bias
+        return logits
+
+    def predict(self, embeddings: np.ndarray) -> list[str]:
+        """The most probable label of each embedding [n, d]."""
+        return [self.labels[row] for row in self.logits(embeddings).argmax(axis=1)]
+
+    def require_fingerprint(self, fingerprint: str, model: str) -> None:
+        """Raise DatabaseRefused unless the classifier was fitted on embeddings of this model."""
+        if self.fingerprint != fingerprint:
+            raise DatabaseRefused(
+                f"the classifier was fitted for {self.model} with fingerprint {self.fingerprint[:12]}, and "
+                f"model {model} has {fingerprint[:12]}; fit a classifier for this model",
+                field="classifier",
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write the classifier's two files into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({"weight": self.weight, "bias": self.bias}, folder / "classifier.safetensors")
+        description = {
+            "format_version": FORMAT_VERSION,
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "fitted": self.fitted,
+            "labels": self.labels,
+        }
+        text = json.dumps(description, indent=1, ensure_ascii=False)
+        (folder / "classifier.json").write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> LinearClassifier:
+        """The classifier in `folder`. Raises DatabaseRefused if there is none or it cannot be read."""
+        try:
+            description = json.loads((folder / "classifier.json").read_text(encoding="utf-8"))
+            weights = load_file(folder / "classifier.safetensors")
+            if description["format_version"] != FORMAT_VERSION:
+                raise DatabaseRefused(
+                    f"classifier {folder} has format version {description['format_version']}, and this "
+                    f"program reads {FORMAT_VERSION}; fit it again",
+                    field="classifier",
+                )
+            return cls(
+                labels=tuple(description["labels"]),
+                weight=weights["weight"],
+                bias=weights["bias"],
+                fingerprint=description["fingerprint"],
+                model=description["model"],
+                fitted=description["fitted"],
+            )
+        except FileNotFoundError as error:
+            raise DatabaseRefused(f"there is no classifier in {folder}", field="classifier") from error
+        except DatabaseRefused:
+            raise
+        except Exception as error:
+            # Of safetensors a plain Exception; whatever it is, the folder is of no use.
+            raise DatabaseRefused(f"the classifier in {folder} cannot be read", field="classifier") from error
+
+
+def fit_classifier(
+    embeddings: np.ndarray, labels: Sequence[str], *, fingerprint: str, model: str
+) -> LinearClassifier:
+    """A multinomial logistic regression on embeddings [n, d], brought to unit length, and their labels.
+
+    Raises BuildFailed for fewer than two classes.
+    """
+    classes = sorted(set(labels))
+    if len(classes) < 2:
+        raise BuildFailed("a classifier needs texts of at least two labels", field="data")
+    regression = LogisticRegression(C=_INVERSE_REGULARISATION, max_iter=2000)
+    regression.fit(normalize(embeddings), labels)
+    weight, bias = regression.coef_, regression.intercept_
+    if len(classes) == 2:
+        # scikit-learn keeps one row for two classes: the logit of the second against the first.
+        weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
+    return LinearClassifier(
+        labels=tuple(regression.classes_.tolist()),
+        weight=weight.astype(np.float32),
+        bias=bias.astype(np.float32),
+        fingerprint=fingerprint,
+        model=model,
+        fitted={"texts": len(labels), "classes": len(classes)},
+    )

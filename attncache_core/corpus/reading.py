@@ -1,0 +1,109 @@
+"""Texts from a file: plain lines, a column of a table, or a field of JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import orjson
+
+from attncache_core.errors import InvalidInput
+
+FORMATS = ("txt", "tsv", "csv", "jsonl")
+
+
+def read_rows(
+    path: str, columns: tuple[str, ...], file_format: str | None = None
+) -> Iterator[tuple[str, ...]]:
+    """The values of `columns` in each row of a file; "-" is standard input (lines, unless told otherwise).
+
+    .txt gives each line that is not blank, whatever its one column is called. A .tsv has no quoting; a
+    .csv has CSV's. Raises InvalidInput for an unreadable file, an unknown format or column, or a row that
+    lacks one, naming the row's number and never its text.
+    """
+    file_format = file_format or ("txt" if path == "-" else Path(path).suffix.removeprefix(".").lower())
+    if file_format not in FORMATS:
+        raise InvalidInput(
+            f"{path}: the format is told by the ending, one of {', '.join('.' + name for name in FORMATS)}",
+            field="corpus",
+        )
+    if file_format == "txt" and len(columns) > 1:
+        raise InvalidInput(f"{path}: a .txt file has no columns", field="corpus")
+    try:
+        with _open(path) as file:
+            yield from _parse(file, path, columns, file_format)
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}", field="corpus") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not UTF-8 (at byte {error.start})", field="corpus") from error
+
+
+def read_labelled(
+    path: str, text_column: str, label_column: str, file_format: str | None = None
+) -> tuple[list[str], list[str]]:
+    """The texts and the labels of a file, as read_rows reads it. Raises InvalidInput also if it is empty."""
+    rows = list(read_rows(path, (text_column, label_column), file_format))
+    if not rows:
+        raise InvalidInput(f"{path} has no texts", field="data")
+    return [text for text, _ in rows], [label for _, label in rows]
+
+
+def _open(path: str) -> TextIO:
+    if path == "-":
+        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", newline="")
+    return Path(path).open(encoding="utf-8-sig", newline="")
+
+
+def _parse(file: TextIO, path: str, columns: tuple[str, ...], file_format: str) -> Iterator[tuple[str, ...]]:
+    if file_format == "txt":
+        for line in file:
+            if line.strip():
+                yield (line.rstrip("\r\n"),)
+    elif file_format == "jsonl":
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _fields(line, path, number, columns)
+    else:
+        rows = (
+            csv.reader(file) if file_format == "csv" else (line.rstrip("\r\n").split("\t") for line in file)
+        )
+        yield from _columns(rows, path, columns)
+
+
+def _columns(
+    rows: Iterator[list[str]] | Any, path: str, columns: tuple[str, ...]
+) -> Iterator[tuple[str, ...]]:
+    header = next(iter(rows), None) or []
+    missing = [column for column in columns if column not in header]
+    if missing:
+        raise InvalidInput(
+            f"{path} has no column {missing[0]!r}; it has {', '.join(map(repr, header)) or 'no header'}",
+            field="column",
+        )
+    places = [header.index(column) for column in columns]
+    for number, row in enumerate(rows, 2):
+        if not row or row == [""]:
+            continue
+        if len(row) <= max(places):
+            raise InvalidInput(
+                f"{path}, line {number}: {len(row)} columns where {len(header)} belong", field="corpus"
+            )
+        yield tuple(row[place] for place in places)
+
+
+def _fields(line: str, path: str, number: int, columns: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput(f"{path}, line {number}: not JSON", field="corpus") from error
+    values = [row.get(column) for column in columns] if isinstance(row, dict) else []
+    texts = tuple(value for value in values if isinstance(value, str))
+    if len(texts) < len(columns):
+        raise InvalidInput(
+            f"{path}, line {number}: no text in {' or '.join(map(repr, columns))}", field="column"
+        )
+    return texts

@@ -1,0 +1,190 @@
+"""PrefillEngine: token sequences in, embeddings or class logits out, with attention maps reused.
+
+texts -> tokenize -> pack -> first hidden states -> search (Algorithm 1) -> hits first, misses after
+      -> layers (Algorithm 2) -> outputs, in the caller's order
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.search import Outcome, ReusePlan, no_reuse
+from attncache_core.checkpoint import Checkpoint, Task
+from attncache_core.classifier import LinearClassifier
+from attncache_core.errors import InvalidInput, NoClassifier
+from attncache_core.forward import forward, hits_first
+from attncache_core.models import PackedModel, load_model
+from attncache_core.outputs import normalize
+from attncache_core.threads import limit_threads
+from attncache_core.tokenizer import TextTokenizer
+from attncache_core.tokens import TokenBatch, pack
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """What came of a batch, in the order its sequences were given in."""
+
+    outputs: np.ndarray  # float32 [sequences, d]: embeddings, not normalised, or class logits
+    outcomes: tuple[Outcome, ...]
+    similarities: np.ndarray  # float32 [sequences], nan where nothing was searched
+    tokens: int
+    search_seconds: float  # projector, index and checks
+    forward_seconds: float  # all the rest
+    corrupt_records: int  # records found damaged in this batch and not used
+
+
+class PrefillEngine:
+    """A model, and a database if there is one, ready to run. `run` is for one thread at a time."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: PackedModel,
+        tokenizer: TextTokenizer,
+        *,
+        dtype: torch.dtype,
+        threads: int,
+        database: AttentionDatabase | None = None,
+        classifier: LinearClassifier | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.model = model
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        self.threads = threads
+        self.database = database
+        self.classifier = classifier
+        self._segments = database.search.store.segments if database else {}
+        self.task: Task = checkpoint.task
+        self.max_tokens = tokenizer.max_tokens
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        database: AttentionDatabase | None = None,
+        dtype: str = "auto",
+        threads: int | None = None,
+        classifier: LinearClassifier | None = None,
+    ) -> PrefillEngine:
+        """Load and pack the checkpoint's weights.
+
+        dtype: "auto" (bfloat16 where the processor multiplies it, else float32), "bfloat16", "float32".
+        threads: for torch and Faiss, of the whole process; None: all that the process may use.
+        Raises UnsupportedModel, and DatabaseRefused if database or classifier are of another model.
+        """
+        count = limit_threads(threads)
+        if database or classifier:
+            fingerprint = checkpoint.fingerprint()
+            for part in (database, classifier):
+                if part:
+                    part.require_fingerprint(fingerprint, checkpoint.name)
+        tokenizer = TextTokenizer(checkpoint)
+        compute_dtype = resolve_dtype(dtype)
+        model = load_model(
+            checkpoint,
+            compute_dtype,
+            prompt_tokens=tokenizer.prompt_tokens,
+            head_order=database.mask.order if database else None,
+            reused_heads=database.mask.reused if database else None,
+        )
+        return cls(
+            checkpoint,
+            model,
+            tokenizer,
+            dtype=compute_dtype,
+            threads=count,
+            database=database,
+            classifier=classifier,
+        )
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The classes of the checkpoint or of the fitted classifier, in the order of the logits."""
+        if self.classifier:
+            return self.classifier.labels
+        if self.task == "classify":
+            names = self.checkpoint.config.get("id2label") or {}
+            return tuple(names[key] for key in sorted(names, key=int)) or None
+        return None
+
+    def tokenize(self, texts: Sequence[str], truncate: bool = True) -> list[list[int]]:
+        """Token ids of each text. Thread safe. Raises InputTooLong where `truncate` is False."""
+        return self.tokenizer.tokenize(texts, truncate=truncate)
+
+    def embed(self, texts: Sequence[str], *, reuse: bool = True) -> np.ndarray:
+        """Embeddings float32 [texts, d] of a list of texts, of unit length if the model's are."""
+        if self.task != "embed":
+            raise InvalidInput("the model is a classifier and gives no embeddings", field="model")
+        sequences = self.tokenize(texts)
+        outputs = self.run(sequences, [reuse] * len(sequences)).outputs
+        return normalize(outputs) if self.checkpoint.normalize else outputs
+
+    def class_logits(self, outputs: np.ndarray) -> np.ndarray:
+        """Logits [n, labels] from the outputs of `run`. Raises NoClassifier where there are no classes."""
+        if self.classifier:
+            return self.classifier.logits(outputs)
+        if self.task != "classify":
+            raise NoClassifier(
+                "the model has no classes and no classifier was fitted: give labels", field="labels"
+            )
+        return outputs
+
+    @torch.inference_mode()
+    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> PrefillResult:
+        """Run token sequences through the model.
+
+        reuse: for each sequence whether its attention maps may come from the database.
+        """
+        started = time.perf_counter()
+        batch = pack(sequences)
+        hidden = self.model.embed(batch)
+        searched = time.perf_counter()
+        plan = self._plan(batch, hidden, np.asarray(reuse, dtype=bool)[batch.order])
+        search_seconds = time.perf_counter() - searched
+        batch, hidden, plan = hits_first(batch, hidden, plan)
+        outputs = self.model.outputs(forward(self.model, batch, hidden, plan, self._segments), batch)
+        rows = outputs.representation if outputs.logits is None else outputs.logits
+        return PrefillResult(
+            outputs=batch.in_callers_order(rows.numpy()),
+            outcomes=tuple(batch.in_callers_order(plan.outcomes())),
+            similarities=batch.in_callers_order(plan.similarities),
+            tokens=len(batch.ids),
+            search_seconds=search_seconds,
+            forward_seconds=time.perf_counter() - started - search_seconds,
+            corrupt_records=plan.corrupt_records,
+        )
+
+    def info(self) -> dict[str, Any]:
+        """What is loaded, for people and /info."""
+        return {
+            "model": self.checkpoint.name,
+            "model_source": self.checkpoint.source,
+            "task": self.task,
+            "labels": len(self.labels) if self.labels else 0,
+            "max_tokens": self.max_tokens,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "threads": self.threads,
+            "database": self.database.info() if self.database else None,
+        }
+
+    def _plan(self, batch: TokenBatch, hidden: torch.Tensor, allowed: np.ndarray) -> ReusePlan:
+        if self.database is None or not allowed.any():
+            return no_reuse(len(batch.lengths))
+        return self.database.search.plan(batch, hidden, allowed)
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """The compute dtype that an operator asked for; "auto" is bfloat16 where the processor multiplies it."""
+    if name == "auto":
+        has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if has_bfloat16 else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

@@ -1,0 +1,59 @@
+"""Model families: from a checkpoint to a model that runs on packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from attncache_core.checkpoint import Checkpoint
+from attncache_core.errors import UnsupportedModel
+from attncache_core.models.bert import BertEncoder
+from attncache_core.models.layer import AttentionLayer, Outputs, PackedModel, Projection
+from attncache_core.outputs import pool
+
+FAMILIES = {"bert": BertEncoder}
+
+__all__ = ["FAMILIES", "AttentionLayer", "Outputs", "PackedModel", "Projection", "load_model", "model_shape"]
+
+
+def model_shape(checkpoint: Checkpoint) -> tuple[int, int]:
+    """(layers, heads) of a supported checkpoint. Raises UnsupportedModel for another family."""
+    family = checkpoint.config.get("model_type")
+    if family not in FAMILIES or checkpoint.config.get("is_decoder"):
+        raise UnsupportedModel(
+            f"model {checkpoint.name} is of the family {family!r}; served are: {', '.join(sorted(FAMILIES))}",
+            field="model",
+        )
+    return checkpoint.config["num_hidden_layers"], checkpoint.config["num_attention_heads"]
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    *,
+    prompt_tokens: int = 0,
+    head_order: Sequence[Sequence[int]] | None = None,
+    reused_heads: Sequence[int] | None = None,
+) -> PackedModel:
+    """The checkpoint's model with its weights in `dtype`, packed.
+
+    head_order: for each layer its heads, mildest to reuse first (default: as the checkpoint has them);
+    reused_heads: for each layer how many of these are the reuse mask's (default: none).
+    """
+    layers, heads = model_shape(checkpoint)
+    loader: Any = AutoModelForSequenceClassification if checkpoint.task == "classify" else AutoModel
+    model = (
+        loader.from_pretrained(checkpoint.folder, dtype=dtype, use_safetensors=True)
+        .eval()
+        .requires_grad_(False)
+    )
+    return FAMILIES[checkpoint.config["model_type"]](
+        model,
+        head_order or [range(heads)] * layers,
+        reused_heads or [0] * layers,
+        partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens),
+    )

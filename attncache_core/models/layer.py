@@ -1,0 +1,95 @@
+"""What the engine asks of a model, whatever its family.
+
+The engine runs Algorithm 2 over `layers`; a family file supplies them from Hugging Face's modules:
+
+    hidden = model.embed(batch)
+    for layer in model.layers:
+        x = layer.attention_input(hidden)
+        V of every head, Q and K of the computed heads  = layer.project(x)
+        Q and K of the reused heads                     = layer.project_reused(x of the misses)
+        context                                         = maps @ V, head by head
+        hidden = layer.finish(hidden, context)
+    outputs = model.outputs(hidden, batch)
+
+A layer keeps its heads in the order of the damage that reusing them does, mildest first. Its first
+`reused_heads` are the reuse mask's: a hit takes their maps from a record. The others are computed for
+every sequence. With `reused_heads` = 0 all heads are computed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from attncache_core.tokens import TokenBatch
+
+
+class Projection(NamedTuple):
+    """What every sequence needs in one layer."""
+
+    value: torch.Tensor  # [tokens, heads, head_dim]
+    query: torch.Tensor  # [tokens, computed heads, head_dim]
+    key: torch.Tensor  # [tokens, computed heads, head_dim]
+
+
+class AttentionLayer(Protocol):
+    """One layer on packed tokens."""
+
+    heads: int
+    reused_heads: int
+
+    def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What attention reads: the norm of a pre-norm layer, else `hidden` itself. [tokens, hidden]."""
+        ...
+
+    def project(self, x: torch.Tensor) -> Projection:
+        """V of all heads, Q and K of the computed heads, for tokens x [tokens, hidden]."""
+        ...
+
+    def project_reused(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Q and K of the reused heads, each [tokens, reused heads, head_dim]; asked for misses only."""
+        ...
+
+    def attention_maps(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Post-softmax maps [n, h, L, L] of n sequences of one length from their Q and K [n, L, h, d]."""
+        ...
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The context [n, h, L, d] of n sequences of one length from their Q, K and V [n, L, h, d]."""
+        ...
+
+    def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """The layer's output from its input and the context [tokens, heads, head_dim]: [tokens, hidden]."""
+        ...
+
+
+class Outputs(NamedTuple):
+    """What a model says of each sequence."""
+
+    representation: torch.Tensor  # float32 [sequences, d]: the embedding, or what the classifier reads
+    logits: torch.Tensor | None  # float32 [sequences, classes] of a classification model
+
+
+# One float32 vector a sequence from the last layer's [tokens, hidden], in packed order.
+Pool = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
+
+
+class PackedModel(Protocol):
+    """A model whose forward pass runs on packed tokens."""
+
+    hidden_size: int
+
+    @property
+    def layers(self) -> Sequence[AttentionLayer]:
+        """The attention layers, first to last."""
+        ...
+
+    def embed(self, batch: TokenBatch) -> torch.Tensor:
+        """The input of the first layer, [tokens, hidden]."""
+        ...
+
+    def outputs(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
+        """The model's outputs from the last layer's [tokens, hidden], in packed order."""
+        ...

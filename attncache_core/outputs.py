@@ -1,0 +1,61 @@
+"""From token vectors to what a caller asked for: pooling, unit length, class scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from attncache_core.checkpoint import Pooling
+from attncache_core.tokens import TokenBatch
+
+
+def pool(hidden: torch.Tensor, batch: TokenBatch, pooling: Pooling, prompt_tokens: int = 0) -> torch.Tensor:
+    """One float32 vector a sequence, [sequences, modes * hidden], from [tokens, hidden], in packed order.
+
+    As sentence-transformers pools: with `include_prompt` off, the first `prompt_tokens` of each sequence
+    are left out (of all modes but the last token's; weighted means keep their positions' weights).
+    """
+    skipped = 0 if pooling.include_prompt else prompt_tokens
+    parts = []
+    for group in batch.groups():
+        vectors = hidden[group.tokens].view(group.count, group.length, -1).float()
+        parts.append(torch.cat([_pool(vectors, mode, skipped) for mode in pooling.modes], dim=1))
+    return torch.cat(parts)
+
+
+def _pool(vectors: torch.Tensor, mode: str, skipped: int) -> torch.Tensor:
+    """[n, L, hidden] -> [n, hidden]."""
+    if mode == "lasttoken":
+        return vectors[:, -1]
+    kept = vectors[:, skipped:]
+    match mode:
+        case "cls":
+            return kept[:, 0]
+        case "max":
+            return kept.amax(dim=1)
+        case "mean":
+            return kept.mean(dim=1)
+        case "mean_sqrt_len_tokens":
+            return kept.sum(dim=1) / kept.shape[1] ** 0.5
+        case "weightedmean":
+            weights = torch.arange(skipped + 1, vectors.shape[1] + 1, dtype=torch.float32)
+            return torch.einsum("nld,l->nd", kept, weights / weights.sum())
+    raise ValueError(f"unknown pooling mode {mode}")
+
+
+def normalize(embeddings: np.ndarray) -> np.ndarray:
+    """Rows [n, d] brought to unit length; a row of zeros stays zero."""
+    norms = np.linalg.norm(embeddings, axis=1, keepdims=True)
+    return embeddings / np.maximum(norms, 1e-12)
+
+
+def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """The cosine of each row of `left` with the same row of `right`: [n, d], [n, d] -> [n]."""
+    return np.einsum("nd,nd->n", normalize(left), normalize(right))
+
+
+def class_scores(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """softmax(logits / temperature) over the last axis, float32."""
+    logits = np.asarray(logits, dtype=np.float64)
+    powers = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
+    return (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)

@@ -1,0 +1,64 @@
+"""Texts to token sequences, as the checkpoint's own library would make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from attncache_core.checkpoint import Checkpoint
+from attncache_core.errors import InputTooLong, UnsupportedModel
+
+# A tokenizer without a limit of its own says 10^30.
+_NO_LIMIT = 10**9
+
+
+class TextTokenizer:
+    """A fast tokenizer with the checkpoint's prompt, case and longest sequence. Thread safe."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        loaded = AutoTokenizer.from_pretrained(checkpoint.folder)
+        if not loaded.is_fast:
+            raise UnsupportedModel(
+                f"model {checkpoint.name} has no fast tokenizer (tokenizer.json)", field="model"
+            )
+        limits = [
+            checkpoint.max_tokens or loaded.model_max_length,
+            checkpoint.config.get("max_position_embeddings") or _NO_LIMIT,
+        ]
+        self.max_tokens = int(min(limits))
+        self._lowercase = checkpoint.lowercase
+        self._prompt = checkpoint.default_prompt
+        self._tokenizer: Tokenizer = loaded.backend_tokenizer
+        self._tokenizer.no_padding()
+        # The special tokens at the end stay when a text is cut; what was cut off comes as `overflowing`.
+        self._tokenizer.enable_truncation(self.max_tokens)
+
+    def tokenize(self, texts: Sequence[str], *, truncate: bool) -> list[list[int]]:
+        """Token ids of each text, at most `max_tokens` each.
+
+        Raises InputTooLong, naming the text, if one is longer and `truncate` is False.
+        """
+        encodings = self._tokenizer.encode_batch_fast([self._prepared(text) for text in texts])
+        if not truncate:
+            for index, encoding in enumerate(encodings):
+                if encoding.overflowing:
+                    raise InputTooLong(
+                        f"the text has more than {self.max_tokens} tokens; shorten it or allow truncation",
+                        field=f"inputs[{index}]",
+                    )
+        return [encoding.ids for encoding in encodings]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that the prompt takes at the front of a sequence, leading special tokens included."""
+        if not self._prompt:
+            return 0
+        encoded = self._tokenizer.encode(self._prepared(""))
+        # The token that closes every sequence is not the prompt's.
+        return len(encoded.ids) - encoded.special_tokens_mask[-1]
+
+    def _prepared(self, text: str) -> str:
+        text = self._prompt + text
+        return text.lower() if self._lowercase else text

@@ -1,0 +1,95 @@
+"""A packed batch: the tokens of many sequences end to end, with no padding.
+
+Sequences of one length (and one way through attention) stand next to each other, so that a group of
+them is a slice of the packed tokens and becomes [sequences, length, ...] without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring sequences of one length in a packed batch."""
+
+    first: int  # index of the first sequence, in packed order
+    count: int  # sequences
+    first_token: int
+    length: int  # tokens of each sequence
+
+    @property
+    def tokens(self) -> slice:
+        """Where the group's tokens stand in the packed batch."""
+        return slice(self.first_token, self.first_token + self.count * self.length)
+
+    @property
+    def sequences(self) -> slice:
+        """Where the group's sequences stand in packed order."""
+        return slice(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Token sequences in packed order.
+
+    `order[i]` is the caller's index of the packed sequence i; `lengths` are tokens, in packed order.
+    """
+
+    ids: torch.Tensor  # int64 [tokens]
+    lengths: np.ndarray  # int64 [sequences]
+    order: np.ndarray  # int64 [sequences]
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """First token of each packed sequence, and the number of tokens at the end: [sequences + 1]."""
+        return np.concatenate(([0], np.cumsum(self.lengths)))
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Position of each token in its own sequence: int64 [tokens]."""
+        starts = np.repeat(self.offsets[:-1], self.lengths)
+        return torch.from_numpy(np.arange(self.offsets[-1]) - starts)
+
+    def groups(self, first: int = 0, end: int | None = None) -> list[Group]:
+        """The runs of equal length among the packed sequences [first, end)."""
+        groups = []
+        for length, run in groupby(self.lengths[first:end].tolist()):
+            count = len(list(run))
+            groups.append(Group(first, count, int(self.offsets[first]), length))
+            first += count
+        return groups
+
+    def reordered(self, permutation: np.ndarray) -> tuple[TokenBatch, torch.Tensor]:
+        """The batch with packed sequence `permutation[i]` at place i, and the token index that does it.
+
+        `index` is int64 [tokens]: `hidden[index]` moves the activations of this batch along.
+        """
+        lengths = self.lengths[permutation]
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        index = torch.from_numpy(
+            np.repeat(self.offsets[permutation] - starts[:-1], lengths) + np.arange(starts[-1])
+        )
+        return TokenBatch(self.ids[index], lengths, self.order[permutation]), index
+
+    def in_callers_order(self, rows: np.ndarray) -> np.ndarray:
+        """Rows [sequences, ...] in packed order, returned in the order the sequences were given in."""
+        result = np.empty_like(rows)
+        result[self.order] = rows
+        return result
+
+
+def pack(sequences: Sequence[Sequence[int]]) -> TokenBatch:
+    """Token sequences (each of at least one token) packed in order of their length."""
+    lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
+    if not len(lengths) or lengths.min() < 1:
+        raise ValueError("a batch needs at least one sequence, and a sequence at least one token")
+    order = np.argsort(lengths, kind="stable")
+    ids = np.concatenate([np.asarray(sequences[i], dtype=np.int64) for i in order])
+    return TokenBatch(torch.from_numpy(ids), lengths[order], order)

@@ -1,0 +1,87 @@
+"""The app: routes, handlers of errors, and one layer that times requests and catches what nobody expected."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from attncache_core import AttnCacheError, PrefillEngine
+from service import __version__
+from service.errors import InternalError, error_response, log_failure, on_attncache_error, on_http_exception
+from service.metrics import Metrics
+from service.routes import classify, embed, health
+from service.settings import Settings
+from service.state import ServiceState
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(
+    settings: Settings,
+    load_engine: Callable[[], PrefillEngine],
+    on_load_failure: Callable[[BaseException], None] | None = None,
+) -> FastAPI:
+    """An app that listens at once and loads its engine in the background.
+
+    Until `load_engine` has returned, inference is answered with 503. If it raises, the app stays so, and
+    `on_load_failure` is told, on the event loop; what is no AttnCacheError has then been logged.
+    """
+    state = ServiceState(settings, load_engine, on_load_failure)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        state.start()
+        yield
+        await state.close()
+
+    app = FastAPI(
+        title="AttnCache", version=__version__, lifespan=lifespan, redoc_url=None, redirect_slashes=False
+    )
+    app.state.service = state
+    for routes in (embed, classify, health):
+        app.include_router(routes.router)
+    app.add_exception_handler(AttnCacheError, on_attncache_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_middleware(_Outermost, metrics=state.metrics)
+    return app
+
+
+class _Outermost:
+    """Counts and times every request, and answers for exceptions that nobody expected.
+
+    Such an exception must not go further: the server underneath would log its message, which may quote
+    a user's text.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status: int | None = None
+
+        async def send_noting_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting_status)
+        except Exception as error:
+            log_failure(logger, "a request failed", error)
+            if status is None:
+                await error_response(InternalError())(scope, receive, send_noting_status)
+        finally:
+            # No status: the request was cancelled from outside.
+            self._metrics.observe_request(scope["path"], status or 499, time.perf_counter() - started)

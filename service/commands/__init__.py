@@ -1,0 +1,1 @@
+"""The commands of `attncache`, one module each."""

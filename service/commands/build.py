@@ -1,0 +1,157 @@
+"""`attncache build`, `inspect` and `verify`: make a database, look into it, prove it whole."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    CorpusSentence,
+    PrefillEngine,
+    build_database,
+    find_checkpoint,
+)
+from attncache_core.corpus.reading import FORMATS, read_rows
+from service.commands.options import model_options
+from service.commands.progress import shown_progress
+
+_defaults = BuildOptions()
+
+
+@click.command("build")
+@model_options
+@click.option("--corpus", required=True, help="A .txt, .tsv, .csv or .jsonl file, or - for standard input.")
+@click.option(
+    "--format", "file_format", type=click.Choice(FORMATS), help="Default: told by the file's ending."
+)
+@click.option("--column", default="text", show_default=True, help="Column or field with the texts.")
+@click.option(
+    "--source-column", help="Column that says which texts belong together; they are held out together."
+)
+@click.option("--database", type=click.Path(path_type=Path), required=True, help="Folder to make.")
+@click.option(
+    "--min-cosine",
+    type=click.FloatRange(0, 1),
+    default=_defaults.min_cosine,
+    show_default=True,
+    help="Quality budget: mean cosine of the hits' embeddings to the full model's, on held-out texts.",
+)
+@click.option(
+    "--heads", help="Heads to reuse: all, layers:0-3, or a number. Default: chosen within the budget."
+)
+@click.option(
+    "--threshold", type=float, help="θ, the least similarity of a hit. Default: chosen with the heads."
+)
+@click.option(
+    "--max-length",
+    type=click.IntRange(min=2),
+    default=_defaults.max_length,
+    show_default=True,
+    help="Tokens; longer texts are not recorded, for a record grows with the square.",
+)
+@click.option("--seed", type=int, default=_defaults.seed, show_default=True)
+def build(
+    model: str,
+    dtype: str,
+    threads: int | None,
+    corpus: str,
+    file_format: str | None,
+    column: str,
+    source_column: str | None,
+    database: Path,
+    **options: Any,
+) -> None:
+    """Build a database of attention maps from a corpus.
+
+    A build that was stopped goes on where it was when the same command is given again.
+    """
+    checkpoint = find_checkpoint(model)
+    columns = (column, source_column) if source_column else (column,)
+    # A text without a source is its own.
+    sentences = [CorpusSentence(row[0], row[-1]) for row in read_rows(corpus, columns, file_format)]
+    engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
+    with shown_progress() as progress:
+        build_database(engine, sentences, database, BuildOptions(**options), progress)
+    show_database(AttentionDatabase.open(database))
+
+
+@click.command("inspect")
+@click.argument("database", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="The manifest as JSON.")
+def inspect(database: Path, as_json: bool) -> None:
+    """Show what is in a database."""
+    opened = AttentionDatabase.open(database)
+    if as_json:
+        click.echo((database / "manifest.json").read_text(encoding="utf-8"), nl=False)
+    else:
+        show_database(opened)
+
+
+@click.command("verify")
+@click.argument("database", type=click.Path(path_type=Path))
+def verify(database: Path) -> None:
+    """Read every record of a database and say whether it is what was written. Exit code 1 if not."""
+    opened = AttentionDatabase.open(database)
+    wrong = opened.verify()
+    for sentence in wrong:
+        click.echo(sentence)
+    if wrong:
+        sys.exit(1)
+    click.echo(f"{opened.search.store.records} records, all sound")
+
+
+def show_database(database: AttentionDatabase) -> None:
+    """Print a database's manifest for a person: records and bytes per length, mask, θ, quality at build."""
+    manifest, console = database.manifest, Console(highlight=False)
+    console.print(f"[bold]{database.folder}[/bold]")
+    console.print(f"model        {manifest.model} (fingerprint {manifest.fingerprint[:12]})")
+    store = database.search.store
+    console.print(f"records      {store.records:,} in {manifest.dtype}, {_size(store.file_bytes)}")
+    layers = ", ".join(
+        f"{layer}: {' '.join(map(str, sorted(order[:reused]))) or 'none'}"
+        for layer, (order, reused) in enumerate(zip(database.mask.order, database.mask.reused, strict=True))
+    )
+    console.print(
+        f"reuse mask   {database.mask.total} of {database.mask.heads} heads (layer: heads) {layers}"
+    )
+    console.print(f"threshold θ  {database.search.threshold:.4f}")
+    console.print(f"quality      {_quality(manifest.quality)}")
+    distances = manifest.quality.get("map_distance")
+    if distances:
+        means = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in distances.items())
+        console.print(f"map distance {means}")
+    console.print(f"built        {json.dumps(manifest.build)}")
+    table = Table("tokens", "records", "bytes", title="records by length", title_justify="left")
+    for column in table.columns:
+        column.justify = "right"
+    for length, segment in store.segments.items():
+        table.add_row(str(length), f"{len(segment):,}", f"{segment.file_bytes:,}")
+    console.print(table)
+
+
+def _quality(quality: dict[str, Any]) -> str:
+    if not quality["measured"]:
+        return "not measured (too few texts to hold out): only recorded texts hit unless θ is lowered"
+    measured = f"{quality['measured']} held-out texts: hit rate {quality['hit_rate']:.3f}"
+    if quality["mean_cosine"] is None:
+        return f"{measured}; no mask fits the budget of {quality['min_cosine']}"
+    return (
+        f"{measured}, cosine of the hits {quality['mean_cosine']:.4f} on average "
+        f"(budget {quality['min_cosine']}), {quality['cosine_5th_percentile']:.4f} at the 5th percentile"
+    )
+
+
+def _size(size: float) -> str:
+    for unit in ("bytes", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

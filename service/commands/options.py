@@ -1,0 +1,55 @@
+"""Options of commands: those of `serve` are the fields of Settings, click only shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import click
+from pydantic.fields import FieldInfo
+
+from attncache_core import DEFAULT_MODEL
+from service.settings import Settings, environment_name, option_name
+
+_METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
+
+
+def settings_options() -> list[click.Parameter]:
+    """An option for each field of Settings, with its variable, help and default."""
+    return [_option(name, field) for name, field in Settings.model_fields.items()]
+
+
+def model_options(command: Any) -> Any:
+    """--model, --dtype and --threads, as every command that runs a model has them."""
+    for option in (
+        click.option("--threads", type=click.IntRange(min=1), help="Threads; default: all that may be used."),
+        click.option(
+            "--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", show_default=True
+        ),
+        click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id."),
+    ):
+        command = option(command)
+    return command
+
+
+def _option(name: str, field: FieldInfo) -> click.Option:
+    option = option_name(name)
+    common: dict[str, Any] = {
+        "envvar": environment_name(name),
+        "show_envvar": True,
+        "default": field.default,
+        "show_default": field.default is not None,
+        "help": field.description,
+    }
+    if field.annotation is bool:
+        return click.Option([f"{option}/--no-{option[2:]}", name], **common)
+    # Unprocessed: the value is checked in one place, by Settings.
+    return click.Option([option, name], type=click.UNPROCESSED, metavar=_metavar(field.annotation), **common)
+
+
+def _metavar(annotation: Any) -> str:
+    """int | None -> INTEGER; Literal["a", "b"] -> a|b."""
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    kinds = get_args(annotation) or (annotation,)
+    return _METAVARS[kinds[0]]

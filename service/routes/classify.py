@@ -1,0 +1,125 @@
+"""POST /classify: texts to labels with scores.
+
+a classifier is served   rows -> class logits (-> the labels asked for) -> softmax
+labels are given         rows . label embeddings, both of unit length -> softmax
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from attncache_core import InputTooLong, InvalidInput, NoClassifier, class_scores, normalize
+from service.bodies import body_documentation, read_body, reuse_wanted
+from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count, rows_unless_gone, state_of
+from service.schemas import ClassifyRequest, LabelScore
+from service.state import Serving
+
+router = APIRouter()
+
+_CLASSIFIER_TEMPERATURE = 1.0
+# Cosines lie close together; a twentieth spreads them as a classifier's scores are spread.
+_SIMILARITY_TEMPERATURE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The labels to score, and where each of them comes from."""
+
+    labels: list[str]
+    columns: list[int] | None  # of the classifier's logits, one a label
+    embeddings: np.ndarray | None  # [labels, dimensions], of unit length; instead of columns
+
+    def scores(self, outputs: np.ndarray, serving: Serving, temperature: float | None) -> np.ndarray:
+        """[sequences, labels], rows that sum to 1."""
+        if self.embeddings is not None:
+            cosines = normalize(outputs) @ self.embeddings.T
+            return class_scores(cosines, temperature or _SIMILARITY_TEMPERATURE)
+        logits = serving.engine.class_logits(outputs)[:, self.columns]
+        return class_scores(logits, temperature or _CLASSIFIER_TEMPERATURE)
+
+
+@router.post(
+    "/classify",
+    response_model=list[list[LabelScore]],
+    responses={
+        200: {"headers": ANSWER_HEADERS, "description": "For each input its labels, best first."},
+        **ERRORS,
+    },
+    openapi_extra=body_documentation(ClassifyRequest),
+)
+async def classify(request: Request) -> Response:
+    """Score the labels given, or those of the served classifier, for each input."""
+    state = state_of(request)
+    serving = state.serving()
+    reuse = reuse_wanted(request)
+    body = await read_body(request, ClassifyRequest, state.settings.max_body_bytes)
+    check_count(body.inputs, "inputs", state.settings.max_request_inputs)
+    truncate = state.settings.truncate if body.truncate is None else body.truncate
+    if serving.engine.labels is not None:
+        choice = _among_known(body.labels, serving.engine.labels)
+    else:
+        labels = _given(body.labels, state.settings.max_request_inputs)
+        choice = _Choice(labels, None, await _label_embeddings(request, serving, labels, truncate))
+    rows = await rows_unless_gone(
+        request, serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse)
+    )
+    scores = choice.scores(rows.outputs, serving, body.temperature)
+    return answer([_best_first(choice.labels, row) for row in scores], rows)
+
+
+def _among_known(asked: list[str] | None, known: tuple[str, ...]) -> _Choice:
+    columns = {label: column for column, label in enumerate(known)}
+    if asked is None:
+        return _Choice(list(known), list(columns.values()), None)
+    _refuse_duplicates(asked)
+    for index, label in enumerate(asked):
+        if label not in columns:
+            field = f"labels[{index}]"
+            raise InvalidInput(f"{field} is none of the classifier's labels; /info counts them", field=field)
+    return _Choice(asked, [columns[label] for label in asked], None)
+
+
+def _given(labels: list[str] | None, limit: int) -> list[str]:
+    if labels is None:
+        raise NoClassifier("no classifier is served: give labels to choose from", field="labels")
+    check_count(labels, "labels", limit)
+    _refuse_duplicates(labels)
+    return labels
+
+
+def _refuse_duplicates(labels: list[str]) -> None:
+    seen: set[str] = set()
+    for index, label in enumerate(labels):
+        if label in seen:
+            raise InvalidInput(f"labels[{index}] is there twice", field=f"labels[{index}]")
+        seen.add(label)
+
+
+async def _label_embeddings(
+    request: Request, serving: Serving, labels: list[str], truncate: bool
+) -> np.ndarray:
+    """[labels, dimensions], of unit length; only labels not met before are computed, always without reuse."""
+    known = serving.label_memory.recall(labels, truncate)
+    missing = [label for label in labels if label not in known]
+    if missing:
+        # A label is no text of the client's: it is neither in the header's count nor in the metric's.
+        pending = serving.batcher.submit(missing, truncate=truncate, reuse=False, counted=False)
+        try:
+            rows = await rows_unless_gone(request, pending)
+        except InputTooLong as error:
+            # Its field would name an input.
+            raise InputTooLong("a label has more tokens than the model takes", field="labels") from error
+        embeddings = normalize(rows.outputs)
+        serving.label_memory.remember(missing, truncate, embeddings)
+        known.update(zip(missing, embeddings, strict=True))
+    return np.stack([known[label] for label in labels])
+
+
+def _best_first(labels: list[str], scores: np.ndarray) -> list[dict[str, Any]]:
+    order = np.argsort(-scores, kind="stable").tolist()
+    values = scores.tolist()
+    return [{"label": labels[column], "score": values[column]} for column in order]

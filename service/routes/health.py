@@ -1,0 +1,71 @@
+"""What operators ask: does it live, may it be asked, what is it, how does it fare."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+
+from service import __version__
+from service.routes.common import ERRORS, state_of
+
+router = APIRouter()
+
+_SHOWN_SETTINGS = {
+    "reuse",
+    "truncate",
+    "max_batch_tokens",
+    "max_batch_sequences",
+    "max_queue_sequences",
+    "max_request_inputs",
+    "max_body_bytes",
+}
+_NOT_READY: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
+
+
+class Health(BaseModel):
+    """The process lives."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Ready(BaseModel):
+    """Model and database are loaded."""
+
+    status: Literal["ready"] = "ready"
+
+
+@router.get("/health")
+async def health() -> Health:
+    """200 as soon as the process listens, whatever it has loaded."""
+    return Health()
+
+
+@router.get("/ready", responses=_NOT_READY)
+async def ready(request: Request) -> Ready:
+    """200 when requests will be answered; 503 while model and database are being loaded."""
+    state_of(request).serving()
+    return Ready()
+
+
+@router.get("/info", response_model=dict[str, Any], responses=_NOT_READY)
+async def info(request: Request) -> Response:
+    """The model, its classes and limits, the database, and the settings that a client meets."""
+    state = state_of(request)
+    content = {
+        "version": __version__,
+        **state.serving().engine.info(),
+        "settings": state.settings.model_dump(include=_SHOWN_SETTINGS),
+    }
+    dumped = orjson.dumps(content, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(dumped, media_type="application/json")
+
+
+# Not async: some hundred lines of text are made, in a thread, while the event loop goes on.
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+def metrics(request: Request) -> Response:
+    """All metrics, for Prometheus."""
+    return Response(state_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)

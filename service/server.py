@@ -1,0 +1,113 @@
+"""Listening, serving and stopping: the process around the app.
+
+SIGTERM, Ctrl+C    accept nothing more, finish what is queued, end
+loading fails      end, and raise what it raised
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import uvicorn
+
+from attncache_core import PrefillEngine
+from service.app import create_app
+from service.errors import AddressUnavailable
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+# A client that stalls in the middle of its body must not keep the process.
+_STOP_SECONDS = 30
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens there; raises AddressUnavailable if the address is taken or not ours."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # At once: two sockets may be bound to one address, but only one may listen.
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise AddressUnavailable(f"cannot listen on {host} port {port}: {reason}") from error
+    return listener
+
+
+def run_server(
+    settings: Settings, load_engine: Callable[[], PrefillEngine], listener: socket.socket
+) -> BaseException | None:
+    """Serve until a signal comes, or until `load_engine` raises: then the answer is what it raised.
+
+    Ends the process with code 0 if a signal comes while it is still loading.
+    """
+    loading = True
+    failures: list[BaseException] = []
+
+    def load() -> PrefillEngine:
+        nonlocal loading
+        try:
+            return load_engine()
+        finally:
+            loading = False
+
+    def fail(error: BaseException) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    def stop(*_signal: object) -> None:
+        server.should_exit = True
+
+    server = uvicorn.Server(_uvicorn_config(settings, load, fail))
+    # uvicorn raises the signal again when it has stopped; without a handler that would be exit code 143.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    logger.info(
+        "listening on http://%s:%d, loading %s", settings.host, listener.getsockname()[1], settings.model
+    )
+    server.run(sockets=[listener])
+    if failures:
+        return failures[0]
+    logger.info("stopped")
+    if loading:
+        _end_process()
+    return None
+
+
+def _uvicorn_config(
+    settings: Settings,
+    load_engine: Callable[[], PrefillEngine],
+    on_load_failure: Callable[[BaseException], None],
+) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(settings, load_engine, on_load_failure),
+        log_config=None,
+        # A path and its query can hold a user's text; the metrics count requests.
+        access_log=False,
+        # No header of a proxy is read, so none is parsed.
+        proxy_headers=False,
+        server_header=False,
+        ws="none",
+        lifespan="on",
+        timeout_graceful_shutdown=_STOP_SECONDS,
+    )
+
+
+def _end_process() -> None:
+    """Exit code 0, without the interpreter's clean-up, which can crash on a thread that is computing."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(0)

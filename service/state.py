@@ -1,0 +1,103 @@
+"""The life of one app: loading in the background, serving, finishing what is queued.
+
+start -> loading (a daemon thread) -> Serving -> close
+                                   -> failure, told to `on_failure`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attncache_core import AttnCacheError, PrefillEngine
+from service.batcher import Batcher, Limits
+from service.errors import NotReady
+from service.labels import LabelMemory
+from service.metrics import Metrics
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a request needs once the engine is loaded."""
+
+    engine: PrefillEngine
+    batcher: Batcher
+    label_memory: LabelMemory
+
+
+class ServiceState:
+    """One app's settings, metrics and, when it is loaded, its engine."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        load_engine: Callable[[], PrefillEngine],
+        on_failure: Callable[[BaseException], None] | None,
+    ) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self._load_engine = load_engine
+        self._on_failure = on_failure
+        self._serving: Serving | None = None
+
+    def serving(self) -> Serving:
+        """Engine and batcher; raises NotReady while they are being loaded."""
+        if self._serving is None:
+            raise NotReady(
+                "the model and its database are being loaded",
+                retry_after_seconds=_RETRY_SECONDS,
+            )
+        return self._serving
+
+    def start(self) -> None:
+        """Begin to load; returns at once. Called on the event loop."""
+        # No executor: at exit Python would wait for its threads, and a database can take minutes to build.
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._load, args=(loop,), name="load", daemon=True).start()
+
+    async def close(self) -> None:
+        """Finish what is queued."""
+        if self._serving is not None:
+            await asyncio.to_thread(self._serving.batcher.close)
+
+    def _load(self, loop: asyncio.AbstractEventLoop) -> None:
+        started = time.perf_counter()
+        try:
+            engine = self._load_engine()
+        except BaseException as error:
+            if not isinstance(error, AttnCacheError):
+                # With its message: no client has been served, so it can quote none.
+                logger.exception("loading failed")
+            self._tell(loop, self._failed, error)
+            return
+        logger.info("loaded in %.1f s", time.perf_counter() - started)
+        self._tell(loop, self._loaded, engine)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, hear: Callable[..., None], news: object) -> None:
+        # A loop that was closed meanwhile does not care any more.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(hear, news)
+
+    def _loaded(self, engine: PrefillEngine) -> None:
+        limits = Limits(
+            batch_tokens=self.settings.max_batch_tokens,
+            batch_sequences=self.settings.max_batch_sequences,
+            queue_sequences=self.settings.max_queue_sequences,
+        )
+        batcher = Batcher(engine, limits, self.metrics)
+        self.metrics.watch(lambda: batcher.waiting_sequences, engine.info)
+        self._serving = Serving(engine, batcher, LabelMemory())
+
+    def _failed(self, error: BaseException) -> None:
+        if self._on_failure is not None:
+            self._on_failure(error)

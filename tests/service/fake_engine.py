@@ -1,0 +1,114 @@
+"""An engine without a model, and the real app round it.
+
+A token is a character; the "embedding" of a text counts its characters, so that its value can be foretold
+(`embedding_of`) and equal texts have cosine 1. Texts in `stored` hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+
+from attncache_core import InputTooLong, Outcome, PrefillResult
+from service.app import create_app
+from service.settings import Settings
+
+DIMENSIONS = 128
+FAILING = "the engine must fail on this text"
+CORRUPT = "the record of this text is damaged"
+
+
+def embedding_of(ids: Sequence[int]) -> np.ndarray:
+    return np.bincount([code % DIMENSIONS for code in ids], minlength=DIMENSIONS).astype(np.float32)
+
+
+class FakeEngine:
+    max_tokens = 64
+
+    def __init__(
+        self, *, task: str = "embed", labels: tuple[str, ...] | None = None, stored: Collection[str] = ()
+    ) -> None:
+        self.task = task
+        self.labels = labels
+        self.stored = stored
+        self.batches: list[list[str]] = []
+        self.may_run = threading.Event()  # cleared: the engine is busy
+        self.may_run.set()
+        self.runs = threading.Semaphore(0)  # released as a batch begins that must wait for `may_run`
+
+    def tokenize(self, texts: list[str], truncate: bool) -> list[list[int]]:
+        for index, text in enumerate(texts):
+            if len(text) > self.max_tokens and not truncate:
+                raise InputTooLong(
+                    f"the text has more than {self.max_tokens} tokens", field=f"inputs[{index}]"
+                )
+        return [[ord(character) for character in text[: self.max_tokens]] for text in texts]
+
+    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> PrefillResult:
+        texts = ["".join(map(chr, ids)) for ids in sequences]
+        self.batches.append(texts)
+        if not self.may_run.is_set():
+            self.runs.release()
+            assert self.may_run.wait(timeout=10)
+        if FAILING in texts:
+            raise RuntimeError(f"cannot compute {texts}")
+        outcomes = tuple(self._outcome(*pair) for pair in zip(texts, reuse, strict=True))
+        return PrefillResult(
+            outputs=np.stack([embedding_of(ids) for ids in sequences]),
+            outcomes=outcomes,
+            similarities=np.array([_SIMILARITY[outcome] for outcome in outcomes], np.float32),
+            tokens=sum(map(len, sequences)),
+            search_seconds=0.001,
+            forward_seconds=0.002,
+            corrupt_records=texts.count(CORRUPT),
+        )
+
+    def class_logits(self, outputs: np.ndarray) -> np.ndarray:
+        """The label that stands at the text's length, modulo their number, wins."""
+        assert self.labels is not None
+        winners = outputs.sum(axis=1).astype(int) % len(self.labels)
+        return np.eye(len(self.labels), dtype=np.float32)[winners] * 3 - np.arange(len(self.labels)) / 10
+
+    def info(self) -> dict[str, object]:
+        return {"model": "fake", "task": self.task, "database": {"records": 7, "bytes": 4096}}
+
+    def _outcome(self, text: str, reuse: bool) -> Outcome:
+        if not reuse:
+            return Outcome.NOT_SEARCHED
+        return Outcome.HIT if text in self.stored else Outcome.MISS
+
+
+_SIMILARITY = {Outcome.HIT: 1.0, Outcome.MISS: 0.5, Outcome.NOT_SEARCHED: np.nan}
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the real app, in this process, when its engine is loaded."""
+    engine = engine or FakeEngine()
+    async with starting(lambda: engine, **settings) as client:
+        while (await client.get("/ready")).status_code == 503:
+            await asyncio.sleep(0.001)
+        try:
+            yield client
+        finally:
+            engine.may_run.set()
+
+
+@asynccontextmanager
+async def starting(
+    load_engine: Any, on_failure: Any = None, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the real app that has begun to load."""
+    app = create_app(Settings(**settings), load_engine, on_failure)
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as client,
+    ):
+        yield client

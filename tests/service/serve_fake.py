@@ -1,0 +1,31 @@
+"""The real server process round the fake engine, on a free port: `python serve_fake.py MANNER`."""
+
+import sys
+import time
+
+from fake_engine import FakeEngine
+
+from attncache_core import ModelNotFound
+from service.commands.serve import configure_logging
+from service.server import bind, run_server
+from service.settings import Settings
+
+
+class SlowEngine(FakeEngine):
+    def run(self, sequences, reuse):  # type: ignore[no-untyped-def]
+        time.sleep(0.3)
+        return super().run(sequences, reuse)
+
+
+def load_engine() -> FakeEngine:
+    match sys.argv[1]:
+        case "never-loads":
+            time.sleep(60)
+        case "refuses":
+            raise ModelNotFound("there is no such model")
+    return SlowEngine()
+
+
+configure_logging("info")
+failure = run_server(Settings(), load_engine, bind("127.0.0.1", 0))
+sys.exit(0 if failure is None else f"failed with {type(failure).__name__}")

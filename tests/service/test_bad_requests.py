@@ -1,0 +1,193 @@
+"""Whatever comes, the answer is a 4xx in one shape, it repeats nothing, and the next request is served."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+import pytest
+from fake_engine import FakeEngine, serving
+
+pytestmark = pytest.mark.anyio
+
+SECRET = "Sesam"
+
+NOT_JSON = [
+    pytest.param(b"", id="an empty body"),
+    pytest.param(b'{"inputs": Sesam', id="not JSON"),
+    pytest.param(b'{"inputs": "Sesam \xff"}', id="not UTF-8"),
+    pytest.param(b'{"inputs": "Sesam \xed\xa0\x80"}', id="a surrogate as bytes"),
+    pytest.param(rb'{"inputs": "Sesam \ud800"}', id="a lone surrogate"),
+    pytest.param(b'{"inputs": ' + b"[" * 20_000, id="nesting 20,000 deep, never closed"),
+    pytest.param(b'{"inputs": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", id="nesting 20,000 deep"),
+    pytest.param(b'{"inputs": "Sesam", "truncate": ' + b"1" * 5_000 + b"}", id="a number of 5,000 digits"),
+]
+
+NOT_ACCEPTED = [
+    pytest.param(b'"Sesam"', None, id="a string instead of an object"),
+    pytest.param(b"NaN", None, id="NaN instead of an object"),
+    pytest.param(b"{}", "inputs", id="no inputs"),
+    pytest.param(b'{"inputs": null}', "inputs", id="null instead of inputs"),
+    pytest.param(b'{"inputs": 7}', "inputs", id="a number instead of inputs"),
+    pytest.param(b'{"inputs": NaN}', "inputs", id="NaN instead of inputs"),
+    pytest.param(b'{"inputs": {"Sesam": 1}}', "inputs", id="an object instead of inputs"),
+    pytest.param(b'{"inputs": []}', "inputs", id="an empty list"),
+    pytest.param(b'{"inputs": ""}', "inputs[0]", id="an empty string"),
+    pytest.param(b'{"inputs": ["Sesam", ""]}', "inputs[1]", id="an empty string in a list"),
+    pytest.param(b'{"inputs": ["Sesam", "a", 7]}', "inputs[2]", id="a number in a list"),
+    pytest.param(b'{"inputs": [["Sesam"]]}', "inputs[0]", id="a list in a list"),
+    pytest.param(rb'{"inputs": ["Sesam \u0000"]}', "inputs[0]", id="a null byte"),
+    pytest.param(b'{"inputs": "a", "Sesam": 1}', None, id="an unknown field"),
+    pytest.param(b'{"inputs": "Sesam", "truncate": "yes"}', "truncate", id="a string instead of truncate"),
+    pytest.param(b'{"inputs": "Sesam", "truncate": 1}', "truncate", id="a number instead of truncate"),
+    pytest.param(b'{"inputs": [' + b"7," * 500_000 + b"7]}", "inputs[0]", id="half a million numbers"),
+    pytest.param(
+        b'{"inputs": "a"' + b"".join(b', "Sesam%d": 1' % i for i in range(9_000)) + b"}",
+        None,
+        id="9,000 unknown fields",
+    ),
+]
+
+NOT_CLASSIFIABLE = [
+    pytest.param({"labels": []}, "labels", id="no labels in the list"),
+    pytest.param({"labels": "Sesam"}, "labels", id="a string instead of labels"),
+    pytest.param({"labels": ["a", ""]}, "labels[1]", id="an empty label"),
+    pytest.param({"labels": ["a", "Sesam", "b", "Sesam"]}, "labels[3]", id="a label twice"),
+    pytest.param({"labels": ["a"], "temperature": 0}, "temperature", id="temperature 0"),
+    pytest.param({"labels": ["a"], "temperature": -1.5}, "temperature", id="a negative temperature"),
+    pytest.param(
+        {"labels": ["a"], "temperature": "1"}, "temperature", id="a string instead of a temperature"
+    ),
+    pytest.param({"labels": ["a"], "normalize": True}, None, id="a field of another route"),
+]
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Any]:
+    async with serving(FakeEngine(), max_request_inputs=8, max_queue_sequences=8) as client:
+        yield client
+
+
+async def assert_refused(client: Any, response: Any, status: int, code: str, field: str | None) -> None:
+    assert response.status_code == status
+    assert len(response.content) < 4096
+    assert SECRET not in response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert (error["code"], error["field"]) == (code, field)
+    assert set(error) == {"code", "message", "field"}
+    assert len(error["message"]) > 10
+    served = await client.post("/embed", json={"inputs": "next"})
+    assert served.status_code == 200
+
+
+@pytest.mark.parametrize("route", ["/embed", "/classify"])
+@pytest.mark.parametrize("body", NOT_JSON)
+async def test_body_that_is_not_json_is_refused(client: Any, route: str, body: bytes) -> None:
+    response = await client.post(route, content=body)
+    await assert_refused(client, response, 400, "malformed_body", None)
+
+
+@pytest.mark.parametrize("route", ["/embed", "/classify"])
+@pytest.mark.parametrize(("body", "field"), NOT_ACCEPTED)
+async def test_json_that_is_not_accepted_is_refused_with_the_field(
+    client: Any, route: str, body: bytes, field: str | None
+) -> None:
+    response = await client.post(route, content=body)
+    await assert_refused(client, response, 400, "invalid_input", field)
+
+
+@pytest.mark.parametrize(("fields", "field"), NOT_CLASSIFIABLE)
+async def test_classify_refuses(client: Any, fields: dict[str, Any], field: str | None) -> None:
+    response = await client.post("/classify", json={"inputs": SECRET, **fields})
+    await assert_refused(client, response, 400, "invalid_input", field)
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"1e999"])
+async def test_temperature_must_be_finite(client: Any, number: bytes) -> None:
+    body = b'{"inputs": "Sesam", "labels": ["a"], "temperature": ' + number + b"}"
+    response = await client.post("/classify", content=body)
+    await assert_refused(client, response, 400, "invalid_input", "temperature")
+
+
+@pytest.mark.parametrize("value", ["Sesam", "", "true", "on,off"])
+async def test_reuse_header_is_on_or_off(client: Any, value: str) -> None:
+    response = await client.post("/embed", json={"inputs": "a"}, headers={"X-AttnCache-Reuse": value})
+    await assert_refused(client, response, 400, "invalid_input", "X-AttnCache-Reuse")
+
+
+async def test_text_that_is_too_long_is_refused_without_truncation(client: Any) -> None:
+    response = await client.post("/embed", json={"inputs": ["a", SECRET * 50], "truncate": False})
+    await assert_refused(client, response, 422, "input_too_long", "inputs[1]")
+
+
+async def test_label_that_is_too_long_is_told_from_an_input(client: Any) -> None:
+    body = {"inputs": "a", "labels": ["b", SECRET * 50], "truncate": False}
+    response = await client.post("/classify", json=body)
+    await assert_refused(client, response, 422, "input_too_long", "labels")
+
+
+@pytest.mark.parametrize(
+    ("route", "field"), [("/embed", "inputs"), ("/classify", "inputs"), ("/classify", "labels")]
+)
+async def test_too_many_texts_are_refused_with_the_limit(client: Any, route: str, field: str) -> None:
+    texts = [f"{SECRET} {i}" for i in range(9)]
+    body = {"inputs": "a", field: texts} if route == "/classify" else {field: texts}
+    if route == "/classify":
+        body.setdefault("labels", ["a"])
+    response = await client.post(route, json=body)
+    await assert_refused(client, response, 422, "too_many_inputs", field)
+    assert "8" in response.json()["error"]["message"]
+
+
+async def test_body_over_the_limit_is_refused(client: Any) -> None:
+    body = orjson.dumps({"inputs": SECRET * 500_000})  # 2.4 MiB
+    response = await client.post("/embed", content=body)
+    await assert_refused(client, response, 413, "body_too_large", None)
+
+
+async def test_body_of_just_the_limit_is_read(client: Any) -> None:
+    start, end = b'{"inputs": "', b'"}'
+    body = start + b"a" * (2 * 1024 * 1024 - len(start) - len(end)) + end
+    assert (await client.post("/embed", content=body)).status_code == 200
+    response = await client.post("/embed", content=body + b" ")
+    await assert_refused(client, response, 413, "body_too_large", None)
+
+
+@pytest.mark.parametrize(
+    "announced", [None, "5"], ids=["without a content-length", "with a content-length that lies"]
+)
+async def test_body_is_read_no_further_than_the_limit(announced: str | None) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1
+            yield b"a" * 1000
+
+    headers = {"content-length": announced} if announced else {}
+    async with serving(max_body_bytes=10_000) as client:
+        response = await client.post("/embed", content=endless(), headers=headers)
+        await assert_refused(client, response, 413, "body_too_large", None)
+    assert sent == 11
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/embed", 405, "method_not_allowed"),
+        ("DELETE", "/classify", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+        ("GET", "/Sesam", 404, "not_found"),
+        ("POST", "/embed/", 404, "not_found"),
+        ("POST", "/embed/../Sesam?Sesam", 404, "not_found"),
+    ],
+)
+async def test_unknown_path_or_method_is_refused(
+    client: Any, method: str, path: str, status: int, code: str
+) -> None:
+    response = await client.request(method, path)
+    await assert_refused(client, response, status, code, None)
+    assert ("allow" in response.headers) == (status == 405)

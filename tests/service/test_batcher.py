@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from fake_engine import FAILING, FakeEngine, embedding_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attncache_core import InputTooLong, Outcome
+from service.batcher import Batcher, Limits, Rows
+from service.errors import InternalError, QueueFull
+from service.metrics import Metrics
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def batching(
+    engine: FakeEngine, tokens: int = 1000, sequences: int = 100, queue: int = 1000
+) -> AsyncIterator[Batcher]:
+    """A batcher over the engine; at the end the law: nothing waits any more."""
+    batcher = Batcher(engine, Limits(tokens, sequences, queue), Metrics())
+    try:
+        yield batcher
+    finally:
+        engine.may_run.set()
+        await asyncio.to_thread(batcher.close)
+    assert batcher.waiting_sequences == 0
+
+
+def submit(batcher: Batcher, texts: list[str], reuse: bool = True) -> asyncio.Future[Rows]:
+    return batcher.submit(texts, truncate=True, reuse=reuse)
+
+
+async def hold(engine: FakeEngine, batcher: Batcher) -> asyncio.Future[Rows]:
+    """Keep the engine busy with a text of its own, so that what is submitted next has to wait."""
+    engine.may_run.clear()
+    busy = submit(batcher, ["busy"])
+    await asyncio.to_thread(engine.runs.acquire)
+    return busy
+
+
+async def queued(batcher: Batcher, count: int) -> None:
+    """Wait until so many requests have been tokenised, in the order in which they came."""
+    while len(batcher._queue) < count:
+        await asyncio.sleep(0.0005)
+
+
+def assert_own_rows(rows: Rows, texts: list[str]) -> None:
+    own = np.stack([embedding_of([ord(character) for character in text]) for text in texts])
+    np.testing.assert_array_equal(rows.outputs, own)
+    assert len(rows.outcomes) == len(texts)
+
+
+requests_of_texts = st.lists(
+    st.lists(st.text(alphabet="abcdefgh", min_size=1, max_size=40), min_size=1, max_size=9),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(requests=requests_of_texts, tokens=st.integers(1, 60), sequences=st.integers(1, 10))
+def test_every_request_gets_its_own_rows_in_order_and_no_batch_is_over_budget(
+    requests: list[list[str]], tokens: int, sequences: int
+) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        async with batching(engine, tokens, sequences) as batcher:
+            await hold(engine, batcher)
+            pending = [submit(batcher, texts) for texts in requests]
+            await queued(batcher, len(requests))
+            engine.may_run.set()
+            for texts, rows in zip(requests, pending, strict=True):
+                assert_own_rows(await rows, texts)
+
+    engine = FakeEngine()
+    asyncio.run(scenario(engine))
+    for batch in engine.batches:
+        assert len(batch) <= sequences
+        assert len(batch) == 1 or sum(map(len, batch)) <= tokens
+    served = sorted(text for batch in engine.batches[1:] for text in batch)
+    assert served == sorted(text for texts in requests for text in texts)
+
+
+async def test_oldest_goes_first_and_the_batch_is_filled() -> None:
+    engine = FakeEngine()
+    async with batching(engine, tokens=10) as batcher:
+        await hold(engine, batcher)
+        pending = []
+        for count, texts in enumerate([["aaaa", "bbbb", "cccc"], ["dd"], ["e" * 20], ["ff"]], start=1):
+            pending.append(submit(batcher, texts))
+            await queued(batcher, count)
+        engine.may_run.set()
+        await asyncio.gather(*pending)
+    assert engine.batches[1:] == [["aaaa", "bbbb"], ["cccc", "dd"], ["e" * 20], ["ff"]]
+
+
+async def test_reuse_is_each_request_s_own_within_one_batch() -> None:
+    engine = FakeEngine(stored={"a"})
+    async with batching(engine) as batcher:
+        await hold(engine, batcher)
+        on, off = submit(batcher, ["a", "b"]), submit(batcher, ["a", "b"], reuse=False)
+        await queued(batcher, 2)
+        engine.may_run.set()
+        assert (await on).outcomes == (Outcome.HIT, Outcome.MISS)
+        assert (await off).outcomes == (Outcome.NOT_SEARCHED, Outcome.NOT_SEARCHED)
+    assert len(engine.batches) == 2
+
+
+async def test_cancelled_request_is_never_computed() -> None:
+    engine = FakeEngine()
+    async with batching(engine) as batcher:
+        await hold(engine, batcher)
+        gone, stays = submit(batcher, ["gone", "gone too"]), submit(batcher, ["stays"])
+        await queued(batcher, 2)
+        gone.cancel()
+        engine.may_run.set()
+        assert_own_rows(await stays, ["stays"])
+    assert engine.batches == [["busy"], ["stays"]]
+
+
+async def test_request_cancelled_half_way_leaves_its_rest_out() -> None:
+    engine = FakeEngine()
+    async with batching(engine, sequences=1) as batcher:
+        engine.may_run.clear()
+        gone = submit(batcher, ["first", "second", "third"])
+        await asyncio.to_thread(engine.runs.acquire)
+        gone.cancel()
+        engine.may_run.set()
+        assert_own_rows(await submit(batcher, ["next"]), ["next"])
+    assert engine.batches == [["first"], ["next"]]
+
+
+async def test_full_queue_refuses_at_once_and_serves_what_it_has() -> None:
+    engine = FakeEngine()
+    async with batching(engine, queue=4) as batcher:
+        busy = await hold(engine, batcher)
+        waiting = submit(batcher, ["a", "b", "c"])
+        with pytest.raises(QueueFull) as refused:
+            submit(batcher, ["d", "e"])
+        assert refused.value.retry_after_seconds >= 1
+        fits = submit(batcher, ["f"])
+        engine.may_run.set()
+        assert_own_rows(await waiting, ["a", "b", "c"])
+        await asyncio.gather(busy, fits)
+        assert_own_rows(await submit(batcher, ["g", "h", "i", "j"]), ["g", "h", "i", "j"])
+
+
+async def test_time_to_come_again_grows_with_what_waits() -> None:
+    class SlowEngine(FakeEngine):
+        def run(self, sequences, reuse):  # type: ignore[no-untyped-def]
+            time.sleep(0.05)
+            return super().run(sequences, reuse)
+
+    engine = SlowEngine()
+    async with batching(engine, queue=4) as batcher:
+        await submit(batcher, ["1"])  # at most 20 tokens a second
+        await hold(engine, batcher)
+        submit(batcher, ["x" * 60] * 4)
+        await queued(batcher, 1)
+        with pytest.raises(QueueFull) as refused:
+            submit(batcher, ["y"])
+        assert refused.value.retry_after_seconds >= 240 / 20
+
+
+async def test_engine_s_exception_fails_its_batch_and_no_other() -> None:
+    engine = FakeEngine()
+    async with batching(engine, sequences=2) as batcher:
+        busy = await hold(engine, batcher)
+        pending = [submit(batcher, [text]) for text in (FAILING, "with it", "after it")]
+        await queued(batcher, 3)
+        engine.may_run.set()
+        failing, beside, after = await asyncio.gather(*pending, return_exceptions=True)
+        assert isinstance(failing, InternalError)
+        assert isinstance(beside, InternalError)
+        assert_own_rows(after, ["after it"])
+        assert_own_rows(await busy, ["busy"])
+
+
+async def test_request_in_several_batches_fails_whole_if_one_of_them_does() -> None:
+    engine = FakeEngine()
+    async with batching(engine, sequences=1) as batcher:
+        with pytest.raises(InternalError):
+            await submit(batcher, ["fine", FAILING, "never answered"])
+        assert_own_rows(await submit(batcher, ["next"]), ["next"])
+
+
+async def test_text_that_is_too_long_fails_its_request_before_the_queue() -> None:
+    engine = FakeEngine()
+    async with batching(engine) as batcher:
+        with pytest.raises(InputTooLong) as refused:
+            await batcher.submit(["a", "b" * 100], truncate=False, reuse=True)
+        assert refused.value.field == "inputs[1]"
+    assert engine.batches == []
+
+
+async def test_tokenizer_that_panics_fails_its_request_and_no_other() -> None:
+    class Panic(BaseException):
+        pass
+
+    class PanickingEngine(FakeEngine):
+        def tokenize(self, texts: list[str], truncate: bool) -> list[list[int]]:
+            if texts == ["panic"]:
+                raise Panic
+            return super().tokenize(texts, truncate)
+
+    async with batching(PanickingEngine()) as batcher:
+        with pytest.raises(InternalError):
+            await submit(batcher, ["panic"])
+        assert_own_rows(await submit(batcher, ["next"]), ["next"])
+
+
+async def test_closing_finishes_what_is_queued() -> None:
+    engine = FakeEngine()
+    async with batching(engine, sequences=1) as batcher:
+        await hold(engine, batcher)
+        pending = [submit(batcher, [text, text]) for text in "abc"]
+    for text, rows in zip("abc", pending, strict=True):
+        assert_own_rows(await rows, [text, text])

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, embedding_of, serving
+from scipy.special import softmax
+
+pytestmark = pytest.mark.anyio
+
+KNOWN = ("refund", "parcel", "account")
+
+
+def cosine(left: str, right: str) -> float:
+    a, b = (embedding_of([ord(character) for character in text]) for text in (left, right))
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+async def test_given_labels_are_scored_by_similarity_and_sorted() -> None:
+    labels = ["zzz", "refund", "funder"]
+    async with serving() as client:
+        response = await client.post("/classify", json={"inputs": ["refunds", "zz"], "labels": labels})
+    first, second = response.json()
+    scores = softmax([cosine("refunds", label) / 0.05 for label in labels])
+    assert [row["label"] for row in first] == ["refund", "funder", "zzz"]
+    assert {row["label"]: row["score"] for row in first} == pytest.approx(
+        dict(zip(labels, scores, strict=True)), rel=1e-4
+    )
+    assert second[0]["label"] == "zzz"
+
+
+async def test_temperature_flattens_the_scores() -> None:
+    best = []
+    async with serving() as client:
+        for temperature in (0.01, 1, 1e300):
+            body = {"inputs": "refunds", "labels": ["refund", "xyz"], "temperature": temperature}
+            best.append((await client.post("/classify", json=body)).json()[0][0]["score"])
+    assert best[0] > best[1] > best[2] == pytest.approx(0.5)
+
+
+async def test_labels_are_embedded_once_without_reuse_and_not_counted() -> None:
+    engine = FakeEngine(stored={"refund", "hello"})
+    async with serving(engine) as client:
+        for _ in range(3):
+            response = await client.post("/classify", json={"inputs": "hello", "labels": ["refund", "other"]})
+            assert response.headers["X-AttnCache-Hits"] == "1/1"
+        metrics = (await client.get("/metrics")).text
+    assert sum(texts.count("refund") for texts in engine.batches) == 1
+    assert 'attncache_sequences_total{outcome="hit"} 3.0' in metrics
+    assert 'attncache_sequences_total{outcome="not_searched"} 0.0' in metrics
+
+
+async def test_only_labels_not_met_before_are_computed() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        await client.post("/classify", json={"inputs": "x", "labels": ["a", "b"]})
+        await client.post("/classify", json={"inputs": "x", "labels": ["b", "c"]})
+    assert engine.batches == [["a", "b"], ["x"], ["c"], ["x"]]
+
+
+@pytest.mark.parametrize("task", ["embed", "classify"])
+async def test_classifier_needs_no_labels(task: str) -> None:
+    async with serving(FakeEngine(task=task, labels=KNOWN)) as client:
+        response = await client.post("/classify", json={"inputs": ["a", "aa"]})
+    first, second = response.json()
+    # The logits of "a" are -0.0, 2.9, -0.2; of "aa" -0.0, -0.1, 2.8.
+    assert [row["label"] for row in first] == ["parcel", "refund", "account"]
+    assert [row["score"] for row in first] == pytest.approx(sorted(softmax([0.0, 2.9, -0.2]), reverse=True))
+    assert second[0]["label"] == "account"
+
+
+async def test_labels_restrict_a_classifier_and_its_scores_sum_to_one_again() -> None:
+    async with serving(FakeEngine(labels=KNOWN)) as client:
+        response = await client.post("/classify", json={"inputs": "a", "labels": ["account", "refund"]})
+    (row,) = response.json()
+    assert [score["label"] for score in row] == ["refund", "account"]
+    assert [score["score"] for score in row] == pytest.approx(softmax([0.0, -0.2]))
+
+
+async def test_label_unknown_to_the_classifier_is_named_by_its_place() -> None:
+    async with serving(FakeEngine(labels=KNOWN)) as client:
+        response = await client.post("/classify", json={"inputs": "a", "labels": ["refund", "Sesam"]})
+    assert (response.status_code, response.json()["error"]["field"]) == (400, "labels[1]")
+    assert "Sesam" not in response.text
+
+
+async def test_without_labels_and_classifier_there_is_nothing_to_choose_from() -> None:
+    async with serving() as client:
+        response = await client.post("/classify", json={"inputs": "a"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "no_classifier")
+
+
+async def test_inputs_of_a_classify_request_are_reused_or_not_as_asked() -> None:
+    async with serving(FakeEngine(labels=KNOWN, stored={"a"})) as client:
+        on = await client.post("/classify", json={"inputs": "a"})
+        off = await client.post("/classify", json={"inputs": "a"}, headers={"X-AttnCache-Reuse": "off"})
+    assert (on.headers["X-AttnCache-Hits"], off.headers["X-AttnCache-Hits"]) == ("1/1", "0/1")

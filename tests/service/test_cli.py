@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from service.cli import main
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(main, list(arguments), env=environment)
+
+
+def assert_one_line(result: Result, *words: str) -> None:
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("attncache: ")
+    for word in words:
+        assert word in line
+
+
+def test_help_shows_options_variables_and_defaults() -> None:
+    text = run("serve", "--help").stdout
+    for shown in ("--max-batch-tokens", "ATTNCACHE_MAX_BATCH_TOKENS", "1024", "--reuse / --no-reuse", "θ"):
+        assert shown in text
+
+
+def test_bad_option_is_one_line() -> None:
+    assert_one_line(run("serve", "--port", "70000"), "--port", "70000", "65535")
+
+
+def test_bad_variable_is_one_line() -> None:
+    assert_one_line(run("serve", ATTNCACHE_THREADS="many"), "ATTNCACHE_THREADS", "many", "integer")
+
+
+def test_bad_switch_in_the_environment_is_one_line() -> None:
+    assert_one_line(run("serve", ATTNCACHE_REUSE="perhaps"), "ATTNCACHE_REUSE", "perhaps", "boolean")
+
+
+def test_unknown_variable_is_one_line() -> None:
+    assert_one_line(run("serve", ATTNCACHE_PROT="1"), "ATTNCACHE_PROT", "ATTNCACHE_PORT")
+
+
+def test_unknown_option_is_one_line_with_a_suggestion() -> None:
+    assert_one_line(run("serve", "--thread", "2"), "--thread", "--threads")
+
+
+def test_unknown_command_is_one_line() -> None:
+    assert_one_line(run("sevre"), "sevre")
+
+
+def test_option_goes_before_its_variable() -> None:
+    # Both are wrong, so the line shows which was read.
+    assert_one_line(run("serve", "--port", "70001", ATTNCACHE_PORT="70002"), "70001")
+
+
+def test_empty_variable_counts_as_not_set(tmp_path: Path) -> None:
+    result = run("serve", "--model", str(tmp_path / "absent"), ATTNCACHE_PORT="", ATTNCACHE_DATABASE="")
+    assert_one_line(result, "absent")
+
+
+def test_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    assert_one_line(run("serve", "--model", str(tmp_path / "absent")), "absent", "not found")
+
+
+def test_address_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert_one_line(run("serve", "--port", port), "127.0.0.1", port, "in use")
+
+
+@pytest.mark.parametrize("host", ["203.0.113.1", "no.such.host.invalid"])
+def test_address_that_is_not_ours_is_one_line(host: str) -> None:
+    assert_one_line(run("serve", "--host", host, "--port", "0"), host, "cannot listen")

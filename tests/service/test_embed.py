@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, embedding_of, serving
+
+pytestmark = pytest.mark.anyio
+
+
+def expected(texts: list[str]) -> np.ndarray:
+    rows = np.stack([embedding_of([ord(character) for character in text]) for text in texts])
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+async def test_each_text_gets_its_own_embedding_of_unit_length() -> None:
+    texts = ["where is my parcel", "hello", "Grüße 🎉"]
+    async with serving() as client:
+        response = await client.post("/embed", json={"inputs": texts})
+    assert response.status_code == 200
+    np.testing.assert_allclose(response.json(), expected(texts), rtol=1e-6)
+
+
+async def test_one_string_is_answered_with_a_list_of_one() -> None:
+    async with serving() as client:
+        response = await client.post("/embed", json={"inputs": "hello"})
+    assert np.shape(response.json()) == (1, 128)
+
+
+async def test_normalize_off_answers_the_model_s_own_vectors() -> None:
+    async with serving() as client:
+        response = await client.post("/embed", json={"inputs": "aab", "normalize": False})
+    assert (response.json()[0][ord("a")], response.json()[0][ord("b")]) == (2.0, 1.0)
+
+
+async def test_whitespace_is_a_text() -> None:
+    async with serving() as client:
+        assert (await client.post("/embed", json={"inputs": [" ", "\n\t"]})).status_code == 200
+
+
+@pytest.mark.parametrize("server", [True, False])
+@pytest.mark.parametrize("asked", [True, False, None])
+async def test_request_decides_on_truncation_before_the_server(server: bool, asked: bool | None) -> None:
+    truncates = server if asked is None else asked
+    async with serving(truncate=server) as client:
+        response = await client.post("/embed", json={"inputs": "long " * 50, "truncate": asked})
+    assert response.status_code == (200 if truncates else 422)
+
+
+async def test_header_counts_hits_of_all_sequences() -> None:
+    engine = FakeEngine(stored={"a", "b", "c"})
+    async with serving(engine) as client:
+        response = await client.post("/embed", json={"inputs": ["a", "new", "b", "c"]})
+    assert response.headers["X-AttnCache-Hits"] == "3/4"
+
+
+async def test_reuse_off_searches_nothing() -> None:
+    body = {"inputs": ["a", "b"]}
+    async with serving(FakeEngine(stored={"a", "b"})) as client:
+        off = await client.post("/embed", json=body, headers={"X-AttnCache-Reuse": "off"})
+        on = await client.post("/embed", json=body, headers={"X-AttnCache-Reuse": "On"})
+    assert (off.headers["X-AttnCache-Hits"], on.headers["X-AttnCache-Hits"]) == ("0/2", "2/2")
+
+
+async def test_classifying_model_has_no_embeddings() -> None:
+    async with serving(FakeEngine(task="classify", labels=("no", "yes"))) as client:
+        response = await client.post("/embed", json={"inputs": "a"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "no_embedding")
+
+
+async def test_many_clients_at_once_get_each_their_own() -> None:
+    async def ask(client: Any, number: int) -> None:
+        texts = [f"client {number} text {i}" for i in range(number % 7 + 1)]
+        response = await client.post("/embed", json={"inputs": texts})
+        np.testing.assert_allclose(response.json(), expected(texts), rtol=1e-6)
+
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        engine.may_run.clear()
+        clients = asyncio.gather(*(ask(client, number) for number in range(60)))
+        await asyncio.to_thread(engine.runs.acquire)
+        engine.may_run.set()
+        await clients
+    assert len(engine.batches) < 60

@@ -1,0 +1,153 @@
+"""Loading, refusing, failing, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import orjson
+import pytest
+from fake_engine import FAILING, FakeEngine, serving, starting
+
+from attncache_core import ModelNotFound
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_server_lives_at_once_and_is_ready_when_loaded() -> None:
+    loaded = threading.Event()
+
+    def load_engine() -> FakeEngine:
+        loaded.wait()
+        return FakeEngine()
+
+    async with starting(load_engine) as client:
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        for path in ("/ready", "/info"):
+            assert (await client.get(path)).status_code == 503
+        for path in ("/embed", "/classify"):
+            response = await client.post(path, json={"inputs": "a"})
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+            assert int(response.headers["Retry-After"]) >= 1
+        assert "attncache_ready 0.0" in (await client.get("/metrics")).text
+        loaded.set()
+        while (await client.get("/ready")).status_code == 503:
+            await asyncio.sleep(0.001)
+        assert (await client.get("/ready")).json() == {"status": "ready"}
+        assert "attncache_ready 1.0" in (await client.get("/metrics")).text
+        assert (await client.post("/embed", json={"inputs": "a"})).status_code == 200
+
+
+@pytest.mark.parametrize("error", [ModelNotFound("there is no such model"), ValueError("broken file")])
+async def test_loading_that_fails_is_told(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    told: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def load_engine() -> FakeEngine:
+        raise error
+
+    async with starting(load_engine, told.set_result) as client:
+        assert await told is error
+        assert (await client.get("/ready")).status_code == 503
+    # What the operator can mend is one line of the caller's; what nobody expected has its traceback logged.
+    assert ("Traceback" in caplog.text) == isinstance(error, ValueError)
+
+
+async def test_info_says_what_is_served() -> None:
+    async with serving(max_request_inputs=5, truncate=False) as client:
+        info = (await client.get("/info")).json()
+    assert (info["model"], info["task"], info["database"]["records"]) == ("fake", "embed", 7)
+    assert info["settings"]["max_request_inputs"] == 5
+    assert info["settings"]["truncate"] is False
+    assert info["version"]
+
+
+async def test_engine_s_exception_is_a_500_and_the_next_request_is_served() -> None:
+    async with serving() as client:
+        failed = await client.post("/embed", json={"inputs": FAILING})
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
+        assert FAILING not in failed.text
+        assert (await client.post("/embed", json={"inputs": "next"})).status_code == 200
+
+
+async def test_full_queue_answers_429_and_when_to_come_again() -> None:
+    engine = FakeEngine()
+    async with serving(engine, max_queue_sequences=2, max_request_inputs=2) as client:
+        engine.may_run.clear()
+        busy = asyncio.create_task(client.post("/embed", json={"inputs": "busy"}))
+        await asyncio.to_thread(engine.runs.acquire)
+        waiting = asyncio.create_task(client.post("/embed", json={"inputs": ["a", "b"]}))
+        while "attncache_queue_sequences 2.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.001)
+        refused = await client.post("/embed", json={"inputs": "c"})
+        engine.may_run.set()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert [(await task).status_code for task in (busy, waiting)] == [200, 200]
+
+
+async def request_and_leave(app: Any, text: str, leave: asyncio.Event) -> list[dict[str, Any]]:
+    """POST /embed as a server would hand it over; the client goes when `leave` is set."""
+    body = orjson.dumps({"inputs": text})
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    answered: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        answered.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/embed",
+        "raw_path": b"/embed",
+        "query_string": b"",
+        "root_path": "",
+        "headers": [],
+        "server": ("test", 80),
+        "client": ("test", 1),
+    }
+    await app(scope, receive, send)
+    return answered
+
+
+async def test_client_that_left_is_not_computed() -> None:
+    engine = FakeEngine()
+    leave = asyncio.Event()
+    async with serving(engine) as client:
+        app = client._transport.app  # type: ignore[attr-defined]
+        engine.may_run.clear()
+        busy = asyncio.create_task(client.post("/embed", json={"inputs": "busy"}))
+        await asyncio.to_thread(engine.runs.acquire)
+        gone = asyncio.create_task(request_and_leave(app, "gone", leave))
+        while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.001)
+        leave.set()
+        await gone
+        engine.may_run.set()
+        assert (await busy).status_code == 200
+        metrics = (await client.get("/metrics")).text
+    assert engine.batches == [["busy"]]
+    assert 'attncache_requests_total{route="/embed",status="499"} 1.0' in metrics
+
+
+async def test_client_that_leaves_in_the_middle_of_its_body_leaves_no_trace() -> None:
+    async with serving() as client:
+        app = client._transport.app  # type: ignore[attr-defined]
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        async def send(_message: Any) -> None: ...
+
+        scope = {"type": "http", "method": "POST", "path": "/embed", "headers": [], "query_string": b""}
+        await app(scope, receive, send)
+        assert (await client.post("/embed", json={"inputs": "next"})).status_code == 200

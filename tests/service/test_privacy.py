@@ -1,0 +1,86 @@
+"""No text of a user's reaches a log line or a metric, also when something breaks over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FAILING, FakeEngine, serving
+
+from service.errors import stack_without_values
+
+pytestmark = pytest.mark.anyio
+
+SECRET = "Sesam"
+
+
+class BrokenEngine(FakeEngine):
+    """Quotes its input in every exception, and breaks where it is told to."""
+
+    def __init__(self, breaks: str) -> None:
+        super().__init__(labels=("a", "b"))
+        self.breaks = breaks
+
+    def tokenize(self, texts: list[str], truncate: bool) -> list[list[int]]:
+        self._break("tokenize", texts)
+        return super().tokenize(texts, truncate)
+
+    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> Any:
+        self._break("run", ["".join(map(chr, ids)) for ids in sequences])
+        return super().run(sequences, reuse)
+
+    def class_logits(self, outputs: np.ndarray) -> np.ndarray:
+        self._break("class_logits", [SECRET])
+        return super().class_logits(outputs)
+
+    def _break(self, where: str, texts: list[str]) -> None:
+        if where == self.breaks:
+            try:
+                raise KeyError(f"cause: {texts}")
+            except KeyError as error:
+                raise RuntimeError(f"cannot serve {texts}") from error
+
+
+@pytest.mark.parametrize("breaks", ["tokenize", "run", "class_logits"])
+async def test_exception_is_logged_with_its_place_and_without_its_message(
+    breaks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    async with serving(BrokenEngine(breaks)) as client:
+        response = await client.post("/classify", json={"inputs": f"{SECRET}, open"})
+        metrics = (await client.get("/metrics")).text
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert "builtins.RuntimeError" in caplog.text
+    assert "builtins.KeyError" in caplog.text
+    assert "in _break" in caplog.text
+    for told in (response.text, caplog.text, metrics):
+        assert SECRET not in told
+
+
+async def test_texts_labels_and_queries_are_not_logged_at_any_level(caplog: pytest.LogCaptureFixture) -> None:
+    # The client in these tests logs what it asks for; the server's own loggers are what is meant.
+    caplog.set_level("DEBUG")
+    caplog.set_level("ERROR", logger="httpx")
+    async with serving() as client:
+        await client.post("/classify", json={"inputs": SECRET, "labels": [SECRET, "other"]})
+        await client.post(f"/embed?text={SECRET}", json={"inputs": [SECRET, FAILING]})
+        await client.post("/embed", json={"inputs": "a", SECRET: SECRET})
+        await client.get(f"/{SECRET}")
+        metrics = (await client.get("/metrics")).text
+    assert SECRET not in caplog.text
+    assert SECRET not in metrics
+
+
+def test_stack_tells_types_and_places_of_the_whole_chain() -> None:
+    try:
+        try:
+            int(SECRET)
+        except ValueError as error:
+            raise LookupError(SECRET) from error
+    except LookupError as error:
+        told = stack_without_values(error)
+    assert told.index("builtins.ValueError") < told.index("builtins.LookupError")
+    assert SECRET not in told
+    assert "test_privacy.py" in told

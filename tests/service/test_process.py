@@ -1,0 +1,106 @@
+"""A process of the real server: it listens, gets ready, answers, and ends as it is asked to."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+SCRIPT = Path(__file__).with_name("serve_fake.py")
+
+
+@contextmanager
+def process(manner: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, str(SCRIPT), manner], stderr=subprocess.PIPE, text=True
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def address(server: subprocess.Popen[str]) -> str:
+    """Where the server says it listens."""
+    assert server.stderr is not None
+    for line in server.stderr:
+        if found := re.search(r"listening on (http://[\d.:]+)", line):
+            return found[1]
+    raise AssertionError("the server never listened")
+
+
+def wait_until_ready(client: httpx.Client) -> None:
+    while client.get("/ready").status_code != 200:
+        time.sleep(0.01)
+
+
+def test_server_answers_finishes_what_it_has_when_told_to_stop_and_ends_with_0() -> None:
+    with process("loads") as server, httpx.Client(base_url=address(server), timeout=30) as client:
+        assert client.get("/health").status_code == 200
+        wait_until_ready(client)
+        assert client.get("/embed").status_code == 405
+        with ThreadPoolExecutor() as clients:
+            asked = clients.submit(
+                httpx.post, f"{client.base_url}/embed", json={"inputs": ["a", "b"]}, timeout=30
+            )
+            while "attncache_tokenize_seconds_count 1.0" not in client.get("/metrics").text:
+                time.sleep(0.01)
+            server.send_signal(signal.SIGTERM)
+            response = asked.result()
+        assert (response.status_code, response.headers["X-AttnCache-Hits"]) == (200, "0/2")
+        client.close()
+        _, logged = server.communicate(timeout=30)
+        assert server.returncode == 0
+        assert "Traceback" not in logged
+
+
+def test_server_told_to_stop_while_it_loads_ends_with_0() -> None:
+    with process("never-loads") as server:
+        with httpx.Client(base_url=address(server)) as client:
+            assert client.get("/ready").status_code == 503
+        server.send_signal(signal.SIGTERM)
+        _, logged = server.communicate(timeout=30)
+        assert server.returncode == 0
+        assert "Traceback" not in logged
+
+
+def test_server_that_cannot_load_ends_by_itself_and_says_why() -> None:
+    with process("refuses") as server:
+        _, logged = server.communicate(timeout=30)
+        assert logged.splitlines()[-1] == "failed with ModelNotFound"
+        assert "Traceback" not in logged
+
+
+def test_client_that_leaves_is_noticed_by_the_real_server() -> None:
+    with process("loads") as server, httpx.Client(base_url=address(server), timeout=30) as client:
+        wait_until_ready(client)
+        try:
+            httpx.post(f"{client.base_url}/embed", json={"inputs": "gone"}, timeout=0.1)
+        except httpx.ReadTimeout:
+            gone = 'attncache_requests_total{route="/embed",status="499"} 1.0'
+            while gone not in client.get("/metrics").text:
+                time.sleep(0.01)
+        assert client.post("/embed", json={"inputs": "next"}).status_code == 200
+
+
+def test_database_that_is_refused_after_the_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    arguments = ["serve", "--port", "0", "--log-level", "error", "--database", str(absent)]
+    ended = subprocess.run(
+        [sys.executable, "-c", "from service.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("attncache: ")
+    assert str(absent) in line

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from fake_engine import CORRUPT, FakeEngine, serving
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.errors import QueueFull
+from service.metrics import STATUSES, Metrics
+
+pytestmark = pytest.mark.anyio
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """(name, label value, ...) -> value."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+EXPECTED = [
+    ("attncache_requests_total", "/embed", "200"),
+    ("attncache_requests_total", "/classify", "429"),
+    ("attncache_requests_total", "other", "404"),
+    ("attncache_request_seconds_count", "/embed"),
+    ("attncache_request_seconds_bucket", "0.0001", "/embed"),
+    ("attncache_queue_seconds_count",),
+    ("attncache_batch_sequences_count",),
+    ("attncache_batch_tokens_count",),
+    ("attncache_sequences_total", "hit"),
+    ("attncache_sequences_total", "miss"),
+    ("attncache_sequences_total", "not_searched"),
+    ("attncache_similarity_count",),
+    ("attncache_tokenize_seconds_count",),
+    ("attncache_search_seconds_count",),
+    ("attncache_forward_seconds_count",),
+    ("attncache_queue_sequences",),
+    ("attncache_database_records",),
+    ("attncache_database_bytes",),
+    ("attncache_database_corrupt_records_total",),
+    ("attncache_ready",),
+]
+
+
+def test_every_metric_exists_before_the_first_request() -> None:
+    values = samples(Metrics().render().decode())
+    assert {name: values.get(name) for name in EXPECTED} == dict.fromkeys(EXPECTED, 0.0)
+    assert any(name == "attncache_build_info" for name, *_ in values)
+
+
+def test_every_name_starts_with_the_project_s() -> None:
+    assert all(name.startswith("attncache_") for name, *_ in samples(Metrics().render().decode()))
+
+
+def test_two_apps_count_apart() -> None:
+    first, second = Metrics(), Metrics()
+    first.observe_request("/embed", 200, 0.1)
+    assert samples(second.render().decode())["attncache_requests_total", "/embed", "200"] == 0
+
+
+def test_every_status_of_our_errors_is_foreseen() -> None:
+    assert QueueFull.status in STATUSES
+    assert set(STATUSES) == {200, 400, 404, 405, 413, 422, 429, 499, 500, 503}
+
+
+async def test_requests_move_the_numbers() -> None:
+    async with serving(FakeEngine(stored={"a"})) as client:
+        await client.post("/embed", json={"inputs": ["a", "bb"]})
+        await client.post("/embed", json={"inputs": [CORRUPT]}, headers={"X-AttnCache-Reuse": "off"})
+        await client.post("/embed", json={"inputs": []})
+        await client.get("/elsewhere")
+        values = samples((await client.get("/metrics")).text)
+    assert {
+        "served": values["attncache_requests_total", "/embed", "200"],
+        "refused": values["attncache_requests_total", "/embed", "400"],
+        "unknown": values["attncache_requests_total", "other", "404"],
+        "timed": values["attncache_request_seconds_count", "/embed"],
+        "hit": values["attncache_sequences_total", "hit"],
+        "miss": values["attncache_sequences_total", "miss"],
+        "not searched": values["attncache_sequences_total", "not_searched"],
+        "similarities": values[("attncache_similarity_count",)],
+        "tokenised": values[("attncache_tokenize_seconds_count",)],
+        "waited": values[("attncache_queue_seconds_count",)],
+        "tokens": values[("attncache_batch_tokens_sum",)],
+        "corrupt": values[("attncache_database_corrupt_records_total",)],
+        "records": values[("attncache_database_records",)],
+        "bytes": values[("attncache_database_bytes",)],
+    } == {
+        "served": 2,
+        "refused": 1,
+        "unknown": 1,
+        "timed": 3,
+        "hit": 1,
+        "miss": 1,
+        "not searched": 1,
+        "similarities": 2,
+        "tokenised": 2,
+        "waited": 2,
+        "tokens": 3 + len(CORRUPT),
+        "corrupt": 1,
+        "records": 7,
+        "bytes": 4096,
+    }
+
+
+async def test_clients_cannot_make_labels() -> None:
+    async with serving() as client:
+        before = len(samples((await client.get("/metrics")).text))
+        for number in range(20):
+            await client.get(f"/path/{number}")
+            await client.request(f"VERB{number}", "/embed")
+        text = (await client.get("/metrics")).text
+    assert len(samples(text)) == before
+    assert not re.search("path|VERB", text)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.commands.options import settings_options
+from service.errors import InvalidSettings
+from service.settings import Settings, environment_name, read_settings, refuse_unknown_variables
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [
+        ("port", "eighty", "integer"),
+        ("port", "70000", "65535"),
+        ("dtype", "int8", "'auto', 'bfloat16' or 'float32'"),
+        ("threads", "0", "greater than or equal to 1"),
+        ("threshold", "nan", "finite"),
+        ("max_batch_tokens", "0", "greater than or equal to 1"),
+        ("reuse", "perhaps", "boolean"),
+        ("model", "", "at least 1 character"),
+        ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
+    ],
+)
+def test_bad_value_is_refused_with_the_option_and_what_is_accepted(
+    field: str, value: str, accepted: str
+) -> None:
+    with pytest.raises(InvalidSettings) as refused:
+        read_settings({field: value})
+    message = str(refused.value)
+    assert message.startswith(
+        f"--{field.replace('_', '-')} (ATTNCACHE_{field.upper()}) cannot be {value!r}: "
+    )
+    assert accepted in message
+    assert "\n" not in message
+
+
+def test_values_are_read_from_text() -> None:
+    settings = read_settings({"port": "81", "truncate": "off", "threshold": "0.975", "cache_dir": "here"})
+    assert settings == Settings(port=81, truncate=False, threshold=0.975, cache_dir=Path("here"))
+
+
+def test_request_that_could_never_be_queued_is_refused_at_start() -> None:
+    with pytest.raises(InvalidSettings, match="--max-request-inputs must be at most --max-queue-sequences"):
+        read_settings({"max_request_inputs": 10, "max_queue_sequences": 9})
+
+
+@pytest.mark.parametrize(("field", "value"), [("database", "/d"), ("threshold", 0.9), ("heads", "all")])
+def test_option_without_effect_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(InvalidSettings, match=f"--{field} has no effect with --no-reuse"):
+        read_settings({"reuse": False, field: value})
+
+
+@pytest.mark.parametrize(
+    ("unknown", "closest"),
+    [
+        ("ATTNCACHE_PROT", "ATTNCACHE_PORT"),
+        ("ATTNCACHE_MAX_BATCH_TOKEN", "ATTNCACHE_MAX_BATCH_TOKENS"),
+        ("ATTNCACHE_TREADS", "ATTNCACHE_THREADS"),
+    ],
+)
+def test_unknown_variable_is_refused_with_the_closest_known_one(unknown: str, closest: str) -> None:
+    with pytest.raises(InvalidSettings, match=f"{unknown} is not known; did you mean {closest}"):
+        refuse_unknown_variables(["HOME", "ATTNCACHE_HOST", unknown])
+
+
+def test_known_variables_and_those_of_others_are_let_pass() -> None:
+    refuse_unknown_variables(["PATH", "ATTN", *map(environment_name, Settings.model_fields)])
+
+
+def test_every_field_is_an_option_with_variable_help_and_default() -> None:
+    options: dict[str | None, Any] = {option.name: option for option in settings_options()}
+    assert list(options) == list(Settings.model_fields)
+    for name, field in Settings.model_fields.items():
+        assert options[name].envvar == f"ATTNCACHE_{name.upper()}"
+        assert options[name].opts == [f"--{name.replace('_', '-')}"]
+        assert options[name].default == field.default
+        assert options[name].help == field.description
+        assert field.description
