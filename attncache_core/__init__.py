@@ -6,6 +6,7 @@ engine = PrefillEngine.load(checkpoint, database=database)
 embeddings = engine.embed(["Where is my card?"])
 """
 
+import attncache_core.openmp  # noqa: F401 - before anything that loads torch
 from attncache_core.attention_maps.builder import BuildOptions, Progress, build_database
 from attncache_core.attention_maps.database import AttentionDatabase, Manifest
 from attncache_core.attention_maps.default import build_default_database

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
-from sklearn.linear_model import LogisticRegression
 
 from attncache_core.errors import BuildFailed, DatabaseRefused
 from attncache_core.outputs import normalize
@@ -103,6 +102,9 @@ def fit_classifier(
 
     Raises BuildFailed for fewer than two classes.
     """
+    # Loading scikit-learn takes most of a second, and only fitting needs it.
+    from sklearn.linear_model import LogisticRegression
+
     classes = sorted(set(labels))
     if len(classes) < 2:
         raise BuildFailed("a classifier needs texts of at least two labels", field="data")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers.utils import logging
 
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.errors import UnsupportedModel
@@ -45,15 +46,32 @@ def load_model(
     reused_heads: for each layer how many of these are the reuse mask's (default: none).
     """
     layers, heads = model_shape(checkpoint)
-    loader: Any = AutoModelForSequenceClassification if checkpoint.task == "classify" else AutoModel
-    model = (
-        loader.from_pretrained(checkpoint.folder, dtype=dtype, use_safetensors=True)
-        .eval()
-        .requires_grad_(False)
-    )
+    model = _read_weights(checkpoint, dtype).eval().requires_grad_(False)
     return FAMILIES[checkpoint.config["model_type"]](
         model,
         head_order or [range(heads)] * layers,
         reused_heads or [0] * layers,
         partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens),
     )
+
+
+def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """The Hugging Face module. Raises UnsupportedModel if weights are unreadable or some are not there."""
+    loader: Any = AutoModelForSequenceClassification if checkpoint.task == "classify" else AutoModel
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model, report = loader.from_pretrained(
+            checkpoint.folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:
+        # safetensors' and transformers' errors share no base class.
+        raise UnsupportedModel(
+            f"the weights of model {checkpoint.name} cannot be read ({type(error).__name__})", field="model"
+        ) from error
+    # transformers fills what is missing with random numbers. Embedding models come without a pooler.
+    missing = [key for key in report["missing_keys"] if checkpoint.task == "classify" or "pooler." not in key]
+    if missing:
+        raise UnsupportedModel(
+            f"model {checkpoint.name} has no weights for {sorted(missing)[0]}", field="model"
+        )
+    return model

@@ -5,30 +5,36 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-# Measured on 2 cores with AVX512-BF16: in 16 bits the explicit product is faster at every length up to
-# 512 (8 x 128: 0.9 ms against 1.9); in 32 bits SDPA is, from about 192 tokens on.
-_SDPA_LENGTH_FLOAT32 = 192
-# torch's 16-bit softmax is scalar for rows shorter than a vector register (32 x 12 maps of 16 tokens:
-# 0.72 ms against 0.06 by way of float32), and the faster way for longer ones.
-_VECTOR_LENGTH = 32
+# Short sequences are multiplied in float32 whatever the model's dtype. oneDNN builds a kernel for every new
+# shape of a 16-bit product (0.5 to 0.9 ms), and groups of real traffic are of ever new shapes; float32
+# products need none and, up to here, are as fast as 16-bit ones whose kernel is there.
+_FLOAT32_BELOW = 80
+# In float32 SDPA is faster than explicit maps from about here on; in 16 bits explicit maps stay ahead.
+_SDPA_FROM = 192
+
+
+def product_dtype(length: int, dtype: torch.dtype) -> torch.dtype:
+    """What maps and V of `length` tokens are multiplied in, in a model of `dtype`."""
+    return torch.float32 if length < _FLOAT32_BELOW else dtype
 
 
 def attention_maps(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(scale Q Kᵀ) for Q, K [n, L, h, d]: maps [n, h, L, L] in the dtype of Q."""
+    """softmax(scale Q Kᵀ) for Q, K [n, L, h, d]: maps [n, h, L, L] in the product dtype."""
     n, length, heads, _ = query.shape
+    dtype = product_dtype(length, query.dtype)
     scores = torch.baddbmm(
-        query.new_empty(()), _by_head(query), _by_head(key).transpose(1, 2), beta=0, alpha=scale
+        torch.empty((), dtype=dtype),
+        _by_head(query, dtype),
+        _by_head(key, dtype).transpose(1, 2),
+        beta=0,
+        alpha=scale,
     )  # [n h, L, L]
-    if length < _VECTOR_LENGTH:
-        maps = scores.float().softmax(dim=-1).to(query.dtype)
-    else:
-        maps = scores.softmax(dim=-1)
-    return maps.view(n, heads, length, length)
+    return scores.softmax(dim=-1).view(n, heads, length, length)
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """The context [n, h, L, d] from Q, K, V [n, L, h, d], by the kernel that is fastest at this length."""
-    if query.dtype is torch.float32 and query.shape[1] >= _SDPA_LENGTH_FLOAT32:
+    if query.dtype is torch.float32 and query.shape[1] >= _SDPA_FROM:
         return functional.scaled_dot_product_attention(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=scale
         )
@@ -36,14 +42,20 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 
 def apply_maps(maps: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """maps [n, h, L, L] @ V [n, L, h, d] -> context [n, h, L, d]. Both of one dtype."""
-    if maps.dtype != value.dtype:
-        raise TypeError(f"maps are {maps.dtype} and V is {value.dtype}: convert one of them")
+    """maps [n, h, L, L] @ V [n, L, h, d] -> context [n, h, L, d], in the product dtype.
+
+    Raises TypeError for maps of another dtype than the product's: converting them is the caller's decision.
+    """
     n, heads, length, _ = maps.shape
-    return torch.bmm(maps.view(n * heads, length, length), _by_head(value)).view(n, heads, length, -1)
+    dtype = product_dtype(length, value.dtype)
+    if maps.dtype != dtype:
+        raise TypeError(f"maps are {maps.dtype}, and are multiplied in {dtype} here: convert them")
+    product = torch.bmm(maps.view(n * heads, length, length), _by_head(value, dtype))
+    return product.view(n, heads, length, -1)
 
 
-def _by_head(x: torch.Tensor) -> torch.Tensor:
-    """[n, L, h, d] -> [n h, L, d], copied: a matrix product of scattered heads would copy them anyway."""
+def _by_head(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[n, L, h, d] -> [n h, L, d], copied: a product of scattered heads would copy them anyway."""
     n, length, heads, width = x.shape
-    return x.transpose(1, 2).reshape(n * heads, length, width)
+    by_head = torch.empty(n, heads, length, width, dtype=dtype)
+    return by_head.copy_(x.transpose(1, 2)).view(n * heads, length, width)

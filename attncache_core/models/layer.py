@@ -53,7 +53,10 @@ class AttentionLayer(Protocol):
         ...
 
     def attention_maps(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Post-softmax maps [n, h, L, L] of n sequences of one length from their Q and K [n, L, h, d]."""
+        """Post-softmax maps [n, h, L, L] of n sequences of one length from their Q and K [n, L, h, d].
+
+        In attention.product_dtype, which may be wider than the model's dtype.
+        """
         ...
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,127 @@
+"""The index finds what a comparison with every vector finds, and its distances are exact."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncache_core.attention_maps.index import FeatureIndex, index_path
+from attncache_core.errors import CorruptDatabase
+
+DIMENSIONS = 16
+# float32 carries seven digits; coordinates here are about 1.
+TOLERANCE = 1e-6
+
+
+def vectors(count: int, seed: int = 0, dimensions: int = DIMENSIONS) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, dimensions)).astype(np.float32) / dimensions**0.5
+
+
+def brute_force(stored: np.ndarray, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Nearest stored row of each asked one and the distance, in float64."""
+    distances = np.linalg.norm(asked[:, None].astype(np.float64) - stored.astype(np.float64), axis=2)
+    return distances.argmin(axis=1), distances.min(axis=1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(stored=st.integers(1, 300), asked=st.integers(1, 40), seed=st.integers(0, 1000))
+def test_nearest_is_the_brute_force_nearest(stored, asked, seed):
+    recorded, queries = vectors(stored, seed), vectors(asked, seed + 1)
+    index = FeatureIndex()
+    index.add(9, recorded)
+    found, distances = index.nearest(9, queries)
+    expected, expected_distances = brute_force(recorded, queries)
+    assert found.tolist() == expected.tolist()
+    np.testing.assert_allclose(distances, expected_distances, atol=TOLERANCE, rtol=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(st.integers(0, 39), min_size=1, max_size=60))
+def test_distance_does_not_depend_on_what_else_is_asked(rows):
+    recorded = vectors(200)
+    # Some are far, some stand on a stored vector, some next to one, where |a|² + |b|² - 2ab has no digit left.
+    queries = np.concatenate([vectors(20, 1), recorded[:10], recorded[10:20] + np.float32(1e-5)])
+    index = FeatureIndex()
+    index.add(9, recorded)
+    together, apart = index.nearest(9, queries[rows]), [index.nearest(9, queries[[row]]) for row in rows]
+    np.testing.assert_array_equal(together[0], np.concatenate([found for found, _ in apart]))
+    np.testing.assert_array_equal(together[1], np.concatenate([distances for _, distances in apart]))
+    np.testing.assert_allclose(together[1], brute_force(recorded, queries[rows])[1], atol=TOLERANCE, rtol=0)
+
+
+def test_stored_vector_finds_itself_at_distance_zero():
+    recorded = vectors(300)
+    index = FeatureIndex()
+    index.add(9, recorded)
+    found, distances = index.nearest(9, recorded)
+    assert found.tolist() == list(range(300))
+    assert not distances.any()
+
+
+def test_graph_finds_the_nearest_in_at_least_95_of_100_and_exact_distances():
+    # Clouds, as sentences of a corpus form them, and questions from the same clouds.
+    centres = vectors(40, 5, 64)
+    recorded = np.repeat(centres, 40, axis=0) + vectors(1600, 6, 64) / 2
+    queries = np.repeat(centres, 5, axis=0) + vectors(200, 7, 64) / 2
+    index = FeatureIndex()
+    index.add(9, recorded, exact_below=1)
+    found, distances = index.nearest(9, queries)
+    expected, expected_distances = brute_force(recorded, queries)
+    assert (found == expected).mean() >= 0.95
+    to_the_found = np.linalg.norm(queries.astype(np.float64) - recorded[found], axis=1)
+    np.testing.assert_allclose(distances, to_the_found, atol=TOLERANCE, rtol=0)
+    assert (distances >= expected_distances - TOLERANCE).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes=st.dictionaries(st.integers(1, 99), st.integers(1, 30), min_size=1, max_size=4))
+def test_lengths_are_searched_apart(sizes):
+    index = FeatureIndex()
+    for length, size in sizes.items():
+        index.add(length, vectors(size, seed=length))
+    for length, size in sizes.items():
+        assert length in index
+        assert index.size(length) == size
+        # What another length holds is no nearer, however near it is.
+        asked = vectors(3, seed=max(sizes))
+        assert (
+            index.nearest(length, asked)[0].tolist()
+            == brute_force(vectors(size, seed=length), asked)[0].tolist()
+        )
+    assert 100 not in index
+
+
+@settings(max_examples=20, deadline=None)
+@given(exact_below=st.sampled_from([1, 4096]), sizes=st.lists(st.integers(1, 60), min_size=1, max_size=3))
+def test_index_read_from_disk_answers_as_the_one_that_was_written(exact_below, sizes):
+    index, queries = FeatureIndex(), vectors(10, 3)
+    for length, size in enumerate(sizes, 5):
+        index.add(length, vectors(size, length), exact_below)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = index.write(Path(folder))
+        assert paths == [index_path(Path(folder), length) for length in range(5, 5 + len(sizes))]
+        assert sorted(Path(folder).rglob("*.*")) == sorted(paths)
+        read = FeatureIndex.read(Path(folder), list(range(5, 5 + len(sizes))))
+    for length, size in enumerate(sizes, 5):
+        assert read.size(length) == size
+        for written, again in zip(index.nearest(length, queries), read.nearest(length, queries), strict=True):
+            np.testing.assert_array_equal(written, again)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "foreign"])
+def test_file_that_is_no_index_is_refused_by_name(tmp_path, damage):
+    index = FeatureIndex()
+    index.add(7, vectors(50))
+    (path,) = index.write(tmp_path)
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(
+            {"empty": b"", "cut": content[: len(content) // 2], "foreign": b"not faiss" * 9}[damage]
+        )
+    with pytest.raises(CorruptDatabase, match=r"00007\.faiss"):
+        FeatureIndex.read(tmp_path, [7])

@@ -1,0 +1,72 @@
+"""The projector is one sum over positions: the same for a row alone, in a batch and from disk."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import erf
+
+from attncache_core.attention_maps.projector import DIMENSIONS, FeatureProjector
+from attncache_core.tokens import pack
+
+HIDDEN, LONGEST = 12, 9
+# Sums of a few hundred float32 products of size one.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture
+def projector():
+    torch.manual_seed(3)
+    return FeatureProjector(HIDDEN, LONGEST).eval().requires_grad_(False)
+
+
+def test_features_are_the_formula_in_plain_numpy(projector):
+    x = np.random.default_rng(0).normal(size=(5, 7, HIDDEN))
+    weights = {name: tensor.double().numpy() for name, tensor in projector.state_dict().items()}
+    expected = np.zeros((5, DIMENSIONS))
+    for row, sequence in enumerate(x):
+        for place, token in enumerate(sequence):
+            inner = weights["token.weight"] @ token + weights["token.bias"]
+            gelu = inner * (1 + erf(inner / 2**0.5)) / 2
+            expected[row] += gelu @ weights["position"][place]
+    features = projector(torch.from_numpy(x).float())
+    assert features.shape == (5, DIMENSIONS)
+    np.testing.assert_allclose(features, expected, atol=TOLERANCE)
+
+
+def test_group_of_a_packed_batch_is_projected_as_its_sequences_alone(projector):
+    batch = pack([[1] * length for length in (4, 6, 4, 9, 6, 6)])
+    hidden = torch.randn(len(batch.ids), HIDDEN)
+    for group in batch.groups():
+        features = projector.project(hidden, group)
+        assert features.dtype == np.float32
+        for row in range(group.count):
+            start = group.first_token + row * group.length
+            alone = projector(hidden[start : start + group.length][None])
+            np.testing.assert_allclose(features[row], alone[0], atol=TOLERANCE)
+
+
+def test_order_of_tokens_matters(projector):
+    x = torch.randn(1, 5, HIDDEN)
+    assert (projector(x) - projector(x.flip(1))).norm() > 0.1
+
+
+def test_16_bit_input_is_projected_in_float32(projector):
+    x = torch.randn(2, 5, HIDDEN).bfloat16()
+    features = projector(x)
+    assert features.dtype == torch.float32
+    assert torch.equal(features, projector(x.float()))
+
+
+def test_sequence_longer_than_the_positions_is_an_error(projector):
+    with pytest.raises(RuntimeError):
+        projector(torch.randn(1, LONGEST + 1, HIDDEN))
+
+
+def test_saved_projector_is_loaded_with_its_sizes_and_its_values(projector, tmp_path):
+    projector.save(tmp_path / "projector.safetensors")
+    loaded = FeatureProjector.load(tmp_path / "projector.safetensors")
+    x = torch.randn(3, LONGEST, HIDDEN)
+    assert loaded.max_length == LONGEST
+    assert torch.equal(loaded(x), projector(x))
+    assert not loaded.training
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())

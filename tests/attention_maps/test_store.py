@@ -1,0 +1,346 @@
+"""Segments on disk: what is written comes back to the bit, and a file that is not whole is refused.
+
+The file is read here by its documented form, with struct and NumPy, not by the store.
+"""
+
+import os
+import shutil
+import struct
+import tempfile
+import zlib
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncache_core.attention_maps.store import (
+    AttentionMapStore,
+    RecordKind,
+    RecordLayout,
+    Segment,
+    SegmentWriter,
+    is_finished,
+    segment_path,
+    token_digest,
+)
+from attncache_core.errors import CorruptDatabase
+
+PAGE = 4096
+HEADER = struct.Struct("<8sIIQQ16sI")
+TABLE_ROW = struct.Struct("<II16s")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Record(NamedTuple):
+    ids: list[int]
+    maps: list[torch.Tensor]  # layer -> [stored heads, L, L]
+    kind: RecordKind
+
+
+def made_records(layout: RecordLayout, length: int, count: int, seed: int = 0) -> list[Record]:
+    """Records of random 16-bit patterns, numbers or not: the store must not care."""
+    random = np.random.default_rng(seed)
+    return [
+        Record(
+            [number, *random.integers(0, 30_000, length - 1).tolist()],
+            [
+                torch.from_numpy(
+                    random.integers(-(2**15), 2**15, (heads, length, length), dtype=np.int16)
+                ).view(layout.dtype)
+                for heads in layout.stored_heads
+            ],
+            RecordKind(int(random.integers(2))),
+        )
+        for number in range(count)
+    ]
+
+
+def write_segment(path: Path, length: int, layout: RecordLayout, records: list[Record]) -> Path:
+    with SegmentWriter(path, length, len(records), layout) as writer:
+        for record in records:
+            writer.append(record.maps, record.ids, record.kind)
+    return path
+
+
+def bits(maps: torch.Tensor) -> bytes:
+    return maps.contiguous().view(torch.int16).numpy().tobytes()
+
+
+def pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+LAYOUT = RecordLayout((2, 0, 3), torch.bfloat16)
+LENGTH, COUNT = 7, 4
+CONTENT_BYTES = 5 * LENGTH**2 * 2
+
+
+@pytest.fixture
+def records():
+    return made_records(LAYOUT, LENGTH, COUNT)
+
+
+@pytest.fixture
+def segment_file(tmp_path, records):
+    return write_segment(tmp_path / "00007.maps", LENGTH, LAYOUT, records)
+
+
+layouts = st.builds(
+    RecordLayout,
+    st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any).map(tuple),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layout=layouts, length=st.integers(1, 40), count=st.integers(1, 6), seed=st.integers(0, 99))
+def test_every_record_comes_back_to_the_bit_in_any_layout(layout, length, count, seed):
+    records = made_records(layout, length, count, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        segment = Segment(write_segment(Path(folder) / "a.maps", length, layout, records), length, layout)
+        assert len(segment) == count
+        assert segment.kinds.tolist() == [record.kind for record in records]
+        for number, record in enumerate(records):
+            assert segment.is_sound(number)
+            for layer, maps in enumerate(record.maps):
+                for heads in range(len(maps) + 1):
+                    view = segment.layer_maps(number, layer, heads)
+                    assert view.dtype == layout.dtype
+                    assert view.shape == (heads, length, length)
+                    assert bits(view) == bits(maps[:heads])
+
+
+@settings(max_examples=40, deadline=None)
+@given(layout=layouts, length=st.integers(1, 40), count=st.integers(1, 6), seed=st.integers(0, 99))
+def test_file_is_header_table_and_page_aligned_records_with_layers_in_a_row(layout, length, count, seed):
+    records = made_records(layout, length, count, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        content = write_segment(Path(folder) / "a.maps", length, layout, records).read_bytes()
+    size = sum(layout.stored_heads) * length**2 * 2
+    table = content[PAGE : PAGE + count * TABLE_ROW.size]
+    magic, version, held, number, record_bytes, dtype, checksum = HEADER.unpack_from(content)
+    assert (magic, version, held, number, record_bytes) == (b"ATTNMAPS", 1, length, count, size)
+    assert DTYPES[dtype.rstrip(b"\0").decode()] is layout.dtype
+    assert checksum == zlib.crc32(table)
+    first = PAGE + pages(len(table))
+    assert len(content) == first + count * pages(size)
+    for row, (place, record) in zip(TABLE_ROW.iter_unpack(table), enumerate(records), strict=True):
+        start = first + place * pages(size)
+        maps = b"".join(bits(layer) for layer in record.maps)
+        assert start % PAGE == 0
+        assert content[start : start + size] == maps
+        assert not any(content[start + size : start + pages(size)])
+        digest = blake2b(struct.pack(f"<{len(record.ids)}q", *record.ids), digest_size=16).digest()
+        assert row == (record.kind, zlib.crc32(maps), digest)
+
+
+def test_table_of_more_than_a_page_moves_the_records_on(tmp_path):
+    layout = RecordLayout((1,), torch.float16)
+    records = made_records(layout, 2, 400)
+    path = write_segment(tmp_path / "a.maps", 2, layout, records)
+    on_disk = np.fromfile(path, dtype=np.int16, offset=PAGE + pages(400 * TABLE_ROW.size))
+    assert on_disk.reshape(400, -1)[399, :4].tobytes() == bits(records[399].maps[0])
+    assert bits(Segment(path, 2, layout).layer_maps(399, 0, 1)) == bits(records[399].maps[0])
+
+
+def test_record_knows_its_own_tokens_and_no_others(segment_file, records):
+    segment = Segment(segment_file, LENGTH, LAYOUT)
+    known = [[segment.holds_tokens(place, record.ids) for record in records] for place in range(COUNT)]
+    assert known == np.eye(COUNT, dtype=bool).tolist()
+    assert not segment.holds_tokens(0, records[0].ids[::-1])
+
+
+@settings(deadline=None)
+@given(left=st.lists(st.integers(0, 2**31), max_size=8), right=st.lists(st.integers(0, 2**31), max_size=8))
+def test_digest_differs_exactly_where_the_tokens_do(left, right):
+    assert (token_digest(left) == token_digest(right)) == (left == right)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    chosen=st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=9),
+    layer_heads=st.sampled_from([(0, 1), (0, 2), (1, 0), (2, 1), (2, 3)]),
+)
+def test_gather_equals_the_stacked_views(chosen, layer_heads):
+    layer, heads = layer_heads
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_segment(Path(folder) / "a.maps", LENGTH, LAYOUT, made_records(LAYOUT, LENGTH, COUNT))
+        segment = Segment(path, LENGTH, LAYOUT)
+        gathered = segment.gather_layer_maps(torch.tensor(chosen), layer, heads)
+        stacked = torch.stack([segment.layer_maps(record, layer, heads) for record in chosen])
+    assert gathered.shape == stacked.shape
+    assert bits(gathered) == bits(stacked)
+
+
+def mapped_offset(address: int, path: Path) -> int:
+    """The byte of the file `path` that stands at an address of this process, by the kernel's own account."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, _, _, *name = line.split(maxsplit=5)
+        first, end = (int(number, 16) for number in span.split("-"))
+        if first <= address < end and name == [str(path)]:
+            return address - first + int(offset, 16)
+    raise AssertionError(f"{address:x} lies in no mapping of {path}")
+
+
+def test_layer_maps_are_the_file_itself_mapped_into_memory(segment_file):
+    segment = Segment(segment_file, LENGTH, LAYOUT)
+    first = 2 * PAGE  # a page of header, a page of table
+    for record in range(COUNT):
+        for layer, heads_before in ((0, 0), (2, 2)):
+            view = segment.layer_maps(record, layer, 2)
+            expected = first + record * pages(CONTENT_BYTES) + heads_before * LENGTH**2 * 2
+            assert mapped_offset(view.data_ptr(), segment_file) == expected
+
+
+def test_writing_to_a_view_never_reaches_the_file(segment_file):
+    before = segment_file.read_bytes()
+    segment = Segment(segment_file, LENGTH, LAYOUT)
+    segment.layer_maps(1, 0, 2).zero_()
+    del segment
+    assert segment_file.read_bytes() == before
+
+
+def test_sizes_of_the_store_are_those_of_its_files(tmp_path):
+    for length in (3, 5):
+        write_segment(segment_path(tmp_path, length), length, LAYOUT, made_records(LAYOUT, length, length))
+    store = AttentionMapStore(tmp_path, [5, 3], LAYOUT)
+    assert list(store.segments) == [3, 5]
+    assert store.records == 8
+    assert store.file_bytes == sum(path.stat().st_size for path in (tmp_path / "maps").iterdir())
+
+
+# The high bytes of the number of records, the header's first 64-bit number.
+IN_THE_RECORDS = range(20, 24)
+
+
+@pytest.mark.parametrize("place", [place for place in range(HEADER.size) if place not in IN_THE_RECORDS])
+def test_any_changed_byte_of_the_header_is_refused(segment_file, place):
+    flip(segment_file, place)
+    assert_refused(segment_file)
+
+
+@pytest.mark.xfail(
+    raises=(OverflowError, MemoryError),
+    strict=True,
+    reason="a table of so many rows is read before the file's size is compared",
+)
+@pytest.mark.parametrize("place", IN_THE_RECORDS)
+def test_number_of_records_beyond_the_file_is_refused(segment_file, place):
+    flip(segment_file, place)
+    assert_refused(segment_file)
+
+
+@pytest.mark.parametrize("place", range(0, COUNT * TABLE_ROW.size, 5))
+def test_any_changed_byte_of_the_record_table_is_refused(segment_file, place):
+    flip(segment_file, PAGE + place)
+    assert_refused(segment_file)
+
+
+@pytest.mark.parametrize("size", [0, 10, HEADER.size - 1, HEADER.size, PAGE, PAGE + 30, 2 * PAGE, -PAGE, -1])
+def test_file_cut_anywhere_is_refused(segment_file, size):
+    os.truncate(segment_file, size if size >= 0 else segment_file.stat().st_size + size)
+    assert_refused(segment_file)
+
+
+def test_file_with_something_behind_its_records_is_refused(segment_file):
+    with segment_file.open("ab") as file:
+        file.write(b"\0" * PAGE)
+    assert_refused(segment_file)
+
+
+def test_missing_file_is_refused(tmp_path):
+    assert_refused(tmp_path / "absent.maps")
+
+
+@pytest.mark.parametrize(
+    ("length", "layout"),
+    [
+        (LENGTH + 1, LAYOUT),
+        (LENGTH, RecordLayout((2, 0, 2), torch.bfloat16)),
+        (LENGTH, RecordLayout((2, 0, 3), torch.float16)),
+    ],
+    ids=["another length", "fewer heads", "another dtype"],
+)
+def test_segment_of_another_kind_is_refused(segment_file, length, layout):
+    with pytest.raises(CorruptDatabase, match=r"00007\.maps"):
+        Segment(segment_file, length, layout)
+    assert not is_finished(segment_file, length, COUNT, layout)
+
+
+def test_segment_of_another_number_of_records_is_not_the_finished_one(segment_file):
+    assert is_finished(segment_file, LENGTH, COUNT, LAYOUT)
+    assert not is_finished(segment_file, LENGTH, COUNT + 1, LAYOUT)
+
+
+@pytest.mark.parametrize("byte", [0, CONTENT_BYTES // 2, CONTENT_BYTES - 1])
+@pytest.mark.parametrize("damaged", range(COUNT))
+def test_changed_byte_in_a_record_condemns_that_record_alone(segment_file, damaged, byte):
+    flip(segment_file, 2 * PAGE + damaged * pages(CONTENT_BYTES) + byte)
+    segment = Segment(segment_file, LENGTH, LAYOUT)
+    for _ in range(2):  # the second answer is remembered
+        assert [segment.is_sound(record) for record in range(COUNT)] == [
+            record != damaged for record in range(COUNT)
+        ]
+
+
+def test_segment_whose_writing_failed_is_not_finished(tmp_path, records):
+    path = tmp_path / "a.maps"
+    with pytest.raises(KeyboardInterrupt), SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
+        for record in records:
+            writer.append(record.maps, record.ids, record.kind)
+        raise KeyboardInterrupt
+    assert not is_finished(path, LENGTH, COUNT, LAYOUT)
+    assert_refused(path)
+
+
+def test_segment_is_not_finished_before_its_writer_is_left(tmp_path, records):
+    path, seen = tmp_path / "a.maps", tmp_path / "as a kill would leave it.maps"
+    with SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
+        for record in records:
+            writer.append(record.maps, record.ids, record.kind)
+        shutil.copyfile(path, seen)
+    assert not is_finished(seen, LENGTH, COUNT, LAYOUT)
+    assert is_finished(path, LENGTH, COUNT, LAYOUT)
+
+
+def test_segment_with_too_few_records_is_an_error_and_not_finished(tmp_path, records):
+    path = tmp_path / "a.maps"
+    with pytest.raises(ValueError, match="1 of 4"), SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
+        writer.append(records[0].maps, records[0].ids, records[0].kind)
+    assert not is_finished(path, LENGTH, COUNT, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    "maps",
+    [
+        [torch.zeros(2, LENGTH, LENGTH, dtype=torch.bfloat16)],
+        [torch.zeros(5, LENGTH, LENGTH, dtype=torch.float16)],
+        [torch.zeros(5, LENGTH, LENGTH, dtype=torch.float32)],
+    ],
+    ids=["too few heads", "the other 16 bits", "32 bits"],
+)
+def test_maps_that_do_not_fit_the_layout_are_not_written(tmp_path, maps):
+    with (
+        pytest.raises(ValueError, match="does not fit"),
+        SegmentWriter(tmp_path / "a.maps", LENGTH, 1, LAYOUT) as writer,
+    ):
+        writer.append(maps, [1] * LENGTH, RecordKind.STORED)
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def assert_refused(path: Path) -> None:
+    with pytest.raises(CorruptDatabase, match=path.name):
+        Segment(path, LENGTH, LAYOUT)
+    assert not is_finished(path, LENGTH, COUNT, LAYOUT)

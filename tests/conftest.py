@@ -1,0 +1,78 @@
+"""Models and databases that many tests share. Nothing is fetched: the tiny ones are made on the spot."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import pytest
+from core_models import random_text, write_model, write_sentence_transformer
+from core_reference import Reference
+from hypothesis import HealthCheck, settings
+
+from attncache_core.attention_maps.builder import BuildOptions, build_database
+from attncache_core.checkpoint import DEFAULT_MODEL, find_checkpoint, read_checkpoint
+from attncache_core.corpus import CorpusSentence
+from attncache_core.engine import PrefillEngine
+
+# No deadline: a busy machine is no wrong result. Always the same examples: a red run can be repeated.
+settings.register_profile(
+    "attncache", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("attncache")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory):
+    """A tiny BERT in a sentence-transformers folder: 3 layers of 4 heads, mean pooling, unit length."""
+    return read_checkpoint(write_sentence_transformer(tmp_path_factory.mktemp("models") / "tiny-bert"))
+
+
+@pytest.fixture(scope="session")
+def tiny_classifier_checkpoint(tmp_path_factory):
+    """A tiny BERT with a sequence-classification head of three classes."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-classifier"
+    return read_checkpoint(write_model(folder, labels=["transfer", "card", "help"]))
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny_checkpoint):
+    """The tiny model in float32, without a database."""
+    return PrefillEngine.load(tiny_checkpoint, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus():
+    """240 distinct texts of 3 to 8 words (5 to 10 tokens), each a source of its own."""
+    random = np.random.default_rng(7)
+    texts = [random_text(random, words) for words in np.repeat(np.arange(3, 9), 40)]
+    return [CorpusSentence(text, text) for text in texts]
+
+
+@pytest.fixture(scope="session")
+def tiny_database(tiny_engine, tiny_corpus, tmp_path_factory):
+    """The folder of a database of the tiny corpus: all heads stored and reused, θ = 0. Not to be changed."""
+    folder = tmp_path_factory.mktemp("databases") / "tiny.db"
+    build_database(
+        tiny_engine, tiny_corpus, folder, BuildOptions(heads="all", threshold=0.0, training_steps=40)
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def default_checkpoint():
+    """The default model, from the installed package that carries it."""
+    return find_checkpoint(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def tiny_reference(tiny_checkpoint):
+    """Hugging Face's own run of the tiny model."""
+    return Reference(tiny_checkpoint.folder)
+
+
+@pytest.fixture(scope="session")
+def default_reference(default_checkpoint):
+    """Hugging Face's own run of the default model."""
+    return Reference(default_checkpoint.folder)

@@ -1,0 +1,136 @@
+"""Tiny real models for the tests, made on the spot, and what is asked of them.
+
+Their weights are larger than a fresh model's: attention maps are far from uniform and outputs depend on
+them, so that a wrong map, head or position shows long before the fifth digit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORDS = (
+    *("my", "your", "the", "a", "card", "bank", "money", "account", "transfer", "payment", "lost", "stolen"),
+    *("late", "wrong", "new", "old", "where", "how", "when", "why", "is", "was", "can", "do", "send", "get"),
+    *("find", "change", "close", "open", "cancel", "help", "need", "want", "please", "today", "tomorrow"),
+    *("abroad", "online", "query", ":", "?", ".", ",", "##s", "##ing"),
+)
+VOCABULARY = SPECIAL + WORDS
+CLS, SEP = VOCABULARY.index("[CLS]"), VOCABULARY.index("[SEP]")
+
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor does not multiply bfloat16"
+)
+
+# Words that may be drawn for a text; pieces and punctuation would merge with their neighbours.
+PLAIN_WORDS = tuple(word for word in WORDS if word.isalpha())
+
+
+def write_model(folder: Path, labels: Sequence[str] | None = None, seed: int = 0, **changes: Any) -> Path:
+    """A tiny BERT and its tokenizer in `folder`: an encoder, or a classifier if there are labels."""
+    config = BertConfig(
+        **{
+            "vocab_size": len(VOCABULARY),
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "max_position_embeddings": 512,
+            "hidden_act": "gelu",
+            "attn_implementation": "eager",
+            **changes,
+        }
+    )
+    if labels:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: number for number, label in enumerate(labels)}
+    torch.manual_seed(seed)
+    model = BertForSequenceClassification(config) if labels else BertModel(config)
+    for parameter in model.parameters():
+        # A matrix keeps the scale of what it is given; scores of Q and K spread over about ± 3.
+        torch.nn.init.normal_(parameter, std=0.25 if parameter.dim() > 1 else 0.1)
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.weight.data += 1
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path, lowercase: bool = True, longest: int = 512) -> None:
+    """A WordPiece tokenizer of BERT's kind over the tiny vocabulary."""
+    ids = {piece: number for number, piece in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=longest,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    ).save_pretrained(folder)
+
+
+def write_sentence_transformer(
+    folder: Path,
+    pooling: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    prompts: dict[str, Any] | None = None,
+    normalize: bool = True,
+    **model: Any,
+) -> Path:
+    """A tiny BERT as a sentence-transformers folder: its module list, settings, prompts and pooling."""
+    write_model(folder, **model)
+    modules = ["Transformer", "Pooling", "Normalize"] if normalize else ["Transformer", "Pooling"]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    listed = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, path) in enumerate(zip(modules, paths, strict=False))
+    ]
+    for path in paths[1 : len(modules)]:
+        (folder / path).mkdir(parents=True, exist_ok=True)
+    write_json(folder / "modules.json", listed)
+    flags = {"word_embedding_dimension": model.get("hidden_size", 32)}
+    write_json(folder / "1_Pooling/config.json", flags | (pooling or {"pooling_mode_mean_tokens": True}))
+    write_json(
+        folder / "sentence_bert_config.json",
+        {"max_seq_length": 512, "do_lower_case": False} | (settings or {}),
+    )
+    write_json(
+        folder / "config_sentence_transformers.json", prompts or {"prompts": {}, "default_prompt_name": None}
+    )
+    return folder
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def random_sequence(random: np.random.Generator, length: int) -> list[int]:
+    """[CLS] words [SEP], `length` tokens in all; of a single token a word."""
+    words = random.integers(len(SPECIAL), len(VOCABULARY), size=length).tolist()
+    return words if length < 3 else [CLS, *words[1:-1], SEP]
+
+
+def random_sequences(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """A sequence of each length, all different in their words."""
+    random = np.random.default_rng(seed)
+    return [random_sequence(random, length) for length in lengths]
+
+
+def random_text(random: np.random.Generator, words: int) -> str:
+    return " ".join(random.choice(PLAIN_WORDS, size=words))

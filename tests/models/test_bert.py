@@ -1,0 +1,110 @@
+"""A packed BERT layer is Hugging Face's, however its heads are ordered and divided."""
+
+import pytest
+import torch
+from core_models import random_sequences, write_json, write_model
+from core_reference import FLOAT32, Reference
+
+from attncache_core.attention_maps.search import no_reuse
+from attncache_core.checkpoint import read_checkpoint
+from attncache_core.errors import UnsupportedModel
+from attncache_core.forward import by_sequence, forward
+from attncache_core.models import load_model, model_shape
+from attncache_core.models.linear import ModuleLinear, PackedLinear
+from attncache_core.tokens import pack
+
+ORDERS = [(2, 0, 3, 1), (3, 2, 1, 0), (1, 3, 0, 2)]
+
+
+def last_hidden(model, sequences):
+    """The last hidden states of each sequence, in the order given, with nothing reused."""
+    batch = pack(sequences)
+    with torch.inference_mode():
+        hidden = forward(model, batch, model.embed(batch), no_reuse(len(sequences)), {})
+    parts = torch.split(hidden, batch.lengths.tolist())
+    return [parts[place] for place in batch.order.argsort()]
+
+
+def assert_is_reference(model, reference, sequences):
+    for found, ids in zip(last_hidden(model, sequences), sequences, strict=True):
+        torch.testing.assert_close(found, reference.hidden(ids), atol=FLOAT32, rtol=0)
+
+
+@pytest.mark.parametrize("reused", [(0, 0, 0), (4, 4, 4), (1, 2, 3), (4, 0, 2)])
+def test_model_is_the_same_with_its_heads_in_any_order_and_any_of_them_reusable(
+    tiny_checkpoint, tiny_reference, reused
+):
+    model = load_model(tiny_checkpoint, torch.float32, head_order=ORDERS, reused_heads=reused)
+    assert_is_reference(model, tiny_reference, random_sequences([5, 40, 5, 17]))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"])
+def test_model_has_the_activation_of_its_checkpoint(tmp_path, activation):
+    folder = write_model(tmp_path, hidden_act=activation)
+    model = load_model(read_checkpoint(folder), torch.float32)
+    assert_is_reference(model, Reference(folder), random_sequences([3, 12, 30]))
+
+
+@pytest.mark.parametrize(("activation", "kind"), [("gelu", PackedLinear), ("silu", ModuleLinear)])
+def test_only_an_activation_that_can_be_fused_is_packed(tmp_path, activation, kind):
+    model = load_model(read_checkpoint(write_model(tmp_path, hidden_act=activation)), torch.float32)
+    assert {type(layer._up) for layer in model.layers} == {kind}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 1},
+        {"num_attention_heads": 1},
+        {"num_attention_heads": 8},
+        {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 100},
+        {"layer_norm_eps": 0.5},
+    ],
+    ids=str,
+)
+def test_sizes_are_read_from_the_checkpoint(tmp_path, changes):
+    folder = write_model(tmp_path, **changes)
+    checkpoint = read_checkpoint(folder)
+    model = load_model(checkpoint, torch.float32)
+    assert model_shape(checkpoint) == (len(model.layers), model.layers[0].heads)
+    assert_is_reference(model, Reference(folder), random_sequences([2, 9, 33]))
+
+
+def test_projections_have_all_values_and_queries_and_keys_of_computed_heads_alone(tiny_checkpoint):
+    layer = load_model(tiny_checkpoint, torch.float32, head_order=ORDERS, reused_heads=(3, 3, 3)).layers[0]
+    value, query, key = layer.project(torch.randn(6, 32))
+    assert value.shape == (6, 4, 8)
+    assert query.shape == key.shape == (6, 1, 8)
+    query, key = layer.project_reused(torch.randn(2, 32))
+    assert query.shape == key.shape == (2, 3, 8)
+
+
+@torch.inference_mode()
+def test_first_layers_maps_are_the_references_in_the_layers_order(tiny_checkpoint, tiny_reference):
+    (ids,) = random_sequences([11])
+    model = load_model(tiny_checkpoint, torch.float32, head_order=ORDERS, reused_heads=(2, 0, 0))
+    batch, layer = pack([ids]), model.layers[0]
+    x = layer.attention_input(model.embed(batch))
+    group = batch.groups()[0]
+    _, *computed = layer.project(x)
+    maps = torch.cat(
+        [
+            layer.attention_maps(*(by_sequence(part, group) for part in parts))
+            for parts in (layer.project_reused(x), computed)
+        ],
+        dim=1,
+    )[0]
+    expected = tiny_reference.maps(ids)
+    for place, head in enumerate(ORDERS[0]):
+        torch.testing.assert_close(maps[place], expected[0, head], atol=FLOAT32, rtol=0)
+
+
+@pytest.mark.parametrize("change", [{"model_type": "roberta"}, {"is_decoder": True}, {"model_type": None}])
+def test_other_families_and_decoders_are_refused_by_name(tmp_path, tiny_checkpoint, change):
+    folder = write_model(tmp_path / "other-model")
+    write_json(folder / "config.json", tiny_checkpoint.config | change)
+    with pytest.raises(
+        UnsupportedModel, match=r"other-model is of the family .*; served are: bert"
+    ) as caught:
+        load_model(read_checkpoint(folder), torch.float32)
+    assert caught.value.field == "model"

@@ -1,0 +1,118 @@
+"""A packed layer computes what torch's own layer computes, and other modules are left as they are."""
+
+import pytest
+import torch
+from core_models import needs_bfloat16
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from attncache_core.models.linear import ModuleLinear, PackedLinear, packed
+
+# Sums of 24 products of numbers of size 1, in another order.
+TOLERANCE = 1e-5
+
+PLAIN = {
+    "gelu": functional.gelu,
+    "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+
+
+class Doubled(nn.Linear):
+    """A subclass that computes something else than its weights say."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def layer_and_input(rows=7, kind=nn.Linear, bias=True):
+    torch.manual_seed(0)
+    return kind(24, 16, bias=bias).requires_grad_(False), torch.randn(rows, 24)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 700))
+def test_packed_layer_serves_any_number_of_rows(rows):
+    layer, x = layer_and_input(rows)
+    torch.testing.assert_close(PackedLinear(layer.weight, layer.bias)(x), layer(x), atol=TOLERANCE, rtol=0)
+
+
+def test_packed_layer_without_bias():
+    layer, x = layer_and_input(bias=False)
+    torch.testing.assert_close(PackedLinear(layer.weight)(x), layer(x), atol=TOLERANCE, rtol=0)
+
+
+def test_rows_of_a_slice_are_projected_like_rows_of_their_own():
+    layer, x = layer_and_input(rows=9)
+    torch.testing.assert_close(
+        PackedLinear(layer.weight, layer.bias)(x[4:]), layer(x[4:].clone()), atol=TOLERANCE, rtol=0
+    )
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Doubled])
+def test_residual_is_added_and_left_alone(kind):
+    layer, x = layer_and_input(kind=kind)
+    residual = torch.randn(7, 16)
+    before = residual.clone()
+    torch.testing.assert_close(packed(layer)(x, residual), layer(x) + before, atol=TOLERANCE, rtol=0)
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Doubled])
+@pytest.mark.parametrize("name", sorted(PLAIN))
+def test_activation_is_the_one_of_its_name(name, kind):
+    layer, x = layer_and_input(kind=kind)
+    found = packed(layer, name, ACT2FN[name])(x)
+    torch.testing.assert_close(found, PLAIN[name](layer(x)), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        (nn.Linear, None, PackedLinear),
+        (nn.Linear, "gelu", PackedLinear),
+        (nn.Linear, "relu", PackedLinear),
+        (nn.Linear, "gelu_pytorch_tanh", PackedLinear),
+        (nn.Linear, "silu", ModuleLinear),
+        (Doubled, "gelu", ModuleLinear),
+        (Doubled, None, ModuleLinear),
+    ],
+)
+def test_only_the_plain_layer_with_a_fusable_activation_is_packed(kind, name, expected):
+    layer, _ = layer_and_input(kind=kind)
+    assert type(packed(layer, name, ACT2FN[name] if name else None)) is expected
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("name", [None, "gelu", "relu", "gelu_pytorch_tanh"])
+def test_sixteen_bit_layer_is_close_to_the_32_bit_one(name):
+    layer, x = layer_and_input()
+    expected = PLAIN[name](layer(x)) if name else layer(x)
+    found = PackedLinear(layer.weight.bfloat16(), layer.bias.bfloat16(), name)(x.bfloat16())
+    # Inputs, weights and result each keep 8 bits: 2^-8 of numbers up to 3, and sums of 24 of them.
+    torch.testing.assert_close(found.float(), expected, atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("name", [None, "gelu", "relu", "gelu_pytorch_tanh"])
+def test_without_onednn_the_arithmetic_is_the_same(name, monkeypatch):
+    layer, x = layer_and_input()
+    residual = torch.randn(7, 16)
+    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    plain = PackedLinear(layer.weight, layer.bias, name)
+    expected = PLAIN[name](layer(x)) if name else layer(x)
+    torch.testing.assert_close(plain(x), expected, atol=TOLERANCE, rtol=0)
+    if name is None:
+        torch.testing.assert_close(plain(x, residual), expected + residual, atol=TOLERANCE, rtol=0)
+
+
+def test_weights_given_later_do_not_change_a_packed_layer():
+    layer, x = layer_and_input()
+    linear = PackedLinear(layer.weight.clone(), layer.bias)
+    expected = layer(x)
+    layer.weight.zero_()
+    torch.testing.assert_close(linear(x), expected, atol=TOLERANCE, rtol=0)

