@@ -17,13 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from attncache_core.errors import ModelNotFound, UnsupportedModel
 
@@ -32,6 +27,17 @@ Task = Literal["embed", "classify"]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
+# Any of them may be what a tokenizer is made from; which, is the family's business.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "added_tokens.json",
+)
 _POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 # The flags that sentence-transformers wrote before version 6, in the order in which it joins the modes.
 _POOLING_FLAGS = {
@@ -75,7 +81,8 @@ class Checkpoint:
         Reads every weight file once.
         """
         digest = hashlib.sha256()
-        for path in sorted([*self.folder.glob("*.safetensors"), self.folder / "tokenizer.json"]):
+        tokenizer = [self.folder / name for name in _TOKENIZER_FILES]
+        for path in sorted([*self.folder.glob("*.safetensors"), *tokenizer]):
             if path.is_file():
                 digest.update(path.name.encode())
                 with path.open("rb") as file:
@@ -170,9 +177,12 @@ def _read_json(path: Path, default: Any = None) -> Any:
 
 
 def _in_folder(model: str) -> tuple[Path, str] | str:
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder, "folder"
+    try:
+        folder = Path(model).expanduser()
+        if folder.is_dir():
+            return folder, "folder"
+    except (OSError, RuntimeError, ValueError):
+        pass  # a name that can be no path: too long, of an unknown user, with a null byte
     return "no such folder"
 
 
@@ -208,21 +218,17 @@ def _in_cache(model: str) -> tuple[Path, str] | str:
 
 
 def _on_hub(model: str) -> tuple[Path, str] | str:
+    if constants.HF_HUB_OFFLINE:
+        return "the Hub was not asked (offline mode)"
     try:
-        return Path(
-            snapshot_download(model, allow_patterns=_HUB_PATTERNS, etag_timeout=5)
-        ), "Hugging Face Hub"
+        folder = snapshot_download(model, allow_patterns=_HUB_PATTERNS, etag_timeout=5)
+        return Path(folder), "Hugging Face Hub"
     except HFValidationError:
         return "not on the Hub"
-    except OfflineModeIsEnabled:
-        return "the Hub was not asked (offline mode)"
     except HfHubHTTPError as error:
-        # OSError's child; a repository that is absent or closed answers 401 or 404.
-        return (
-            f"the Hub answered {error.response.status_code}"
-            if error.response is not None
-            else "no Hub answer"
-        )
+        # A repository that is absent or closed answers 401 or 404.
+        status = error.response.status_code if error.response is not None else "with an error"
+        return f"the Hub answered {status}"
     except Exception:
         # httpx's, ssl's and the socket's errors share no base class; all say that the Hub is out of reach.
         return "the Hub could not be reached"

@@ -78,6 +78,10 @@ class LinearClassifier:
                     f"program reads {FORMAT_VERSION}; fit it again",
                     field="classifier",
                 )
+            if len(description["labels"]) != len(weights["weight"]) or len(weights["bias"]) != len(
+                weights["weight"]
+            ):
+                raise ValueError("labels and weights differ in number")
             return cls(
                 labels=tuple(description["labels"]),
                 weight=weights["weight"],
@@ -116,8 +120,9 @@ def fit_classifier(
         weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
     return LinearClassifier(
         labels=tuple(regression.classes_.tolist()),
-        weight=weight.astype(np.float32),
-        bias=bias.astype(np.float32),
+        # safetensors writes memory as it lies, and scikit-learn's lies column by column.
+        weight=np.ascontiguousarray(weight, dtype=np.float32),
+        bias=np.ascontiguousarray(bias, dtype=np.float32),
         fingerprint=fingerprint,
         model=model,
         fitted={"texts": len(labels), "classes": len(classes)},

@@ -112,8 +112,12 @@ class PrefillEngine:
         if self.classifier:
             return self.classifier.labels
         if self.task == "classify":
-            names = self.checkpoint.config.get("id2label") or {}
-            return tuple(names[key] for key in sorted(names, key=int)) or None
+            config = self.checkpoint.config
+            # Classes without names are left out of a checkpoint, and so is their number if it is two.
+            names = config.get("id2label") or {
+                row: f"LABEL_{row}" for row in range(config.get("num_labels", 2))
+            }
+            return tuple(names[key] for key in sorted(names, key=int))
         return None
 
     def tokenize(self, texts: Sequence[str], truncate: bool = True) -> list[list[int]]:

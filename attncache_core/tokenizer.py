@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
 
 from attncache_core.checkpoint import Checkpoint
@@ -28,9 +28,12 @@ class TextTokenizer:
             checkpoint.config.get("max_position_embeddings") or _NO_LIMIT,
         ]
         self.max_tokens = int(min(limits))
-        self._lowercase = checkpoint.lowercase
         self._prompt = checkpoint.default_prompt
         self._tokenizer: Tokenizer = loaded.backend_tokenizer
+        if checkpoint.lowercase:
+            # In the tokenizer, which leaves special tokens in a text alone.
+            own = [self._tokenizer.normalizer] if self._tokenizer.normalizer else []
+            self._tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
         self._tokenizer.no_padding()
         # The special tokens at the end stay when a text is cut; what was cut off comes as `overflowing`.
         self._tokenizer.enable_truncation(self.max_tokens)
@@ -40,7 +43,7 @@ class TextTokenizer:
 
         Raises InputTooLong, naming the text, if one is longer and `truncate` is False.
         """
-        encodings = self._tokenizer.encode_batch_fast([self._prepared(text) for text in texts])
+        encodings = self._tokenizer.encode_batch_fast([self._prompt + text for text in texts])
         if not truncate:
             for index, encoding in enumerate(encodings):
                 if encoding.overflowing:
@@ -55,10 +58,6 @@ class TextTokenizer:
         """Tokens that the prompt takes at the front of a sequence, leading special tokens included."""
         if not self._prompt:
             return 0
-        encoded = self._tokenizer.encode(self._prepared(""))
+        encoded = self._tokenizer.encode(self._prompt)
         # The token that closes every sequence is not the prompt's.
         return len(encoded.ids) - encoded.special_tokens_mask[-1]
-
-    def _prepared(self, text: str) -> str:
-        text = self._prompt + text
-        return text.lower() if self._lowercase else text

@@ -29,6 +29,8 @@ class _OneLineErrors(click.Group):
             return super().invoke(ctx)
         except AttnCacheError as error:
             raise _OneLine(" ".join(str(error).split())) from error
+        except OSError as error:
+            raise _OneLine(f"{error.filename or 'a file'}: {error.strerror}") from error
         except click.exceptions.NoArgsIsHelpError:
             raise
         except click.UsageError as error:

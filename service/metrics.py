@@ -10,12 +10,22 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from attncache_core import Outcome, PrefillResult
 from service import __version__
+
+# A second series beside every counter and histogram, of when it was made: for us, when the server started.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 ROUTES = ("/embed", "/classify", "/health", "/ready", "/info", "/metrics")
 OTHER_ROUTE = "other"

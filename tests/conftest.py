@@ -4,6 +4,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# As attncache_core sets it, which is imported too late here: torch comes with the first line below.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import numpy as np
 import pytest

@@ -13,8 +13,9 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 # float32 against float32, the same sums in another order: outputs are of size 1, and 6 layers of them were
 # seen to differ by less than 3e-6.
 FLOAT32 = 1e-5
-# Maps kept in 16 bits are off by up to 2^-11 of themselves, at random; outputs of size 1 by less than this.
-SIXTEEN_BITS = 5e-4
+# Maps kept in 16 bits are off by up to 2^-11 of themselves, at random. The tiny model's strong weights make
+# up to 6e-4 of it in outputs of size 1; another record's maps change them ten times as much and more.
+SIXTEEN_BITS = 1.5e-3
 
 # (layer, head) -> the map [L, L] that stands in for the model's own.
 Maps = Mapping[tuple[int, int], torch.Tensor]

@@ -1,6 +1,8 @@
 """Where a model is looked for (folder, installed package, cache), and what is said of one that is nowhere."""
 
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from core_models import write_sentence_transformer
@@ -90,7 +92,7 @@ def test_folder_goes_before_a_package_of_its_name(installed, tmp_path, monkeypat
             "acme/absent",
             ["no such folder", "no installed package carries it", "not in the Hugging Face cache", "the Hub"],
         ),
-        ("/no/such/folder", ["no such folder", "not a Hugging Face id", "not on the Hub"]),
+        ("/no/such/folder", ["no such folder", "not a Hugging Face id", "the Hub was not asked"]),
         ("two words!", ["no such folder", "not a Hugging Face id"]),
         ("a\0b", ["no such folder", "not a Hugging Face id"]),
     ],
@@ -106,17 +108,63 @@ def test_model_that_is_nowhere_is_refused_in_one_line_with_what_was_tried(name, 
     assert caught.value.field == "model"
 
 
-@pytest.mark.xfail(strict=True, raises=(RuntimeError, OSError), reason="the path's own error comes through")
 @pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "x" * 5000], ids=["unknown-home", "too-long"])
 def test_name_that_is_no_possible_path_is_a_model_that_was_not_found(name):
     with pytest.raises(ModelNotFound, match="no such folder"):
         find_checkpoint(name)
 
 
-@pytest.mark.xfail(strict=True, reason="the Hub's client raises another error than the one that is expected")
 def test_offline_mode_is_named_as_the_reason_why_the_hub_was_not_asked():
     with pytest.raises(ModelNotFound, match="offline mode"):
         find_checkpoint("acme/absent")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub on this machine that answers every request with the status it is given."""
+
+    class Answer(BaseHTTPRequestHandler):
+        status = 404
+
+        def do_GET(self):
+            self.send_response(self.status)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield Answer
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_answer_of_the_hub_is_told_by_its_status(hub, status):
+    hub.status = status
+    with pytest.raises(ModelNotFound, match=rf"the Hub answered {status}$"):
+        find_checkpoint("acme/absent")
+
+
+@pytest.mark.usefixtures("hub")
+def test_hub_that_is_out_of_reach_is_said_to_be(monkeypatch):
+    # Port 9 is discard's; nothing listens there.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelNotFound, match=r"the Hub could not be reached$"):
+        find_checkpoint("acme/absent")
+
+
+@pytest.mark.usefixtures("hub")
+def test_name_that_is_no_hub_id_is_said_to_be():
+    with pytest.raises(ModelNotFound, match=r"not on the Hub$"):
+        find_checkpoint("two words!")
 
 
 def test_folder_that_is_no_model_is_refused_and_not_looked_for_elsewhere(tmp_path):

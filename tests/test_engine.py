@@ -1,5 +1,7 @@
 """The engine's results: outputs in the caller's order, outcomes, counts, classes, and what it refuses."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -97,12 +99,19 @@ def test_more_than_ten_labels_are_sorted_as_numbers(tmp_path):
     assert engine.labels == tuple(names)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="config.json leaves out the names of two classes that have none of their own"
-)
 def test_two_classes_without_names_are_called_as_hugging_face_calls_them(tmp_path):
     engine = PrefillEngine.load(read_checkpoint(write_model(tmp_path, labels=["LABEL_0", "LABEL_1"])))
     assert engine.labels == ("LABEL_0", "LABEL_1")
+
+
+def test_classes_without_names_are_as_many_as_the_configuration_says(tmp_path):
+    folder = write_model(tmp_path, labels=LABELS)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config["id2label"], config["label2id"]
+    write_json(folder / "config.json", config | {"num_labels": 3})
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    assert run(engine, random_sequences([5])).outputs.shape == (1, 3)
+    assert engine.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
 def test_classifier_gives_no_embeddings(classifier):
@@ -125,6 +134,7 @@ def test_fitted_classifier_names_the_classes_and_gives_the_logits(tiny_checkpoin
         bias=np.zeros(2, dtype=np.float32),
         fingerprint=tiny_checkpoint.fingerprint(),
         model=tiny_checkpoint.name,
+        fitted={},
     )
     engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", classifier=fitted)
     assert (engine.task, engine.labels) == ("embed", ("no", "yes"))
@@ -134,7 +144,7 @@ def test_fitted_classifier_names_the_classes_and_gives_the_logits(tiny_checkpoin
 
 def test_database_of_another_model_is_refused_before_anything_is_loaded(tmp_path, tiny_database):
     other = read_checkpoint(write_sentence_transformer(tmp_path / "other", seed=1))
-    with pytest.raises(DatabaseRefused, match="tiny-bert.*other"):
+    with pytest.raises(DatabaseRefused, match=r"tiny-bert.*other"):
         PrefillEngine.load(other, database=AttentionDatabase.open(tiny_database), dtype="float32")
 
 

@@ -29,7 +29,7 @@ def last_hidden(engine, sequences):
     return [parts[place] for place in np.argsort(batch.order)]
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(any_lengths)
 @example([512, 1, 192, 1, 191, 512])
 def test_hidden_states_are_those_of_hugging_face_one_sequence_at_a_time(tiny_engine, tiny_reference, lengths):
@@ -38,7 +38,7 @@ def test_hidden_states_are_those_of_hugging_face_one_sequence_at_a_time(tiny_eng
         torch.testing.assert_close(found, tiny_reference.hidden(ids), atol=FLOAT32, rtol=0)
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(any_lengths)
 def test_a_row_of_a_batch_is_the_row_alone(tiny_engine, lengths):
     sequences = random_sequences(lengths, seed=sum(lengths))

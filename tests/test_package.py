@@ -1,6 +1,7 @@
 """The wall between engine and service, and the names that a user may rely on."""
 
 import inspect
+import os
 import subprocess
 import sys
 
@@ -18,6 +19,33 @@ def test_importing_the_engine_loads_nothing_of_the_service():
     )
     output = subprocess.check_output([sys.executable, "-c", program], text=True)
     assert output.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "3000 None"),
+        ({"GOMP_SPINCOUNT": "7"}, "7 None"),
+        ({"OMP_WAIT_POLICY": "active"}, "None active"),
+    ],
+    ids=["nothing-set", "count-set", "policy-set"],
+)
+def test_waiting_threads_sleep_soon_unless_the_operator_says_otherwise(given, expected):
+    # One variable is read by OpenMP when torch loads it, so it must be there before torch is.
+    program = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            print(os.environ.get('GOMP_SPINCOUNT'), os.environ.get('OMP_WAIT_POLICY'))\n"
+        "            raise SystemExit\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "import attncache_core"
+    )
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    output = subprocess.check_output([sys.executable, "-c", program], text=True, env=environment)
+    assert output.strip() == expected
 
 
 @pytest.mark.parametrize("name", attncache_core.__all__)

@@ -13,6 +13,7 @@ from attncache_core.corpus import default_corpus
 from attncache_core.engine import PrefillEngine
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+FLAGS = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 ASKING = {"prompts": {"ask": "query : my", "other": "the"}, "default_prompt_name": "ask"}
 
 
@@ -42,7 +43,7 @@ def test_every_pooling_mode(tmp_path, mode, include_prompt):
         {"pooling_mode": ["max", "lasttoken", "cls"]},
         {"pooling_mode": list(MODES), "include_prompt": False},
         {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
-        {"pooling_mode_weightedmean_tokens": True, "pooling_mode_max_tokens": True},
+        {f"pooling_mode_{flag}": True for flag in reversed(FLAGS)},
         {"pooling_mode_mean_sqrt_len_tokens": True, "pooling_mode_mean_tokens": False},
         {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "include_prompt": False},
     ],

@@ -134,10 +134,6 @@ def test_case_is_what_the_folder_says(tmp_path, lowercase):
     )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="TextTokenizer lowercases the whole text, sentence-transformers all but the special tokens",
-)
 def test_lowercasing_leaves_special_tokens_in_a_text_alone(tmp_path):
     checkpoint, theirs = write_cased(tmp_path, lowercase=True)
     expected = theirs.preprocess(["lost [MASK] card"])["input_ids"].tolist()

@@ -36,6 +36,7 @@ from attncache_core.attention_maps.policy import (
     ReuseMask,
     damage_order,
     even_damage,
+    is_count,
     mildest_mask,
     parse_heads,
 )
@@ -144,11 +145,10 @@ class _Build:
         self.fingerprint = engine.checkpoint.fingerprint()
         self.folder, self.options, self.progress = folder, options, progress
         self.partial = folder.parent / f".{folder.name}.partial"
-        self.random = np.random.default_rng(options.seed)
         self.given = len(corpus)
         tokenized = engine.tokenize([sentence.text for sentence in corpus])
         self.sentences = split(
-            tokenized, [sentence.source for sentence in corpus], options.max_length, self.random
+            tokenized, [sentence.source for sentence in corpus], options.max_length, self._random(0)
         )
         self.by_length = self.sentences.by_length()
         layers, heads = len(self.model.layers), self.model.layers[0].heads
@@ -170,12 +170,17 @@ class _Build:
         index.write(self.partial)
         self._finish(mask, quality, time.perf_counter() - started)
 
+    def _random(self, stage: int) -> np.random.Generator:
+        """A stage's own random numbers, the same whether the stages before it ran now or earlier."""
+        return np.random.default_rng([self.options.seed, stage])
+
     def _stored_heads(self) -> tuple[int, ...]:
         """Heads held per layer: an operator's whole layers, else all, so that the mask can still move."""
         heads = self.options.heads
-        if heads is None or heads.isdigit():
-            heads = "all"
-        return parse_heads(heads, self.damage).reused
+        if heads is None:
+            return parse_heads("all", self.damage).reused
+        given = parse_heads(heads, self.damage)
+        return parse_heads("all", self.damage).reused if is_count(heads) else given.reused
 
     def _resume_or_start(self) -> None:
         """Keep what a stopped build of the very same database left; else begin with an empty folder."""
@@ -212,13 +217,13 @@ class _Build:
     def _measure_damage(self) -> None:
         """Fill `damage` [layers, heads]; the stand-in stays where too little is held out to measure."""
         path = self.partial / "damage.json"
-        if path.is_file():
+        if _is_whole(path):
             self.damage = np.array(json.loads(path.read_text(encoding="utf-8")))
             return
         pairs = self._nearest_by_input()
         if len(pairs) < FEWEST_PROBES:
             return
-        chosen = [pairs[place] for place in self.random.permutation(len(pairs))[:_MOST_DAMAGE_PROBES]]
+        chosen = [pairs[place] for place in self._random(1).permutation(len(pairs))[:_MOST_DAMAGE_PROBES]]
         self.damage = head_damage(
             self.model,
             [self.sentences.sequences[probe] for probe, _ in chosen],
@@ -280,7 +285,7 @@ class _Build:
     def _train_projector(self, store: AttentionMapStore) -> dict[int, np.ndarray]:
         """Leave the projector in its file; returns the features [records, dimensions] of each length."""
         path = self.partial / "projector.safetensors"
-        if not path.is_file():
+        if not _is_whole(path):
             torch.manual_seed(self.options.seed)
             projector = FeatureProjector(self.model.hidden_size, max(self.by_length))
             steps = self.options.training_steps
@@ -305,10 +310,10 @@ class _Build:
 
     def _pair_groups(self, store: AttentionMapStore) -> list[PairGroup]:
         """For each length inputs and map distances of training sentences; raises BuildFailed without any."""
-        groups, mask = [], self._training_mask()
+        groups, mask, random = [], self._training_mask(), self._random(2)
         for done, (length, indices) in enumerate(self.by_length.items(), 1):
             rows = self.sentences.rows(indices, held_out=False)
-            rows = [rows[place] for place in self.random.permutation(len(rows))[:_MOST_TRAINING_RECORDS]]
+            rows = [rows[place] for place in random.permutation(len(rows))[:_MOST_TRAINING_RECORDS]]
             if len(rows) > 1:
                 maps = masked_maps(store, mask, length, rows)
                 inputs = self.sentences.inputs(self.model, [indices[row] for row in rows])
@@ -359,7 +364,7 @@ class _Build:
         Manifest(
             fingerprint=self.fingerprint,
             model=self.checkpoint.name,
-            dtype=str(self.layout.dtype).removeprefix("torch."),
+            dtype="bfloat16" if self.layout.dtype is torch.bfloat16 else "float16",
             records={length: len(indices) for length, indices in self.by_length.items()},
             stored_heads=self.layout.stored_heads,
             damage=tuple(map(tuple, self.damage.tolist())),
@@ -389,10 +394,17 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether a file that is renamed into place when written is there."""
+    return path.is_file() and path.stat().st_size > 0
+
+
 def _write_whole(path: Path, text: str) -> None:
     """Write a file that is there whole or not at all."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text, encoding="utf-8")
+    # Else a power failure may leave the name on an empty file.
+    _sync(unfinished)
     unfinished.rename(path)
 
 

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from attncache_core.attention_maps.search import MOST_SIMILAR_OTHER
 from attncache_core.forward import by_sequence
 from attncache_core.models import AttentionLayer, PackedModel
 from attncache_core.models.attention import apply_maps
@@ -176,6 +177,8 @@ def choose_policy(
     `threshold` fixes θ, and the largest mask inside the budget is taken, or the mildest if none is.
     When no size allows any hit, θ = 1: only sentences that are recorded themselves hit, which is exact.
     """
+    # No probe is recorded, so none has similarity 1 when it is served.
+    similarities = np.minimum(similarities, MOST_SIMILAR_OTHER)
     options = []
     for heads, cosine in cosines_by_heads.items():
         loosest = _loosest_threshold(cosine, similarities, min_cosine) if threshold is None else threshold

@@ -14,10 +14,11 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import ConfigDict, TypeAdapter
 
 from attncache_core.attention_maps.index import FeatureIndex, index_path
 from attncache_core.attention_maps.policy import ReuseMask, parse_heads, within_stored
@@ -33,9 +34,11 @@ FORMAT_VERSION = 1
 class Manifest:
     """Everything a database says of itself."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     fingerprint: str  # of the model, tokenizer and quantisation the maps came from
     model: str
-    dtype: str  # of the records: "bfloat16" or "float16"
+    dtype: Literal["bfloat16", "float16"]  # of the records
     records: dict[int, int]  # length in tokens -> records
     stored_heads: tuple[int, ...]  # layer -> heads held in a record
     damage: tuple[tuple[float, ...], ...]  # [layers, heads] 1 - cosine when that head alone is reused
@@ -52,6 +55,15 @@ class Manifest:
         """The reuse mask."""
         return ReuseMask(self.head_order, self.reused_heads)
 
+    def _require_consistency(self) -> None:
+        """Raise ValueError if layers or heads are counted differently in different places."""
+        heads = len(self.damage[0])
+        layers = {len(self.damage), len(self.head_order), len(self.reused_heads), len(self.stored_heads)}
+        rows_differ = any(len(row) != heads for row in (*self.damage, *self.head_order))
+        counts_differ = any(not 0 <= count <= heads for count in (*self.reused_heads, *self.stored_heads))
+        if len(layers) != 1 or rows_differ or counts_differ:
+            raise ValueError("layers or heads are counted differently")
+
     def write(self, folder: Path) -> None:
         """Write DIR/manifest.json."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
@@ -61,25 +73,22 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """The manifest in `folder`. Raises DatabaseRefused or CorruptDatabase."""
         try:
-            content = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-            version = content["format_version"]
+            text = (folder / "manifest.json").read_text(encoding="utf-8")
+            version = json.loads(text)["format_version"]
             if version != FORMAT_VERSION:
                 raise DatabaseRefused(
                     f"database {folder} has format version {version}, and this program reads "
                     f"{FORMAT_VERSION}; build it again",
                     field="database",
                 )
-            content["records"] = {int(length): count for length, count in content["records"].items()}
-            for name in ("stored_heads", "reused_heads"):
-                content[name] = tuple(content[name])
-            for name in ("damage", "head_order"):
-                content[name] = tuple(map(tuple, content[name]))
-            return cls(**content)
+            manifest = TypeAdapter(cls).validate_json(text, strict=True)
+            manifest._require_consistency()
+            return manifest
         except FileNotFoundError as error:
             raise DatabaseRefused(
                 f"there is no database in {folder}: no manifest.json", field="database"
             ) from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CorruptDatabase(f"{folder / 'manifest.json'} cannot be read", field="database") from error
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 
-from attncache_core.errors import CorruptDatabase
+from attncache_core.errors import BuildFailed, CorruptDatabase
 
 # Measured with 128 dimensions: batches of 4 to 64 queries are answered sooner by an exact scan up to
 # about this many vectors; above, HNSW is several times faster.
@@ -72,7 +72,12 @@ class FeatureIndex:
         for length, partition in self._partitions.items():
             path = index_path(folder, length)
             path.parent.mkdir(parents=True, exist_ok=True)
-            faiss.write_index(partition, str(path))
+            try:
+                faiss.write_index(partition, str(path))
+            except RuntimeError as error:
+                raise BuildFailed(
+                    f"{path} cannot be written: the disk is full or the folder read-only", field="database"
+                ) from error
             paths.append(path)
         return paths
 

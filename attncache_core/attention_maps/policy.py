@@ -63,20 +63,26 @@ def parse_heads(text: str, damage: np.ndarray) -> ReuseMask:
         return ReuseMask(
             damage_order(damage), tuple(heads if layer in chosen else 0 for layer in range(layers))
         )
-    if text.isascii() and text.isdigit() and 0 < int(text) <= damage.size:
+    if is_count(text) and 0 < int(text) <= damage.size:
         return mildest_mask(damage, int(text))
     raise InvalidInput(
         f"heads must be 'all', 'layers:0-3' or a number from 1 to {damage.size}", field="heads"
     )
 
 
+def is_count(text: str) -> bool:
+    """Whether the text is a whole number in plain digits."""
+    return text.isascii() and text.isdigit()
+
+
 def _parse_layers(text: str, layers: int) -> set[int]:
     chosen: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not (first.isdigit() and (last or first).isdigit()):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not (is_count(first) and is_count(last)):
             raise InvalidInput("layers are written like 0-3 or 0,2,4-5", field="heads")
-        chosen.update(range(int(first), int(last or first) + 1))
+        chosen.update(range(int(first), int(last) + 1))
     if not chosen or max(chosen) >= layers:
         raise InvalidInput(f"the model has layers 0 to {layers - 1}", field="heads")
     return chosen

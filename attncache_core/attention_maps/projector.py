@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 from attncache_core.tokens import Group
@@ -43,8 +44,10 @@ class FeatureProjector(nn.Module):
         return features.numpy()
 
     def save(self, path: Path) -> None:
-        """Write the weights to `path`."""
-        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, path)
+        """Write the weights to `path`, through to the disk. Raises OSError."""
+        with path.open("wb") as file:
+            file.write(save({name: tensor.contiguous() for name, tensor in self.state_dict().items()}))
+            os.fsync(file.fileno())
 
     @classmethod
     def load(cls, path: Path) -> FeatureProjector:

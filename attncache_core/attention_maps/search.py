@@ -79,8 +79,9 @@ class SearchEngine:
             for place, record in enumerate(found.tolist()):
                 sequence = group.first + int(asked[place])
                 # A self-hit's distance is zero but for rounding, which differs between batches.
-                if similarities[place] > _SURELY_OTHER and self._is_recorded(batch, sequence, group, record):
-                    similarities[place] = 1.0
+                if similarities[place] > _SURELY_OTHER:
+                    recorded = self._is_recorded(batch, sequence, group, record)
+                    similarities[place] = 1.0 if recorded else min(similarities[place], MOST_SIMILAR_OTHER)
                 plan.similarities[sequence] = similarities[place]
                 if similarities[place] < self.threshold:
                     continue
@@ -98,3 +99,5 @@ class SearchEngine:
 
 # Below this similarity a record cannot be the sequence's own, whatever the rounding.
 _SURELY_OTHER = 0.999
+# θ = 1 admits recorded sequences only, so another one's record never gets there.
+MOST_SIMILAR_OTHER = float(np.nextafter(np.float32(1), np.float32(0)))

@@ -63,7 +63,9 @@ def split(
     wanted = min(_MOST_HELD_OUT, int(len(source_of) * _HELD_OUT_SHARE))
     sizes = Counter(source_of.values())
     held_out: set[str] = set()
-    for source in random.permutation(sorted(sizes)).tolist():
+    names = sorted(sizes)
+    for place in random.permutation(len(names)):
+        source = names[place]
         if sizes[source] <= wanted:
             held_out.add(source)
             wanted -= sizes[source]

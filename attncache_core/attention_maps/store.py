@@ -219,13 +219,14 @@ def _read_table(path: Path, length: int, layout: RecordLayout) -> np.ndarray:
             expected = (_MAGIC, _VERSION, length, layout.elements(length) * 2, _dtype_name(layout.dtype))
             if (magic, version, held, content, dtype.rstrip(b"\0")) != expected:
                 raise CorruptDatabase(f"{path} is not a segment of length {length} of this database")
+            size = os.fstat(file.fileno()).st_size
+            # Before the table is read: a damaged count may ask for more than there is memory.
+            if size != _records_start(records) + records * layout.record_bytes(length):
+                raise CorruptDatabase(f"{path} has {size} bytes, which is not its {records} records")
             file.seek(PAGE_BYTES)
             table = file.read(records * _TABLE_ROW.itemsize)
-            size = os.fstat(file.fileno()).st_size
     except (OSError, struct.error) as error:
         raise CorruptDatabase(f"{path} is missing or cut short") from error
-    if size != _records_start(records) + records * layout.record_bytes(length):
-        raise CorruptDatabase(f"{path} has {size} bytes, which is not its {records} records")
     if zlib.crc32(table) != checksum:
         raise CorruptDatabase(f"the record table of {path} was changed since it was written")
     return np.frombuffer(table, dtype=_TABLE_ROW)

@@ -7,7 +7,7 @@ import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import orjson
 
@@ -54,7 +54,7 @@ def read_labelled(
 
 def _open(path: str) -> TextIO:
     if path == "-":
-        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", newline="")
+        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline="")
     return Path(path).open(encoding="utf-8-sig", newline="")
 
 
@@ -67,17 +67,27 @@ def _parse(file: TextIO, path: str, columns: tuple[str, ...], file_format: str) 
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _fields(line, path, number, columns)
+    elif file_format == "csv":
+        yield from _columns(_csv_rows(file, path), path, columns)
     else:
-        rows = (
-            csv.reader(file) if file_format == "csv" else (line.rstrip("\r\n").split("\t") for line in file)
-        )
-        yield from _columns(rows, path, columns)
+        split = (line.rstrip("\r\n").split("\t") for line in file)
+        yield from _columns(enumerate(split, 1), path, columns)
+
+
+def _csv_rows(file: TextIO, path: str) -> Iterator[tuple[int, list[str]]]:
+    """Rows with the number of their last line: a quoted field may hold several."""
+    reader = csv.reader(file, strict=True)
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise InvalidInput(f"{path}, line {reader.line_num}: not CSV ({error})", field="corpus") from error
 
 
 def _columns(
-    rows: Iterator[list[str]] | Any, path: str, columns: tuple[str, ...]
+    rows: Iterator[tuple[int, list[str]]], path: str, columns: tuple[str, ...]
 ) -> Iterator[tuple[str, ...]]:
-    header = next(iter(rows), None) or []
+    _, header = next(rows, (0, []))
     missing = [column for column in columns if column not in header]
     if missing:
         raise InvalidInput(
@@ -85,7 +95,7 @@ def _columns(
             field="column",
         )
     places = [header.index(column) for column in columns]
-    for number, row in enumerate(rows, 2):
+    for number, row in rows:
         if not row or row == [""]:
             continue
         if len(row) <= max(places):

@@ -66,7 +66,12 @@ def classification(
         )
     _show(report)
     if json_file:
-        json_file.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(_without_nan(asdict(report)), indent=1) + "\n", encoding="utf-8")
+
+
+def _without_nan(report: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN: what could not be measured is null."""
+    return {name: None if value != value else value for name, value in report.items()}
 
 
 def _show(report: ClassificationReport) -> None:

@@ -3,8 +3,6 @@
 The file is read here by its documented form, with struct and NumPy, not by the store.
 """
 
-import os
-import shutil
 import struct
 import tempfile
 import zlib
@@ -24,11 +22,9 @@ from attncache_core.attention_maps.store import (
     RecordLayout,
     Segment,
     SegmentWriter,
-    is_finished,
     segment_path,
     token_digest,
 )
-from attncache_core.errors import CorruptDatabase
 
 PAGE = 4096
 HEADER = struct.Struct("<8sIIQQ16sI")
@@ -214,107 +210,6 @@ def test_sizes_of_the_store_are_those_of_its_files(tmp_path):
     assert store.file_bytes == sum(path.stat().st_size for path in (tmp_path / "maps").iterdir())
 
 
-# The high bytes of the number of records, the header's first 64-bit number.
-IN_THE_RECORDS = range(20, 24)
-
-
-@pytest.mark.parametrize("place", [place for place in range(HEADER.size) if place not in IN_THE_RECORDS])
-def test_any_changed_byte_of_the_header_is_refused(segment_file, place):
-    flip(segment_file, place)
-    assert_refused(segment_file)
-
-
-@pytest.mark.xfail(
-    raises=(OverflowError, MemoryError),
-    strict=True,
-    reason="a table of so many rows is read before the file's size is compared",
-)
-@pytest.mark.parametrize("place", IN_THE_RECORDS)
-def test_number_of_records_beyond_the_file_is_refused(segment_file, place):
-    flip(segment_file, place)
-    assert_refused(segment_file)
-
-
-@pytest.mark.parametrize("place", range(0, COUNT * TABLE_ROW.size, 5))
-def test_any_changed_byte_of_the_record_table_is_refused(segment_file, place):
-    flip(segment_file, PAGE + place)
-    assert_refused(segment_file)
-
-
-@pytest.mark.parametrize("size", [0, 10, HEADER.size - 1, HEADER.size, PAGE, PAGE + 30, 2 * PAGE, -PAGE, -1])
-def test_file_cut_anywhere_is_refused(segment_file, size):
-    os.truncate(segment_file, size if size >= 0 else segment_file.stat().st_size + size)
-    assert_refused(segment_file)
-
-
-def test_file_with_something_behind_its_records_is_refused(segment_file):
-    with segment_file.open("ab") as file:
-        file.write(b"\0" * PAGE)
-    assert_refused(segment_file)
-
-
-def test_missing_file_is_refused(tmp_path):
-    assert_refused(tmp_path / "absent.maps")
-
-
-@pytest.mark.parametrize(
-    ("length", "layout"),
-    [
-        (LENGTH + 1, LAYOUT),
-        (LENGTH, RecordLayout((2, 0, 2), torch.bfloat16)),
-        (LENGTH, RecordLayout((2, 0, 3), torch.float16)),
-    ],
-    ids=["another length", "fewer heads", "another dtype"],
-)
-def test_segment_of_another_kind_is_refused(segment_file, length, layout):
-    with pytest.raises(CorruptDatabase, match=r"00007\.maps"):
-        Segment(segment_file, length, layout)
-    assert not is_finished(segment_file, length, COUNT, layout)
-
-
-def test_segment_of_another_number_of_records_is_not_the_finished_one(segment_file):
-    assert is_finished(segment_file, LENGTH, COUNT, LAYOUT)
-    assert not is_finished(segment_file, LENGTH, COUNT + 1, LAYOUT)
-
-
-@pytest.mark.parametrize("byte", [0, CONTENT_BYTES // 2, CONTENT_BYTES - 1])
-@pytest.mark.parametrize("damaged", range(COUNT))
-def test_changed_byte_in_a_record_condemns_that_record_alone(segment_file, damaged, byte):
-    flip(segment_file, 2 * PAGE + damaged * pages(CONTENT_BYTES) + byte)
-    segment = Segment(segment_file, LENGTH, LAYOUT)
-    for _ in range(2):  # the second answer is remembered
-        assert [segment.is_sound(record) for record in range(COUNT)] == [
-            record != damaged for record in range(COUNT)
-        ]
-
-
-def test_segment_whose_writing_failed_is_not_finished(tmp_path, records):
-    path = tmp_path / "a.maps"
-    with pytest.raises(KeyboardInterrupt), SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
-        for record in records:
-            writer.append(record.maps, record.ids, record.kind)
-        raise KeyboardInterrupt
-    assert not is_finished(path, LENGTH, COUNT, LAYOUT)
-    assert_refused(path)
-
-
-def test_segment_is_not_finished_before_its_writer_is_left(tmp_path, records):
-    path, seen = tmp_path / "a.maps", tmp_path / "as a kill would leave it.maps"
-    with SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
-        for record in records:
-            writer.append(record.maps, record.ids, record.kind)
-        shutil.copyfile(path, seen)
-    assert not is_finished(seen, LENGTH, COUNT, LAYOUT)
-    assert is_finished(path, LENGTH, COUNT, LAYOUT)
-
-
-def test_segment_with_too_few_records_is_an_error_and_not_finished(tmp_path, records):
-    path = tmp_path / "a.maps"
-    with pytest.raises(ValueError, match="1 of 4"), SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
-        writer.append(records[0].maps, records[0].ids, records[0].kind)
-    assert not is_finished(path, LENGTH, COUNT, LAYOUT)
-
-
 @pytest.mark.parametrize(
     "maps",
     [
@@ -330,17 +225,3 @@ def test_maps_that_do_not_fit_the_layout_are_not_written(tmp_path, maps):
         SegmentWriter(tmp_path / "a.maps", LENGTH, 1, LAYOUT) as writer,
     ):
         writer.append(maps, [1] * LENGTH, RecordKind.STORED)
-
-
-def flip(path: Path, place: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(place)
-        (byte,) = file.read(1)
-        file.seek(place)
-        file.write(bytes([byte ^ 0x10]))
-
-
-def assert_refused(path: Path) -> None:
-    with pytest.raises(CorruptDatabase, match=path.name):
-        Segment(path, LENGTH, LAYOUT)
-    assert not is_finished(path, LENGTH, COUNT, LAYOUT)

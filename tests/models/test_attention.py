@@ -6,15 +6,15 @@ from core_models import needs_bfloat16
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncache_core.models.attention import apply_maps, attend, attention_maps
+from attncache_core.models.attention import apply_maps, attend, attention_maps, product_dtype
 
 SCALE = 0.3
 # Rows of a map sum to 1, contexts are of size 1; float32 in another order of sums.
 FLOAT32 = 1e-5
 # bfloat16 keeps 8 bits of scores of size 3 and of contexts of size 1.
 BFLOAT16 = 0.05
-# Around what chooses another kernel: 32 tokens for the softmax, 192 for SDPA.
-LENGTHS = st.one_of(st.integers(1, 40), st.sampled_from([31, 32, 33, 191, 192, 193, 256]))
+# Around what chooses another dtype or kernel: 80 tokens for products in float32, 192 for SDPA.
+LENGTHS = st.one_of(st.integers(1, 40), st.sampled_from([79, 80, 81, 191, 192, 193, 256]))
 
 
 def projected(n, length, heads=3, width=4, dtype=torch.float32):
@@ -40,12 +40,23 @@ def test_maps_and_context_follow_the_formula_at_every_length(n, length):
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("length", [1, 16, 31, 32, 200])
-def test_sixteen_bit_attention_is_close_and_stays_in_sixteen_bits(length):
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [
+        (1, torch.float32),
+        (16, torch.float32),
+        (79, torch.float32),
+        (80, torch.bfloat16),
+        (200, torch.bfloat16),
+    ],
+)
+def test_sixteen_bit_attention_is_close_and_in_the_product_dtype_of_its_length(length, dtype):
     query, key, value = projected(2, length, dtype=torch.bfloat16)
     maps, context = by_formula(query, key, value)
     found = attention_maps(query, key, SCALE)
-    assert found.dtype is attend(query, key, value, SCALE).dtype is torch.bfloat16
+    assert (
+        found.dtype is attend(query, key, value, SCALE).dtype is product_dtype(length, value.dtype) is dtype
+    )
     torch.testing.assert_close(found.double(), maps, atol=BFLOAT16, rtol=0)
     torch.testing.assert_close(attend(query, key, value, SCALE).double(), context, atol=BFLOAT16, rtol=0)
 
@@ -59,9 +70,15 @@ def test_strided_views_of_a_packed_projection_give_what_copies_give(length):
 
 
 @pytest.mark.parametrize(
-    ("maps", "value"),
-    [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.float32, torch.float16)],
+    ("length", "maps", "value", "product"),
+    [
+        (3, torch.bfloat16, torch.float32, torch.float32),
+        (3, torch.bfloat16, torch.bfloat16, torch.float32),
+        (90, torch.float16, torch.bfloat16, torch.bfloat16),
+        (90, torch.float32, torch.bfloat16, torch.bfloat16),
+        (90, torch.float16, torch.float32, torch.float32),
+    ],
 )
-def test_maps_of_another_dtype_than_v_are_refused(maps, value):
-    with pytest.raises(TypeError, match=rf"maps are {maps} and V is {value}"):
-        apply_maps(torch.ones(1, 2, 3, 3, dtype=maps), torch.ones(1, 3, 2, 4, dtype=value))
+def test_maps_of_another_dtype_than_the_products_are_refused(length, maps, value, product):
+    with pytest.raises(TypeError, match=rf"maps are {maps}, and are multiplied in {product}"):
+        apply_maps(torch.ones(1, 2, length, length, dtype=maps), torch.ones(1, length, 2, 4, dtype=value))

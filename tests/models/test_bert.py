@@ -4,6 +4,7 @@ import pytest
 import torch
 from core_models import random_sequences, write_json, write_model
 from core_reference import FLOAT32, Reference
+from safetensors.torch import load_file, save_file
 
 from attncache_core.attention_maps.search import no_reuse
 from attncache_core.checkpoint import read_checkpoint
@@ -97,6 +98,41 @@ def test_first_layers_maps_are_the_references_in_the_layers_order(tiny_checkpoin
     expected = tiny_reference.maps(ids)
     for place, head in enumerate(ORDERS[0]):
         torch.testing.assert_close(maps[place], expected[0, head], atol=FLOAT32, rtol=0)
+
+
+def without_weights(folder, part):
+    """Take the weights whose name has `part` in it out of the folder's file."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    kept = {name: weight for name, weight in weights.items() if part not in name}
+    assert len(kept) < len(weights)
+    save_file(kept, path, metadata={"format": "pt"})
+    return read_checkpoint(folder)
+
+
+def test_embedding_model_needs_no_pooler(tmp_path):
+    folder = write_model(tmp_path)
+    model = load_model(without_weights(folder, "pooler."), torch.float32)
+    assert_is_reference(model, Reference(folder), random_sequences([4, 9]))
+
+
+@pytest.mark.parametrize(
+    ("labels", "part"),
+    [(None, "layer.1.attention.self.query"), (["a", "b"], "classifier."), (["a"], "pooler.")],
+)
+def test_model_without_all_its_weights_is_refused_with_the_first_name(tmp_path, labels, part):
+    checkpoint = without_weights(write_model(tmp_path, labels=labels), part)
+    with pytest.raises(UnsupportedModel, match=rf"has no weights for \S*{part}"):
+        load_model(checkpoint, torch.float32)
+
+
+@pytest.mark.parametrize("content", [b"", b"no weights", bytes(100)], ids=["empty", "text", "zeros"])
+def test_weights_that_cannot_be_read_are_refused_in_one_line(tmp_path, content):
+    checkpoint = read_checkpoint(write_model(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UnsupportedModel, match=r"weights of model \S+ cannot be read") as caught:
+        load_model(checkpoint, torch.float32)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("change", [{"model_type": "roberta"}, {"is_decoder": True}, {"model_type": None}])

@@ -1,0 +1,168 @@
+"""A build that was stopped goes on where it was, and ends in the very database of one that was not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attncache_core.attention_maps.builder import BuildOptions, build_database
+from attncache_core.attention_maps.database import AttentionDatabase
+
+STAGES = ["measuring heads", "writing records", "comparing maps", "training the projector", "measuring masks"]
+STEPS = 10
+
+
+class Progress:
+    """Remembers the stages it is told of and stops the build, as Ctrl-C would, at one of them."""
+
+    def __init__(self, stop_at: tuple[str, int] | None = None) -> None:
+        self.stop_at = stop_at
+        self.stages: list[str] = []
+
+    def __call__(self, stage: str, done: int, _total: int) -> None:
+        if stage not in self.stages:
+            self.stages.append(stage)
+        if (stage, done) == self.stop_at:
+            raise KeyboardInterrupt
+
+
+def build(engine, corpus, folder: Path, stop_at: tuple[str, int] | None = None, **options) -> list[str]:
+    """Build, stopped or not; returns the stages that were worked on."""
+    progress = Progress(stop_at)
+    arguments = (engine, corpus, folder, BuildOptions(**{"training_steps": STEPS, **options}), progress)
+    if stop_at:
+        with pytest.raises(KeyboardInterrupt):
+            build_database(*arguments)
+        assert not folder.exists()
+    else:
+        build_database(*arguments)
+        assert AttentionDatabase.open(folder).verify() == []
+    return progress.stages
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Every file's bytes; of the manifest all but when and how long it was built."""
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    manifest = json.loads(files.pop("manifest.json").read_bytes())
+    del manifest["build"]["seconds"], manifest["build"]["created"]
+    return {name: path.read_bytes() for name, path in files.items()} | {"manifest": manifest}
+
+
+def segment_times(folder: Path) -> dict[str, int]:
+    """When each segment with a header, which is written last, was written."""
+    return {
+        path.name: path.stat().st_mtime_ns
+        for path in (folder / "maps").glob("*")
+        if path.read_bytes().startswith(b"ATTNMAPS")
+    }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_engine, tiny_corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted") / "a.db"
+    assert build(tiny_engine, tiny_corpus, folder) == STAGES
+    return contents(folder)
+
+
+def test_two_builds_of_one_corpus_are_equal(tiny_engine, tiny_corpus, uninterrupted, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+    assert contents(tmp_path / "a.db") == uninterrupted
+
+
+@pytest.mark.parametrize(
+    "stop_at",
+    [
+        ("measuring heads", 1),
+        ("measuring heads", 3),
+        ("writing records", 1),
+        ("writing records", 100),
+        ("writing records", 240),
+        ("comparing maps", 2),
+        ("training the projector", 5),
+        ("training the projector", STEPS),
+        ("measuring masks", 1),
+    ],
+    ids=lambda stop: f"{stop[0]} {stop[1]}",
+)
+def test_resumed_build_ends_in_the_database_of_an_uninterrupted_one(
+    tiny_engine, tiny_corpus, uninterrupted, tmp_path, stop_at
+):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop_at)
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.db.lock", "a.db"]
+    assert contents(tmp_path / "a.db") == uninterrupted
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "finished_segments", "stages_left"),
+    [
+        (("measuring heads", 1), 0, STAGES),
+        (("writing records", 1), 0, STAGES[1:]),
+        # 40 records of each of six lengths; the last one's segment is closed after it is told of.
+        (("writing records", 100), 2, STAGES[1:]),
+        (("writing records", 121), 3, STAGES[1:]),
+        (("comparing maps", 1), 6, STAGES[2:]),
+        (("training the projector", 5), 6, STAGES[2:]),
+        (("measuring masks", 1), 6, STAGES[4:]),
+    ],
+    ids=lambda value: f"{value[0]} {value[1]}" if isinstance(value, tuple) else "",
+)
+def test_resumed_build_repeats_nothing_that_was_finished(
+    tiny_engine, tiny_corpus, tmp_path, stop_at, finished_segments, stages_left
+):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop_at)
+    before = segment_times(tmp_path / ".a.db.partial")
+    assert len(before) == finished_segments
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == stages_left
+    after = segment_times(tmp_path / "a.db")
+    assert len(after) == 6
+    assert {name: after[name] for name in before} == before
+
+
+def test_build_stopped_twice_still_ends(tiny_engine, tiny_corpus, tmp_path):
+    for stop_at in (("writing records", 50), ("writing records", 150), ("measuring masks", 1)):
+        build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop_at)
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == STAGES[4:]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"min_cosine": 0.9}, {"heads": "all"}, {"threshold": 0.5}, {"max_length": 9}],
+    ids=lambda change: next(iter(change)),
+)
+def test_build_with_other_options_starts_anew(tiny_engine, tiny_corpus, tmp_path, change):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
+    before = segment_times(tmp_path / ".a.db.partial")
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db", **change) == STAGES
+    after = segment_times(tmp_path / "a.db")
+    assert not set(before.items()) & set(after.items())
+
+
+def test_build_of_another_corpus_starts_anew(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
+    assert build(tiny_engine, tiny_corpus[:-1], tmp_path / "a.db") == STAGES
+    manifest = AttentionDatabase.open(tmp_path / "a.db").manifest
+    assert sum(manifest.records.values()) == len(tiny_corpus) - 1
+
+
+def test_build_with_another_split_of_the_same_texts_starts_anew(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
+    mould = [type(sentence)(sentence.text, str(place // 4)) for place, sentence in enumerate(tiny_corpus)]
+    assert build(tiny_engine, mould, tmp_path / "a.db") == STAGES
+
+
+def test_segment_damaged_since_the_stop_is_written_again(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
+    cut = tmp_path / ".a.db.partial" / "maps" / "00007.maps"
+    before = segment_times(cut.parent.parent)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == STAGES[1:]
+    after = segment_times(tmp_path / "a.db")
+    assert {name for name in after if after[name] != before[name]} == {"00007.maps"}
+
+
+@pytest.mark.parametrize("name", ["damage.json", "projector.safetensors"])
+def test_stage_whose_file_is_empty_is_done_again(tiny_engine, tiny_corpus, tmp_path, name):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("measuring masks", 1))
+    (tmp_path / ".a.db.partial" / name).write_bytes(b"")
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")

@@ -1,0 +1,323 @@
+"""What a build leaves behind: a whole database and its report, or one line that says why not."""
+
+import json
+import os
+import resource
+import shutil
+import threading
+import time
+from collections import Counter, namedtuple
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attncache_core.attention_maps.builder import BuildOptions, build_database
+from attncache_core.attention_maps.calibration import collect_maps
+from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.corpus import CorpusSentence
+from attncache_core.engine import PrefillEngine
+from attncache_core.errors import BuildFailed, InvalidInput
+from attncache_core.tokens import pack
+
+PAGE = 4096
+
+
+def build(engine, corpus, folder, progress=lambda *_: None, *, keep_existing=False, **options):
+    options = BuildOptions(**{"training_steps": 10, **options})
+    build_database(engine, corpus, folder, options, progress, keep_existing=keep_existing)
+    return AttentionDatabase.open(folder)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_engine, tiny_corpus, tmp_path_factory):
+    """A database whose mask and θ were chosen by measuring."""
+    return build(tiny_engine, tiny_corpus, tmp_path_factory.mktemp("measured") / "a.db")
+
+
+@pytest.fixture(scope="module")
+def few_texts(tiny_corpus):
+    return tiny_corpus[:15]
+
+
+def test_built_database_is_whole_and_its_folder_holds_nothing_else(measured):
+    lengths = sorted(measured.manifest.records)
+    assert measured.verify() == []
+    assert names(measured.folder) == ["index", "manifest.json", "maps", "projector.safetensors"]
+    assert names(measured.folder / "index") == [f"{length:05d}.faiss" for length in lengths]
+    assert names(measured.folder / "maps") == [f"{length:05d}.maps" for length in lengths]
+
+
+def test_build_leaves_nothing_beside_the_folder_but_its_lock(measured):
+    assert names(measured.folder.parent) == [".a.db.lock", "a.db"]
+
+
+def test_records_are_the_distinct_token_sequences_of_allowed_length(tiny_engine, tiny_corpus, tmp_path):
+    twice = [CorpusSentence(sentence.text.upper(), "again") for sentence in tiny_corpus[:50]]
+    database = build(tiny_engine, [*tiny_corpus, *twice], tmp_path / "a.db", max_length=8)
+    sequences = {tuple(ids) for ids in tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])}
+    expected = Counter(len(ids) for ids in sequences if len(ids) <= 8)
+    assert database.manifest.records == dict(expected)
+    for length, segment in database.search.store.segments.items():
+        held = {ids for ids in sequences for row in range(len(segment)) if segment.holds_tokens(row, ids)}
+        assert held == {ids for ids in sequences if len(ids) == length}
+        assert segment.kinds.tolist() == [0] * len(segment)
+
+
+def test_every_recorded_text_hits_itself_through_an_engine(tiny_checkpoint, tiny_corpus, measured):
+    engine = PrefillEngine.load(tiny_checkpoint, database=measured, dtype="float32")
+    result = engine.run(
+        engine.tokenize([sentence.text for sentence in tiny_corpus]), [True] * len(tiny_corpus)
+    )
+    assert set(result.outcomes) == {"hit"}
+    assert set(result.similarities.tolist()) == {1.0}
+
+
+def test_record_holds_the_models_maps_in_the_order_of_damage(tiny_engine, tiny_corpus, measured):
+    order = measured.manifest.head_order
+    assert any(list(heads) != sorted(heads) for heads in order)
+    for ids in tiny_engine.tokenize([sentence.text for sentence in tiny_corpus[::40]]):
+        segment = measured.search.store.segments[len(ids)]
+        (record,) = (row for row in range(len(segment)) if segment.holds_tokens(row, ids))
+        for layer, (maps,) in enumerate(collect_maps(tiny_engine.model, pack([ids]))):
+            stored = segment.layer_maps(record, layer, 4).float()
+            # Probabilities rounded to 11 bits.
+            np.testing.assert_allclose(stored, maps[0, list(order[layer])], atol=5e-4)
+
+
+def test_manifest_says_what_it_is_for_and_how_it_was_made(measured, tiny_checkpoint, tiny_corpus):
+    manifest = json.loads((measured.folder / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["fingerprint"] == tiny_checkpoint.fingerprint()
+    assert manifest["dtype"] == "float16"
+    assert manifest["format_version"] == 1
+    assert manifest["build"]["texts"] == len(tiny_corpus)
+    assert manifest["build"]["held_out"] == 24
+    assert manifest["build"]["training_steps"] == 10
+    for layer, order in enumerate(manifest["head_order"]):
+        damage = manifest["damage"][layer]
+        assert [damage[head] for head in order] == sorted(damage)
+
+
+def test_report_keeps_the_budget_and_says_what_was_measured(measured):
+    quality = measured.manifest.quality
+    assert quality["measured"] == 24
+    assert quality["mean_cosine"] >= quality["min_cosine"] == 0.985
+    assert quality["heads"] == measured.mask.total
+    assert quality["threshold"] == measured.search.threshold == measured.manifest.threshold
+    scores = [row["hit_rate"] * row["heads"] for row in quality["candidates"]]
+    assert max(scores) == quality["hit_rate"] * quality["heads"] > 0
+    for row in quality["candidates"]:
+        assert row["mean_cosine"] is None or row["mean_cosine"] >= 0.985
+    distances = quality["map_distance"]
+    assert set(distances) == {"chosen", "best", "nearest_by_input", "random", "predicted"}
+    assert distances["best"] <= min(distances["chosen"], distances["nearest_by_input"], distances["random"])
+
+
+def test_looser_budget_reuses_more_and_keeps_to_itself(tiny_engine, tiny_corpus, measured, tmp_path):
+    loose = build(tiny_engine, tiny_corpus, tmp_path / "a.db", min_cosine=0.95).manifest.quality
+    strict = measured.manifest.quality
+    assert loose["min_cosine"] == 0.95
+    assert 0.95 <= loose["mean_cosine"] < strict["mean_cosine"]
+    assert loose["hit_rate"] * loose["heads"] > strict["hit_rate"] * strict["heads"]
+
+
+def test_impossible_budget_leaves_hits_to_recorded_texts(tiny_engine, tiny_corpus, tmp_path):
+    database = build(tiny_engine, tiny_corpus, tmp_path / "a.db", min_cosine=1.0, heads="all")
+    assert database.search.threshold == 1.0
+    assert database.manifest.quality["hit_rate"] == 0
+    assert database.manifest.quality["mean_cosine"] is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "reused", "stored"),
+    [
+        ("all", (4, 4, 4), (4, 4, 4)),
+        ("layers:0,2", (4, 0, 4), (4, 0, 4)),
+        ("5", None, (4, 4, 4)),
+    ],
+)
+def test_operators_heads_and_threshold_are_stored(tiny_engine, few_texts, tmp_path, heads, reused, stored):
+    database = build(tiny_engine, few_texts, tmp_path / "a.db", heads=heads, threshold=0.875)
+    assert database.manifest.stored_heads == stored
+    assert database.mask.total == (5 if reused is None else sum(reused))
+    assert reused in (None, database.mask.reused)
+    assert database.search.threshold == 0.875
+    held = {segment.layout.stored_heads for segment in database.search.store.segments.values()}
+    assert held == {stored}
+
+
+def test_too_few_held_out_texts_measure_nothing_and_hit_only_themselves(tiny_engine, few_texts, tmp_path):
+    database = build(tiny_engine, few_texts, tmp_path / "a.db")
+    assert database.manifest.quality["measured"] == 0
+    assert database.search.threshold == 1.0
+    assert database.mask.total == 12
+    assert database.verify() == []
+
+
+def test_seed_decides_what_is_held_out(tiny_engine, tiny_corpus, measured, tmp_path):
+    other = build(tiny_engine, tiny_corpus, tmp_path / "a.db", seed=1)
+    assert other.manifest.build["seed"] == 1
+    assert other.manifest.damage != measured.manifest.damage
+    assert other.manifest.records == measured.manifest.records
+
+
+def test_existing_folder_is_refused_or_left_alone(tiny_engine, few_texts, tmp_path):
+    (tmp_path / "a.db").mkdir()
+    (tmp_path / "a.db" / "mine").touch()
+    with pytest.raises(BuildFailed, match="exists already"):
+        build(tiny_engine, few_texts, tmp_path / "a.db")
+    build_database(tiny_engine, few_texts, tmp_path / "a.db", keep_existing=True)
+    assert names(tmp_path / "a.db") == ["mine"]
+    assert names(tmp_path) == [".a.db.lock", "a.db"]
+
+
+@pytest.mark.parametrize("keep_existing", [False, True])
+def test_of_two_builds_at_once_one_builds_and_the_other_waits_for_it(
+    tiny_engine, few_texts, tmp_path, keep_existing
+):
+    folder, outcome = tmp_path / "a.db", []
+
+    def second():
+        def progress(*_):
+            outcome.append("built")
+
+        try:
+            build(tiny_engine, few_texts, folder, progress, keep_existing=keep_existing)
+            outcome.append("returned")
+        except BuildFailed as error:
+            outcome.append(str(error))
+
+    rival = threading.Thread(target=second)
+
+    def while_the_first_builds(*_):
+        if not rival.ident:
+            rival.start()
+            wait_for_a_waiter_on(tmp_path / ".a.db.lock")
+            assert outcome == []
+
+    build(tiny_engine, few_texts, folder, while_the_first_builds)
+    made = (folder / "manifest.json").stat()
+    rival.join(timeout=60)
+    if keep_existing:
+        assert outcome == ["returned"]
+    else:
+        assert len(outcome) == 1
+        assert "exists already" in outcome[0]
+    assert (folder / "manifest.json").stat() == made
+    assert names(tmp_path) == [".a.db.lock", "a.db"]
+
+
+def wait_for_a_waiter_on(path: Path) -> None:
+    """Until the kernel lists somebody who waits for the lock on `path`."""
+    inode = f":{path.stat().st_ino} "
+    deadline = time.monotonic() + 30
+    while not any("->" in line and inode in line for line in Path("/proc/locks").read_text().splitlines()):
+        assert time.monotonic() < deadline, "nobody waits for the lock"
+        time.sleep(0.005)
+
+
+def test_disk_too_small_is_told_with_both_numbers_before_anything_is_computed(
+    tiny_engine, tiny_corpus, tmp_path, monkeypatch
+):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 123_456, 123_456))
+    lengths = Counter(map(len, tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])))
+    needed = sum(count * -(-12 * length**2 * 2 // PAGE) * PAGE for length, count in lengths.items())
+    seen = []
+    with pytest.raises(BuildFailed, match=f"need {needed:,} bytes .* has 123,456 left"):
+        build(tiny_engine, tiny_corpus, tmp_path / "a.db", lambda *step: seen.append(step))
+    assert seen == []
+
+
+def test_folder_that_cannot_be_made_is_one_line(tiny_engine, few_texts, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildFailed, match=r"file/a\.db cannot be written: \w") as failed:
+        build(tiny_engine, few_texts, tmp_path / "file" / "a.db")
+    assert len(str(failed.value).splitlines()) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
+def test_read_only_folder_is_one_line(tiny_engine, few_texts, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(BuildFailed, match="Permission denied"):
+        build(tiny_engine, few_texts, tmp_path / "a.db")
+
+
+@contextmanager
+def full_disk_from(stage: str):
+    """A progress callable; once `stage` is done, files beyond 6 KB meet an error of the operating system."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def progress(name: str, done: int, total: int) -> None:
+        if name == stage and done == total:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
+
+    try:
+        yield progress
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+FOREIGN = "safetensors' and Faiss' own errors on writing are no OSError"
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "measuring heads",
+        pytest.param("training the projector"),
+        pytest.param("measuring masks"),
+    ],
+)
+def test_disk_that_fills_up_is_one_line_and_the_build_goes_on_later(
+    tiny_engine, tiny_corpus, tmp_path, stage
+):
+    with full_disk_from(stage) as progress, pytest.raises(BuildFailed, match="cannot be written") as failed:
+        build(tiny_engine, tiny_corpus, tmp_path / "a.db", progress)
+    assert len(str(failed.value).splitlines()) == 1
+    assert "a.db" not in names(tmp_path)
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db").verify() == []
+
+
+def test_corpus_without_two_texts_of_one_length_is_refused(tiny_engine, tmp_path):
+    corpus = [CorpusSentence("card " * words, str(words)) for words in (1, 2, 3)]
+    with pytest.raises(BuildFailed, match="no two texts of one length"):
+        build(tiny_engine, corpus, tmp_path / "a.db")
+    assert "a.db" not in names(tmp_path)
+
+
+@pytest.mark.parametrize("texts", [[], ["one card"], ["one card"] * 5])
+def test_corpus_of_fewer_than_two_texts_is_refused(tiny_engine, tmp_path, texts):
+    with pytest.raises(BuildFailed, match="distinct texts"):
+        build(tiny_engine, [CorpusSentence(text, text) for text in texts], tmp_path / "a.db")
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        "layers:9",
+        "some",
+        pytest.param("0"),
+        pytest.param("13"),
+    ],
+)
+def test_heads_that_the_model_has_not_are_refused_before_anything_is_computed(
+    tiny_engine, few_texts, tmp_path, heads
+):
+    seen = []
+    with pytest.raises(InvalidInput):
+        build(tiny_engine, few_texts, tmp_path / "a.db", lambda *step: seen.append(step), heads=heads)
+    assert seen == []
+    assert names(tmp_path) == [".a.db.lock"]
+
+
+def test_engine_that_has_a_database_builds_none(tiny_checkpoint, measured, few_texts, tmp_path):
+    engine = PrefillEngine.load(tiny_checkpoint, database=measured, dtype="float32")
+    with pytest.raises(ValueError, match="an engine that has none"):
+        build(engine, few_texts, tmp_path / "a.db")
+    assert names(tmp_path) == []

@@ -1,0 +1,223 @@
+"""A database is opened when it is whole and this model's, and refused with a reason when it is not."""
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import attncache_core
+import service
+from attncache_core import PrefillEngine
+from attncache_core.attention_maps.builder import BuildOptions, build_database
+from attncache_core.attention_maps.database import AttentionDatabase, Manifest
+from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
+
+
+@pytest.fixture
+def folder(tiny_database, tmp_path):
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(tiny_database, tmp_path / "tiny.db"))
+
+
+def change_manifest(folder: Path, **changes) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0x10
+    path.write_bytes(content)
+
+
+def test_opened_database_says_what_its_manifest_says(folder):
+    database = AttentionDatabase.open(folder)
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    info = database.info()
+    assert info["records"] == sum(manifest["records"].values()) == 240
+    assert info["bytes"] == sum(path.stat().st_size for path in (folder / "maps").iterdir())
+    assert info["lengths"] == [5, 10]
+    assert info["threshold"] == manifest["threshold"] == 0.0
+    assert info["reused_heads"] == manifest["reused_heads"] == [4, 4, 4]
+    assert info["heads"] == 12
+    assert info["quality"] == manifest["quality"]
+    assert database.verify() == []
+
+
+def test_manifest_read_and_written_again_is_the_same_file(folder, tmp_path):
+    manifest = Manifest.read(folder)
+    (tmp_path / "copy").mkdir()
+    manifest.write(tmp_path / "copy")
+    assert Manifest.read(tmp_path / "copy") == manifest
+    assert (tmp_path / "copy" / "manifest.json").read_bytes() == (folder / "manifest.json").read_bytes()
+
+
+def test_threshold_and_heads_may_be_overridden(folder):
+    database = AttentionDatabase.open(folder, threshold=0.0, heads="layers:1")
+    assert database.search.threshold == 0.0
+    assert database.mask.reused == (0, 4, 0)
+    assert AttentionDatabase.open(folder, threshold=0.97).search.threshold == 0.97
+    mildest = AttentionDatabase.open(folder, heads="3").mask.as_array()
+    damage = sorted(value for row in database.manifest.damage for value in row)
+    chosen = sorted(
+        value
+        for row, layer in zip(database.manifest.damage, mildest, strict=True)
+        for value, held in zip(row, layer, strict=True)
+        if held
+    )
+    assert chosen == damage[:3]
+
+
+def test_override_beyond_the_stored_heads_is_refused(tiny_engine, tiny_corpus, tmp_path):
+    options = BuildOptions(heads="layers:0-1", training_steps=5)
+    build_database(tiny_engine, tiny_corpus[:30], tmp_path / "a.db", options)
+    assert AttentionDatabase.open(tmp_path / "a.db", heads="layers:1").mask.reused == (0, 4, 0)
+    with pytest.raises(InvalidInput, match="build the database again") as refused:
+        AttentionDatabase.open(tmp_path / "a.db", heads="all")
+    assert refused.value.field == "heads"
+
+
+def test_database_of_another_model_is_refused_with_both_names(folder, tiny_checkpoint):
+    change_manifest(folder, fingerprint="f" * 64, model="other-model")
+    database = AttentionDatabase.open(folder)
+    with pytest.raises(DatabaseRefused, match=r"other-model.*ffffffffffff") as refused:
+        PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    assert tiny_checkpoint.fingerprint()[:12] in str(refused.value)
+    assert refused.value.field == "database"
+
+
+def test_database_of_its_own_model_is_accepted(folder, tiny_checkpoint):
+    AttentionDatabase.open(folder).require_fingerprint(tiny_checkpoint.fingerprint(), tiny_checkpoint.name)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_other_format_version_is_refused_with_both_numbers(folder, version):
+    change_manifest(folder, format_version=version)
+    with pytest.raises(DatabaseRefused, match=f"format version {version}, and this program reads 1"):
+        AttentionDatabase.open(folder)
+
+
+def test_folder_without_a_manifest_is_no_database(folder):
+    (folder / "manifest.json").unlink()
+    for place in (folder, folder / "absent"):
+        with pytest.raises(DatabaseRefused, match="there is no database in"):
+            AttentionDatabase.open(place)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"{}", b"\xff\xfe", b'{"format_version": 1}'], ids=repr
+)
+def test_manifest_that_cannot_be_read_is_corrupt(folder, content):
+    (folder / "manifest.json").write_bytes(content)
+    with pytest.raises(CorruptDatabase, match=r"manifest\.json cannot be read"):
+        AttentionDatabase.open(folder)
+
+
+def test_manifest_with_an_unknown_entry_is_corrupt(folder):
+    change_manifest(folder, colour="blue")
+    with pytest.raises(CorruptDatabase, match=r"manifest\.json cannot be read"):
+        AttentionDatabase.open(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float99"},
+        {"dtype": "float32"},
+        {"threshold": "0.9"},
+        {"reused_heads": [4, 4]},
+        {"reused_heads": [4, 4, 5]},
+        {"files": []},
+        {"stored_heads": [4, 4, 3]},
+        {"records": {"5": 39, "6": 40, "7": 40, "8": 40, "9": 40, "10": 40}},
+        {"records": {"five": 40}},
+        {"files": {}},
+    ],
+    ids=str,
+)
+def test_manifest_with_a_wrong_entry_is_corrupt(folder, changes):
+    change_manifest(folder, **changes)
+    with pytest.raises(CorruptDatabase):
+        AttentionDatabase.open(folder)
+
+
+@pytest.mark.parametrize("name", ["projector.safetensors", "index/00005.faiss", "index/00010.faiss"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_changed_projector_or_index_is_refused_by_name(folder, name, place):
+    flip(folder / name, place)
+    with pytest.raises(CorruptDatabase, match=f"{Path(name).name} was changed"):
+        AttentionDatabase.open(folder)
+
+
+@pytest.mark.parametrize("name", ["projector.safetensors", "index/00007.faiss", "maps/00007.maps"])
+def test_missing_file_is_refused_by_name(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(CorruptDatabase, match=f"{Path(name).name} is missing"):
+        AttentionDatabase.open(folder)
+
+
+def test_segment_cut_short_is_refused_by_name(folder):
+    path = folder / "maps" / "00007.maps"
+    path.write_bytes(path.read_bytes()[:-4096])
+    with pytest.raises(CorruptDatabase, match=r"00007\.maps"):
+        AttentionDatabase.open(folder)
+
+
+def test_verify_names_the_length_and_the_first_damaged_record(folder):
+    path = folder / "maps" / "00007.maps"
+    first = 2 * 4096  # behind a page of header and a page of table; a record of 7 tokens takes one page
+    for record in (12, 31):
+        flip(path, first + record * 4096)
+    assert AttentionDatabase.open(folder).verify() == ["length 7: 2 damaged records, the first is 12"]
+
+
+def test_verify_finds_a_head_order_that_is_no_permutation(folder):
+    order = [list(row) for row in Manifest.read(folder).head_order]
+    order[1][0] = order[1][1]
+    change_manifest(folder, head_order=order)
+    assert AttentionDatabase.open(folder).verify() == ["layer 1: the head order is no permutation"]
+
+
+def sources():
+    for package in (attncache_core, service):
+        yield from sorted(Path(package.__file__).parent.rglob("*.py"))
+
+
+def pickle_readers(tree: ast.AST):
+    """Imports, calls and arguments that can read a pickle."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {alias.name.split(".")[0] for alias in node.names}
+            names.add((getattr(node, "module", None) or "").split(".")[0])
+            yield from names & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if called in ("torch.load", "np.load", "numpy.load", "pandas.read_pickle"):
+                yield called
+            if "allow_pickle" in keywords:
+                yield "allow_pickle"
+            if called.endswith("loader.from_pretrained") and keywords.get("use_safetensors") != "True":
+                yield "from_pretrained may read a pickled checkpoint"
+
+
+@pytest.mark.parametrize("path", list(sources()), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_source_reads_a_pickle(path):
+    assert list(pickle_readers(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from joblib import load",
+        "torch.load(path)",
+        "np.load(path)",
+        "read(path, allow_pickle=True)",
+        "loader.from_pretrained(folder)",
+    ],
+)
+def test_the_search_for_pickles_finds_them(source):
+    assert list(pickle_readers(ast.parse(source)))

@@ -1,0 +1,141 @@
+"""A segment that was cut, changed or never finished is refused, and a changed record condemned alone."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment, SegmentWriter, is_finished
+from attncache_core.errors import CorruptDatabase
+
+PAGE = 4096
+HEADER_BYTES, TABLE_ROW_BYTES = 52, 24
+LAYOUT = RecordLayout((2, 0, 3), torch.bfloat16)
+LENGTH, COUNT = 7, 4
+CONTENT_BYTES = 5 * LENGTH**2 * 2  # a record fits a page
+
+
+def append(writer: SegmentWriter, number: int) -> None:
+    random = np.random.default_rng(number)
+    maps = [torch.from_numpy(random.random((heads, LENGTH, LENGTH))).bfloat16() for heads in (2, 0, 3)]
+    writer.append(maps, [number] * LENGTH, RecordKind.STORED)
+
+
+@pytest.fixture
+def segment_file(tmp_path):
+    path = tmp_path / "00007.maps"
+    with SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
+        for number in range(COUNT):
+            append(writer, number)
+    assert path.stat().st_size == (2 + COUNT) * PAGE
+    return path
+
+
+# The high bytes of the number of records, at 16 to 24, ask for terabytes.
+@pytest.mark.parametrize("place", range(HEADER_BYTES))
+def test_any_changed_byte_of_the_header_is_refused(segment_file, place):
+    flip(segment_file, place)
+    assert_refused(segment_file)
+
+
+@pytest.mark.parametrize("place", range(0, COUNT * TABLE_ROW_BYTES, 5))
+def test_any_changed_byte_of_the_record_table_is_refused(segment_file, place):
+    flip(segment_file, PAGE + place)
+    assert_refused(segment_file)
+
+
+@pytest.mark.parametrize(
+    "size", [0, 10, HEADER_BYTES - 1, HEADER_BYTES, PAGE, PAGE + 30, 2 * PAGE, -PAGE, -1]
+)
+def test_file_cut_anywhere_is_refused(segment_file, size):
+    os.truncate(segment_file, size if size >= 0 else segment_file.stat().st_size + size)
+    assert_refused(segment_file)
+
+
+def test_file_with_something_behind_its_records_is_refused(segment_file):
+    with segment_file.open("ab") as file:
+        file.write(b"\0" * PAGE)
+    assert_refused(segment_file)
+
+
+def test_missing_file_is_refused(tmp_path):
+    assert_refused(tmp_path / "absent.maps")
+
+
+@pytest.mark.parametrize(
+    ("length", "layout"),
+    [
+        (LENGTH + 1, LAYOUT),
+        (LENGTH, RecordLayout((2, 0, 2), torch.bfloat16)),
+        (LENGTH, RecordLayout((2, 0, 3), torch.float16)),
+    ],
+    ids=["another length", "fewer heads", "another dtype"],
+)
+def test_segment_of_another_kind_is_refused(segment_file, length, layout):
+    with pytest.raises(CorruptDatabase, match=r"00007\.maps"):
+        Segment(segment_file, length, layout)
+    assert not is_finished(segment_file, length, COUNT, layout)
+
+
+def test_segment_of_another_number_of_records_is_not_the_finished_one(segment_file):
+    assert is_finished(segment_file, LENGTH, COUNT, LAYOUT)
+    assert not is_finished(segment_file, LENGTH, COUNT + 1, LAYOUT)
+
+
+@pytest.mark.parametrize("byte", [0, CONTENT_BYTES // 2, CONTENT_BYTES - 1])
+@pytest.mark.parametrize("damaged", range(COUNT))
+def test_changed_byte_in_a_record_condemns_that_record_alone(segment_file, damaged, byte):
+    flip(segment_file, 2 * PAGE + damaged * PAGE + byte)
+    segment = Segment(segment_file, LENGTH, LAYOUT)
+    for _ in range(2):  # the second answer is remembered
+        assert [segment.is_sound(record) for record in range(COUNT)] == [
+            record != damaged for record in range(COUNT)
+        ]
+
+
+def test_segment_whose_writing_failed_is_not_finished(tmp_path):
+    path = tmp_path / "a.maps"
+
+    def write() -> None:
+        with SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
+            for number in range(COUNT):
+                append(writer, number)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert_refused(path)
+
+
+def test_segment_is_not_finished_before_its_writer_is_left(tmp_path):
+    path, seen = tmp_path / "a.maps", tmp_path / "as a kill would leave it.maps"
+    with SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
+        for number in range(COUNT):
+            append(writer, number)
+        shutil.copyfile(path, seen)
+    assert_refused(seen)
+    assert is_finished(path, LENGTH, COUNT, LAYOUT)
+
+
+def test_segment_with_too_few_records_is_an_error_and_not_finished(tmp_path):
+    path = tmp_path / "a.maps"
+    with pytest.raises(ValueError, match="1 of 4"), SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
+        append(writer, 0)
+    assert_refused(path)
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def assert_refused(path: Path) -> None:
+    with pytest.raises(CorruptDatabase, match=path.name):
+        Segment(path, LENGTH, LAYOUT)
+    assert not is_finished(path, LENGTH, COUNT, LAYOUT)

@@ -1,0 +1,277 @@
+"""The commands from files to files: databases built, shown and verified, classifiers fitted."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from attncache_core import AttentionDatabase, LinearClassifier, PrefillEngine
+from attncache_core.corpus.reading import read_labelled
+from service.cli import main
+
+PRIVATE = "zanzibar"
+
+
+def run(*arguments: object, standard_input: bytes | None = None) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=standard_input)
+
+
+def succeeded(result: Result) -> str:
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def assert_one_line(result: Result, *words: str) -> None:
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert PRIVATE not in result.stderr
+    (line,) = without_progress(result.stderr)
+    assert line.startswith("attncache: ")
+    for word in words:
+        assert word in line
+
+
+def without_progress(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if not re.fullmatch(r"[a-z ]+: \d+/\d+", line)]
+
+
+def model_arguments(checkpoint) -> tuple[str, ...]:
+    return "--model", str(checkpoint.folder), "--dtype", "float32"
+
+
+@pytest.fixture(scope="module")
+def files(tiny_corpus, tmp_path_factory) -> Path:
+    """corpus.tsv, with a source a row; train.tsv and test.tsv, with labels."""
+    folder = tmp_path_factory.mktemp("files")
+    texts = [sentence.text for sentence in tiny_corpus]
+    rows = [
+        f"{text}\t{'card' if 'card' in text else 'other'}\t{place // 4}" for place, text in enumerate(texts)
+    ]
+    for name, part in (("corpus", rows), ("train", rows[::2]), ("test", rows[1::8])):
+        (folder / f"{name}.tsv").write_text("\n".join(["text\tlabel\tmould", *part]) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(tiny_checkpoint, files, tmp_path_factory) -> tuple[Path, str]:
+    """A database built by the command from a .tsv, and what the command printed."""
+    folder = tmp_path_factory.mktemp("built") / "cards.db"
+    arguments = (
+        "--corpus",
+        files / "corpus.tsv",
+        "--database",
+        folder,
+        "--heads",
+        "all",
+        "--threshold",
+        "0.9",
+    )
+    return folder, succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments))
+
+
+def test_build_from_a_table_makes_a_sound_database(built):
+    database = AttentionDatabase.open(built[0])
+    assert database.verify() == []
+    assert database.search.store.records == 240
+    assert database.search.threshold == 0.9
+    assert database.mask.total == 12
+    assert database.manifest.build["texts"] == 240
+
+
+def test_build_ends_by_showing_the_database(built):
+    assert built[1] == succeeded(run("inspect", built[0]))
+
+
+def test_options_of_build_reach_the_database(tiny_checkpoint, files, tmp_path):
+    arguments = (
+        "--corpus",
+        files / "corpus.tsv",
+        "--database",
+        tmp_path / "a.db",
+        "--source-column",
+        "mould",
+    )
+    options = ("--min-cosine", "0.9", "--heads", "layers:0-1", "--max-length", "6", "--seed", "3")
+    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments, *options))
+    manifest = AttentionDatabase.open(tmp_path / "a.db").manifest
+    assert manifest.build["min_cosine"] == manifest.quality.get("min_cosine", 0.9) == 0.9
+    assert manifest.build["seed"] == 3
+    assert manifest.stored_heads == (4, 4, 0)
+    assert max(manifest.records) == 6
+    # The four of a mould are held out together.
+    assert manifest.build["held_out"] % 4 == 0
+    assert manifest.build["held_out"] > 0
+
+
+def test_build_from_standard_input_records_its_lines(tiny_checkpoint, tmp_path):
+    lines = b"where is my card\nwhere is my bank\n\nclose the account\nopen the account\n"
+    arguments = ("--corpus", "-", "--database", tmp_path / "a.db")
+    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments, standard_input=lines))
+    assert AttentionDatabase.open(tmp_path / "a.db").manifest.records == {5: 2, 6: 2}
+
+
+def test_inspect_shows_records_and_bytes_per_length_mask_threshold_and_quality(built):
+    folder, _ = built
+    text = succeeded(run("inspect", folder))
+    database = AttentionDatabase.open(folder)
+    assert "240 in float16" in text
+    assert "12 of 12 heads" in text
+    assert "0.9000" in text
+    assert f"hit rate {database.manifest.quality['hit_rate']:.3f}" in text
+    for length, segment in database.search.store.segments.items():
+        size = (folder / "maps" / f"{length:05d}.maps").stat().st_size
+        row = next(line for line in text.splitlines() if f" {length} " in line and f"{size:,}" in line)
+        assert str(len(segment)) in row
+
+
+def test_inspect_as_json_is_the_manifest(built):
+    text = succeeded(run("inspect", built[0], "--json"))
+    assert text == (built[0] / "manifest.json").read_text(encoding="utf-8")
+    assert json.loads(text)["threshold"] == 0.9
+
+
+def test_verify_says_that_a_sound_database_is_sound(built):
+    assert succeeded(run("verify", built[0])) == "240 records, all sound\n"
+
+
+def test_verify_ends_with_one_and_names_what_is_damaged(built, tmp_path):
+    folder = tmp_path / "a.db"
+    subprocess.run(["cp", "-r", built[0], folder], check=True)
+    path = folder / "maps" / "00006.maps"
+    content = bytearray(path.read_bytes())
+    content[2 * 4096] ^= 1
+    path.write_bytes(content)
+    result = run("verify", folder)
+    assert result.exit_code == 1
+    assert result.stdout == "length 6: 1 damaged records, the first is 0\n"
+
+
+def test_fitted_classifier_is_loaded_and_decides_what_it_was_fitted_on(tiny_checkpoint, files, tmp_path):
+    output = tmp_path / "classifier"
+    arguments = ("--data", files / "train.tsv", "--output", output)
+    text = succeeded(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments))
+    assert text == f"{output}: 2 labels from 120 texts\n"
+    classifier = LinearClassifier.load(output)
+    engine = PrefillEngine.load(tiny_checkpoint, classifier=classifier, dtype="float32")
+    texts, labels = read_labelled(str(files / "train.tsv"), "text", "label")
+    decided = classifier.predict(engine.embed(texts))
+    assert sum(map(str.__eq__, decided, labels)) / len(labels) > 0.9
+
+
+def test_evaluation_prints_a_table_and_writes_its_numbers(tiny_checkpoint, built, files, tmp_path):
+    arguments = ("--train", files / "train.tsv", "--test", files / "test.tsv", "--rounds", "1")
+    override = ("--heads", "layers:0", "--threshold", "0.8", "--json", tmp_path / "report.json")
+    text = succeeded(
+        run(
+            "evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0],
+            *arguments, *override,
+        )
+    )  # fmt: skip
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert report["texts"] == report["recorded_texts"] == 30
+    assert report["hit_rate"] == 1
+    assert report["reused_heads"] == 4
+    assert report["threshold"] == 0.8
+    assert f"{report['accuracy_full']:.4f}" in text
+    assert "4 of 12" in text
+
+
+def test_report_without_hits_is_json_too(tiny_checkpoint, built, files, tmp_path):
+    arguments = ("--train", files / "train.tsv", "--test", files / "test.tsv", "--rounds", "1")
+    override = ("--threshold", "2", "--json", tmp_path / "report.json")
+    command = ("evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0])
+    succeeded(run(*command, *arguments, *override))
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    json.loads((tmp_path / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def test_build_into_a_folder_that_is_there_is_one_line(tiny_checkpoint, built, files):
+    arguments = ("--corpus", files / "corpus.tsv", "--database", built[0])
+    assert_one_line(run("build", *model_arguments(tiny_checkpoint), *arguments), "exists already")
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        (f"query\n{PRIVATE}\n", (), ("no column 'text'", "'query'")),
+        (f"id\ttext\n{PRIVATE}\n", (), ("line 2",)),
+        (f"text\n{PRIVATE}\n", (), ("1 distinct texts",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--heads", "layers:7"), ("layers 0 to 2",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--min-cosine", "2"), ("--min-cosine",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--format", "xml"), ("--format", "jsonl")),
+        (f"text\n{PRIVATE}\ncard\n", ("--max-length", "1"), ("--max-length",)),
+    ],
+)
+def test_bad_corpus_or_option_of_build_is_one_line(tiny_checkpoint, tmp_path, content, options, words):
+    (tmp_path / "a.tsv").write_text(content, encoding="utf-8")
+    arguments = ("--corpus", tmp_path / "a.tsv", "--database", tmp_path / "a.db", *options)
+    assert_one_line(run("build", *model_arguments(tiny_checkpoint), *arguments), *words)
+    assert not (tmp_path / "a.db").exists()
+
+
+@pytest.mark.parametrize("command", ["build", "fit-classifier"])
+def test_model_that_is_not_there_is_one_line(command, files, tmp_path):
+    given = {
+        "build": ("--corpus", files / "corpus.tsv", "--database", tmp_path / "a.db"),
+        "fit-classifier": ("--data", files / "train.tsv", "--output", tmp_path / "a"),
+    }
+    assert_one_line(run(command, "--model", tmp_path / "absent", *given[command]), "not found", "absent")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_folder_that_is_no_database_is_one_line(command, tmp_path):
+    assert_one_line(run(command, tmp_path), "there is no database")
+    (tmp_path / "file").touch()
+    assert_one_line(run(command, tmp_path / "file"), "cannot be read")
+
+
+def test_classifier_of_one_label_is_one_line(tiny_checkpoint, tmp_path):
+    (tmp_path / "a.tsv").write_text(f"text\tlabel\n{PRIVATE}\tx\ncard\tx\n", encoding="utf-8")
+    arguments = ("--data", tmp_path / "a.tsv", "--output", tmp_path / "out")
+    assert_one_line(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments), "two labels")
+    assert not (tmp_path / "out").exists()
+
+
+def test_classification_model_gives_no_embeddings_to_fit_on(tiny_classifier_checkpoint, files, tmp_path):
+    arguments = ("--data", files / "train.tsv", "--output", tmp_path / "out")
+    result = run("fit-classifier", *model_arguments(tiny_classifier_checkpoint), *arguments)
+    assert_one_line(result, "gives no embeddings")
+
+
+def test_output_that_cannot_be_written_is_one_line(tiny_checkpoint, files, tmp_path):
+    (tmp_path / "file").touch()
+    arguments = ("--data", files / "train.tsv", "--output", tmp_path / "file")
+    assert_one_line(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments), "file")
+
+
+def test_report_that_cannot_be_written_is_one_line(tiny_checkpoint, built, files, tmp_path):
+    arguments = ("--train", files / "train.tsv", "--test", files / "test.tsv", "--rounds", "1")
+    command = ("evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0])
+    result = run(*command, *arguments, "--json", tmp_path / "absent" / "report.json")
+    assert result.exit_code == 2
+    assert "report.json" in without_progress(result.stderr)[-1]
+
+
+def test_database_of_another_model_is_one_line(tiny_classifier_checkpoint, built, files):
+    arguments = ("--train", files / "train.tsv", "--test", files / "test.tsv")
+    command = ("evaluate", "classification", *model_arguments(tiny_classifier_checkpoint))
+    assert_one_line(run(*command, "--database", built[0], *arguments), "fingerprint", "build a database")
+
+
+def test_real_process_reads_its_standard_input_and_ends_with_two_on_an_error(tiny_checkpoint, tmp_path):
+    command = [sys.executable, "-c", "from service.cli import main; main()", "build", "--corpus", "-"]
+    command += [*model_arguments(tiny_checkpoint), "--database", str(tmp_path / "a.db")]
+    ended = subprocess.run(command, input=f"{PRIVATE}\n".encode(), capture_output=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stdout == b""
+    (line,) = ended.stderr.decode().splitlines()
+    assert line.startswith("attncache: the corpus has 1 distinct texts")
+    assert PRIVATE not in line

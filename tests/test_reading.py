@@ -1,0 +1,226 @@
+"""Files of every format: the very texts come out, and a bad row is refused by place, not by content."""
+
+import csv
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncache_core.corpus.reading import read_labelled, read_rows
+from attncache_core.errors import InvalidInput
+
+BOM = b"\xef\xbb\xbf"
+SECRET = "a private text"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a file and gives its path as the command line would."""
+
+    def write(name: str, content: str | bytes) -> str:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def standard_input(monkeypatch):
+    def provide(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    return provide
+
+
+def texts(path: str, column: str = "text", file_format: str | None = None) -> list[str]:
+    return [text for (text,) in read_rows(path, (column,), file_format)]
+
+
+def refusal(path: str, *columns: str, file_format: str | None = None) -> InvalidInput:
+    with pytest.raises(InvalidInput) as refused:
+        list(read_rows(path, columns or ("text",), file_format))
+    assert len(str(refused.value).splitlines()) == 1
+    assert SECRET not in str(refused.value)
+    return refused.value
+
+
+# Any character but surrogates, which no UTF-8 file holds, and what the formats themselves use.
+plain = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\t\0"), min_size=1, max_size=20
+)
+words = plain.filter(str.strip)
+rows = st.lists(st.tuples(words, words), max_size=8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows, st.sampled_from(["\n", "\r\n"]), st.booleans(), st.booleans())
+def test_every_text_comes_back_from_every_format(rows, newline, with_bom, ends_with_newline):
+    end = newline if ends_with_newline else ""
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator=newline).writerows([("label", "text"), *((b, a) for a, b in rows)])
+    contents = {
+        "txt": newline.join(text for text, _ in rows) + end,
+        "tsv": newline.join(["label\ttext", *(f"{label}\t{text}" for text, label in rows)]) + end,
+        "csv": buffer.getvalue(),
+        "jsonl": newline.join(json.dumps({"label": b, "text": a, "n": 1}) for a, b in rows) + end,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for file_format, content in contents.items():
+            path = Path(folder) / f"a.{file_format}"
+            # A file that begins with a mark of its own needs the other one before it.
+            path.write_bytes((BOM if with_bom or content.startswith("\ufeff") else b"") + content.encode())
+            assert texts(str(path)) == [text for text, _ in rows]
+            if file_format != "txt":
+                assert list(read_rows(str(path), ("text", "label"))) == rows
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.TXT"])
+def test_text_file_gives_each_line_that_is_not_blank_as_it_is(file, name):
+    path = file(name, 'one\n\n  two "2"\t2 \n \t\r\nthree, or more')
+    assert texts(path) == ["one", '  two "2"\t2 ', "three, or more"]
+    assert texts(path, column="whatever") == texts(path)
+
+
+def test_quotes_mean_something_in_csv_only(file):
+    quoted = '"a ""b"""'
+    assert texts(file("a.csv", f"text\n{quoted}\n")) == ['a "b"']
+    assert texts(file("a.tsv", f"text\n{quoted}\n")) == [quoted]
+    assert texts(file("a.txt", f"{quoted}\n")) == [quoted]
+    assert texts(file("b.tsv", 'text\tlabel\n"a\tb"\nc\td\n')) == ['"a', "c"]
+
+
+def test_csv_field_may_hold_commas_and_lines(file):
+    assert texts(file("a.csv", 'id,text\r\n1,"a, b\r\nc"\r\n2,d\r\n')) == ["a, b\r\nc", "d"]
+
+
+def test_columns_are_given_in_the_order_they_were_asked_for(file):
+    path = file("a.tsv", "a\tb\tc\n1\t2\t3\n")
+    assert list(read_rows(path, ("c", "a"))) == [("3", "1")]
+    assert list(read_rows(path, ("b", "b"))) == [("2", "2")]
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.csv"])
+def test_empty_lines_of_a_table_are_skipped(file, name):
+    assert texts(file(name, "text\none\n\ntwo\n\n")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.csv", "a.jsonl", "a.txt"])
+def test_empty_file_holds_nothing_or_no_header(file, name):
+    path = file(name, "")
+    if name in ("a.tsv", "a.csv"):
+        assert "no header" in str(refusal(path))
+    else:
+        assert texts(path) == []
+
+
+def test_format_may_be_told(file):
+    path = file("data.log", "label\ttext\nx\thello\n")
+    assert texts(path, file_format="tsv") == ["hello"]
+
+
+@pytest.mark.parametrize("name", ["data", "data.parquet", "data.tsv.gz"])
+def test_unknown_ending_is_refused_with_those_that_are_known(file, name):
+    assert ".txt, .tsv, .csv, .jsonl" in str(refusal(file(name, "text\nhello\n")))
+
+
+@pytest.mark.parametrize(("name", "joint"), [("a.tsv", "\t"), ("a.csv", ",")])
+def test_missing_column_is_refused_with_those_that_are_there(file, name, joint):
+    error = refusal(file(name, f"id{joint}query\n1{joint}{SECRET}\n"))
+    assert "no column 'text'; it has 'id', 'query'" in str(error)
+    assert error.field == "column"
+
+
+@pytest.mark.parametrize(("name", "joint"), [("a.tsv", "\t"), ("a.csv", ",")])
+def test_short_row_is_refused_with_its_line_number(file, name, joint):
+    error = refusal(file(name, f"id{joint}text\n1{joint}one\n\n{SECRET}\n"))
+    assert "line 4: 1 columns where 2 belong" in str(error)
+
+
+def test_line_number_in_a_csv_is_that_of_the_file(file):
+    assert "line 5" in str(refusal(file("a.csv", 'id,text\n1,"one\ntwo\nthree"\nfour\n')))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f'{{"text": "{SECRET}"',
+        f'["{SECRET}"]',
+        f'"{SECRET}"',
+        f'{{"query": "{SECRET}"}}',
+        '{"text": 7}',
+        '{"text": null}',
+        '{"text": ["a"]}',
+        "null",
+    ],
+)
+def test_bad_json_line_is_refused_with_its_number(file, line):
+    error = refusal(file("a.jsonl", f'{{"text": "one"}}\n\n{line}\n{{"text": "two"}}\n'))
+    assert "line 3: " in str(error)
+
+
+def test_rows_before_a_bad_one_are_given(file):
+    given = read_rows(file("a.jsonl", '{"text": "one"}\nbad\n'), ("text",))
+    assert next(given) == ("one",)
+    with pytest.raises(InvalidInput):
+        next(given)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.tsv", "a.csv", "a.jsonl"])
+def test_file_that_is_not_utf_8_is_refused(file, name):
+    content = b'{"text": "caf\xe9"}\n' if name == "a.jsonl" else b"text\ncaf\xe9\n"
+    assert "not UTF-8" in str(refusal(file(name, content)))
+
+
+def test_file_that_is_not_there_or_a_folder_is_refused(tmp_path):
+    assert "cannot be read: No such file" in str(refusal(str(tmp_path / "absent.tsv")))
+    (tmp_path / "folder.txt").mkdir()
+    assert "cannot be read: Is a directory" in str(refusal(str(tmp_path / "folder.txt")))
+
+
+def test_text_file_has_no_second_column(file):
+    assert "no columns" in str(refusal(file("a.txt", "hello\n"), "text", "label"))
+
+
+def test_standard_input_is_lines_unless_told_otherwise(standard_input):
+    standard_input("ä\r\n\nb".encode())
+    assert texts("-") == ["ä", "b"]
+    standard_input(b"label\ttext\nx\thello\n")
+    assert texts("-", file_format="tsv") == ["hello"]
+    standard_input(b'{"query": "hello"}\n')
+    assert texts("-", "query", file_format="jsonl") == ["hello"]
+
+
+def test_standard_input_that_is_not_utf_8_is_refused(standard_input):
+    standard_input(b"caf\xe9\n")
+    assert "not UTF-8" in str(refusal("-"))
+
+
+@pytest.mark.parametrize(("file_format", "content"), [("txt", b"hello\n"), ("tsv", b"text\nhello\n")])
+def test_byte_order_mark_on_standard_input_is_no_text(standard_input, file_format, content):
+    standard_input(BOM + content)
+    assert texts("-", file_format=file_format) == ["hello"]
+
+
+def test_csv_with_a_quote_that_is_never_closed_is_refused(file):
+    refusal(file("a.csv", 'id,text\n1,"' + "word\n" * 30_000))
+
+
+def test_labelled_texts_are_two_lists_of_one_length(file):
+    path = file("a.csv", 'text,label\none,x\n"two, three",y\n')
+    assert read_labelled(path, "text", "label") == (["one", "two, three"], ["x", "y"])
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.tsv", "text\tlabel\n"), ("a.jsonl", "\n")])
+def test_labelled_file_without_a_row_is_refused(file, name, content):
+    with pytest.raises(InvalidInput, match="has no texts"):
+        read_labelled(file(name, content), "text", "label")
+
+
+def test_label_that_is_no_text_is_refused(file):
+    assert "line 1" in str(refusal(file("a.jsonl", '{"text": "a", "label": 1}'), "text", "label"))
