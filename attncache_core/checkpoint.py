@@ -209,8 +209,10 @@ def _normalized(name: str) -> str:
 
 def _in_cache(model: str) -> tuple[Path, str] | str:
     try:
-        folder = snapshot_download(model, local_files_only=True, allow_patterns=_HUB_PATTERNS)
-        return Path(folder), "Hugging Face cache"
+        folder = Path(snapshot_download(model, local_files_only=True, allow_patterns=_HUB_PATTERNS))
+        # Another program may have wanted no more of the model than its configuration.
+        complete = any(file.name in _WEIGHTS for file in folder.rglob("*.safetensors*"))
+        return (folder, "Hugging Face cache") if complete else "not whole in the Hugging Face cache"
     except HFValidationError:
         return "not a Hugging Face id"
     except (LocalEntryNotFoundError, OSError):

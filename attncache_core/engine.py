@@ -128,6 +128,8 @@ class PrefillEngine:
         """Embeddings float32 [texts, d] of a list of texts, of unit length if the model's are."""
         if self.task != "embed":
             raise InvalidInput("the model is a classifier and gives no embeddings", field="model")
+        if not texts:
+            return np.zeros((0, self.model.hidden_size * len(self.checkpoint.pooling.modes)), np.float32)
         sequences = self.tokenize(texts)
         outputs = self.run(sequences, [reuse] * len(sequences)).outputs
         return normalize(outputs) if self.checkpoint.normalize else outputs

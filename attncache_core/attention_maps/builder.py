@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 
 from attncache_core.attention_maps.calibration import head_damage, token_passes, traced_forward
-from attncache_core.attention_maps.database import Manifest, file_digest, small_files
+from attncache_core.attention_maps.database import FORMAT_VERSION, Manifest, file_digest, small_files
 from attncache_core.attention_maps.index import FeatureIndex
 from attncache_core.attention_maps.policy import (
     ReuseMask,
@@ -60,7 +61,7 @@ from attncache_core.attention_maps.store import (
 from attncache_core.attention_maps.training import TRAINING_STEPS, PairGroup, map_distances, train_projector
 from attncache_core.corpus import CorpusSentence
 from attncache_core.engine import PrefillEngine
-from attncache_core.errors import BuildFailed
+from attncache_core.errors import BuildFailed, InvalidInput
 from attncache_core.tokens import pack
 
 # Called as work goes on: what is being done, how much of it is done, how much there is.
@@ -106,6 +107,8 @@ def build_database(
     if engine.database is not None:
         raise ValueError("a database is built with an engine that has none")
     options = options or BuildOptions()
+    if options.threshold is not None and math.isnan(options.threshold):
+        raise InvalidInput("threshold must be a number", field="threshold")
     started = time.perf_counter()
     try:
         with locked(folder):
@@ -186,6 +189,7 @@ class _Build:
         """Keep what a stopped build of the very same database left; else begin with an empty folder."""
         inputs = json.dumps(
             {
+                "format_version": FORMAT_VERSION,
                 "fingerprint": self.fingerprint,
                 "dtype": str(self.layout.dtype),
                 "options": asdict(self.options),

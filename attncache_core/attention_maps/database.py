@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -25,7 +26,7 @@ from attncache_core.attention_maps.policy import ReuseMask, parse_heads, within_
 from attncache_core.attention_maps.projector import FeatureProjector
 from attncache_core.attention_maps.search import SearchEngine
 from attncache_core.attention_maps.store import AttentionMapStore, RecordKind, RecordLayout
-from attncache_core.errors import CorruptDatabase, DatabaseRefused
+from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
 
 FORMAT_VERSION = 1
 
@@ -110,6 +111,8 @@ class AttentionDatabase:
         Raises DatabaseRefused (no database, another format), CorruptDatabase (a file is missing, cut or
         changed) and InvalidInput (an override that its records cannot serve).
         """
+        if threshold is not None and math.isnan(threshold):
+            raise InvalidInput("threshold must be a number", field="threshold")
         manifest = Manifest.read(folder)
         _check_files(folder, manifest)
         mask = parse_heads(heads, np.array(manifest.damage)) if heads else manifest.mask

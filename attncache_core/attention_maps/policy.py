@@ -82,9 +82,11 @@ def _parse_layers(text: str, layers: int) -> set[int]:
         last = last if dash else first
         if not (is_count(first) and is_count(last)):
             raise InvalidInput("layers are written like 0-3 or 0,2,4-5", field="heads")
+        if int(last) >= layers:
+            raise InvalidInput(f"the model has layers 0 to {layers - 1}", field="heads")
         chosen.update(range(int(first), int(last) + 1))
-    if not chosen or max(chosen) >= layers:
-        raise InvalidInput(f"the model has layers 0 to {layers - 1}", field="heads")
+    if not chosen:
+        raise InvalidInput("a range of layers counts upwards, like 0-3", field="heads")
     return chosen
 
 

@@ -60,6 +60,7 @@ def train_projector(
     at the end. Returns the mean absolute error of ŷ relative to the mean of α y, on the last steps.
     """
     random = np.random.default_rng(seed)
+    torch.manual_seed(seed)  # dropout draws from torch's own generator
     pairs = np.array([len(group.inputs) * (len(group.inputs) - 1) / 2 for group in groups])
     if not pairs.sum():
         raise ValueError("no two sentences of one length to train on")
