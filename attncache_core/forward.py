@@ -17,7 +17,7 @@ from attncache_core.attention_maps.fetch import reused_context
 from attncache_core.attention_maps.search import ReusePlan
 from attncache_core.attention_maps.store import Segment
 from attncache_core.models import AttentionLayer, PackedModel
-from attncache_core.tokens import Group, TokenBatch
+from attncache_core.tokens import Group, TokenBatch, by_sequence
 
 
 class ReusedGroup(NamedTuple):
@@ -58,11 +58,6 @@ def forward(
         x = layer.attention_input(hidden)
         hidden = layer.finish(hidden, _context(number, layer, x, reused, misses))
     return hidden
-
-
-def by_sequence(packed: torch.Tensor, group: Group) -> torch.Tensor:
-    """A group's rows of a packed [tokens, ...] tensor, as a view [sequences, L, ...]."""
-    return packed[group.tokens].unflatten(0, (group.count, group.length))
 
 
 def _context(

@@ -93,3 +93,8 @@ def pack(sequences: Sequence[Sequence[int]]) -> TokenBatch:
     order = np.argsort(lengths, kind="stable")
     ids = np.concatenate([np.asarray(sequences[i], dtype=np.int64) for i in order])
     return TokenBatch(torch.from_numpy(ids), lengths[order], order)
+
+
+def by_sequence(packed: torch.Tensor, group: Group) -> torch.Tensor:
+    """A group's rows of a packed [tokens, ...] tensor, as a view [sequences, L, ...]."""
+    return packed[group.tokens].unflatten(0, (group.count, group.length))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from attncache_core.attention_maps.search import ReusePlan, no_reuse
 from attncache_core.engine import PrefillEngine
-from attncache_core.forward import by_sequence, forward, hits_first
-from attncache_core.tokens import pack
+from attncache_core.forward import forward, hits_first
+from attncache_core.tokens import by_sequence, pack
 
 any_lengths = st.lists(
     st.one_of(st.integers(1, 24), st.integers(1, 512), st.sampled_from([1, 31, 32, 191, 192, 512])),

@@ -13,15 +13,12 @@ whole. A build that was stopped finds there what it had finished, if model, corp
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +29,7 @@ import torch
 
 from attncache_core.attention_maps.calibration import head_damage, token_passes, traced_forward
 from attncache_core.attention_maps.database import FORMAT_VERSION, Manifest, file_digest, small_files
+from attncache_core.attention_maps.files import is_whole, locked, move_into_place, write_whole
 from attncache_core.attention_maps.index import FeatureIndex
 from attncache_core.attention_maps.policy import (
     ReuseMask,
@@ -71,8 +69,10 @@ MIN_COSINE = 0.985
 MAX_LENGTH = 64
 # A head's damage is a mean; a few hundred sentences tell the heads apart.
 _MOST_DAMAGE_PROBES = 300
-# Records of one length whose distances train the projector: 512 give 130,000 pairs.
+# Records of one length whose distances train the projector: 512 give 130,000 pairs. Of long sentences fewer
+# are taken, so that comparing them takes seconds: about so many numbers are compared for each length.
 _MOST_TRAINING_RECORDS = 512
+_MOST_COMPARISONS = 2e9
 # Sizes of mask that are tried, spread evenly up to all heads.
 _MASK_SIZES = 12
 
@@ -122,15 +122,6 @@ def build_database(
             build.run(started)
     except OSError as error:
         raise BuildFailed(f"{folder} cannot be written: {error.strerror}", field="database") from error
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock for building `folder`; waits while another process has it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 class _Build:
@@ -201,7 +192,7 @@ class _Build:
         if not path.is_file() or path.read_text(encoding="utf-8") != inputs:
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
-            _write_whole(path, inputs)
+            write_whole(path, inputs.encode())
         self._require_space()
 
     def _require_space(self) -> None:
@@ -221,7 +212,7 @@ class _Build:
     def _measure_damage(self) -> None:
         """Fill `damage` [layers, heads]; the stand-in stays where too little is held out to measure."""
         path = self.partial / "damage.json"
-        if _is_whole(path):
+        if is_whole(path):
             self.damage = np.array(json.loads(path.read_text(encoding="utf-8")))
             return
         pairs = self._nearest_by_input()
@@ -234,7 +225,7 @@ class _Build:
             [self.sentences.sequences[donor] for _, donor in chosen],
             partial(self.progress, "measuring heads"),
         )
-        _write_whole(path, json.dumps(self.damage.tolist()))
+        write_whole(path, json.dumps(self.damage.tolist()).encode())
 
     def _nearest_by_input(self) -> list[tuple[int, int]]:
         """(held-out sentence, the training sentence of its length with the nearest input embedding).
@@ -289,7 +280,7 @@ class _Build:
     def _train_projector(self, store: AttentionMapStore) -> dict[int, np.ndarray]:
         """Leave the projector in its file; returns the features [records, dimensions] of each length."""
         path = self.partial / "projector.safetensors"
-        if not _is_whole(path):
+        if not is_whole(path):
             torch.manual_seed(self.options.seed)
             projector = FeatureProjector(self.model.hidden_size, max(self.by_length))
             steps = self.options.training_steps
@@ -300,8 +291,7 @@ class _Build:
                 seed=self.options.seed,
                 on_step=lambda step: self.progress("training the projector", step + 1, steps),
             )
-            projector.save(self.partial / "projector.unfinished")
-            (self.partial / "projector.unfinished").rename(path)
+            write_whole(path, projector.to_bytes())
         projector = FeatureProjector.load(path)
         features = {}
         for length, indices in self.by_length.items():
@@ -317,7 +307,8 @@ class _Build:
         groups, mask, random = [], self._training_mask(), self._random(2)
         for done, (length, indices) in enumerate(self.by_length.items(), 1):
             rows = self.sentences.rows(indices, held_out=False)
-            rows = [rows[place] for place in random.permutation(len(rows))[:_MOST_TRAINING_RECORDS]]
+            most = min(_MOST_TRAINING_RECORDS, math.isqrt(int(_MOST_COMPARISONS / (mask.total * length**2))))
+            rows = [rows[place] for place in random.permutation(len(rows))[:most]]
             if len(rows) > 1:
                 maps = masked_maps(store, mask, length, rows)
                 inputs = self.sentences.inputs(self.model, [indices[row] for row in rows])
@@ -387,34 +378,8 @@ class _Build:
         ).write(self.partial)
         for scaffold in ("inputs.json", "damage.json"):
             (self.partial / scaffold).unlink(missing_ok=True)
-        # Everything is on disk before the name that says so is.
-        for path in self.partial.rglob("*"):
-            _sync(path)
-        self.partial.rename(self.folder)
-        _sync(self.folder.parent)
+        move_into_place(self.partial, self.folder)
 
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a file that is renamed into place when written is there."""
-    return path.is_file() and path.stat().st_size > 0
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    # Else a power failure may leave the name on an empty file.
-    _sync(unfinished)
-    unfinished.rename(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from attncache_core.attention_maps.search import MOST_SIMILAR_OTHER
-from attncache_core.forward import by_sequence
 from attncache_core.models import AttentionLayer, PackedModel
 from attncache_core.models.attention import apply_maps
 from attncache_core.outputs import cosines
-from attncache_core.tokens import Group, TokenBatch, pack
+from attncache_core.tokens import Group, TokenBatch, by_sequence, pack
 
 # Layer -> for each group of the batch the maps [n, heads, L, L].
 BatchMaps = list[list[torch.Tensor]]

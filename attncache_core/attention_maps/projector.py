@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -43,15 +42,13 @@ class FeatureProjector(nn.Module):
         features: torch.Tensor = self(hidden[group.tokens].view(group.count, group.length, -1))
         return features.numpy()
 
-    def save(self, path: Path) -> None:
-        """Write the weights to `path`, through to the disk. Raises OSError."""
-        with path.open("wb") as file:
-            file.write(save({name: tensor.contiguous() for name, tensor in self.state_dict().items()}))
-            os.fsync(file.fileno())
+    def to_bytes(self) -> bytes:
+        """The weights as the content of a safetensors file."""
+        return save({name: tensor.contiguous() for name, tensor in self.state_dict().items()})
 
     @classmethod
     def load(cls, path: Path) -> FeatureProjector:
-        """The projector that `save` wrote."""
+        """The projector whose `to_bytes` is in the file."""
         weights = load_file(path)
         max_length, _, dimensions = weights["position"].shape
         projector = cls(weights["token.weight"].shape[1], max_length, dimensions)

@@ -30,6 +30,8 @@ from attncache_core.tokens import TokenBatch, pack
 FEWEST_PROBES = 20
 # Held-out sentences whose true distance to every record is taken, for the report on the projector.
 _MOST_DISTANCE_PROBES = 300
+# Numbers of records' maps in memory at once for it: 100 MB.
+_NUMBERS_AT_ONCE = 25_000_000
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,16 @@ def masked_maps(
     )
 
 
+def _record_distances(
+    store: AttentionMapStore, mask: ReuseMask, length: int, own: Sequence[int], others: Sequence[int]
+) -> torch.Tensor:
+    """Map distance of records to others of their length, [own, others], a part of the others at a time."""
+    maps = masked_maps(store, mask, length, own)
+    step = max(1, _NUMBERS_AT_ONCE // (mask.total * length**2))
+    parts = (others[at : at + step] for at in range(0, len(others), step))
+    return torch.cat([map_distances(maps, masked_maps(store, mask, length, part)) for part in parts], dim=1)
+
+
 def donor_distances(
     model: PackedModel, sentences: Sentences, store: AttentionMapStore, probes: Probes, mask: ReuseMask
 ) -> dict[str, float]:
@@ -181,9 +193,7 @@ def donor_distances(
         members = by_length[length]
         recorded = sentences.rows(members, held_out=False)
         own = [members.index(probes.indices[place]) for place in places]
-        true = map_distances(
-            masked_maps(store, mask, length, own), masked_maps(store, mask, length, recorded)
-        )
+        true = _record_distances(store, mask, length, own, recorded)
         inputs = sentences.inputs(model, members).flatten(1)
         by_input = torch.cdist(inputs[own], inputs[recorded]).argmin(dim=1)
         for row, place in enumerate(places):

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from attncache_core.attention_maps.search import no_reuse
 from attncache_core.checkpoint import read_checkpoint
 from attncache_core.errors import UnsupportedModel
-from attncache_core.forward import by_sequence, forward
+from attncache_core.forward import forward
 from attncache_core.models import load_model, model_shape
 from attncache_core.models.linear import ModuleLinear, PackedLinear
-from attncache_core.tokens import pack
+from attncache_core.tokens import by_sequence, pack
 
 ORDERS = [(2, 0, 3, 1), (3, 2, 1, 0), (1, 3, 0, 2)]
 
