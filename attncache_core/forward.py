@@ -7,7 +7,6 @@ and a group of sequences of one length and one kind is a view.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from attncache_core.attention_maps.fetch import reused_context
 from attncache_core.attention_maps.search import ReusePlan
 from attncache_core.attention_maps.store import Segment
 from attncache_core.models import AttentionLayer, PackedModel
-from attncache_core.tokens import Group, TokenBatch, by_sequence
+from attncache_core.tokens import Bucket, Group, TokenBatch, by_sequence
 
 
 class ReusedGroup(NamedTuple):
@@ -48,58 +47,62 @@ def forward(
 ) -> torch.Tensor:
     """The last layer's output [tokens, hidden] from the first one's input, for a batch with hits first."""
     hits = int(plan.hits.sum())
-    misses = batch.groups(hits)
     records = torch.from_numpy(plan.records)
-    reused = [
-        ReusedGroup(group, segments[group.length], records[group.sequences])
-        for group in batch.groups(0, hits)
-    ]
+    misses, first_miss = batch.buckets(hits), int(batch.offsets[hits])
+    layout = _Layout(
+        hits=[
+            ReusedGroup(group, segments[group.length], records[group.sequences])
+            for group in batch.groups(0, hits)
+        ],
+        all=batch.buckets(0, hits) + misses,
+        first_miss=first_miss,
+        misses=[bucket.counted_from(first_miss) for bucket in misses],
+    )
     for number, layer in enumerate(model.layers):
         x = layer.attention_input(hidden)
-        hidden = layer.finish(hidden, _context(number, layer, x, reused, misses))
+        hidden = layer.finish(hidden, _context(number, layer, x, layout))
     return hidden
 
 
-def _context(
-    number: int, layer: AttentionLayer, x: torch.Tensor, reused: list[ReusedGroup], misses: list[Group]
-) -> torch.Tensor:
+class _Layout(NamedTuple):
+    """A batch laid out for attention, once for all layers. The misses are the last of its tokens."""
+
+    all: list[Bucket]  # whose computed heads are computed
+    hits: list[ReusedGroup]  # whose reused heads come from records
+    misses: list[Bucket]  # whose reused heads are computed; their tokens are counted from `first_miss`
+    first_miss: int  # token
+
+
+def _context(number: int, layer: AttentionLayer, x: torch.Tensor, layout: _Layout) -> torch.Tensor:
     """maps @ V of all heads, [tokens, heads, head_dim], for x [tokens, hidden]."""
     value, query, key = layer.project(x)
     context = torch.empty_like(value)
     mask = layer.reused_heads
     if mask < layer.heads:
-        for group in [hit.group for hit in reused] + misses:
-            _attend(layer, group, query, key, value[:, mask:], context[:, mask:])
+        for bucket in layout.all:
+            _attend(layer, bucket, query, key, value[:, mask:], context[:, mask:])
     if mask:
-        for hit in reused:
+        for hit in layout.hits:
             found = reused_context(
                 hit.segment, hit.records, number, mask, by_sequence(value[:, :mask], hit.group)
             )
             by_sequence(context[:, :mask], hit.group).copy_(found.transpose(1, 2))
-        if misses:
-            _attend_misses(layer, misses, x, value[:, :mask], context[:, :mask])
+        if layout.misses:
+            first = layout.first_miss
+            query, key = layer.project_reused(x[first:])
+            for bucket in layout.misses:
+                _attend(layer, bucket, query, key, value[first:, :mask], context[first:, :mask])
     return context
-
-
-def _attend_misses(
-    layer: AttentionLayer, misses: list[Group], x: torch.Tensor, value: torch.Tensor, context: torch.Tensor
-) -> None:
-    """The context of the reused heads where no record serves; only the misses' tokens are projected."""
-    first = misses[0].first_token
-    query, key = layer.project_reused(x[first:])
-    for group in misses:
-        counted_from_first = replace(group, first_token=group.first_token - first)
-        _attend(layer, counted_from_first, query, key, value[first:], context[first:])
 
 
 def _attend(
     layer: AttentionLayer,
-    group: Group,
+    bucket: Bucket,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     context: torch.Tensor,
 ) -> None:
-    """Write the context [tokens, heads, head_dim] of a group, all heads of these Q, K and V computed."""
-    found = layer.attend(by_sequence(query, group), by_sequence(key, group), by_sequence(value, group))
-    by_sequence(context, group).copy_(found.transpose(1, 2))
+    """Write the context [tokens, heads, head_dim] of a bucket, all heads of these Q, K and V computed."""
+    found = layer.attend(bucket.spread(query), bucket.spread(key), bucket.spread(value), bucket.mask)
+    bucket.collect(found.transpose(1, 2), context)

@@ -26,7 +26,7 @@ class Counted:
     computed: list = field(default_factory=list)  # rows and heads of each projection of computed Q and K
     reused: list = field(default_factory=list)  # rows and heads of each projection of reused Q and K
     reused_inputs: list = field(default_factory=list)
-    attended: list = field(default_factory=list)  # sequences, tokens of each, heads
+    attended: list = field(default_factory=list)  # tokens, filling left out, and heads
 
     def __getattr__(self, name):
         return getattr(self.layer, name)
@@ -44,9 +44,11 @@ class Counted:
         self.reused_inputs.append(x.clone())
         return query, key
 
-    def attend(self, query, key, value):
-        self.attended.append(tuple(query.shape[:3]))
-        return self.layer.attend(query, key, value)
+    def attend(self, query, key, value, mask):
+        sequences, length, heads, _ = query.shape
+        tokens = sequences * length if mask is None else int((mask == 0).sum())
+        self.attended.append((tokens, heads))
+        return self.layer.attend(query, key, value, mask)
 
     @property
     def attended_tokens_times_heads(self):
@@ -140,13 +142,21 @@ def softmaxed(events):
     return sum(prod(event.input_shapes[0]) for event in events if event.name == "aten::_softmax")
 
 
+def numbers_of_maps(lengths):
+    """Numbers in one head's maps, sequences filled up to the longest of their eight lengths."""
+    eights = -(-lengths // 8)
+    return sum((eights == eight).sum() * lengths[eights == eight].max() ** 2 for eight in np.unique(eights))
+
+
 @pytest.mark.parametrize("kind", ["hits", "misses", "both"])
 def test_the_softmax_operator_sees_no_reused_head_of_a_hit(engine, hits, misses, kind):
     sequences = {"hits": hits, "misses": misses, "both": [*misses, *hits]}[kind]
     events, hit = profiled(engine, sequences)
-    squares = np.array([len(ids) ** 2 for ids in sequences])
+    lengths = np.array([len(ids) for ids in sequences])
+    missed = numbers_of_maps(lengths[~hit])
     reused = engine.database.mask.total
-    assert softmaxed(events) == squares.sum() * (LAYERS * HEADS - reused) + squares[~hit].sum() * reused
+    computed = (numbers_of_maps(lengths[hit]) + missed) * (LAYERS * HEADS - reused)
+    assert softmaxed(events) == computed + missed * reused
 
 
 def weight_shape(event):

@@ -1,4 +1,4 @@
-"""Attention of a group of equally long sequences: bidirectional, no mask, no padding."""
+"""Attention of sequences side by side: bidirectional, of one length or filled up and masked."""
 
 from __future__ import annotations
 
@@ -18,27 +18,38 @@ def product_dtype(length: int, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if length < _FLOAT32_BELOW else dtype
 
 
-def attention_maps(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(scale Q Kᵀ) for Q, K [n, L, h, d]: maps [n, h, L, L] in the product dtype."""
+def attention_maps(
+    query: torch.Tensor, key: torch.Tensor, scale: float, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """softmax(scale Q Kᵀ + mask) for Q, K [n, L, h, d]: maps [n, h, L, L] in the product dtype.
+
+    mask: [n, 1, L], added to every row of scores; None for none.
+    """
     n, length, heads, _ = query.shape
     dtype = product_dtype(length, query.dtype)
+    added = torch.zeros((), dtype=dtype) if mask is None else mask.to(dtype).repeat_interleave(heads, dim=0)
     scores = torch.baddbmm(
-        torch.empty((), dtype=dtype),
-        _by_head(query, dtype),
-        _by_head(key, dtype).transpose(1, 2),
-        beta=0,
-        alpha=scale,
+        added, _by_head(query, dtype), _by_head(key, dtype).transpose(1, 2), alpha=scale
     )  # [n h, L, L]
     return scores.softmax(dim=-1).view(n, heads, length, length)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """The context [n, h, L, d] from Q, K, V [n, L, h, d], by the kernel that is fastest at this length."""
-    if query.dtype is torch.float32 and query.shape[1] >= _SDPA_FROM:
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The context [n, h, L, d] from Q, K, V [n, L, h, d], by the kernel that is fastest at this length.
+
+    mask: as attention_maps has it.
+    """
+    if mask is None and query.dtype is torch.float32 and query.shape[1] >= _SDPA_FROM:
         return functional.scaled_dot_product_attention(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=scale
         )
-    return apply_maps(attention_maps(query, key, scale), value)
+    return apply_maps(attention_maps(query, key, scale, mask), value)
 
 
 def apply_maps(maps: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -56,9 +56,11 @@ class BertLayer:
         """See AttentionLayer."""
         return attention.attention_maps(query, key, self._scale)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """See AttentionLayer."""
-        return attention.attend(query, key, value, self._scale)
+        return attention.attend(query, key, value, self._scale, mask)
 
     def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """See AttentionLayer."""

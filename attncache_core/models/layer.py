@@ -59,8 +59,13 @@ class AttentionLayer(Protocol):
         """
         ...
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The context [n, h, L, d] of n sequences of one length from their Q, K and V [n, L, h, d]."""
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The context [n, h, L, d] of n sequences of similar length from their Q, K and V [n, L, h, d].
+
+        mask: float32 [n, 1, L], -inf for the keys that only fill a shorter sequence up; None if none does.
+        """
         ...
 
     def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
