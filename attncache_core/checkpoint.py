@@ -71,7 +71,6 @@ class Checkpoint:
     normalize: bool  # the model's own way; a request may say otherwise
     max_tokens: int | None  # None: what the tokenizer and the positions allow
     lowercase: bool
-    prompts: dict[str, str]
     default_prompt: str  # put before every text; "" for none
 
     def fingerprint(self) -> str:
@@ -90,6 +89,12 @@ class Checkpoint:
         architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}
         digest.update(json.dumps(architecture, sort_keys=True).encode())
         return digest.hexdigest()
+
+    def embedding_fingerprint(self) -> str:
+        """SHA-256 over what decides a text's embedding: the maps' fingerprint, pooling and prompt too."""
+        way = [self.fingerprint(), self.pooling.modes, self.pooling.include_prompt]
+        way += [self.max_tokens, self.lowercase, self.default_prompt]
+        return hashlib.sha256(json.dumps(way).encode()).hexdigest()
 
 
 # Entries of config.json that change when a model is saved again and say nothing about its maps.
@@ -135,7 +140,6 @@ def read_checkpoint(folder: Path, *, name: str | None = None, source: str = "fol
         normalize="Normalize" in modules,
         max_tokens=settings.get("max_seq_length"),
         lowercase=bool(settings.get("do_lower_case", False)),
-        prompts=prompts.get("prompts") or {},
         default_prompt=default_prompt,
     )
 

@@ -6,6 +6,7 @@ DIR/classifier.safetensors   weight [classes, d], bias [classes]
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, save
 
 from attncache_core.errors import BuildFailed, DatabaseRefused
+from attncache_core.files import write_whole
 from attncache_core.outputs import normalize
 
 FORMAT_VERSION = 1
@@ -55,23 +57,27 @@ class LinearClassifier:
     def save(self, folder: Path) -> None:
         """Write the classifier's two files into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({"weight": self.weight, "bias": self.bias}, folder / "classifier.safetensors")
+        weights = save({"weight": self.weight, "bias": self.bias})
         description = {
             "format_version": FORMAT_VERSION,
             "model": self.model,
             "fingerprint": self.fingerprint,
             "fitted": self.fitted,
             "labels": self.labels,
+            # A fit that is stopped between the two files must not leave labels beside others' weights.
+            "weights": hashlib.sha256(weights).hexdigest(),
         }
+        write_whole(folder / "classifier.safetensors", weights)
         text = json.dumps(description, indent=1, ensure_ascii=False)
-        (folder / "classifier.json").write_text(text + "\n", encoding="utf-8")
+        write_whole(folder / "classifier.json", (text + "\n").encode())
 
     @classmethod
     def load(cls, folder: Path) -> LinearClassifier:
         """The classifier in `folder`. Raises DatabaseRefused if there is none or it cannot be read."""
         try:
             description = json.loads((folder / "classifier.json").read_text(encoding="utf-8"))
-            weights = load_file(folder / "classifier.safetensors")
+            content = (folder / "classifier.safetensors").read_bytes()
+            weights = load(content)
             if description["format_version"] != FORMAT_VERSION:
                 raise DatabaseRefused(
                     f"classifier {folder} has format version {description['format_version']}, and this "
@@ -82,6 +88,8 @@ class LinearClassifier:
                 weights["weight"]
             ):
                 raise ValueError("labels and weights differ in number")
+            if description["weights"] != hashlib.sha256(content).hexdigest():
+                raise ValueError("weights of another fit")
             return cls(
                 labels=tuple(description["labels"]),
                 weight=weights["weight"],

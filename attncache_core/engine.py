@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ from attncache_core.errors import InvalidInput, NoClassifier
 from attncache_core.forward import forward, hits_first
 from attncache_core.models import PackedModel, load_model
 from attncache_core.outputs import normalize
-from attncache_core.threads import limit_threads
+from attncache_core.threads import limit_faiss, limit_threads
 from attncache_core.tokenizer import TextTokenizer
 from attncache_core.tokens import TokenBatch, pack
+
+Dtype = Literal["auto", "bfloat16", "float32"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class PrefillEngine:
         checkpoint: Checkpoint,
         *,
         database: AttentionDatabase | None = None,
-        dtype: str = "auto",
+        dtype: Dtype = "auto",
         threads: int | None = None,
         classifier: LinearClassifier | None = None,
     ) -> PrefillEngine:
@@ -82,11 +84,10 @@ class PrefillEngine:
         Raises UnsupportedModel, and DatabaseRefused if database or classifier are of another model.
         """
         count = limit_threads(threads)
-        if database or classifier:
-            fingerprint = checkpoint.fingerprint()
-            for part in (database, classifier):
-                if part:
-                    part.require_fingerprint(fingerprint, checkpoint.name)
+        if database:
+            database.require_fingerprint(checkpoint.fingerprint(), checkpoint.name)
+        if classifier:
+            classifier.require_fingerprint(checkpoint.embedding_fingerprint(), checkpoint.name)
         tokenizer = TextTokenizer(checkpoint)
         compute_dtype = resolve_dtype(dtype)
         model = load_model(
@@ -151,6 +152,7 @@ class PrefillEngine:
         reuse: for each sequence whether its attention maps may come from the database.
         """
         started = time.perf_counter()
+        limit_faiss(self.threads)  # this may be another thread than the one that loaded
         batch = pack(sequences)
         hidden = self.model.embed(batch)
         searched = time.perf_counter()
@@ -175,7 +177,7 @@ class PrefillEngine:
             "model": self.checkpoint.name,
             "model_source": self.checkpoint.source,
             "task": self.task,
-            "labels": len(self.labels) if self.labels else 0,
+            "labels": list(self.labels or ()),
             "max_tokens": self.max_tokens,
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": self.threads,
@@ -188,7 +190,7 @@ class PrefillEngine:
         return self.database.search.plan(batch, hidden, allowed)
 
 
-def resolve_dtype(name: str) -> torch.dtype:
+def resolve_dtype(name: Dtype) -> torch.dtype:
     """The compute dtype that an operator asked for; "auto" is bfloat16 where the processor multiplies it."""
     if name == "auto":
         has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -21,8 +21,13 @@ def limit_threads(threads: int | None = None) -> int:
     """Give torch and Faiss the same number of threads (default: all available); returns that number."""
     count = threads or available_processors()
     torch.set_num_threads(count)
-    faiss.omp_set_num_threads(count)
+    limit_faiss(count)
     return count
+
+
+def limit_faiss(count: int) -> None:
+    """Give Faiss this many threads in the thread that calls: OpenMP keeps the number per thread."""
+    faiss.omp_set_num_threads(count)
 
 
 def _quota(cgroup: Path) -> float | None:

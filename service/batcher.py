@@ -114,6 +114,7 @@ class Batcher:
         """
         self._admit(len(texts))
         job = _Job(texts, truncate, reuse, counted, self._loop.create_future())
+        job.future.add_done_callback(lambda _: self._withdraw(job))
         self._tokenize_threads.submit(self._tokenize, job)
         return job.future
 
@@ -127,6 +128,13 @@ class Batcher:
             if self._waiting_sequences + count > self._limits.queue_sequences:
                 raise QueueFull("too many texts are waiting", retry_after_seconds=self._seconds_to_empty())
             self._waiting_sequences += count
+
+    def _withdraw(self, job: _Job) -> None:
+        """Give back the places of a job that nobody waits for any more; nothing if all of it was taken."""
+        with self._lock:
+            if job.taken < len(job.texts) and job in self._queue:
+                self._leave_queue(job, len(job.texts))
+                self._queue.remove(job)
 
     def _seconds_to_empty(self) -> int:
         if not self._tokens_per_second:

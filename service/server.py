@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from attncache_core import PrefillEngine
 from service.app import create_app
@@ -26,6 +27,38 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 # A client that stalls in the middle of its body must not keep the process.
 _STOP_SECONDS = 30
+# More than one read from a socket may bring, which can hold part of a body too.
+_MOST_HEADER_BYTES = 512 * 1024
+
+
+class BoundedHeadersProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which gives up on a request whose headers do not end.
+
+    The limit on bodies cannot help there: headers are kept in memory before any of our code runs.
+    """
+
+    _header_bytes = 0
+    _in_headers = True
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a client; the connection is closed once its headers are too many."""
+        if self._in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > _MOST_HEADER_BYTES:
+                self.send_400_response("The headers are too large.")
+                return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._in_headers = True
+
+    def on_headers_complete(self) -> None:
+        """Its headers are complete."""
+        super().on_headers_complete()
+        self._in_headers = False
+        self._header_bytes = 0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -99,6 +132,7 @@ def _uvicorn_config(
         proxy_headers=False,
         server_header=False,
         ws="none",
+        http=BoundedHeadersProtocol,
         lifespan="on",
         timeout_graceful_shutdown=_STOP_SECONDS,
     )

@@ -16,6 +16,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from attncache_core import DEFAULT_MODEL
+from attncache_core.engine import Dtype
 from service.errors import InvalidSettings
 
 ENVIRONMENT_PREFIX = "ATTNCACHE_"
@@ -29,7 +31,7 @@ class Settings(BaseModel):
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     model: str = Field(
-        "all-MiniLM-L6-v2",
+        DEFAULT_MODEL,
         min_length=1,
         description="Model: a folder, an installed one's name, or a hub id.",
     )
@@ -46,9 +48,7 @@ class Settings(BaseModel):
         description="Heads to reuse (all, layers:0-3), instead of the database's own.",
     )
     classifier: Path | None = Field(None, description="Fitted classifier to serve on the embeddings.")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="Compute dtype; auto takes what this processor is best at."
-    )
+    dtype: Dtype = Field("auto", description="Compute dtype; auto takes what this processor is best at.")
     threads: int | None = Field(
         None,
         ge=1,

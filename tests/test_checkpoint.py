@@ -44,7 +44,6 @@ def test_sentence_transformers_folder_is_described_whole(tmp_path):
         normalize=True,
         max_tokens=40,
         lowercase=True,
-        prompts={"ask": "query: ", "none": ""},
         default_prompt="query: ",
     )
 
@@ -52,7 +51,7 @@ def test_sentence_transformers_folder_is_described_whole(tmp_path):
 def test_plain_encoder_is_pooled_by_its_mean_and_not_normalised(tmp_path):
     checkpoint = read_checkpoint(write_model(tmp_path))
     assert (checkpoint.task, checkpoint.pooling, checkpoint.normalize) == ("embed", Pooling(("mean",)), False)
-    assert (checkpoint.max_tokens, checkpoint.prompts, checkpoint.default_prompt) == (None, {}, "")
+    assert (checkpoint.max_tokens, checkpoint.default_prompt) == (None, "")
 
 
 def test_sequence_classification_model_is_a_classifier(tiny_classifier_checkpoint):

@@ -1,6 +1,7 @@
 """The linear classifier decides as scikit-learn's does, and comes back from disk as it was."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import normalize
 
 from attncache_core import LinearClassifier, PrefillEngine, class_scores, fit_classifier
+from attncache_core.checkpoint import Pooling
 from attncache_core.errors import BuildFailed, DatabaseRefused
 
 DIMENSIONS = 12
@@ -106,7 +108,7 @@ def test_one_label_is_no_classification():
 def test_classifier_of_another_model_is_refused_with_both(tiny_checkpoint):
     with pytest.raises(DatabaseRefused, match="for m with fingerprint ffffffffffff") as refused:
         PrefillEngine.load(tiny_checkpoint, classifier=fitted(), dtype="float32")
-    assert tiny_checkpoint.fingerprint()[:12] in str(refused.value)
+    assert tiny_checkpoint.embedding_fingerprint()[:12] in str(refused.value)
     assert refused.value.field == "classifier"
 
 
@@ -145,3 +147,11 @@ def test_description_with_fewer_labels_than_weights_is_refused(tmp_path):
     (tmp_path / "classifier.json").write_text(json.dumps(description | {"labels": ["one"]}))
     with pytest.raises(DatabaseRefused):
         LinearClassifier.load(tmp_path)
+
+
+def test_model_of_another_pooling_is_another_model(tiny_checkpoint):
+    other = replace(tiny_checkpoint, pooling=Pooling(("cls",)))
+    assert other.fingerprint() == tiny_checkpoint.fingerprint()
+    own = replace(fitted(), fingerprint=tiny_checkpoint.embedding_fingerprint())
+    with pytest.raises(DatabaseRefused):
+        PrefillEngine.load(other, classifier=own, dtype="float32")

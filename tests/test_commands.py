@@ -230,7 +230,7 @@ def test_model_that_is_not_there_is_one_line(command, files, tmp_path):
 def test_folder_that_is_no_database_is_one_line(command, tmp_path):
     assert_one_line(run(command, tmp_path), "there is no database")
     (tmp_path / "file").touch()
-    assert_one_line(run(command, tmp_path / "file"), "cannot be read")
+    assert_one_line(run(command, tmp_path / "file"), "there is no database")
 
 
 def test_classifier_of_one_label_is_one_line(tiny_checkpoint, tmp_path):

@@ -132,7 +132,7 @@ def test_fitted_classifier_names_the_classes_and_gives_the_logits(tiny_checkpoin
         labels=("no", "yes"),
         weight=random.normal(size=(2, 32)).astype(np.float32),
         bias=np.zeros(2, dtype=np.float32),
-        fingerprint=tiny_checkpoint.fingerprint(),
+        fingerprint=tiny_checkpoint.embedding_fingerprint(),
         model=tiny_checkpoint.name,
         fitted={},
     )
@@ -159,7 +159,7 @@ def test_info_names_model_dtype_threads_and_database(tiny_checkpoint, tiny_engin
         "model": "tiny-bert",
         "model_source": "folder",
         "task": "embed",
-        "labels": 0,
+        "labels": [],
         "max_tokens": 512,
         "dtype": "float32",
         "threads": 1,

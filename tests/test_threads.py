@@ -1,11 +1,13 @@
 """How many processors there are, read from control groups that the tests write."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import faiss
 import pytest
 import torch
 
+from attncache_core.engine import PrefillEngine
 from attncache_core.threads import available_processors, limit_threads
 
 
@@ -92,3 +94,16 @@ def test_without_a_number_every_available_processor_is_used(monkeypatch):
     limit_threads(3)
     assert limit_threads(None) == 1
     assert torch.get_num_threads() == faiss.omp_get_max_threads() == 1
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_faiss_keeps_the_limit_in_another_thread_than_the_one_that_loaded(tiny_checkpoint):
+    engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", threads=1)
+    faiss.omp_set_num_threads(2)  # for this thread; a new one begins with what the machine has
+
+    def faiss_threads_while_running():
+        engine.run([[1, 2, 3]], [True])
+        return faiss.omp_get_max_threads()
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(faiss_threads_while_running).result() == 1

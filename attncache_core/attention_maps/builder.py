@@ -29,7 +29,6 @@ import torch
 
 from attncache_core.attention_maps.calibration import head_damage, token_passes, traced_forward
 from attncache_core.attention_maps.database import FORMAT_VERSION, Manifest, file_digest, small_files
-from attncache_core.attention_maps.files import is_whole, locked, move_into_place, write_whole
 from attncache_core.attention_maps.index import FeatureIndex
 from attncache_core.attention_maps.policy import (
     ReuseMask,
@@ -60,6 +59,7 @@ from attncache_core.attention_maps.training import TRAINING_STEPS, PairGroup, ma
 from attncache_core.corpus import CorpusSentence
 from attncache_core.engine import PrefillEngine
 from attncache_core.errors import BuildFailed, InvalidInput
+from attncache_core.files import is_whole, locked, move_into_place, write_whole
 from attncache_core.tokens import pack
 
 # Called as work goes on: what is being done, how much of it is done, how much there is.
@@ -111,7 +111,7 @@ def build_database(
         raise InvalidInput("threshold must be a number", field="threshold")
     started = time.perf_counter()
     try:
-        with locked(folder):
+        with locked(folder, on_wait=lambda: progress("waiting for another build", 0, 1)):
             if folder.exists():
                 if keep_existing:
                     return
@@ -121,7 +121,16 @@ def build_database(
             build = _Build(engine, list(corpus), folder, options, progress)
             build.run(started)
     except OSError as error:
-        raise BuildFailed(f"{folder} cannot be written: {error.strerror}", field="database") from error
+        raise BuildFailed(
+            f"{folder} cannot be written: {error.strerror or type(error).__name__}; what is done is kept in "
+            f"{partial_folder(folder)}, for the same build to go on or for you to remove",
+            field="database",
+        ) from error
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where a build of `folder` goes on until it is whole."""
+    return folder.parent / f".{folder.name}.partial"
 
 
 class _Build:
@@ -138,7 +147,7 @@ class _Build:
         self.model, self.checkpoint = engine.model, engine.checkpoint
         self.fingerprint = engine.checkpoint.fingerprint()
         self.folder, self.options, self.progress = folder, options, progress
-        self.partial = folder.parent / f".{folder.name}.partial"
+        self.partial = partial_folder(folder)
         self.given = len(corpus)
         tokenized = engine.tokenize([sentence.text for sentence in corpus])
         self.sentences = split(
@@ -170,11 +179,9 @@ class _Build:
 
     def _stored_heads(self) -> tuple[int, ...]:
         """Heads held per layer: an operator's whole layers, else all, so that the mask can still move."""
-        heads = self.options.heads
-        if heads is None:
-            return parse_heads("all", self.damage).reused
-        given = parse_heads(heads, self.damage)
-        return parse_heads("all", self.damage).reused if is_count(heads) else given.reused
+        given = parse_heads(self.options.heads or "all", self.damage)
+        movable = self.options.heads is None or is_count(self.options.heads)
+        return (len(self.damage[0]),) * len(self.damage) if movable else given.reused
 
     def _resume_or_start(self) -> None:
         """Keep what a stopped build of the very same database left; else begin with an empty folder."""

@@ -57,13 +57,20 @@ class Manifest:
         return ReuseMask(self.head_order, self.reused_heads)
 
     def _require_consistency(self) -> None:
-        """Raise ValueError if layers or heads are counted differently in different places."""
-        heads = len(self.damage[0])
-        layers = {len(self.damage), len(self.head_order), len(self.reused_heads), len(self.stored_heads)}
-        rows_differ = any(len(row) != heads for row in (*self.damage, *self.head_order))
-        counts_differ = any(not 0 <= count <= heads for count in (*self.reused_heads, *self.stored_heads))
-        if len(layers) != 1 or rows_differ or counts_differ:
-            raise ValueError("layers or heads are counted differently")
+        """Raise ValueError if the entries do not fit each other or say nothing."""
+        if not self.records or not self.damage or not math.isfinite(self.threshold):
+            raise ValueError("no records, no layers or no threshold")
+        if "measured" not in self.quality:
+            raise ValueError("no quality")
+        layers, heads = len(self.damage), len(self.damage[0])
+        if {len(self.head_order), len(self.reused_heads), len(self.stored_heads)} != {layers}:
+            raise ValueError("layers are counted differently")
+        if any(len(row) != heads for row in self.damage):
+            raise ValueError("heads are counted differently")
+        if any(sorted(order) != list(range(heads)) for order in self.head_order):
+            raise ValueError("a head order is no permutation")
+        if any(not 0 <= count <= heads for count in (*self.reused_heads, *self.stored_heads)):
+            raise ValueError("more heads than there are")
 
     def write(self, folder: Path) -> None:
         """Write DIR/manifest.json."""
@@ -85,11 +92,11 @@ class Manifest:
             manifest = TypeAdapter(cls).validate_json(text, strict=True)
             manifest._require_consistency()
             return manifest
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise DatabaseRefused(
                 f"there is no database in {folder}: no manifest.json", field="database"
             ) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptDatabase(f"{folder / 'manifest.json'} cannot be read", field="database") from error
 
 
@@ -113,6 +120,16 @@ class AttentionDatabase:
         """
         if threshold is not None and math.isnan(threshold):
             raise InvalidInput("threshold must be a number", field="threshold")
+        try:
+            return cls._open(folder, threshold, heads)
+        except CorruptDatabase as error:
+            raise CorruptDatabase(
+                f"{error}; remove {folder} and build it again (the default one is built at the next start)",
+                field="database",
+            ) from error
+
+    @classmethod
+    def _open(cls, folder: Path, threshold: float | None, heads: str | None) -> AttentionDatabase:
         manifest = Manifest.read(folder)
         _check_files(folder, manifest)
         mask = parse_heads(heads, np.array(manifest.damage)) if heads else manifest.mask
@@ -165,9 +182,6 @@ class AttentionDatabase:
                 wrong.append(f"length {length}: {len(damaged)} damaged records, the first is {damaged[0]}")
             if not np.isin(segment.kinds, list(RecordKind)).all():
                 wrong.append(f"length {length}: a record of an unknown kind")
-        for layer, order in enumerate(self.manifest.head_order):
-            if sorted(order) != list(range(len(order))):
-                wrong.append(f"layer {layer}: the head order is no permutation")
         return wrong
 
 

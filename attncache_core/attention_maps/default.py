@@ -11,7 +11,7 @@ from attncache_core.attention_maps.builder import Progress, build_database
 from attncache_core.attention_maps.database import FORMAT_VERSION
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.corpus import default_corpus
-from attncache_core.engine import PrefillEngine
+from attncache_core.engine import Dtype, PrefillEngine
 
 
 def default_database_folder(checkpoint: Checkpoint, cache_dir: Path | None = None) -> Path:
@@ -25,7 +25,7 @@ def build_default_database(
     checkpoint: Checkpoint,
     *,
     cache_dir: Path | None = None,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     threads: int | None = None,
     progress: Progress = lambda *_: None,
 ) -> Path:

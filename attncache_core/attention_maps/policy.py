@@ -9,9 +9,6 @@ import numpy as np
 
 from attncache_core.errors import InvalidInput
 
-# The least predicted similarity of the papers' presets.
-PRESETS = {"conservative": 0.995, "moderate": 0.99, "aggressive": 0.95}
-
 
 @dataclass(frozen=True)
 class ReuseMask:

@@ -19,6 +19,7 @@ from attncache_core.attention_maps.calibration import (
 )
 from attncache_core.attention_maps.index import FeatureIndex
 from attncache_core.attention_maps.policy import ReuseMask
+from attncache_core.attention_maps.search import MOST_SIMILAR_OTHER
 from attncache_core.attention_maps.sentences import Sentences
 from attncache_core.attention_maps.store import AttentionMapStore
 from attncache_core.attention_maps.training import ALPHA, map_distances
@@ -55,7 +56,7 @@ def find_probes(sentences: Sentences, features: dict[int, np.ndarray]) -> Probes
         found, distances = index.nearest(length, features[length][asked])
         indices += [members[row] for row in asked]
         records += [recorded[place] for place in found]
-        similarities += (1.0 - distances).tolist()
+        similarities += np.minimum(1.0 - distances, MOST_SIMILAR_OTHER).tolist()
     return Probes(
         indices, np.array(records), np.array(similarities), int(sentences.held_out.sum()) - len(indices)
     )

@@ -54,11 +54,13 @@ def evaluate_classification(
     full: an engine without a database, reusing: the same model with one. Times are taken in turn, a round
     of each, on batches in the order of the data.
     """
-    assert reusing.database is not None
+    if reusing.database is None:
+        raise ValueError("the reusing engine has no database")
     embeddings = _outputs(_run(full, full.tokenize(train[0]), batch_size)[0])
     classifier = fit_classifier(embeddings, train[1], fingerprint="", model=full.checkpoint.name)
     sequences = full.tokenize(test[0])
-    _run(full, sequences[:batch_size], batch_size), _run(reusing, sequences[:batch_size], batch_size)  # warm
+    for engine in (full, reusing):
+        _run(engine, sequences[:batch_size], batch_size)  # warms up
     timings = []
     for number in range(rounds):
         computed, full_seconds = _run(full, sequences, batch_size)

@@ -20,6 +20,7 @@ from attncache_core import (
     find_checkpoint,
 )
 from attncache_core.corpus.reading import FORMATS, read_rows
+from attncache_core.engine import Dtype
 from service.commands.options import model_options
 from service.commands.progress import shown_progress
 
@@ -60,7 +61,7 @@ _defaults = BuildOptions()
 @click.option("--seed", type=int, default=_defaults.seed, show_default=True)
 def build(
     model: str,
-    dtype: str,
+    dtype: Dtype,
     threads: int | None,
     corpus: str,
     file_format: str | None,

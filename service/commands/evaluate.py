@@ -12,6 +12,7 @@ from rich.table import Table
 
 from attncache_core import AttentionDatabase, PrefillEngine, find_checkpoint
 from attncache_core.corpus.reading import read_labelled
+from attncache_core.engine import Dtype
 from attncache_core.evaluation.classification import ClassificationReport, evaluate_classification
 from service.commands.options import model_options
 from service.commands.progress import shown_progress
@@ -37,7 +38,7 @@ def evaluate() -> None:
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
 def classification(
     model: str,
-    dtype: str,
+    dtype: Dtype,
     threads: int | None,
     database: Path,
     heads: str | None,

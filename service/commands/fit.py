@@ -9,6 +9,7 @@ import numpy as np
 
 from attncache_core import PrefillEngine, find_checkpoint, fit_classifier
 from attncache_core.corpus.reading import FORMATS, read_labelled
+from attncache_core.engine import Dtype
 from service.commands.options import model_options
 from service.commands.progress import shown_progress
 
@@ -26,7 +27,7 @@ _BATCH = 64
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 def fit(
     model: str,
-    dtype: str,
+    dtype: Dtype,
     threads: int | None,
     data: str,
     file_format: str | None,
@@ -44,7 +45,7 @@ def fit(
             embeddings.extend(engine.embed(texts[at : at + _BATCH]))
             progress("embedding texts", min(at + _BATCH, len(texts)), len(texts))
     fitted = fit_classifier(
-        np.array(embeddings), labels, fingerprint=checkpoint.fingerprint(), model=checkpoint.name
+        np.array(embeddings), labels, fingerprint=checkpoint.embedding_fingerprint(), model=checkpoint.name
     )
     fitted.save(output)
     click.echo(f"{output}: {len(fitted.labels)} labels from {len(texts)} texts")

@@ -9,6 +9,7 @@ import click
 from pydantic.fields import FieldInfo
 
 from attncache_core import DEFAULT_MODEL
+from attncache_core.engine import Dtype
 from service.settings import Settings, environment_name, option_name
 
 _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
@@ -23,9 +24,7 @@ def model_options(command: Any) -> Any:
     """--model, --dtype and --threads, as every command that runs a model has them."""
     for option in (
         click.option("--threads", type=click.IntRange(min=1), help="Threads; default: all that may be used."),
-        click.option(
-            "--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", show_default=True
-        ),
+        click.option("--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True),
         click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id."),
     ):
         command = option(command)

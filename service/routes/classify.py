@@ -79,7 +79,7 @@ def _among_known(asked: list[str] | None, known: tuple[str, ...]) -> _Choice:
     for index, label in enumerate(asked):
         if label not in columns:
             field = f"labels[{index}]"
-            raise InvalidInput(f"{field} is none of the classifier's labels; /info counts them", field=field)
+            raise InvalidInput(f"{field} is none of the classifier's labels; /info lists them", field=field)
     return _Choice(asked, [columns[label] for label in asked], None)
 
 

@@ -38,12 +38,14 @@ class Ready(BaseModel):
     status: Literal["ready"] = "ready"
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Health:
     """200 as soon as the process listens, whatever it has loaded."""
     return Health()
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=_NOT_READY)
 async def ready(request: Request) -> Ready:
     """200 when requests will be answered; 503 while model and database are being loaded."""

@@ -134,6 +134,11 @@ def test_manifest_with_an_unknown_entry_is_corrupt(folder):
         {"records": {"5": 39, "6": 40, "7": 40, "8": 40, "9": 40, "10": 40}},
         {"records": {"five": 40}},
         {"files": {}},
+        {"threshold": float("nan")},
+        {"threshold": float("inf")},
+        {"damage": []},
+        {"records": {}},
+        {"quality": {}},
     ],
     ids=str,
 )
@@ -173,11 +178,12 @@ def test_verify_names_the_length_and_the_first_damaged_record(folder):
     assert AttentionDatabase.open(folder).verify() == ["length 7: 2 damaged records, the first is 12"]
 
 
-def test_verify_finds_a_head_order_that_is_no_permutation(folder):
+def test_head_order_that_is_no_permutation_is_corrupt(folder):
     order = [list(row) for row in Manifest.read(folder).head_order]
     order[1][0] = order[1][1]
     change_manifest(folder, head_order=order)
-    assert AttentionDatabase.open(folder).verify() == ["layer 1: the head order is no permutation"]
+    with pytest.raises(CorruptDatabase, match="build it again"):
+        AttentionDatabase.open(folder)
 
 
 def sources():

@@ -18,9 +18,12 @@ def built(tiny_checkpoint, tmp_path_factory):
 
     def start():
         name = threading.get_ident()
-        folder = build_default_database(
-            tiny_checkpoint, cache_dir=cache, dtype="float32", progress=lambda *_: builders.add(name)
-        )
+
+        def progress(stage, *_):
+            if stage != "waiting for another build":
+                builders.add(name)
+
+        folder = build_default_database(tiny_checkpoint, cache_dir=cache, dtype="float32", progress=progress)
         folders.append(folder)
 
     servers = [threading.Thread(target=start) for _ in range(2)]

@@ -123,6 +123,20 @@ async def test_cancelled_request_is_never_computed() -> None:
     assert engine.batches == [["busy"], ["stays"]]
 
 
+async def test_cancelled_request_gives_its_place_to_the_next_at_once() -> None:
+    engine = FakeEngine()
+    async with batching(engine, queue=2) as batcher:
+        await hold(engine, batcher)
+        first, gone = submit(batcher, ["first"]), submit(batcher, ["gone"])
+        await queued(batcher, 2)
+        gone.cancel()
+        await asyncio.sleep(0)  # the event loop tells the batcher
+        third = submit(batcher, ["third"])
+        engine.may_run.set()
+        assert_own_rows(await first, ["first"])
+        assert_own_rows(await third, ["third"])
+
+
 async def test_request_cancelled_half_way_leaves_its_rest_out() -> None:
     engine = FakeEngine()
     async with batching(engine, sequences=1) as batcher:

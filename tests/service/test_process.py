@@ -79,6 +79,13 @@ def test_server_that_cannot_load_ends_by_itself_and_says_why() -> None:
         assert "Traceback" not in logged
 
 
+def test_headers_without_end_are_given_up_and_the_next_request_is_served() -> None:
+    with process("loads") as server, httpx.Client(base_url=address(server), timeout=30) as client:
+        response = client.get("/health", headers={f"X-{number}": "x" * 50_000 for number in range(20)})
+        assert response.status_code == 400
+        assert client.get("/health", headers={"X-1": "x" * 50_000}).status_code == 200
+
+
 def test_client_that_leaves_is_noticed_by_the_real_server() -> None:
     with process("loads") as server, httpx.Client(base_url=address(server), timeout=30) as client:
         wait_until_ready(client)
