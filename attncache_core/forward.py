@@ -12,19 +12,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from attncache_core.attention_maps.fetch import reused_context
+from attncache_core.attention_maps.fetch import RecordGroup, reused_context
 from attncache_core.attention_maps.search import ReusePlan
 from attncache_core.attention_maps.store import Segment
 from attncache_core.models import AttentionLayer, PackedModel
-from attncache_core.tokens import Bucket, Group, TokenBatch, by_sequence
+from attncache_core.tokens import Bucket, TokenBatch
 
 
-class ReusedGroup(NamedTuple):
-    """Hits of one length and the records that serve them."""
+class ReusedBucket(NamedTuple):
+    """Hits of similar length and the records that serve them."""
 
-    group: Group
-    segment: Segment
-    records: torch.Tensor  # int64 [group.count]
+    bucket: Bucket
+    groups: list[RecordGroup]
 
 
 def hits_first(
@@ -47,14 +46,11 @@ def forward(
 ) -> torch.Tensor:
     """The last layer's output [tokens, hidden] from the first one's input, for a batch with hits first."""
     hits = int(plan.hits.sum())
-    records = torch.from_numpy(plan.records)
+    hit = batch.buckets(0, hits)
     misses, first_miss = batch.buckets(hits), int(batch.offsets[hits])
     layout = _Layout(
-        hits=[
-            ReusedGroup(group, segments[group.length], records[group.sequences])
-            for group in batch.groups(0, hits)
-        ],
-        all=batch.buckets(0, hits) + misses,
+        all=hit + misses,
+        hits=[ReusedBucket(bucket, _record_groups(batch, bucket, plan, segments)) for bucket in hit],
         first_miss=first_miss,
         misses=[bucket.counted_from(first_miss) for bucket in misses],
     )
@@ -64,11 +60,22 @@ def forward(
     return hidden
 
 
+def _record_groups(
+    batch: TokenBatch, bucket: Bucket, plan: ReusePlan, segments: Mapping[int, Segment]
+) -> list[RecordGroup]:
+    """The records of a bucket's hits, by length."""
+    records = torch.from_numpy(plan.records)
+    return [
+        RecordGroup(segments[group.length], records[group.sequences])
+        for group in batch.groups(bucket.first, bucket.first + bucket.count)
+    ]
+
+
 class _Layout(NamedTuple):
     """A batch laid out for attention, once for all layers. The misses are the last of its tokens."""
 
     all: list[Bucket]  # whose computed heads are computed
-    hits: list[ReusedGroup]  # whose reused heads come from records
+    hits: list[ReusedBucket]  # whose reused heads come from records
     misses: list[Bucket]  # whose reused heads are computed; their tokens are counted from `first_miss`
     first_miss: int  # token
 
@@ -82,11 +89,9 @@ def _context(number: int, layer: AttentionLayer, x: torch.Tensor, layout: _Layou
         for bucket in layout.all:
             _attend(layer, bucket, query, key, value[:, mask:], context[:, mask:])
     if mask:
-        for hit in layout.hits:
-            found = reused_context(
-                hit.segment, hit.records, number, mask, by_sequence(value[:, :mask], hit.group)
-            )
-            by_sequence(context[:, :mask], hit.group).copy_(found.transpose(1, 2))
+        for bucket, groups in layout.hits:
+            found = reused_context(groups, number, mask, bucket.spread(value[:, :mask]))
+            bucket.collect(found.transpose(1, 2), context[:, :mask])
         if layout.misses:
             first = layout.first_miss
             query, key = layer.project_reused(x[first:])

@@ -1,10 +1,10 @@
 """Imported before torch: OpenMP threads that wait a moment and then sleep.
 
 GNU OpenMP's idle threads spin for milliseconds. Alone on a machine that costs nothing; beside a busy
-neighbour every spinning thread takes the processor from the one it waits for. Measured on 2 cores, one
-sentence of 16 tokens: 2.2 ms alone, 697 ms beside two busy processes; with 3,000 spins (some 10 µs, enough
-from one operator to the next) 1.8 and 5.3 ms. OpenMP reads this variable when its library is loaded, so it
-has to be set first; what an operator has set stays.
+neighbour every spinning thread takes the processor from the one it waits for. On 2 cores beside two busy
+processes, one sentence of 16 tokens: 99th percentile 117 ms; with 3,000 spins (some 10 µs, enough from one
+operator to the next) 11 ms, and nothing lost alone (benchmarks/busy_neighbour.py). OpenMP reads this
+variable when its library is loaded, so it has to be set first; what an operator has set stays.
 """
 
 import os

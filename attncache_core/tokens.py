@@ -48,6 +48,7 @@ class Bucket:
     what is computed for the filling is dropped. Sequences of one length are views, without mask.
     """
 
+    first: int  # index of the first sequence, in packed order
     tokens: slice  # where the tokens stand in the packed batch
     count: int  # sequences
     length: int  # tokens of the longest
@@ -118,7 +119,7 @@ class TokenBatch:
         tokens = slice(int(self.offsets[first]), int(self.offsets[end]))
         longest = int(lengths.max())
         if lengths.min() == longest:
-            return Bucket(tokens, end - first, longest, None, None, None)
+            return Bucket(first, tokens, end - first, longest, None, None, None)
         places = np.arange(longest)  # [longest]
         filling = places >= lengths  # [count, longest]
         rows = torch.from_numpy((starts + np.minimum(places, lengths - 1)).ravel())
@@ -126,7 +127,7 @@ class TokenBatch:
             torch.from_numpy(filling[:, None]), float("-inf")
         )
         kept = torch.from_numpy(np.flatnonzero(~filling.ravel()))
-        return Bucket(tokens, end - first, longest, rows, kept, mask)
+        return Bucket(first, tokens, end - first, longest, rows, kept, mask)
 
     def reordered(self, permutation: np.ndarray) -> tuple[TokenBatch, torch.Tensor]:
         """The batch with packed sequence `permutation[i]` at place i, and the token index that does it.

@@ -7,7 +7,7 @@ import torch
 from core_models import random_sequences
 from torch.profiler import ProfilerActivity, profile
 
-from attncache_core.attention_maps.fetch import VIEWS_FROM_LENGTH, reused_context
+from attncache_core.attention_maps.fetch import VIEWS_FROM_LENGTH, RecordGroup, reused_context
 from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment, SegmentWriter
 
 LAYERS, STORED, WIDTH, RECORDS = 3, 4, 8, 5
@@ -53,7 +53,7 @@ def profiled(segment, records, heads, dtype=torch.bfloat16):
     # What is made of V is told apart from maps by its size.
     assert value.numel() < heads * segment.length**2
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler:
-        reused_context(segment, torch.tensor(records), 1, heads, value)
+        reused_context([RecordGroup(segment, torch.tensor(records))], 1, heads, value)
     return profiler.events()
 
 
@@ -108,7 +108,7 @@ def test_both_ways_give_the_plain_products_of_the_recorded_maps(segment, length,
     held, records, heads = segment(length, dtype), [4, 0, 4], 3
     value = values(length, heads, len(records), torch.float32)
     for layer in range(LAYERS):
-        found = reused_context(held, torch.tensor(records), layer, heads, value)
+        found = reused_context([RecordGroup(held, torch.tensor(records))], layer, heads, value)
         maps = random_maps(length, dtype)[records, layer, :heads].float()
         torch.testing.assert_close(found, torch.einsum("nhpq,nqhd->nhpd", maps, value), atol=1e-5, rtol=0)
 
@@ -119,3 +119,20 @@ def test_layer_maps_are_a_view_on_the_mapped_file(segment):
     step = STORED * LONG * LONG * first.element_size()
     assert second.data_ptr() - first.data_ptr() == step
     assert held.layer_maps(2, 1, 2).data_ptr() == second.data_ptr()
+
+
+def test_hits_of_several_lengths_side_by_side_are_each_length_by_itself(segment):
+    lengths, counts, heads = (5, 7, 8), (2, 1, 3), 2
+    groups = [
+        RecordGroup(segment(length), torch.arange(count))
+        for length, count in zip(lengths, counts, strict=True)
+    ]
+    value = torch.randn(sum(counts), max(lengths), heads, 8)
+    together = reused_context(groups, 1, heads, value)
+    first = 0
+    for group, length, count in zip(groups, lengths, counts, strict=True):
+        own = slice(first, first + count)
+        alone = reused_context([group], 1, heads, value[own, :length])
+        torch.testing.assert_close(together[own, :, :length], alone, atol=1e-6, rtol=0)
+        assert not together[own, :, length:].any()
+        first += count

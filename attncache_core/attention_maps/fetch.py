@@ -1,10 +1,13 @@
 """From records to context: maps @ V for hits, straight from the mapped file.
 
-Two ways, the same values. Records lie scattered in their file, so either their maps are gathered into one
-batch tensor (one copy, one product) or each record's view is multiplied by itself (no copy, n products).
+Records lie scattered in their file. Either their maps are gathered into one batch tensor (one copy, one
+product), or each record's view is multiplied by itself (no copy, a product each): the same values.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,13 +19,35 @@ from attncache_core.models.attention import apply_maps, product_dtype
 VIEWS_FROM_LENGTH = 96
 
 
+class RecordGroup(NamedTuple):
+    """The records that serve neighbouring sequences of one length."""
+
+    segment: Segment
+    records: torch.Tensor  # int64 [sequences]
+
+
 def reused_context(
-    segment: Segment, records: torch.Tensor, layer: int, heads: int, value: torch.Tensor
+    groups: Sequence[RecordGroup], layer: int, heads: int, value: torch.Tensor
 ) -> torch.Tensor:
     """maps @ V of the first `heads` heads of a layer: V [n, L, heads, d] -> context [n, heads, L, d].
 
-    records: int64 [n], the record of each sequence. Maps are converted to the product's dtype if they differ.
+    The groups' records serve the n sequences in turn. A sequence shorter than L has zeros where its maps
+    end. Maps are converted to the product's dtype if they differ.
     """
+    length = value.shape[1]
+    if len(groups) == 1 and groups[0].segment.length == length:
+        return _context_of_one_length(groups[0], layer, heads, value)
+    maps = torch.zeros(len(value), heads, length, length, dtype=product_dtype(length, value.dtype))
+    first = 0
+    for segment, records in groups:
+        own = maps[first : first + len(records), :, : segment.length, : segment.length]
+        own.copy_(segment.gather_layer_maps(records, layer, heads))
+        first += len(records)
+    return apply_maps(maps, value)
+
+
+def _context_of_one_length(group: RecordGroup, layer: int, heads: int, value: torch.Tensor) -> torch.Tensor:
+    segment, records = group
     dtype = product_dtype(segment.length, value.dtype)
     if segment.length < VIEWS_FROM_LENGTH:
         return apply_maps(segment.gather_layer_maps(records, layer, heads).to(dtype), value)
