@@ -1,7 +1,7 @@
 """Algorithm 2: the layers of a model over a packed batch in which some sequences reuse maps and others don't.
 
 Hits stand before misses, each by length. So what only misses need is computed on one slice of the tokens,
-and a group of sequences of one length and one kind is a view.
+and sequences of similar length and one kind are neighbours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A packed batch: the tokens of many sequences end to end, with no padding.
 
-Sequences of one length (and one way through attention) stand next to each other, so that a group of
-them is a slice of the packed tokens and becomes [sequences, length, ...] without a copy.
+Sequences of one length (and one way through attention) stand next to each other: a Group of them is a slice
+of the packed tokens and becomes [sequences, length, ...] without a copy. A Bucket takes those of similar
+length together, for attention alone.
 """
 
 from __future__ import annotations

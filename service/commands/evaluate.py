@@ -87,5 +87,6 @@ def _show(report: ClassificationReport) -> None:
     table.add_row("reused heads", "", f"{report.reused_heads} of {report.heads}")
     table.add_row("threshold θ", "", f"{report.threshold:.4f}")
     table.add_row("seconds (median)", f"{report.full_seconds:.3f}", f"{report.reuse_seconds:.3f}")
+    table.add_row("of which search", "", f"{report.search_seconds:.3f}")
     table.add_row("speed-up, all traffic", "", f"{report.speedup:.3f}")
     Console(highlight=False).print(table)
