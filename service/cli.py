@@ -8,6 +8,7 @@ import click
 
 from attncache_core import AttnCacheError
 from service import __version__
+from service.commands.bench import bench
 from service.commands.build import build, inspect, verify
 from service.commands.evaluate import evaluate
 from service.commands.fit import fit
@@ -43,5 +44,5 @@ def main() -> None:
     """Prefill-only transformer inference that reuses attention maps."""
 
 
-for command in (serve, build, inspect, verify, fit, evaluate):
+for command in (serve, build, inspect, verify, fit, evaluate, bench):
     main.add_command(command)
