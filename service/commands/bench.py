@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import click
 
+from service.commands.bench_http import bench_http
+
 
 @click.group("bench")
 def bench() -> None:
     """Measure speed and memory, beside what one would use instead."""
+
+
+bench.add_command(bench_http)
