@@ -10,6 +10,7 @@ import attncache_core.openmp  # noqa: F401 - before anything that loads torch
 from attncache_core.attention_maps.builder import BuildOptions, Progress, build_database
 from attncache_core.attention_maps.database import AttentionDatabase, Manifest
 from attncache_core.attention_maps.default import build_default_database
+from attncache_core.attention_maps.fetch import Fetch
 from attncache_core.attention_maps.search import Outcome
 from attncache_core.checkpoint import DEFAULT_MODEL, Checkpoint, find_checkpoint
 from attncache_core.classifier import LinearClassifier, fit_classifier
@@ -38,6 +39,7 @@ __all__ = [
     "CorpusSentence",
     "CorruptDatabase",
     "DatabaseRefused",
+    "Fetch",
     "InputTooLong",
     "InvalidInput",
     "LinearClassifier",

@@ -14,14 +14,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from attncache_core import native
+from attncache_core.attention_maps.cost import CostModel, cost_model
 from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.fetch import Fetch
 from attncache_core.attention_maps.search import Outcome, ReusePlan, no_reuse
 from attncache_core.checkpoint import Checkpoint, Task
 from attncache_core.classifier import LinearClassifier
 from attncache_core.errors import InvalidInput, NoClassifier
 from attncache_core.forward import forward, hits_first
+from attncache_core.memory import keep_freed_memory
 from attncache_core.models import PackedModel, load_model
 from attncache_core.outputs import normalize
+from attncache_core.processor import processor_name
 from attncache_core.threads import limit_faiss, limit_threads
 from attncache_core.tokenizer import TextTokenizer
 from attncache_core.tokens import TokenBatch, pack
@@ -55,6 +60,7 @@ class PrefillEngine:
         threads: int,
         database: AttentionDatabase | None = None,
         classifier: LinearClassifier | None = None,
+        fetch: Fetch = Fetch.AUTO,
     ) -> None:
         self.checkpoint = checkpoint
         self.model = model
@@ -63,6 +69,8 @@ class PrefillEngine:
         self.threads = threads
         self.database = database
         self.classifier = classifier
+        self.fetch = fetch
+        self.costs: CostModel | None = None  # without one, every length is searched
         self._segments = database.search.store.segments if database else {}
         self.task: Task = checkpoint.task
         self.max_tokens = tokenizer.max_tokens
@@ -76,13 +84,16 @@ class PrefillEngine:
         dtype: Dtype = "auto",
         threads: int | None = None,
         classifier: LinearClassifier | None = None,
+        fetch: Fetch = Fetch.AUTO,
     ) -> PrefillEngine:
         """Load and pack the checkpoint's weights.
 
         dtype: "auto" (bfloat16 where the processor multiplies it, else float32), "bfloat16", "float32".
         threads: for torch and Faiss, of the whole process; None: all that the process may use.
+        fetch: how the maps of hits get into their product.
         Raises UnsupportedModel, and DatabaseRefused if database or classifier are of another model.
         """
+        keep_freed_memory()
         count = limit_threads(threads)
         if database:
             database.require_fingerprint(checkpoint.fingerprint(), checkpoint.name)
@@ -105,6 +116,7 @@ class PrefillEngine:
             threads=count,
             database=database,
             classifier=classifier,
+            fetch=fetch,
         )
 
     @property
@@ -159,7 +171,8 @@ class PrefillEngine:
         plan = self._plan(batch, hidden, np.asarray(reuse, dtype=bool)[batch.order])
         search_seconds = time.perf_counter() - searched
         batch, hidden, plan = hits_first(batch, hidden, plan)
-        outputs = self.model.outputs(forward(self.model, batch, hidden, plan, self._segments), batch)
+        hidden = forward(self.model, batch, hidden, plan, self._segments, self.fetch)
+        outputs = self.model.outputs(hidden, batch)
         rows = outputs.representation if outputs.logits is None else outputs.logits
         return PrefillResult(
             outputs=batch.in_callers_order(rows.numpy()),
@@ -171,6 +184,24 @@ class PrefillEngine:
             corrupt_records=plan.corrupt_records,
         )
 
+    def weigh_costs(self) -> None:
+        """From now on, leave lengths unsearched where reuse cannot pay on this machine.
+
+        The cost model is the one kept with the database, or measured now, in a second or two.
+        """
+        if self.database:
+            circumstances = {
+                **{"processor": processor_name(), "threads": self.threads, "dtype": str(self.dtype)},
+                **{"kernel": native.level(), "torch": torch.__version__, "fetch": self.fetch},
+                **{
+                    "fingerprint": self.database.manifest.fingerprint,
+                    "mask": list(self.database.mask.reused),
+                },
+            }
+            self.costs = cost_model(
+                self.model, self.database.search, self.database.folder, circumstances, self.fetch
+            )
+
     def info(self) -> dict[str, Any]:
         """What is loaded, for people and /info."""
         return {
@@ -181,13 +212,17 @@ class PrefillEngine:
             "max_tokens": self.max_tokens,
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": self.threads,
+            "attention": native.level() or "torch",
+            "fetch": self.fetch,
+            "costs": self.costs.info() if self.costs else None,
             "database": self.database.info() if self.database else None,
         }
 
     def _plan(self, batch: TokenBatch, hidden: torch.Tensor, allowed: np.ndarray) -> ReusePlan:
         if self.database is None or not allowed.any():
             return no_reuse(len(batch.lengths))
-        return self.database.search.plan(batch, hidden, allowed)
+        pays = self.costs.pays if self.costs else lambda _: True
+        return self.database.search.plan(batch, hidden, allowed, pays)
 
 
 def resolve_dtype(name: Dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from attncache_core import DEFAULT_MODEL
+from attncache_core import DEFAULT_MODEL, Fetch
 from attncache_core.engine import Dtype
 from service.errors import InvalidSettings
 
@@ -47,6 +47,10 @@ class Settings(BaseModel):
         min_length=1,
         description="Heads to reuse (all, layers:0-3), instead of the database's own.",
     )
+    search_always: bool = Field(
+        False, description="Search every text, also of lengths at which reuse is measured not to pay."
+    )
+    fetch: Fetch = Field(Fetch.AUTO, description="How the maps of hits are read; auto takes the fastest.")
     classifier: Path | None = Field(None, description="Fitted classifier to serve on the embeddings.")
     dtype: Dtype = Field("auto", description="Compute dtype; auto takes what this processor is best at.")
     threads: int | None = Field(

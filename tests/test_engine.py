@@ -10,6 +10,7 @@ from core_reference import FLOAT32, reference_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncache_core import native
 from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.search import Outcome
 from attncache_core.checkpoint import read_checkpoint
@@ -163,6 +164,9 @@ def test_info_names_model_dtype_threads_and_database(tiny_checkpoint, tiny_engin
         "max_tokens": 512,
         "dtype": "float32",
         "threads": 1,
+        "attention": native.level() or "torch",
+        "fetch": "auto",
+        "costs": None,
         "database": engine.database.info(),
     }
     assert tiny_engine.info()["database"] is None

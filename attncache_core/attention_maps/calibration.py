@@ -109,7 +109,7 @@ def _layer(
         maps = layer.attention_maps(by_sequence(query, group), by_sequence(key, group))
         on_maps(group, maps)
         found = apply_maps(maps, by_sequence(value, group))
-        by_sequence(context, group).copy_(found.transpose(1, 2))
+        by_sequence(context, group).copy_(found)
     return layer.finish(hidden, context)
 
 

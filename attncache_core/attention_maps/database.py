@@ -177,8 +177,8 @@ class AttentionDatabase:
         """
         wrong = []
         for length, segment in self.search.store.segments.items():
-            damaged = [record for record in range(len(segment)) if not segment.is_sound(record)]
-            if damaged:
+            damaged = np.flatnonzero(~segment.are_sound(np.arange(len(segment))))
+            if len(damaged):
                 wrong.append(f"length {length}: {len(damaged)} damaged records, the first is {damaged[0]}")
             if not np.isin(segment.kinds, list(RecordKind)).all():
                 wrong.append(f"length {length}: a record of an unknown kind")

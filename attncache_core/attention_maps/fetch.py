@@ -1,58 +1,141 @@
-"""From records to context: maps @ V for hits, straight from the mapped file.
+"""From records to context: maps @ V for the hits of a batch, straight from the mapped file.
 
-Records lie scattered in their file. Either their maps are gathered into one batch tensor (one copy, one
-product), or each record's view is multiplied by itself (no copy, a product each): the same values.
+Records lie scattered in their files. There are four ways to multiply them:
+
+    in place   the compiled kernel reads each record where it lies; sequences that share one are one product
+    gather     the records of one length are copied into one tensor: one copy, one product
+    views      a product for each record, on a view of the file: no copy, many small products
+    mapped     the papers' way: each record's pages are mapped side by side in one range of addresses
+
+All give the same values. `Fetch.AUTO` takes what is fastest (docs/benchmarks.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import ExitStack
+from enum import StrEnum
+from types import TracebackType
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 
+from attncache_core import native
+from attncache_core.attention_maps.mapped import map_side_by_side
 from attncache_core.attention_maps.store import Segment
-from attncache_core.models.attention import apply_maps, product_dtype
+from attncache_core.models.attention import apply_maps
 
-# Measured with 12 heads of 32 on 2 cores: a product costs about 15 µs to start, so at 16 and 32 tokens
-# gathering is 3 to 7 times faster; at 128 tokens the views are, by a third.
-VIEWS_FROM_LENGTH = 96
+# Where nothing is compiled: a product costs some 15 µs to start, so that short maps are gathered sooner.
+_VIEWS_FROM = 96
+
+
+class Fetch(StrEnum):
+    """How the maps of hits get into their product."""
+
+    AUTO = "auto"
+    IN_PLACE = "in-place"
+    GATHER = "gather"
+    VIEWS = "views"
+    MAPPED = "mapped"
 
 
 class RecordGroup(NamedTuple):
     """The records that serve neighbouring sequences of one length."""
 
     segment: Segment
-    records: torch.Tensor  # int64 [sequences]
+    records: np.ndarray  # int64 [sequences]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the sequences."""
+        return len(self.records) * self.segment.length
 
 
-def reused_context(
-    groups: Sequence[RecordGroup], layer: int, heads: int, value: torch.Tensor
-) -> torch.Tensor:
-    """maps @ V of the first `heads` heads of a layer: V [n, L, heads, d] -> context [n, heads, L, d].
+class HitRecords:
+    """The records of a batch's hits, which are its first sequences, group after group.
 
-    The groups' records serve the n sequences in turn. A sequence shorter than L has zeros where its maps
-    end. Maps are converted to the product's dtype if they differ.
+    A context manager: what is mapped for the batch is unmapped when it is left.
     """
-    length = value.shape[1]
-    if len(groups) == 1 and groups[0].segment.length == length:
-        return _context_of_one_length(groups[0], layer, heads, value)
-    maps = torch.zeros(len(value), heads, length, length, dtype=product_dtype(length, value.dtype))
-    first = 0
-    for segment, records in groups:
-        own = maps[first : first + len(records), :, : segment.length, : segment.length]
-        own.copy_(segment.gather_layer_maps(records, layer, heads))
-        first += len(records)
-    return apply_maps(maps, value)
+
+    def __init__(self, groups: Sequence[RecordGroup], fetch: Fetch = Fetch.AUTO) -> None:
+        self._groups = groups
+        self._fetch = fetch
+        self._kernel = native.kernel() if fetch in (Fetch.AUTO, Fetch.IN_PLACE) else None
+        self._mapped: dict[int, torch.Tensor] = {}  # group -> numbers of its records [sequences, ...]
+        self._open = ExitStack()
+        self.count = sum(len(group.records) for group in groups)  # hits
+        if not groups:
+            return
+        hits = [len(group.records) for group in groups]
+        lengths = np.repeat(np.array([g.segment.length for g in groups], dtype=np.int64), hits)
+        self._squares = lengths**2
+        self._offsets = np.concatenate(([0], np.cumsum(lengths)))
+        self._addresses = np.concatenate([g.segment.addresses(g.records) for g in groups])
+        # Hits of one record are neighbours, and each run of them is one product.
+        self._runs = np.flatnonzero(np.diff(self._addresses, prepend=-1, append=-1))
+
+    def __enter__(self) -> Self:
+        if self._fetch is Fetch.MAPPED:
+            for number, (segment, records) in enumerate(self._groups):
+                mapped = self._open.enter_context(map_side_by_side(segment, records))
+                if mapped is not None:
+                    self._mapped[number] = mapped
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # The views go before what they look at.
+        self._mapped.clear()
+        self._open.close()
+
+    def apply(self, layer: int, value: torch.Tensor, context: torch.Tensor) -> None:
+        """Write maps @ V of the first heads of a layer to the hits' tokens of `context`.
+
+        value, context: [tokens, heads, d] of the whole batch, as many heads as are reused. Maps of another
+        dtype than theirs are converted.
+        """
+        if not self._groups:
+            return
+        if self._kernel and self._kernel.takes(value):
+            layout = self._groups[0].segment.layout
+            start = 2 * layout.heads_before(layer)
+            addresses = self._addresses + start * self._squares
+            self._kernel.apply_maps(addresses, layout.dtype, self._runs, value, self._offsets, context)
+            return
+        first = 0
+        for number, group in enumerate(self._groups):
+            tokens = slice(first, first + group.tokens)
+            shape = (len(group.records), group.segment.length)
+            context[tokens] = self._product(number, layer, value[tokens].unflatten(0, shape)).flatten(0, 1)
+            first = tokens.stop
+
+    def _product(self, number: int, layer: int, value: torch.Tensor) -> torch.Tensor:
+        """maps @ V [n, L, heads, d] of one group, with torch's operators: the context, of the same shape."""
+        segment, records = self._groups[number]
+        heads = value.shape[2]
+        if number in self._mapped:
+            return _product_by_head(segment.part(self._mapped[number], layer, heads), value)
+        if self._fetch is Fetch.VIEWS or (self._fetch is not Fetch.GATHER and segment.length >= _VIEWS_FROM):
+            return torch.cat(
+                [
+                    apply_maps(segment.layer_maps(record, layer, heads)[None].to(value.dtype), own)
+                    for record, own in zip(records.tolist(), value.split(1), strict=True)
+                ]
+            )
+        maps = segment.gather_layer_maps(torch.from_numpy(records), layer, heads)
+        return apply_maps(maps.to(value.dtype), value)
 
 
-def _context_of_one_length(group: RecordGroup, layer: int, heads: int, value: torch.Tensor) -> torch.Tensor:
-    segment, records = group
-    dtype = product_dtype(segment.length, value.dtype)
-    if segment.length < VIEWS_FROM_LENGTH:
-        return apply_maps(segment.gather_layer_maps(records, layer, heads).to(dtype), value)
-    products = [
-        apply_maps(segment.layer_maps(record, layer, heads)[None].to(dtype), value[row : row + 1])
-        for row, record in enumerate(records.tolist())
-    ]
-    return torch.cat(products)
+def _product_by_head(maps: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """maps [n, h, L, L] @ V [n, L, h, d], head by head.
+
+    The maps of n records lie further apart than those of a record's heads: one product of all would copy
+    them first, since its operator takes one step between matrices.
+    """
+    products = [torch.bmm(maps[:, head].to(value.dtype), value[:, :, head]) for head in range(value.shape[2])]
+    return torch.stack(products, dim=2)

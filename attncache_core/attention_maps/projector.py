@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import nn
 
+from attncache_core.models.linear import PackedLinear
 from attncache_core.tokens import Group
 
 _TOKEN_FEATURES = 32
@@ -26,6 +28,7 @@ class FeatureProjector(nn.Module):
         super().__init__()
         self.max_length = max_length
         self.token = nn.Linear(hidden_size, _TOKEN_FEATURES)
+        self._first_layer: Callable[[torch.Tensor], torch.Tensor] = self._plain_first_layer
         self.position = nn.Parameter(torch.empty(max_length, _TOKEN_FEATURES, dimensions))
         # As if the second layer had as many inputs as a sentence of common length gives it.
         nn.init.normal_(self.position, std=(16 * _TOKEN_FEATURES) ** -0.5)
@@ -33,14 +36,23 @@ class FeatureProjector(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, L, hidden], L at most `max_length` -> features [n, dimensions]."""
         n, length, _ = x.shape
-        tokens = nn.functional.gelu(self.token(x.float()))
+        tokens = self._plain_first_layer(x.float())
         return tokens.reshape(n, -1) @ self.position[:length].flatten(0, 1)
 
+    def _plain_first_layer(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(self.token(x))
+
     @torch.inference_mode()
-    def project(self, hidden: torch.Tensor, group: Group) -> np.ndarray:
-        """Features float32 [n, dimensions] of a group of a packed batch's hidden states [tokens, hidden]."""
-        features: torch.Tensor = self(hidden[group.tokens].view(group.count, group.length, -1))
-        return features.numpy()
+    def project(self, hidden: torch.Tensor, groups: Sequence[Group]) -> list[np.ndarray]:
+        """Features float32 [n, dimensions] of each group of a packed batch's hidden states [tokens, hidden].
+
+        The first layer runs once for all tokens.
+        """
+        tokens = self._first_layer(hidden.float())
+        return [
+            (tokens[group.tokens].view(group.count, -1) @ self.position[: group.length].flatten(0, 1)).numpy()
+            for group in groups
+        ]
 
     def to_bytes(self) -> bytes:
         """The weights as the content of a safetensors file."""
@@ -53,4 +65,6 @@ class FeatureProjector(nn.Module):
         max_length, _, dimensions = weights["position"].shape
         projector = cls(weights["token.weight"].shape[1], max_length, dimensions)
         projector.load_state_dict(weights)
-        return projector.eval().requires_grad_(False)
+        projector.eval().requires_grad_(False)
+        projector._first_layer = PackedLinear(projector.token.weight, projector.token.bias, "gelu")
+        return projector

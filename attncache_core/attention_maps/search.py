@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -20,6 +21,7 @@ class Outcome(StrEnum):
     HIT = "hit"  # some of its heads came from a record
     MISS = "miss"  # searched, and no record was near enough
     NOT_SEARCHED = "not_searched"  # reuse was declined, or no record of its length exists
+    CANNOT_PAY = "cannot_pay"  # not searched, since at its length a search costs more than a hit saves
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class ReusePlan:
 
     records: np.ndarray  # int64 [sequences], -1 for none
     similarities: np.ndarray  # float32 [sequences], nan where nothing was searched
+    cannot_pay: np.ndarray  # bool [sequences], left out for their length
     corrupt_records: int = 0  # records that were found damaged; their sequences are misses
 
     @property
@@ -40,16 +43,24 @@ class ReusePlan:
         outcomes = np.full(len(self.records), Outcome.MISS, dtype=object)
         outcomes[self.hits] = Outcome.HIT
         outcomes[np.isnan(self.similarities)] = Outcome.NOT_SEARCHED
+        outcomes[self.cannot_pay] = Outcome.CANNOT_PAY
         return outcomes
 
     def reordered(self, permutation: np.ndarray) -> ReusePlan:
         """The plan of the batch whose packed sequences were permuted alike."""
-        return ReusePlan(self.records[permutation], self.similarities[permutation], self.corrupt_records)
+        return ReusePlan(
+            self.records[permutation],
+            self.similarities[permutation],
+            self.cannot_pay[permutation],
+            self.corrupt_records,
+        )
 
 
 def no_reuse(sequences: int) -> ReusePlan:
     """The plan that computes everything."""
-    return ReusePlan(np.full(sequences, -1), np.full(sequences, np.nan, dtype=np.float32))
+    return ReusePlan(
+        np.full(sequences, -1), np.full(sequences, np.nan, dtype=np.float32), np.zeros(sequences, dtype=bool)
+    )
 
 
 @dataclass(frozen=True)
@@ -61,35 +72,48 @@ class SearchEngine:
     store: AttentionMapStore
     threshold: float
 
-    def plan(self, batch: TokenBatch, hidden: torch.Tensor, allowed: np.ndarray) -> ReusePlan:
+    def plan(
+        self,
+        batch: TokenBatch,
+        hidden: torch.Tensor,
+        allowed: np.ndarray,
+        pays: Callable[[int], bool] = lambda _: True,
+    ) -> ReusePlan:
         """The reuse plan of a batch from the input of its first layer [tokens, hidden].
 
-        allowed: bool [sequences], for each packed sequence whether reuse may be tried. One whose tokens are
-        recorded has similarity 1. A record that fails its checksum serves nobody.
+        allowed: bool [sequences], for each packed sequence whether reuse may be tried. pays: whether it is
+        worth a search at this length. One whose tokens are recorded has similarity 1. A record that fails
+        its checksum serves nobody.
         """
         plan = no_reuse(len(batch.lengths))
+        groups = [group for group in batch.groups() if group.length in self.index]
+        asked = [group for group in groups if allowed[group.sequences].any() and pays(group.length)]
+        for group in groups:
+            if not pays(group.length):
+                plan.cannot_pay[group.sequences] = allowed[group.sequences]
         corrupt = 0
-        for group in batch.groups():
-            asked = np.flatnonzero(allowed[group.sequences])
-            if not len(asked) or group.length not in self.index:
-                continue
-            features = self.projector.project(hidden, group)[asked]
-            found, distances = self.index.nearest(group.length, features)
-            similarities = 1.0 - distances
-            for place, record in enumerate(found.tolist()):
-                sequence = group.first + int(asked[place])
-                # A self-hit's distance is zero but for rounding, which differs between batches.
-                if similarities[place] > _SURELY_OTHER:
-                    recorded = self._is_recorded(batch, sequence, group, record)
-                    similarities[place] = 1.0 if recorded else min(similarities[place], MOST_SIMILAR_OTHER)
-                plan.similarities[sequence] = similarities[place]
-                if similarities[place] < self.threshold:
-                    continue
-                if self.store.segments[group.length].is_sound(record):
-                    plan.records[sequence] = record
-                else:
-                    corrupt += 1
-        return ReusePlan(plan.records, plan.similarities, corrupt)
+        for group, features in zip(
+            asked, self.projector.project(hidden, asked) if asked else [], strict=True
+        ):
+            corrupt += self._search(batch, group, features, allowed[group.sequences], plan)
+        return replace(plan, corrupt_records=corrupt)
+
+    def _search(
+        self, batch: TokenBatch, group: Group, features: np.ndarray, allowed: np.ndarray, plan: ReusePlan
+    ) -> int:
+        """Enter what was found for a group into the plan; answers how many records were corrupt."""
+        sequences = group.first + np.flatnonzero(allowed)
+        found, distances = self.index.nearest(group.length, features[allowed])
+        similarities = 1.0 - distances
+        # A self-hit's distance is zero but for rounding, which differs between batches.
+        for place in np.flatnonzero(similarities > _SURELY_OTHER).tolist():
+            recorded = self._is_recorded(batch, int(sequences[place]), group, int(found[place]))
+            similarities[place] = 1.0 if recorded else min(similarities[place], MOST_SIMILAR_OTHER)
+        plan.similarities[sequences] = similarities
+        near = similarities >= self.threshold
+        sound = self.store.segments[group.length].are_sound(found[near])
+        plan.records[sequences[near]] = np.where(sound, found[near], -1)
+        return int((~sound).sum())
 
     def _is_recorded(self, batch: TokenBatch, sequence: int, group: Group, record: int) -> bool:
         start = int(batch.offsets[sequence])

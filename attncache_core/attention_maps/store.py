@@ -57,9 +57,9 @@ class RecordLayout:
         """Bytes of a record in its file, padding included."""
         return _whole_pages(self.elements(length) * 2)
 
-    def layer_start(self, layer: int, length: int) -> int:
-        """Index of a layer's first number in a record."""
-        return sum(self.stored_heads[:layer]) * length * length
+    def heads_before(self, layer: int) -> int:
+        """Maps of a record that stand before those of a layer."""
+        return sum(self.stored_heads[:layer])
 
 
 def token_digest(ids: Sequence[int]) -> bytes:
@@ -138,7 +138,7 @@ class Segment:
         self._checked = np.zeros(len(self._table), dtype=bool)
         self._sound = np.ones(len(self._table), dtype=bool)
         # Copy-on-write, since torch has no read-only tensors; nothing ever writes.
-        mapped = np.memmap(path, dtype=np.int16, mode="c", offset=_records_start(len(self._table)))
+        mapped = np.memmap(path, dtype=np.int16, mode="c", offset=self.records_start)
         self._maps = torch.from_numpy(mapped).view(layout.dtype).view(len(self._table), -1)
 
     def __len__(self) -> int:
@@ -155,31 +155,48 @@ class Segment:
         """Bytes of the segment's file."""
         return _records_start(len(self._table)) + len(self._table) * self.layout.record_bytes(self.length)
 
+    @property
+    def records_start(self) -> int:
+        """Byte of the file at which the first record begins."""
+        return _records_start(len(self._table))
+
     def holds_tokens(self, record: int, ids: Sequence[int]) -> bool:
         """Whether the record was made from exactly these token ids."""
         return bool(self._table["tokens"][record].tobytes() == token_digest(ids))
 
-    def is_sound(self, record: int) -> bool:
-        """Whether the record's maps are those that were written; the file is read at the first asking."""
-        if not self._checked[record]:
+    def are_sound(self, records: np.ndarray) -> np.ndarray:
+        """Whether the maps of these records (int64 [n]) are those that were written: bool [n].
+
+        The file is read when a record is first asked for.
+        """
+        for record in records[~self._checked[records]].tolist():
             content = self._maps[record, : self.layout.elements(self.length)].view(torch.int16).numpy()
             self._sound[record] = zlib.crc32(content.data) == self._table["checksum"][record]
             self._checked[record] = True
-        return bool(self._sound[record])
+        return self._sound[records]
+
+    def addresses(self, records: np.ndarray) -> np.ndarray:
+        """Where these records (int64 [n]) begin in the process' memory, int64 [n]."""
+        return self._maps.data_ptr() + records * self.layout.record_bytes(self.length)
 
     def layer_maps(self, record: int, layer: int, heads: int) -> torch.Tensor:
         """The first `heads` stored maps of a layer of one record, [heads, L, L]: a view on the file."""
-        return self._layer(layer, heads)[record].view(heads, self.length, self.length)
+        return self.part(self._maps[record, None], layer, heads)[0]
 
     def gather_layer_maps(self, records: torch.Tensor, layer: int, heads: int) -> torch.Tensor:
         """Those of several records (int64 [n]) as one tensor [n, heads, L, L]: one copy out of the file."""
-        gathered = self._layer(layer, heads).index_select(0, records)
-        return gathered.view(len(records), heads, self.length, self.length)
+        return (
+            self.part(self._maps, layer, heads)
+            .flatten(1)
+            .index_select(0, records)
+            .unflatten(1, (heads, self.length, self.length))
+        )
 
-    def _layer(self, layer: int, heads: int) -> torch.Tensor:
-        """[records, heads * L * L], a view."""
-        start = self.layout.layer_start(layer, self.length)
-        return self._maps[:, start : start + heads * self.length**2]
+    def part(self, records: torch.Tensor, layer: int, heads: int) -> torch.Tensor:
+        """The first `heads` maps of a layer in whole records [n, numbers]: a view [n, heads, L, L]."""
+        square = self.length**2
+        start = self.layout.heads_before(layer) * square
+        return records[:, start : start + heads * square].unflatten(1, (heads, self.length, self.length))
 
 
 class AttentionMapStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ from attncache_core.models.bert import BertEncoder
 from attncache_core.models.layer import AttentionLayer, Outputs, PackedModel, Projection
 from attncache_core.outputs import pool
 
+# transformers sets the process' default dtype while it loads: two models at once would mix theirs.
+_LOADING = threading.Lock()
 FAMILIES = {"bert": BertEncoder}
 
 __all__ = ["FAMILIES", "AttentionLayer", "Outputs", "PackedModel", "Projection", "load_model", "model_shape"]
@@ -60,9 +63,10 @@ def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     loader: Any = AutoModelForSequenceClassification if checkpoint.task == "classify" else AutoModel
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model, report = loader.from_pretrained(
-            checkpoint.folder, dtype=dtype, use_safetensors=True, output_loading_info=True
-        )
+        with _LOADING:
+            model, report = loader.from_pretrained(
+                checkpoint.folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
     except Exception as error:
         # safetensors' and transformers' errors share no base class.
         raise UnsupportedModel(

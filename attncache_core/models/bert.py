@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from attncache_core.models import attention
 from attncache_core.models.layer import Outputs, Pool, Projection
-from attncache_core.models.linear import PackedLinear, packed
+from attncache_core.models.linear import Norm, PackedLinear, packed
 from attncache_core.tokens import TokenBatch
 
 
@@ -29,11 +30,11 @@ class BertLayer:
         self._always = _joined((attend.value, rows), (attend.query, computed), (attend.key, computed))
         self._misses = _joined((attend.query, reused), (attend.key, reused)) if reused_heads else None
         self._output = PackedLinear(output.dense.weight[:, rows], output.dense.bias)
-        self._attention_norm: nn.LayerNorm = output.LayerNorm
+        self._attention_norm = Norm(output.LayerNorm)
         activation, name = module.intermediate.intermediate_act_fn, attend.config.hidden_act
         self._up = packed(module.intermediate.dense, name, activation)
         self._down = packed(module.output.dense)
-        self._norm: nn.LayerNorm = module.output.LayerNorm
+        self._norm = Norm(module.output.LayerNorm)
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` itself: BERT normalises after attention."""
@@ -57,15 +58,36 @@ class BertLayer:
         return attention.attention_maps(query, key, self._scale)
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        offsets: np.ndarray,
+        context: torch.Tensor,
+    ) -> None:
         """See AttentionLayer."""
-        return attention.attend(query, key, value, self._scale, mask)
+        attention.attend(query, key, value, offsets, self._scale, context)
 
     def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """See AttentionLayer."""
         hidden = self._attention_norm(self._output(context.flatten(1), hidden))
         return self._norm(self._down(self._up(hidden), hidden))
+
+
+class _Embeddings:
+    """Words and positions, summed and normalised. Every token is of the first type."""
+
+    def __init__(self, module: Any) -> None:
+        self._words: torch.Tensor = module.word_embeddings.weight
+        types = module.token_type_embeddings.weight
+        positions = module.position_embeddings.weight.float() + types[0].float()
+        self._positions = positions.to(self._words.dtype)
+        self._norm = Norm(module.LayerNorm)
+
+    def __call__(self, batch: TokenBatch) -> torch.Tensor:
+        """The first layer's input, [tokens, hidden]."""
+        embedded = torch.embedding(self._words, batch.ids)
+        return self._norm(embedded.add_(torch.embedding(self._positions, batch.positions)))
 
 
 class BertEncoder:
@@ -80,15 +102,14 @@ class BertEncoder:
             BertLayer(module, order, reused)
             for module, order, reused in zip(bert.encoder.layer, head_order, reused_heads, strict=True)
         ]
-        self._embeddings: nn.Module = bert.embeddings
+        self._embeddings = _Embeddings(bert.embeddings)
         self._pool = pool
         self._pooler: nn.Module | None = bert.pooler
         self._classifier: nn.Module | None = getattr(model, "classifier", None)
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
         """See PackedModel."""
-        embedded: torch.Tensor = self._embeddings(batch.ids[None], position_ids=batch.positions[None])
-        return embedded[0]
+        return self._embeddings(batch)
 
     def outputs(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
         """See PackedModel."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from attncache_core.tokens import TokenBatch
@@ -38,6 +39,7 @@ class AttentionLayer(Protocol):
     """One layer on packed tokens."""
 
     heads: int
+    head_dim: int
     reused_heads: int
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -60,11 +62,16 @@ class AttentionLayer(Protocol):
         ...
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The context [n, h, L, d] of n sequences of similar length from their Q, K and V [n, L, h, d].
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        offsets: np.ndarray,
+        context: torch.Tensor,
+    ) -> None:
+        """Write maps @ V of packed sequences to `context`, the maps computed; all tensors [tokens, h, d].
 
-        mask: float32 [n, 1, L], -inf for the keys that only fill a shorter sequence up; None if none does.
+        offsets: int64 [sequences + 1], the first token of each sequence.
         """
         ...
 

@@ -40,6 +40,9 @@ class PackedLinear:
         self.outputs, self.inputs = weight.shape
         self._bias = None if bias is None else bias.detach().contiguous()
         self._activation = activation
+        # oneDNN's name of the activation, its numbers (none) and its algorithm.
+        name, algorithm = _FUSED[activation] if activation else ("none", "")
+        self._fused: tuple[str, list[float], str] = (name, [], algorithm)
         self._packs = weight.device.type == "cpu" and torch._C._has_mkldnn
         weight = weight.detach().contiguous()
         self._weight = (
@@ -55,9 +58,19 @@ class PackedLinear:
         if residual is not None:
             summed: torch.Tensor = _BINARY(x, residual, self._weight, self._bias, "add")
             return summed
-        name, algorithm = _FUSED[self._activation] if self._activation else ("none", "")
-        product = _UNARY(x, self._weight, self._bias, name, [], algorithm)
+        product = _UNARY(x, self._weight, self._bias, *self._fused)
         return product
+
+
+class Norm:
+    """The layer norm of a module, its weights at hand: the module's own call costs as much as its work."""
+
+    def __init__(self, module: nn.LayerNorm) -> None:
+        self._arguments = (list(module.normalized_shape), module.weight, module.bias, module.eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, hidden] -> [rows, hidden]."""
+        return torch.layer_norm(x, *self._arguments)
 
 
 class ModuleLinear:

@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from attncache_core.processor import processor_name
+
 _PACKAGES = ("torch", "transformers", "faiss-cpu", "onnxruntime", "openvino", "sentence-transformers")
 
 
@@ -23,7 +25,7 @@ def machine(threads: int) -> dict[str, str | int]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return {"processor": _processor(), "threads": threads, **versions}
+    return {"processor": processor_name(), "threads": threads, **versions}
 
 
 def show_machine(facts: Mapping[str, Any]) -> None:
@@ -45,14 +47,3 @@ def write_json(path: Path | None, report: Mapping[str, Any]) -> None:
     """Keep the report, if a file was asked for."""
     if path:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _processor() -> str:
-    """The processor's name as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

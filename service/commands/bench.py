@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from service.commands.bench_engine import engine
 from service.commands.bench_http import bench_http
 
 
@@ -12,4 +13,5 @@ def bench() -> None:
     """Measure speed and memory, beside what one would use instead."""
 
 
+bench.add_command(engine)
 bench.add_command(bench_http)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -51,4 +52,6 @@ def _metavar(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
     kinds = get_args(annotation) or (annotation,)
+    if issubclass(kinds[0], StrEnum):
+        return "|".join(kinds[0])
     return _METAVARS[kinds[0]]

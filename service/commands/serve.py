@@ -47,13 +47,17 @@ def serve(**values: Any) -> None:
 
 def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
     """The engine that these settings describe; builds the default database on the first start."""
-    return PrefillEngine.load(
+    engine = PrefillEngine.load(
         checkpoint,
         database=_open_database(settings, checkpoint) if settings.reuse else None,
         dtype=settings.dtype,
         threads=settings.threads,
         classifier=LinearClassifier.load(settings.classifier) if settings.classifier else None,
+        fetch=settings.fetch,
     )
+    if not settings.search_always:
+        engine.weigh_costs()
+    return engine
 
 
 def _open_database(settings: Settings, checkpoint: Checkpoint) -> AttentionDatabase:

@@ -36,8 +36,8 @@ def test_features_are_the_formula_in_plain_numpy(projector):
 def test_group_of_a_packed_batch_is_projected_as_its_sequences_alone(projector):
     batch = pack([[1] * length for length in (4, 6, 4, 9, 6, 6)])
     hidden = torch.randn(len(batch.ids), HIDDEN)
-    for group in batch.groups():
-        features = projector.project(hidden, group)
+    groups = batch.groups()
+    for group, features in zip(groups, projector.project(hidden, groups), strict=True):
         assert features.dtype == np.float32
         for row in range(group.count):
             start = group.first_token + row * group.length

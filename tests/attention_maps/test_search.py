@@ -1,6 +1,5 @@
 """Algorithm 1: the plan of a batch against a comparison with every record, and the laws of θ."""
 
-import copy
 import shutil
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.projector import FeatureProjector
 from attncache_core.attention_maps.search import Outcome, ReusePlan, no_reuse
 from attncache_core.tokens import pack
 
@@ -90,7 +90,7 @@ def test_recorded_sequence_has_similarity_one_and_its_own_record(tiny_engine, op
 
 def test_rounding_costs_a_recorded_sequence_nothing(tiny_engine, opened, asked):
     # A projector that is off by a hundred thousandth, more than another batch's order of adding up.
-    projector = copy.deepcopy(opened.search.projector)
+    projector = FeatureProjector.load(opened.folder / "projector.safetensors")
     projector.position.mul_(1 + 1e-5)
     rounded = replace(opened, search=replace(opened.search, projector=projector))
     records, similarities, _ = plan_of(tiny_engine, rounded, asked.sequences, threshold=1.0)
@@ -168,16 +168,22 @@ def test_damaged_record_serves_nobody_and_is_counted(tiny_engine, tiny_database,
 
 
 def test_outcomes_tell_hit_miss_and_not_searched_apart():
-    plan = ReusePlan(np.array([4, -1, -1, 0]), np.array([0.9, 0.3, np.nan, 1.0], np.float32))
-    assert plan.hits.tolist() == [True, False, False, True]
-    assert plan.outcomes().tolist() == [Outcome.HIT, Outcome.MISS, Outcome.NOT_SEARCHED, Outcome.HIT]
+    records = np.array([4, -1, -1, 0, -1])
+    similarities = np.array([0.9, 0.3, np.nan, 1.0, np.nan], np.float32)
+    plan = ReusePlan(records, similarities, cannot_pay=np.array([False] * 4 + [True]))
+    assert plan.hits.tolist() == [True, False, False, True, False]
+    assert plan.outcomes().tolist() == [
+        *(Outcome.HIT, Outcome.MISS, Outcome.NOT_SEARCHED, Outcome.HIT, Outcome.CANNOT_PAY)
+    ]
 
 
 def test_plan_follows_a_permutation_of_its_batch():
-    plan = ReusePlan(np.array([4, -1, 7]), np.array([0.9, 0.3, 0.8], np.float32), corrupt_records=2)
+    cannot_pay = np.array([False, True, False])
+    plan = ReusePlan(np.array([4, -1, 7]), np.array([0.9, 0.3, 0.8], np.float32), cannot_pay, 2)
     moved = plan.reordered(np.array([2, 0, 1]))
     assert moved.records.tolist() == [7, 4, -1]
     assert moved.similarities.tolist() == plan.similarities[[2, 0, 1]].tolist()
+    assert moved.cannot_pay.tolist() == [False, False, True]
     assert moved.corrupt_records == 2
 
 
@@ -185,3 +191,21 @@ def test_plan_without_reuse_serves_nobody():
     plan = no_reuse(3)
     assert plan.outcomes().tolist() == [Outcome.NOT_SEARCHED] * 3
     assert plan.records.tolist() == [-1] * 3
+
+
+def test_a_length_at_which_reuse_cannot_pay_is_not_searched(tiny_engine, opened, asked):
+    batch = pack(asked.sequences)
+    hidden = tiny_engine.model.embed(batch)
+    unpaid = next(length for length in batch.lengths.tolist() if length in opened.search.index)
+    allowed = np.ones(len(batch.lengths), dtype=bool)
+    everywhere = opened.search.plan(batch, hidden, allowed)
+    plan = opened.search.plan(batch, hidden, allowed, pays=lambda length: length != unpaid)
+    left_out = (batch.lengths == unpaid) & np.isin(batch.lengths, list(opened.search.store.segments))
+    assert left_out.any()
+    assert not left_out.all()
+    assert (plan.outcomes()[left_out] == Outcome.CANNOT_PAY).all()
+    assert (plan.outcomes()[~left_out] == everywhere.outcomes()[~left_out]).all()
+    assert plan.records[~left_out].tolist() == everywhere.records[~left_out].tolist()
+    allowed[:] = False
+    plan = opened.search.plan(batch, hidden, allowed, pays=lambda _: False)
+    assert (plan.outcomes() == Outcome.NOT_SEARCHED).all()

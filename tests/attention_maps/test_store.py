@@ -102,7 +102,7 @@ def test_every_record_comes_back_to_the_bit_in_any_layout(layout, length, count,
         assert len(segment) == count
         assert segment.kinds.tolist() == [record.kind for record in records]
         for number, record in enumerate(records):
-            assert segment.is_sound(number)
+            assert segment.are_sound(np.array([number])).all()
             for layer, maps in enumerate(record.maps):
                 for heads in range(len(maps) + 1):
                     view = segment.layer_maps(number, layer, heads)

@@ -91,9 +91,7 @@ def test_changed_byte_in_a_record_condemns_that_record_alone(segment_file, damag
     flip(segment_file, 2 * PAGE + damaged * PAGE + byte)
     segment = Segment(segment_file, LENGTH, LAYOUT)
     for _ in range(2):  # the second answer is remembered
-        assert [segment.is_sound(record) for record in range(COUNT)] == [
-            record != damaged for record in range(COUNT)
-        ]
+        assert segment.are_sound(np.arange(COUNT)).tolist() == [record != damaged for record in range(COUNT)]
 
 
 def test_segment_whose_writing_failed_is_not_finished(tmp_path):

@@ -1,0 +1,146 @@
+"""The cost model: for each length, what a search costs, and what a hit saves.
+
+Measured on the loaded engine at a few lengths, kept beside the database, and asked before each search: where
+a search costs more than a hit could save, reuse cannot pay, and nothing is searched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from attncache_core.attention_maps.fetch import Fetch, HitRecords, RecordGroup
+from attncache_core.attention_maps.search import SearchEngine
+from attncache_core.files import write_whole
+from attncache_core.models import PackedModel
+from attncache_core.tokens import TokenBatch, pack
+
+_MOST_LENGTHS = 8
+_ROUNDS = 7
+_BATCH_TOKENS = 1024
+_BATCH_SEQUENCES = 64
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Microseconds for each sequence, in full batches, at a few of the database's lengths, which rise."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    lengths: tuple[int, ...]  # tokens
+    search: tuple[float, ...]  # projector, index and checks
+    fetch: tuple[float, ...]  # maps @ V of the reused heads, from their records
+    compute: tuple[float, ...]  # the same computed: their Q, K, softmax and product
+
+    def pays(self, length: int) -> bool:
+        """Whether a hit saves more than a search costs; between measured lengths, on the straight line."""
+        gains = np.subtract(self.compute, self.fetch) - self.search
+        return bool(np.interp(length, self.lengths, gains) > 0)
+
+    def info(self) -> dict[str, Any]:
+        """The figures, for people and /info, and for each length whether reuse can pay."""
+        return {**asdict(self), "can_pay": [self.pays(length) for length in self.lengths]}
+
+
+def cost_model(
+    model: PackedModel,
+    search: SearchEngine,
+    folder: Path,
+    circumstances: Mapping[str, Any],
+    fetch: Fetch = Fetch.AUTO,
+) -> CostModel:
+    """The model that was kept in `folder` under the same circumstances (processor, threads, mask, ...).
+
+    Else it is measured, in a second or two, and kept, if the folder can be written to.
+    """
+    path = folder / "cost.json"
+    kept = _read(path)
+    if kept and kept.circumstances == dict(circumstances):
+        return kept.costs
+    costs = measure_costs(model, search, fetch)
+    # A read-only database is measured at each start.
+    with contextlib.suppress(OSError):
+        write_whole(path, TypeAdapter(_Kept).dump_json(_Kept(dict(circumstances), costs), indent=1))
+    return costs
+
+
+@torch.inference_mode()
+def measure_costs(model: PackedModel, search: SearchEngine, fetch: Fetch = Fetch.AUTO) -> CostModel:
+    """Measure full batches of one length at up to eight lengths of the database."""
+    held = sorted(search.store.segments)
+    places = np.linspace(0, len(held) - 1, min(len(held), _MOST_LENGTHS)).round().astype(int)
+    lengths = [held[place] for place in places]
+    measured = [_measure(model, search, length, fetch) for length in lengths]
+    return CostModel(tuple(lengths), *zip(*measured, strict=True))
+
+
+def _measure(
+    model: PackedModel, search: SearchEngine, length: int, fetch: Fetch
+) -> tuple[float, float, float]:
+    """Microseconds a sequence of search, fetch and compute at one length."""
+    count = max(1, min(_BATCH_SEQUENCES, _BATCH_TOKENS // length))
+    batch = pack([[0] * length] * count)
+    hidden = model.embed(batch)
+    segment = search.store.segments[length]
+    records = HitRecords([RecordGroup(segment, np.arange(count) % len(segment))], fetch)
+    steps: dict[str, Callable[[], object]] = {
+        "search": lambda: search.plan(batch, hidden, np.ones(count, dtype=bool)),
+        "fetch": lambda: _fetch(model, hidden, records),
+        "compute": lambda: _compute(model, hidden, batch),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    with records:
+        # In turn, so that a disturbance meets all; the first round reads records from the disk.
+        for _ in range(_ROUNDS + 1):
+            for name, step in steps.items():
+                started = time.perf_counter()
+                step()
+                seconds[name].append(time.perf_counter() - started)
+    search_time, fetch_time, compute_time = (
+        statistics.median(taken[1:]) / count * 1e6 for taken in seconds.values()
+    )
+    return search_time, fetch_time, compute_time
+
+
+def _fetch(model: PackedModel, x: torch.Tensor, records: HitRecords) -> None:
+    for number, layer in enumerate(model.layers):
+        mask = layer.reused_heads
+        if mask:
+            value = x[:, : mask * layer.head_dim].unflatten(1, (mask, -1))
+            records.apply(number, value, torch.empty(value.shape, dtype=x.dtype))
+
+
+def _compute(model: PackedModel, x: torch.Tensor, batch: TokenBatch) -> None:
+    for layer in model.layers:
+        mask = layer.reused_heads
+        if mask:
+            value = x[:, : mask * layer.head_dim].unflatten(1, (mask, -1))
+            query, key = layer.project_reused(x)
+            layer.attend(query, key, value, batch.offsets, torch.empty(value.shape, dtype=x.dtype))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The content of cost.json."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    circumstances: dict[str, Any]
+    costs: CostModel
+
+
+def _read(path: Path) -> _Kept | None:
+    """What was kept; None if nothing was, or it cannot be read: then it is measured anew."""
+    try:
+        return TypeAdapter(_Kept).validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None

@@ -1,0 +1,122 @@
+// Sixteen 32-bit lanes, in the compiler's vector language: one instruction on AVX-512, several elsewhere.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float floats __attribute__((vector_size(64)));
+typedef float floats_unaligned __attribute__((vector_size(64), aligned(4)));
+typedef int32_t words __attribute__((vector_size(64)));
+typedef int32_t words_unaligned __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+typedef uint16_t halves_unaligned __attribute__((vector_size(32), aligned(2)));
+typedef uint16_t halves_twice __attribute__((vector_size(64)));
+typedef _Float16 float16s __attribute__((vector_size(32)));
+
+typedef enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 } number_type;
+
+INLINE size_t number_bytes(number_type type) { return type == FLOAT32 ? 4 : 2; }
+
+INLINE floats every(float x) { return (floats){0} + x; }
+
+// a where the condition holds, else b.
+INLINE floats either(words condition, floats a, floats b) {
+    return (floats)(((words)a & condition) | ((words)b & ~condition));
+}
+
+INLINE floats larger(floats a, floats b) { return either(a > b, a, b); }
+
+// The largest, and the sum, of all lanes: halves folded onto each other.
+#define FOLD(x, with)                                                                                       \
+    x = with(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));        \
+    x = with(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));        \
+    x = with(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));        \
+    x = with(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+
+INLINE floats sum_of_two(floats a, floats b) { return a + b; }
+
+INLINE float largest_lane(floats x) {
+    FOLD(x, larger)
+    return x[0];
+}
+
+INLINE float sum_of_lanes(floats x) {
+    FOLD(x, sum_of_two)
+    return x[0];
+}
+
+// Lane numbers, to tell lanes that hold something from those that fill up.
+INLINE words lanes_below(int count) {
+    const words lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return lane < count;
+}
+
+INLINE floats widened(halves bits, number_type type) {
+    if (type == FLOAT16) return __builtin_convertvector((float16s)bits, floats);
+    return (floats)(__builtin_convertvector(bits, words) << 16);
+}
+
+INLINE floats load(const char *at, number_type type) {
+    if (type == FLOAT32) return *(const floats_unaligned *)at;
+    return widened(*(const halves_unaligned *)at, type);
+}
+
+INLINE floats load_some(const char *at, number_type type, int count) {
+    if (count >= LANES) return load(at, type);
+    char whole[64] __attribute__((aligned(64))) = {0};
+    memcpy(whole, at, (size_t)count * number_bytes(type));
+    return load(whole, type);
+}
+
+// To the nearest bfloat16, ties to even. Only finite numbers come here.
+INLINE halves narrowed(floats x) {
+    words bits = (words)x;
+    bits += 0x7fff + ((bits >> 16) & 1);
+    return __builtin_convertvector(bits >> 16, halves);
+}
+
+INLINE void store_some(char *at, number_type type, floats x, int count) {
+    if (type == FLOAT32) {
+        if (count >= LANES) *(floats_unaligned *)at = x;
+        else memcpy(at, &x, (size_t)count * 4);
+        return;
+    }
+    halves bits = narrowed(x);
+    if (count >= LANES) *(halves_unaligned *)at = bits;
+    else memcpy(at, &bits, (size_t)count * 2);
+}
+
+// e^x for x <= 0, to the last bits of float32: 2^n times a polynomial of what is left, |left| <= 1/2.
+// The coefficients are those of the Taylor series of 2^left, its last one adjusted to the interval.
+INLINE floats exponential(floats x) {
+    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    floats exponent = larger(x, every(-87.0f)) * 1.44269504f;
+    floats whole = exponent + to_integer;
+    words power = (words)whole << 23;
+    floats left = exponent - (whole - to_integer);
+    floats sum = every(1.339887e-3f);
+    sum = sum * left + 9.618437e-3f;
+    sum = sum * left + 5.550339e-2f;
+    sum = sum * left + 2.402265e-1f;
+    sum = sum * left + 6.931472e-1f;
+    sum = sum * left + 1.0f;
+    return (floats)((words)sum + power);
+}
+
+// Sixteen rows of sixteen words become sixteen columns: four rounds of interleaving rows i and i + 8.
+INLINE void transpose(words row[LANES]) {
+    for (int round = 0; round < 4; round++) {
+        words next[LANES];
+        for (int i = 0; i < LANES / 2; i++) {
+            next[2 * i] = __builtin_shufflevector(row[i], row[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5,
+                                                  21, 6, 22, 7, 23);
+            next[2 * i + 1] = __builtin_shufflevector(row[i], row[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12,
+                                                      28, 13, 29, 14, 30, 15, 31);
+        }
+        for (int i = 0; i < LANES; i++) row[i] = next[i];
+    }
+}

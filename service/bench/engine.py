@@ -1,0 +1,117 @@
+"""The engine beside others: thousands of tokens a second, and milliseconds of one short sentence.
+
+Each engine runs in a process of its own, in turn, round after round; figures are medians of all rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from attncache_core.outputs import cosines
+from service.bench.worker import Worker
+
+SHAPES = ((32, 16), (32, 32), (8, 128), (2, 512), (1, 16))
+_REPEAT = 5
+_REFERENCE = "transformers fp32"
+_TEXTS = 32  # in a batch
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one peer."""
+
+    peer: str
+    milliseconds: dict[str, float]  # "32x16" and the like, and "texts" -> median of a batch
+    cosine: float | None  # mean, to the float32 model, over batches of each shape
+
+
+def name_of(shape: tuple[int, int]) -> str:
+    """(32, 16) -> 32x16."""
+    return f"{shape[0]}x{shape[1]}"
+
+
+@contextmanager
+def started(
+    peers: Sequence[str],
+    model: str,
+    threads: int,
+    shapes: Sequence[tuple[int, int]],
+    on_absent: Callable[[str, str], None],
+) -> Iterator[list[Worker]]:
+    """A worker for each peer that can run here; `on_absent` hears of the others and why."""
+    workers: list[Worker] = []
+    try:
+        for peer in peers:
+            worker = Worker(peer, model, threads, shapes)
+            workers.append(worker)
+            if worker.absent:
+                on_absent(peer, worker.absent)
+        yield [worker for worker in workers if not worker.absent]
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def measure(
+    workers: Sequence[Worker],
+    shapes: Sequence[tuple[int, int]],
+    texts: Sequence[str],
+    rounds: int,
+    on_round: Callable[[int, int], None],
+) -> list[Row]:
+    """All workers on all shapes, and on batches of 32 of `texts` if there are any, `rounds` times in turn."""
+    random = np.random.default_rng(0)
+    batches = {name_of(shape): {"tokens": random.integers(2000, 20000, shape).tolist()} for shape in shapes}
+    batches |= {
+        f"texts {number}": {"texts": list(texts[first : first + _TEXTS])}
+        for number, first in enumerate(range(0, len(texts) - _TEXTS + 1, _TEXTS))
+    }
+    taken: dict[tuple[str, str], list[float]] = {}
+    for done in range(rounds):
+        for name, batch in batches.items():
+            for worker in workers:
+                if _takes(worker.peer, batch):
+                    taken.setdefault((worker.peer, name), []).extend(worker.seconds(_REPEAT, **batch))
+        on_round(done + 1, rounds)
+    cosine = _cosines(workers, [batches[name_of(shape)] for shape in shapes])
+    return [Row(w.peer, _medians(taken, w.peer, batches), cosine.get(w.peer)) for w in workers]
+
+
+def _takes(peer: str, batch: dict[str, list[object]]) -> bool:
+    """sentence-transformers takes texts; the others' tokens are what is compared, and our own texts."""
+    if peer == "sentence-transformers":
+        return "texts" in batch
+    return "tokens" in batch or peer in ("attncache bf16", "attncache fp32")
+
+
+def _medians(
+    taken: dict[tuple[str, str], list[float]], peer: str, batches: dict[str, dict[str, list[object]]]
+) -> dict[str, float]:
+    """Milliseconds of each batch; the batches of texts as one, their sum."""
+    medians = {name: statistics.median(taken[peer, name]) * 1e3 for name in batches if (peer, name) in taken}
+    texts = [medians.pop(name) for name in list(medians) if name.startswith("texts")]
+    return medians | ({"texts": sum(texts)} if texts else {})
+
+
+def _cosines(workers: Sequence[Worker], batches: Sequence[dict[str, list[object]]]) -> dict[str, float]:
+    reference = next((worker for worker in workers if worker.peer == _REFERENCE), None)
+    if reference is None:
+        return {}
+    expected = [np.array(reference.embeddings(**batch)) for batch in batches]
+    return {
+        worker.peer: float(
+            np.mean(
+                [
+                    cosines(np.array(worker.embeddings(**batch)), right).mean()
+                    for batch, right in zip(batches, expected, strict=True)
+                ]
+            )
+        )
+        for worker in workers
+        if _takes(worker.peer, batches[0])
+    }

@@ -1,0 +1,73 @@
+"""A database of random sentences, for measuring speed: every head stored and reused, everything hits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from attncache_core.attention_maps.calibration import collect_maps
+from attncache_core.attention_maps.database import Manifest, file_digest, small_files
+from attncache_core.attention_maps.index import FeatureIndex
+from attncache_core.attention_maps.policy import damage_order, even_damage
+from attncache_core.attention_maps.projector import FeatureProjector
+from attncache_core.attention_maps.store import RecordKind, RecordLayout, SegmentWriter, segment_path
+from attncache_core.checkpoint import Checkpoint
+from attncache_core.engine import PrefillEngine
+from attncache_core.tokens import pack
+
+# Short maps: as many records as a well-filled length has. Long ones: what memory keeps at hand.
+_MOST_RECORDS = 1000
+_MOST_BYTES = 600 * 2**20
+EVERYTHING_HITS = -1e9
+
+
+@torch.inference_mode()
+def write_database(folder: Path, checkpoint: Checkpoint, lengths: Sequence[int]) -> None:
+    """Write a database of random token sequences of these lengths to `folder`."""
+    engine = PrefillEngine.load(checkpoint)
+    model, random = engine.model, np.random.default_rng(0)
+    layers, heads = len(model.layers), model.layers[0].heads
+    dtype = torch.bfloat16 if engine.dtype is torch.bfloat16 else torch.float16
+    layout = RecordLayout((heads,) * layers, dtype)
+    projector = FeatureProjector(model.hidden_size, max(lengths))
+    index = FeatureIndex()
+    records = {}
+    for length in lengths:
+        records[length] = max(16, min(_MOST_RECORDS, _MOST_BYTES // layout.record_bytes(length)))
+        features = []
+        with SegmentWriter(segment_path(folder, length), length, records[length], layout) as writer:
+            for _ in range(records[length]):
+                ids = random_sequence(random, length)
+                batch = pack([ids])
+                maps = collect_maps(model, batch)
+                writer.append([layer[0].to(dtype) for (layer,) in maps], ids, RecordKind.STORED)
+                features += projector.project(model.embed(batch), batch.groups())
+        index.add(length, np.concatenate(features))
+    index.write(folder)
+    (folder / "projector.safetensors").write_bytes(projector.to_bytes())
+    damage = even_damage(layers, heads)
+    Manifest(
+        fingerprint=checkpoint.fingerprint(),
+        model=checkpoint.name,
+        dtype="bfloat16" if dtype is torch.bfloat16 else "float16",
+        records=records,
+        stored_heads=layout.stored_heads,
+        damage=tuple(map(tuple, damage.tolist())),
+        head_order=damage_order(damage),
+        reused_heads=layout.stored_heads,
+        threshold=EVERYTHING_HITS,
+        quality={"measured": False},
+        build={"synthetic": True, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
+        files={
+            str(path.relative_to(folder)): file_digest(path) for path in small_files(folder, list(lengths))
+        },
+    ).write(folder)
+
+
+def random_sequence(random: np.random.Generator, length: int) -> list[int]:
+    """Token ids that every BERT vocabulary has, first and last token not special."""
+    return random.integers(2000, 20000, length).tolist()

@@ -1,0 +1,106 @@
+"""One engine in a process of its own, told over its standard input what to time.
+
+Engines in one process disturb each other: their idle threads spin. A line of JSON in, a line of JSON out:
+
+    {"peer": NAME, "model": ..., "threads": 2, "shapes": [[32, 16]]}  ->  {"ready": true} or {"absent": WHY}
+    {"tokens": [[...]], "repeat": 5} or with "texts"                  ->  {"seconds": [...]}
+    {"tokens": [[...]], "repeat": 0} or with "texts"                  ->  {"embeddings": [[...]]}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+_WARM_UPS = 3
+
+
+class Worker:
+    """A peer's process, stopped whenever it is not its turn."""
+
+    def __init__(self, peer: str, model: str, threads: int, shapes: Sequence[tuple[int, int]]) -> None:
+        self.peer = peer
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "service.bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        answer = self._ask({"peer": peer, "model": model, "threads": threads, "shapes": list(shapes)})
+        self.absent: str | None = answer.get("absent")
+
+    def seconds(self, repeat: int, **work: Any) -> list[float]:
+        """Seconds of each repetition of `tokens` or `texts`."""
+        return list(self._ask({**work, "repeat": repeat})["seconds"])
+
+    def embeddings(self, **work: Any) -> list[list[float]]:
+        """The embeddings of `tokens` or `texts`."""
+        return list(self._ask({**work, "repeat": 0})["embeddings"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.send_signal(signal.SIGCONT)
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            return {"absent": f"it ended with exit code {self._process.wait()}"}
+        self._process.send_signal(signal.SIGSTOP)
+        return dict(json.loads(answer))
+
+
+def main() -> None:
+    """Serve one peer until the input ends."""
+    # What libraries print goes to the error output: the answers alone are the output.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    task = json.loads(sys.stdin.readline())
+    try:
+        from service.bench.peers import PEERS
+
+        peer = PEERS[task["peer"]](task["model"], task["threads"], [tuple(shape) for shape in task["shapes"]])
+    except Exception as error:  # whatever a peer's library raises, the others are measured
+        say({"absent": f"{type(error).__name__}: {error}"[:300]})
+        return
+    say({"ready": True})
+    for line in sys.stdin:
+        work = json.loads(line)
+        run, given = (
+            (peer.embed_texts, work["texts"]) if "texts" in work else (peer.embed_tokens, work["tokens"])
+        )
+        if not work["repeat"]:
+            say({"embeddings": run(given).tolist()})
+            continue
+        for _ in range(_WARM_UPS):
+            run(given)
+        seconds = []
+        for _ in range(work["repeat"]):
+            started = time.perf_counter()
+            run(given)
+            seconds.append(time.perf_counter() - started)
+        say({"seconds": seconds})
+
+
+if __name__ == "__main__":
+    main()

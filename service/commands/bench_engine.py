@@ -1,0 +1,109 @@
+"""`attncache bench engine`: the engine beside others, and where its time goes."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from attncache_core import DEFAULT_MODEL, InvalidInput, find_checkpoint
+from attncache_core.threads import available_processors
+from service.bench import engine as bench
+from service.bench.breakdown import Breakdown, break_down
+from service.bench.peers import PEERS
+from service.bench.report import machine, show_machine, show_table, write_json
+from service.commands.progress import shown_progress
+
+_DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
+
+
+@click.command("engine")
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id.")
+@click.option("--threads", type=click.IntRange(min=1), help="Of every engine; default: all that may be used.")
+@click.option("--peer", "peers", type=click.Choice(list(PEERS)), multiple=True, help="Repeat; default: most.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="In turn.")
+@click.option("--texts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="One a line.")
+@click.option("--breakdown", is_flag=True, help="Instead: the stages of a layer and of a request.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
+def engine(
+    model: str,
+    threads: int | None,
+    peers: tuple[str, ...],
+    rounds: int,
+    texts: Path | None,
+    breakdown: bool,
+    json_file: Path | None,
+) -> None:
+    """Speed of batches of one length, of one short sentence and of real texts, each engine by itself.
+
+    With --breakdown: where AttnCache's own time goes, in full and on a hit.
+    """
+    threads = threads or available_processors()
+    lines = [line for line in texts.read_text("utf-8").splitlines() if line.strip()] if texts else []
+    if texts and len(lines) < 32:
+        raise InvalidInput("texts needs at least 32 lines, a batch", field="texts")
+    facts = machine(threads)
+    show_machine(facts)
+    if breakdown:
+        with tempfile.TemporaryDirectory(prefix="attncache-bench-") as folder:
+            parts = break_down(find_checkpoint(model), bench.SHAPES[:-1], threads, Path(folder) / "db")
+        _show_breakdown(parts)
+        report = [{"shape": part.shape, "layer": part.layer, "request": part.request} for part in parts]
+        write_json(json_file, {"machine": facts, "breakdown": report})
+        return
+    chosen = peers or _DEFAULT_PEERS
+    with (
+        bench.started(chosen, model, threads, bench.SHAPES, _tell_absent) as workers,
+        shown_progress() as progress,
+    ):
+        rows = bench.measure(
+            workers, bench.SHAPES, lines, rounds, lambda done, total: progress("rounds", done, total)
+        )
+    _show(rows, len(lines) // 32 * 32)
+    write_json(json_file, {"machine": facts, "rounds": rounds, "rows": [asdict(row) for row in rows]})
+
+
+def _show_breakdown(parts: list[Breakdown]) -> None:
+    for part in parts:
+        for title, stages in (("one layer", part.layer), ("a request", part.request)):
+            show_table(
+                f"{bench.name_of(part.shape)}: microseconds of {title}",
+                ["stage", "full", "hit"],
+                [[stage.name, _figure(stage.full, 0), _figure(stage.hit, 0)] for stage in stages],
+            )
+        searches = part.search_in_every_layer
+        click.echo(f"AttnCache-f would search in every layer: about {searches:.0f} microseconds a request.\n")
+
+
+def _tell_absent(peer: str, why: str) -> None:
+    click.echo(f"{peer} is left out: {why}", err=True)
+
+
+def _show(rows: list[bench.Row], texts: int) -> None:
+    names = [bench.name_of(shape) for shape in bench.SHAPES if shape[0] > 1]
+    single = bench.name_of(bench.SHAPES[-1])
+    show_table(
+        "thousand tokens a second (sequences x tokens); one sentence in milliseconds",
+        ["engine", *names, f"{single}, ms", "texts/s", "cosine to fp32"],
+        [
+            [
+                row.peer,
+                *(_thousands(row.milliseconds.get(name), name) for name in names),
+                _figure(row.milliseconds.get(single), 2),
+                _figure(texts / row.milliseconds["texts"] * 1e3 if "texts" in row.milliseconds else None, 0),
+                _figure(row.cosine, 5),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _thousands(milliseconds: float | None, name: str) -> str:
+    sequences, length = map(int, name.split("x"))
+    return _figure(sequences * length / milliseconds if milliseconds else None, 1)
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
