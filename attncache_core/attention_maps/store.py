@@ -12,6 +12,7 @@ is written last: a segment without one was never finished.
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import zlib
@@ -32,6 +33,9 @@ _VERSION = 1
 # magic, version, length, records, bytes of a record's maps, dtype name, CRC-32 of the record table
 _HEADER = struct.Struct("<8sIIQQ16sI")
 _TABLE_ROW = np.dtype([("kind", "<u4"), ("checksum", "<u4"), ("tokens", "V16")])
+# Measured on a cold file: asking for records ahead halves the wait for those of 38 MB, takes a third off 2.4
+# MB, and doubles it for those of 0.15 MB, which the system reads ahead by itself.
+_READ_AHEAD_FROM = 2**20
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -139,6 +143,10 @@ class Segment:
         self._sound = np.ones(len(self._table), dtype=bool)
         # Copy-on-write, since torch has no read-only tensors; nothing ever writes.
         mapped = np.memmap(path, dtype=np.int16, mode="c", offset=self.records_start)
+        assert isinstance(mapped.base, mmap.mmap)
+        self._file = mapped.base
+        # NumPy maps from a whole number of allocation steps on; records are whole pages from there.
+        self._first_byte = self.records_start % mmap.ALLOCATIONGRANULARITY
         self._maps = torch.from_numpy(mapped).view(layout.dtype).view(len(self._table), -1)
 
     def __len__(self) -> int:
@@ -167,9 +175,14 @@ class Segment:
     def are_sound(self, records: np.ndarray) -> np.ndarray:
         """Whether the maps of these records (int64 [n]) are those that were written: bool [n].
 
-        The file is read when a record is first asked for.
+        The file is read when a record is first asked for; large ones ahead, while the first is checked.
         """
-        for record in records[~self._checked[records]].tolist():
+        unchecked = records[~self._checked[records]].tolist()
+        size = self.layout.record_bytes(self.length)
+        if size >= _READ_AHEAD_FROM:
+            for record in unchecked[1:]:
+                self._file.madvise(mmap.MADV_WILLNEED, self._first_byte + record * size, size)
+        for record in unchecked:
             content = self._maps[record, : self.layout.elements(self.length)].view(torch.int16).numpy()
             self._sound[record] = zlib.crc32(content.data) == self._table["checksum"][record]
             self._checked[record] = True
