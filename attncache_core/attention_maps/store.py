@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,9 +143,8 @@ class Segment:
         self._checked = np.zeros(len(self._table), dtype=bool)
         self._sound = np.ones(len(self._table), dtype=bool)
         # Copy-on-write, since torch has no read-only tensors; nothing ever writes.
-        mapped = np.memmap(path, dtype=np.int16, mode="c", offset=self.records_start)
-        assert isinstance(mapped.base, mmap.mmap)
-        self._file = mapped.base
+        mapped: Any = np.memmap(path, dtype=np.int16, mode="c", offset=self.records_start)
+        self._file: mmap.mmap = mapped.base
         # NumPy maps from a whole number of allocation steps on; records are whole pages from there.
         self._first_byte = self.records_start % mmap.ALLOCATIONGRANULARITY
         self._maps = torch.from_numpy(mapped).view(layout.dtype).view(len(self._table), -1)
