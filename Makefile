@@ -19,7 +19,7 @@ test: .venv/installed-with-test
 install: .venv/installed
 
 # torch comes first and by itself: what is installed already, no later requirement replaces by another build.
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml constraints.txt setup.py $(wildcard attncache_core/native/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable .
