@@ -18,11 +18,11 @@ from attncache_core.errors import BuildFailed, CorruptDatabase
 # Measured with 128 dimensions: 1 to 64 queries are answered sooner by an exact scan up to about this many
 # vectors; above, by compressed vectors.
 EXACT_BELOW = 4096
-# How many of the nearest by compressed vectors are compared exactly. 100,000 vectors (64 queries on two threads
-# in ms, recall@1): random ones 3.3, 0.998; features of English sentences 3.0, 1.000, of sentences made from
-# templates 2.9, 0.991. With 128 of them: 2.6, 0.993; 2.4, 0.998; 2.3, 0.979. HNSW (32 neighbours, breadth 80
-# and 64) has 5, 0.67; 3.3, 0.89; 1.3, 0.996, finds 1 to 13 of 100 recorded vectors not even themselves, takes ten
-# times as long to build and half as much memory again.
+# How many of the nearest by compressed vectors are compared exactly. Measured with 100,000 vectors, as
+# milliseconds of 64 queries on two threads and recall@1: random vectors 3.3, 0.998; features of English
+# sentences 3.0, 1.000; of sentences from templates 2.9, 0.991. With 128: 2.6, 0.993; 2.4, 0.998; 2.3, 0.979.
+# HNSW (32 neighbours, breadth 80 and 64): 5, 0.67; 3.3, 0.89; 1.3, 0.996. It does not find up to 13 in 100
+# recorded vectors by themselves, takes five to twenty times as long to build and half as much memory again.
 _COMPARED_EXACTLY = 256
 
 

@@ -6,6 +6,7 @@ import click
 
 from service.commands.bench_engine import engine
 from service.commands.bench_http import bench_http
+from service.commands.bench_index import bench_index
 
 
 @click.group("bench")
@@ -15,3 +16,4 @@ def bench() -> None:
 
 bench.add_command(engine)
 bench.add_command(bench_http)
+bench.add_command(bench_index)

@@ -1,0 +1,85 @@
+"""`attncache bench index`: the search for the nearest record, by itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from attncache_core.threads import available_processors
+from service.bench.index import Cloud, IndexReport, Milliseconds, measure
+from service.bench.report import machine, show_machine, show_table, write_json
+from service.commands.progress import shown_progress
+
+_MEBIBYTE = 2**20
+
+
+@click.command("index")
+@click.option(
+    "--vectors",
+    "counts",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(100_000, 1_000_000),
+    show_default=True,
+    help="In a partition; repeat.",
+)
+@click.option("--dimensions", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="Default: all that may be used.")
+@click.option("--queries", type=click.IntRange(min=1), default=64, show_default=True, help="Asked at once.")
+@click.option("--rounds", type=click.IntRange(min=1), default=200, show_default=True, help="Timed calls.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
+def bench_index(
+    counts: tuple[int, ...],
+    dimensions: int,
+    threads: int | None,
+    queries: int,
+    rounds: int,
+    json_file: Path | None,
+) -> None:
+    """Build time, memory, query time and recall of the index of feature vectors.
+
+    Vectors are random, or lie in small or large clusters; queries are new draws of the same kind.
+    """
+    threads = threads or available_processors()
+    facts = machine(threads)
+    show_machine(facts)
+    reports: list[IndexReport] = []
+    for count in counts:
+        with shown_progress() as progress:
+            reports += [
+                measure(cloud, count, dimensions, queries, threads, rounds, progress) for cloud in Cloud
+            ]
+        _show(reports[-len(Cloud) :], threads)
+    write_json(json_file, {"machine": facts, "rounds": rounds, "reports": list(map(asdict, reports))})
+
+
+def _show(reports: list[IndexReport], threads: int) -> None:
+    """One table of all clouds with the same number of vectors."""
+    first = reports[0]
+    rows = {
+        "partition": [report.partition for report in reports],
+        "build, s": [f"{report.build_seconds:.2f}" for report in reports],
+        "index, MiB": [_mebibytes(report.index_bytes) for report in reports],
+        "process grew by, MiB": [_mebibytes(report.resident_bytes) for report in reports],
+        "1 query, 1 thread, ms (p95)": [_milliseconds(report.one) for report in reports],
+        f"{first.queries} queries, {threads} threads, ms (p95)": [
+            _milliseconds(report.many) for report in reports
+        ],
+        "recall@1": [f"{report.recall:.3f}" for report in reports],
+        "found is farther by": [f"{report.excess:.2%}" for report in reports],
+    }
+    show_table(
+        f"{first.vectors:,} vectors x {first.dimensions}",
+        ["", *(report.cloud for report in reports)],
+        [[name, *figures] for name, figures in rows.items()],
+    )
+
+
+def _mebibytes(count: int | None) -> str:
+    return "" if count is None else f"{count / _MEBIBYTE:,.1f}"
+
+
+def _milliseconds(taken: Milliseconds) -> str:
+    return f"{taken.median:.3f} ({taken.p95:.3f})"
