@@ -7,15 +7,19 @@ them, so that a wrong map, head or position shows long before the fifth digit.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
+
+from attncache_core import native
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = (
@@ -30,6 +34,22 @@ CLS, SEP = VOCABULARY.index("[CLS]"), VOCABULARY.index("[SEP]")
 needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor does not multiply bfloat16"
 )
+
+# What computes attention: the compiled kernel, or torch's operators where none was built.
+COMPUTING = ["kernel", "operators"]
+
+
+@contextmanager
+def attention_by(computing: str) -> Iterator[None]:
+    """Attention is computed like this, whatever was built."""
+    if computing == "operators":
+        with mock.patch.object(native, "kernel", return_value=None):
+            yield
+    elif native.kernel() is None:
+        pytest.skip("no kernel was built for this processor")
+    else:
+        yield
+
 
 # Words that may be drawn for a text; pieces and punctuation would merge with their neighbours.
 PLAIN_WORDS = tuple(word for word in WORDS if word.isalpha())

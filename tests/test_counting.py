@@ -1,17 +1,26 @@
-"""What reuse saves, proved by counting: tokens and heads that each layer is asked for, operators that ran."""
+"""What reuse saves, proved by counting.
+
+Counted are the tokens and heads that each layer is asked for, the cells of the context that the kernel
+computes or reads from records, and the operators that ran.
+"""
 
 from dataclasses import dataclass, field
 from math import prod
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from core_models import random_sequences
+from core_models import COMPUTING, attention_by, random_sequences
 from torch.profiler import ProfilerActivity, profile
 
+from attncache_core import engine as engine_module
+from attncache_core import native
 from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.search import Outcome
 from attncache_core.engine import PrefillEngine
+from attncache_core.forward import forward
+from attncache_core.tokens import pack
 
 MASKS = ["all", "layers:1", "5", "11"]
 LAYERS, HEADS, WIDTH, HIDDEN = 3, 4, 8, 32
@@ -26,7 +35,7 @@ class Counted:
     computed: list = field(default_factory=list)  # rows and heads of each projection of computed Q and K
     reused: list = field(default_factory=list)  # rows and heads of each projection of reused Q and K
     reused_inputs: list = field(default_factory=list)
-    attended: list = field(default_factory=list)  # tokens, filling left out, and heads
+    attended: list = field(default_factory=list)  # tokens and heads
 
     def __getattr__(self, name):
         return getattr(self.layer, name)
@@ -44,15 +53,23 @@ class Counted:
         self.reused_inputs.append(x.clone())
         return query, key
 
-    def attend(self, query, key, value, mask):
-        sequences, length, heads, _ = query.shape
-        tokens = sequences * length if mask is None else int((mask == 0).sum())
-        self.attended.append((tokens, heads))
-        return self.layer.attend(query, key, value, mask)
+    def attend(self, query, key, value, offsets, context):
+        tokens = int(offsets[-1] - offsets[0])
+        # All of what is handed over is attended.
+        assert query.shape[:2] == key.shape[:2] == value.shape[:2] == context.shape[:2]
+        assert len(query) == tokens
+        self.attended.append((tokens, query.shape[1]))
+        self.layer.attend(query, key, value, offsets, context)
 
     @property
     def attended_tokens_times_heads(self):
         return sum(prod(shape) for shape in self.attended)
+
+
+@pytest.fixture(params=COMPUTING)
+def computing(request):
+    with attention_by(request.param):
+        yield request.param
 
 
 @pytest.fixture(params=MASKS)
@@ -81,6 +98,7 @@ def run(engine, sequences):
     return result, [outcome == Outcome.HIT for outcome in result.outcomes]
 
 
+@pytest.mark.usefixtures("computing")
 def test_hits_never_have_q_and_k_or_softmax_of_the_reused_heads(engine, hits):
     _, hit = run(engine, hits)
     assert all(hit)
@@ -93,6 +111,7 @@ def test_hits_never_have_q_and_k_or_softmax_of_the_reused_heads(engine, hits):
         assert {heads for *_, heads in layer.attended} <= {HEADS - reused}
 
 
+@pytest.mark.usefixtures("computing")
 def test_misses_have_all_heads_computed(engine, misses):
     _, hit = run(engine, misses)
     assert not any(hit)
@@ -102,6 +121,7 @@ def test_misses_have_all_heads_computed(engine, misses):
         assert layer.attended_tokens_times_heads == tokens * HEADS
 
 
+@pytest.mark.usefixtures("computing")
 def test_in_a_mixed_batch_only_the_misses_tokens_are_projected_for_the_reused_heads(engine, hits, misses):
     sequences = [misses[3], hits[0], misses[0], *hits[1:], misses[1], misses[2]]
     _, hit = run(engine, sequences)
@@ -128,35 +148,104 @@ def test_the_tokens_projected_for_the_reused_heads_are_those_of_the_misses(tiny_
 @torch.inference_mode()
 def embedded(engine, ids):
     """The first layer's input of one sequence."""
-    return engine.model._embeddings(torch.tensor([ids]))[0]
+    return engine.model.embed(pack([ids]))
+
+
+@dataclass
+class CountedKernel:
+    """The kernel, noting what it writes of each layer's context [tokens, heads], computed or from records."""
+
+    kernel: native.AttentionKernel
+    contexts: dict = field(default_factory=dict)  # address of a whole context -> its memory, kept alive
+    computed: dict = field(default_factory=dict)  # the same address -> times each cell was written
+    reused: dict = field(default_factory=dict)
+
+    def takes(self, tensor):
+        return self.kernel.takes(tensor)
+
+    def attend(self, query, key, value, offsets, scale, context):
+        self._note(self.computed, offsets, context)
+        self.kernel.attend(query, key, value, offsets, scale, context)
+
+    def apply_maps(self, maps, map_dtype, runs, value, offsets, context):
+        assert runs[-1] == len(maps) == len(offsets) - 1
+        self._note(self.reused, offsets, context)
+        self.kernel.apply_maps(maps, map_dtype, runs, value, offsets, context)
+
+    def _note(self, cells, offsets, context):
+        memory = context.untyped_storage()
+        if memory.data_ptr() not in self.contexts:
+            self.contexts[memory.data_ptr()] = memory
+            tokens = memory.nbytes() // (HIDDEN * context.element_size())
+            for counts in (self.computed, self.reused):
+                counts[memory.data_ptr()] = np.zeros((tokens, HEADS), dtype=int)
+        place = context.storage_offset() // WIDTH
+        tokens = slice(place // HEADS + int(offsets[0]), place // HEADS + int(offsets[-1]))
+        heads = slice(place % HEADS, place % HEADS + context.shape[1])
+        cells[memory.data_ptr()][tokens, heads] += 1
+
+
+@pytest.mark.parametrize("kind", ["hits", "misses", "both"])
+def test_the_kernel_never_computes_a_reused_head_of_a_hit(engine, hits, misses, kind, monkeypatch):
+    if native.kernel() is None:
+        pytest.skip("no kernel was built for this processor")
+    counted = CountedKernel(native.kernel())
+    monkeypatch.setattr(native, "kernel", lambda: counted)
+    sequences = {"hits": hits, "misses": misses, "both": [*misses, *hits]}[kind]
+    _, hit = run(engine, sequences)
+    assert hit == [ids in hits for ids in sequences]
+    tokens = sum(map(len, sequences))
+    of_hits = sum(len(ids) for ids in sequences if ids in hits)
+    assert len(counted.contexts) == LAYERS
+    by_layer = zip(counted.computed.values(), counted.reused.values(), strict=True)
+    for (computed, read), reused in zip(by_layer, engine.database.mask.reused, strict=True):
+        expected = np.zeros((tokens, HEADS), dtype=int)
+        expected[:of_hits, :reused] = 1  # hits stand first, and so do the reused heads
+        np.testing.assert_array_equal(read, expected)
+        np.testing.assert_array_equal(computed, 1 - expected)
 
 
 def profiled(engine, sequences):
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+    """The operators of the layers, without those of the search, and for each sequence whether it hit."""
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+
+    def profiled_forward(*arguments):
+        with profiler:
+            return forward(*arguments)
+
+    with mock.patch.object(engine_module, "forward", profiled_forward):
         _, hit = run(engine, sequences)
     return profiler.events(), np.array(hit)
 
 
-def softmaxed(events):
-    """Numbers that went through a softmax."""
-    return sum(prod(event.input_shapes[0]) for event in events if event.name == "aten::_softmax")
+# Whatever makes maps of Q and K, by the name of its operator, under which all its variants run.
+ATTENTION = ("aten::scaled_dot_product_attention", "aten::softmax", "aten::_softmax")
 
 
-def numbers_of_maps(lengths):
-    """Numbers in one head's maps, sequences filled up to the longest of their eight lengths."""
-    eights = -(-lengths // 8)
-    return sum((eights == eight).sum() * lengths[eights == eight].max() ** 2 for eight in np.unique(eights))
+def numbers_of_maps(events):
+    """Numbers in the maps of all Q and K that went through an operator of attention."""
+    found = [event for event in events if event.name in ATTENTION]
+    assert {event.name for event in found} <= {"aten::scaled_dot_product_attention"}
+    shapes = [event.input_shapes[0] for event in found]  # [n, heads, L, head_dim]
+    return sum(n * heads * length**2 for n, heads, length, _ in shapes)
 
 
 @pytest.mark.parametrize("kind", ["hits", "misses", "both"])
-def test_the_softmax_operator_sees_no_reused_head_of_a_hit(engine, hits, misses, kind):
+def test_the_operators_of_attention_see_no_reused_head_of_a_hit(engine, hits, misses, kind):
     sequences = {"hits": hits, "misses": misses, "both": [*misses, *hits]}[kind]
-    events, hit = profiled(engine, sequences)
-    lengths = np.array([len(ids) for ids in sequences])
-    missed = numbers_of_maps(lengths[~hit])
+    with attention_by("operators"):
+        events, hit = profiled(engine, sequences)
+    squares = np.array([len(ids) for ids in sequences]) ** 2
     reused = engine.database.mask.total
-    computed = (numbers_of_maps(lengths[hit]) + missed) * (LAYERS * HEADS - reused)
-    assert softmaxed(events) == computed + missed * reused
+    expected = squares.sum() * (LAYERS * HEADS - reused) + squares[~hit].sum() * reused
+    assert numbers_of_maps(events) == expected
+
+
+def test_with_the_kernel_no_operator_makes_a_map(engine, hits, misses):
+    with attention_by("kernel"):
+        events, _ = profiled(engine, [*misses, *hits])
+    assert numbers_of_maps(events) == 0
+    assert not [event.name for event in events if event.name in ("aten::bmm", "aten::baddbmm")]
 
 
 def weight_shape(event):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from core_models import needs_bfloat16, random_sequences
+from core_models import COMPUTING, attention_by, needs_bfloat16, random_sequences
 from core_reference import FLOAT32
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -29,12 +29,17 @@ def last_hidden(engine, sequences):
     return [parts[place] for place in np.argsort(batch.order)]
 
 
+@pytest.mark.parametrize("computing", COMPUTING)
 @settings(max_examples=60)
-@given(any_lengths)
+@given(lengths=any_lengths)
 @example([512, 1, 192, 1, 191, 512])
-def test_hidden_states_are_those_of_hugging_face_one_sequence_at_a_time(tiny_engine, tiny_reference, lengths):
+def test_hidden_states_are_those_of_hugging_face_one_sequence_at_a_time(
+    tiny_engine, tiny_reference, computing, lengths
+):
     sequences = random_sequences(lengths, seed=len(lengths))
-    for found, ids in zip(last_hidden(tiny_engine, sequences), sequences, strict=True):
+    with attention_by(computing):
+        hidden = last_hidden(tiny_engine, sequences)
+    for found, ids in zip(hidden, sequences, strict=True):
         torch.testing.assert_close(found, tiny_reference.hidden(ids), atol=FLOAT32, rtol=0)
 
 
@@ -57,19 +62,26 @@ def default_engine(default_checkpoint):
     return PrefillEngine.load(default_checkpoint, dtype="float32")
 
 
-def test_hidden_states_of_the_default_model_are_those_of_hugging_face(default_engine, default_reference):
+@pytest.mark.parametrize("computing", COMPUTING)
+def test_hidden_states_of_the_default_model_are_those_of_hugging_face(
+    default_engine, default_reference, computing
+):
     sequences = words([7, 512, 1, 32, 7, 200, 64, 2])
-    for found, ids in zip(last_hidden(default_engine, sequences), sequences, strict=True):
+    with attention_by(computing):
+        hidden = last_hidden(default_engine, sequences)
+    for found, ids in zip(hidden, sequences, strict=True):
         torch.testing.assert_close(found, default_reference.hidden(ids), atol=FLOAT32, rtol=0)
 
 
 @needs_bfloat16
+@pytest.mark.parametrize("computing", COMPUTING)
 def test_default_model_in_bfloat16_keeps_the_direction_of_its_embeddings(
-    default_checkpoint, default_reference
+    default_checkpoint, default_reference, computing
 ):
     sequences = words([7, 512, 3, 32, 7, 200, 64, 12])
     engine = PrefillEngine.load(default_checkpoint, dtype="bfloat16")
-    found = engine.run(sequences, [False] * len(sequences)).outputs
+    with attention_by(computing):
+        found = engine.run(sequences, [False] * len(sequences)).outputs
     expected = default_reference.means(sequences)
     assert found.dtype == np.float32
     cosine = (found * expected).sum(axis=1) / np.linalg.norm(found, axis=1) / np.linalg.norm(expected, axis=1)
@@ -79,7 +91,8 @@ def test_default_model_in_bfloat16_keeps_the_direction_of_its_embeddings(
 
 def plan_of(records):
     similarities = np.linspace(0.5, 0.9, len(records), dtype=np.float32)
-    return ReusePlan(np.array(records), similarities, corrupt_records=3)
+    cannot_pay = np.arange(len(records)) % 3 == 0  # any: it must move along
+    return ReusePlan(np.array(records), similarities, cannot_pay, corrupt_records=3)
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(-1, 4)), min_size=1, max_size=10))
@@ -93,16 +106,20 @@ def test_hits_stand_first_by_length_and_everything_moves_along(rows):
     assert moved_plan.hits.tolist() == [True] * hits + [False] * (len(rows) - hits)
     assert moved.lengths[:hits].tolist() == sorted(moved.lengths[:hits])
     assert moved.lengths[hits:].tolist() == sorted(moved.lengths[hits:])
+    served = list(zip(moved.lengths[:hits].tolist(), moved_plan.records[:hits].tolist(), strict=True))
+    assert served == sorted(served)  # sequences of one record are neighbours
     assert moved_hidden[:, 0].long().tolist() == moved.ids.tolist()
     assert moved_plan.records.tolist() == [records[place] for place in moved.order]
-    assert sorted(zip(moved.order, moved_plan.similarities, strict=True)) == sorted(
-        zip(batch.order, plan.similarities, strict=True)
+    assert sorted(zip(moved.order, moved_plan.similarities, moved_plan.cannot_pay, strict=True)) == sorted(
+        zip(batch.order, plan.similarities, plan.cannot_pay, strict=True)
     )
     assert moved_plan.corrupt_records == 3
 
 
-@pytest.mark.parametrize("records", [[1, 0, 2], [-1, -1, -1]], ids=["all-hit", "all-miss"])
-def test_batch_of_one_kind_is_not_moved(records):
+@pytest.mark.parametrize(
+    "records", [[0, 1, 0], [0, 0, 2], [-1, -1, -1], [3, -1, -1]], ids=["hits", "shared", "misses", "both"]
+)
+def test_batch_that_is_in_order_is_not_moved(records):
     batch = pack(random_sequences([3, 3, 5]))
     hidden = torch.randn(11, 2)
     moved, moved_hidden, _ = hits_first(batch, hidden, plan_of(records))

@@ -10,14 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from core_models import needs_bfloat16, random_sequences, random_text
+from core_models import COMPUTING, attention_by, needs_bfloat16, random_sequences, random_text
 from core_reference import FLOAT32, SIXTEEN_BITS, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncache_core.attention_maps import fetch
 from attncache_core.attention_maps.builder import BuildOptions, build_database
 from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.fetch import Fetch
 from attncache_core.attention_maps.search import Outcome
 from attncache_core.corpus import CorpusSentence
 from attncache_core.engine import PrefillEngine
@@ -212,19 +212,39 @@ def test_embed_reuses_unless_it_is_told_not_to(engines, tiny_engine):
     assert abs(engines().embed(texts) - full).max() > 10 * SIXTEEN_BITS
 
 
+@pytest.fixture(scope="module")
+def computed_plainly(engines, recorded, tiny_reference):
+    """Sequences that all hit, some of them on one record, and the oracle's outputs by mask."""
+    sequences = random_sequences([5, 7, 7, 7, 10, 10], seed=4) + [recorded[8][3]] * 3
+    served = donors(engines(), sequences, recorded)
+    assert None not in served
+    return sequences, {
+        heads: with_donors(engines(heads), tiny_reference, sequences, served) for heads in ("all", "5")
+    }
+
+
+@pytest.mark.parametrize("computing", COMPUTING)
+@pytest.mark.parametrize("way", Fetch)
 @pytest.mark.parametrize("heads", ["all", "5"])
-def test_gathered_maps_and_views_give_the_same_values(engines, monkeypatch, heads):
-    sequences = random_sequences([5, 7, 7, 7, 10, 10], seed=4)
-    outputs = []
-    for longest_gathered in (0, 1000):
-        monkeypatch.setattr(fetch, "VIEWS_FROM_LENGTH", longest_gathered)
-        outputs.append(run(engines(heads), sequences).outputs)
-    np.testing.assert_allclose(outputs[0], outputs[1], atol=FLOAT32)
+def test_maps_fetched_in_every_way_give_the_same_values(
+    tiny_checkpoint, tiny_database, computed_plainly, heads, way, computing
+):
+    sequences, expected = computed_plainly
+    database = AttentionDatabase.open(tiny_database, heads=heads)
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32", fetch=way)
+    assert engine.info()["fetch"] == way
+    with attention_by(computing):
+        result = run(engine, sequences)
+    assert result.outcomes == (Outcome.HIT,) * len(sequences)
+    np.testing.assert_allclose(result.outputs, expected[heads], atol=SIXTEEN_BITS)
+    with attention_by("operators"):
+        gathered = run(at_threshold(engine, 0.0), sequences).outputs
+    np.testing.assert_allclose(result.outputs, gathered, atol=FLOAT32)
 
 
 def test_long_sequences_are_served_like_short_ones(tiny_engine, tiny_checkpoint, tiny_reference, tmp_path):
     random = np.random.default_rng(0)
-    words = fetch.VIEWS_FROM_LENGTH + 2
+    words = 98
     corpus = [CorpusSentence(random_text(random, words), str(number)) for number in range(6)]
     options = BuildOptions(heads="all", threshold=1.0, training_steps=3, max_length=200)
     build_database(tiny_engine, corpus, tmp_path / "long.db", options)

@@ -1,5 +1,7 @@
 """Packing loses nothing, mixes nothing up, and is undone by the caller's order."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -29,6 +31,15 @@ def test_packing_and_the_callers_order_give_every_sequence_back(lengths):
 def test_no_token_is_added(lengths):
     batch = pack(random_sequences(lengths))
     assert len(batch.ids) == len(batch.positions) == batch.offsets[-1] == sum(lengths)
+
+
+@given(lengths_of_batches)
+def test_offsets_cut_the_packed_tokens_into_the_sequences(lengths):
+    batch = pack(random_sequences(lengths))
+    ids = batch.ids.tolist()
+    cut = [ids[first:end] for first, end in pairwise(batch.offsets.tolist())]
+    assert cut == sequences_in(batch)
+    assert batch.offsets.dtype == np.int64
 
 
 @given(lengths_of_batches)
@@ -91,29 +102,3 @@ def test_runs_of_one_length_that_do_not_touch_are_two_groups():
 def test_a_batch_without_tokens_is_refused(sequences):
     with pytest.raises(ValueError, match="at least one"):
         pack(sequences)
-
-
-@given(lengths_of_batches)
-def test_buckets_hold_every_sequence_once_beside_others_of_its_eight(lengths):
-    batch = pack([[1] * length for length in lengths])
-    buckets = batch.buckets()
-    assert [bucket.tokens.start for bucket in buckets[1:]] == [bucket.tokens.stop for bucket in buckets[:-1]]
-    assert sum(bucket.count for bucket in buckets) == len(lengths)
-    assert buckets[-1].tokens.stop == sum(lengths)
-    for bucket in buckets:
-        shortest = bucket.length if bucket.mask is None else int((bucket.mask == 0).sum(dim=2).min())
-        assert shortest == bucket.length or -(-shortest // 8) == -(-bucket.length // 8)
-
-
-@given(lengths_of_batches, st.integers(0, 5))
-def test_what_a_bucket_spreads_it_collects_again(lengths, skipped):
-    batch = pack([[1] * length for length in lengths])
-    first = int(batch.offsets[min(skipped, len(lengths))])
-    rows = torch.arange(len(batch.ids) * 2.0).view(-1, 2)
-    collected = torch.zeros_like(rows[first:])
-    for bucket in batch.buckets(min(skipped, len(lengths))):
-        own = bucket.counted_from(first)
-        side_by_side = own.spread(rows[first:])
-        assert side_by_side.shape == (bucket.count, bucket.length, 2)
-        own.collect(side_by_side, collected)
-    assert torch.equal(collected, rows[first:])

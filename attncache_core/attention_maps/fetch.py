@@ -40,6 +40,9 @@ class Fetch(StrEnum):
     MAPPED = "mapped"
 
 
+_BY_KERNEL = (Fetch.AUTO, Fetch.IN_PLACE, Fetch.MAPPED)
+
+
 class RecordGroup(NamedTuple):
     """The records that serve neighbouring sequences of one length."""
 
@@ -61,7 +64,7 @@ class HitRecords:
     def __init__(self, groups: Sequence[RecordGroup], fetch: Fetch = Fetch.AUTO) -> None:
         self._groups = groups
         self._fetch = fetch
-        self._kernel = native.kernel() if fetch in (Fetch.AUTO, Fetch.IN_PLACE) else None
+        self._kernel = native.kernel() if fetch in _BY_KERNEL else None
         self._mapped: dict[int, torch.Tensor] = {}  # group -> numbers of its records [sequences, ...]
         self._open = ExitStack()
         self.count = sum(len(group.records) for group in groups)  # hits
@@ -77,10 +80,10 @@ class HitRecords:
 
     def __enter__(self) -> Self:
         if self._fetch is Fetch.MAPPED:
-            for number, (segment, records) in enumerate(self._groups):
-                mapped = self._open.enter_context(map_side_by_side(segment, records))
-                if mapped is not None:
-                    self._mapped[number] = mapped
+            # Should one mapping fail, those made before it go as well.
+            with ExitStack() as opened:
+                self._map_side_by_side(opened)
+                self._open = opened.pop_all()
         return self
 
     def __exit__(
@@ -92,6 +95,17 @@ class HitRecords:
         # The views go before what they look at.
         self._mapped.clear()
         self._open.close()
+
+    def _map_side_by_side(self, opened: ExitStack) -> None:
+        first = 0
+        for number, (segment, records) in enumerate(self._groups):
+            mapped = opened.enter_context(map_side_by_side(segment, records))
+            if mapped is not None:
+                self._mapped[number] = mapped
+                step = segment.layout.record_bytes(segment.length)
+                places = slice(first, first + len(records))
+                self._addresses[places] = mapped.data_ptr() + step * np.arange(len(records))
+            first += len(records)
 
     def apply(self, layer: int, value: torch.Tensor, context: torch.Tensor) -> None:
         """Write maps @ V of the first heads of a layer to the hits' tokens of `context`.

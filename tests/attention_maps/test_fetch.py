@@ -23,13 +23,11 @@ from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segmen
 STORED, RECORDS, WIDTH = (4, 2, 3), 5, 8
 LAYERS = range(len(STORED))
 # Below and from the length at which views are taken where nothing is compiled.
-SHORT, LONG = 40, 130
-LENGTHS = (1, 5, 7, 8, 33, SHORT, LONG)
-# A way, and what computes it: two of them go without the kernel where none was built.
-WAYS = [
-    *((way, "kernel") for way in (Fetch.AUTO, Fetch.IN_PLACE)),
-    *((way, "operators") for way in Fetch),
-]
+MIDDLE, LONG = 90, 130
+LENGTHS = (1, 5, 7, 8, 33, MIDDLE, LONG)
+# The ways that the kernel goes, and all of them with torch's operators, as where no kernel was built.
+BY_KERNEL = (Fetch.AUTO, Fetch.IN_PLACE, Fetch.MAPPED)
+WAYS = [*((way, "kernel") for way in BY_KERNEL), *((way, "operators") for way in Fetch)]
 # What no context is.
 CANARY = -768.0
 # A number is rounded to bfloat16 by at most this part of itself.
@@ -118,7 +116,7 @@ def fetched(groups, way, layer, value):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     width=st.sampled_from([WIDTH, 32]),
 )
-@example({7: [0, 0, 3], SHORT: [4, 4], LONG: [2, 0, 2]}, 5, (2, 3), torch.bfloat16, torch.bfloat16, 32)
+@example({7: [0, 0, 3], MIDDLE: [4, 4], LONG: [2, 0, 2]}, 5, (2, 3), torch.bfloat16, torch.bfloat16, 32)
 @example({8: [1, 1, 1, 1], LONG: [3, 3]}, 0, (0, 4), torch.float16, torch.float32, 8)
 def test_context_of_hits_of_any_lengths_is_the_plain_products_of_their_records(
     segment, way, computing, hits, misses, layer_heads, map_dtype, dtype, width
@@ -180,10 +178,10 @@ def spied_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("way", Fetch)
-def test_the_kernel_reads_records_in_place_and_only_there(segment, spied_kernel, way):
+def test_the_kernel_is_given_what_is_not_gathered_or_viewed(segment, spied_kernel, way):
     groups = [group_of(segment(5), [3]), group_of(segment(LONG), [1])]
     fetched(groups, way, 0, values(5 + LONG, 4, torch.float32))
-    assert spied_kernel.runs == ([[1, 1]] if way in (Fetch.AUTO, Fetch.IN_PLACE) else [])
+    assert spied_kernel.runs == ([[1, 1]] if way in BY_KERNEL else [])
 
 
 def test_neighbours_that_share_a_record_are_one_product_and_others_are_not(segment, spied_kernel):
@@ -201,15 +199,19 @@ COPIES = (
 def profiled(groups, way, heads, dtype=torch.bfloat16):
     """The operators that ran while records' maps were multiplied by V, those that map them included."""
     value = values(sum(group.tokens for group in groups), heads, dtype)
-    # What is made of V is told apart from maps by its size.
-    assert value.numel() < heads * min(group.segment.length for group in groups) ** 2
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler:
-        fetched(groups, way, 0, value)
+    context = torch.empty_like(value)
+    # What is made of V is told apart by its size from the maps of a single head.
+    assert value.numel() < min(group.segment.length for group in groups) ** 2
+    with (
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler,
+        HitRecords(groups, way) as records,
+    ):
+        records.apply(0, value, context)
     return profiler.events()
 
 
-def map_sized_copies(events, numbers):
-    """Names of the copying operators that were given as many numbers as one sequence's maps have, or more."""
+def copies_of(events, numbers):
+    """Names of the copying operators that were given this many numbers or more."""
     return [
         event.name
         for event in events
@@ -217,42 +219,40 @@ def map_sized_copies(events, numbers):
     ]
 
 
-def map_sized_tensors(events, numbers):
-    """How many records' 16-bit maps the new tensors could hold that are large enough for one's or more."""
+def tensors_of(events, numbers):
+    """How many times this many 16-bit numbers the new tensors could hold, those that hold them at all."""
     sizes = [event.self_cpu_memory_usage / (2 * numbers) for event in events]
     return [size for size in sizes if size >= 1]
 
 
 @pytest.mark.parametrize(
     ("way", "computing"),
-    [(Fetch.IN_PLACE, "kernel"), (Fetch.VIEWS, "operators"), (Fetch.MAPPED, "operators")],
+    [(Fetch.IN_PLACE, "kernel"), (Fetch.MAPPED, "kernel"), (Fetch.VIEWS, "operators")],
 )
 @pytest.mark.parametrize("heads", [1, 3, STORED[0]])
-def test_three_ways_copy_no_maps_and_make_no_tensor_of_their_size(segment, way, computing, heads):
-    groups, numbers = [group_of(segment(LONG), [4, 0, 2])], heads * LONG**2
+def test_three_ways_copy_not_one_map_and_make_no_tensor_of_its_size(segment, way, computing, heads):
     with attention_by(computing):
-        events = profiled(groups, way, heads)
-    assert map_sized_copies(events, numbers) == []
-    assert map_sized_tensors(events, numbers) == []
+        events = profiled([group_of(segment(LONG), [4, 0, 2])], way, heads)
+    assert copies_of(events, LONG**2) == []
+    assert tensors_of(events, LONG**2) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("map_dtype", [torch.float16, torch.bfloat16])
-def test_in_place_copies_no_maps_of_another_dtype_either(segment, map_dtype, dtype):
-    groups, numbers = [group_of(segment(LONG, map_dtype), [4, 0, 2])], 2 * LONG**2
+@pytest.mark.parametrize("way", [Fetch.IN_PLACE, Fetch.MAPPED])
+def test_the_kernel_copies_no_maps_of_another_dtype_either(segment, way, map_dtype, dtype):
     with attention_by("kernel"):
-        events = profiled(groups, Fetch.IN_PLACE, 2, dtype)
-    assert map_sized_copies(events, numbers) == []
-    assert map_sized_tensors(events, numbers) == []
+        events = profiled([group_of(segment(LONG, map_dtype), [4, 0, 2])], way, 2, dtype)
+    assert copies_of(events, LONG**2) == []
+    assert tensors_of(events, LONG**2) == []
 
 
 @pytest.mark.parametrize("heads", [1, 3, STORED[0]])
-@pytest.mark.parametrize("length", [SHORT, LONG])
+@pytest.mark.parametrize("length", [MIDDLE, LONG])
 def test_the_gather_way_copies_maps_once_by_one_selection(segment, length, heads):
-    groups, numbers = [group_of(segment(length), [4, 0, 2])], heads * length**2
-    events = profiled(groups, Fetch.GATHER, heads)
-    assert map_sized_copies(events, numbers) == ["aten::index_select"]
-    assert map_sized_tensors(events, numbers) == [3]
+    events = profiled([group_of(segment(length), [4, 0])], Fetch.GATHER, heads)
+    assert copies_of(events, length**2) == ["aten::index_select"]
+    assert tensors_of(events, length**2) == [2 * heads]
 
 
 @pytest.mark.parametrize(
@@ -260,31 +260,31 @@ def test_the_gather_way_copies_maps_once_by_one_selection(segment, length, heads
 )
 def test_a_conversion_that_is_made_is_seen_by_both_counts(segment, way, conversions):
     # Maps of another dtype than V: converted at once, for each record, or for each head.
-    groups = [group_of(segment(LONG), [3, 1])]
-    events = profiled(groups, way, STORED[0], torch.float32)
+    with attention_by("operators"):
+        events = profiled([group_of(segment(LONG), [3, 1])], way, STORED[0], torch.float32)
     converted = 2 * STORED[0] // conversions * LONG**2
-    assert map_sized_copies(events, converted).count("aten::_to_copy") == conversions
-    assert map_sized_tensors(events, 2 * converted).count(1) == conversions
+    assert copies_of(events, converted).count("aten::_to_copy") == conversions
+    assert tensors_of(events, 2 * converted).count(1) == conversions
 
 
-def test_the_copy_that_one_product_of_mapped_records_would_hide_is_seen_by_the_count(segment):
+def test_a_clone_that_matmul_makes_by_itself_is_seen_by_the_count_of_tensors(segment):
     held = segment(LONG)
     value = values(3 * LONG, 4, torch.bfloat16).unflatten(0, (3, LONG))
     with map_side_by_side(held, np.array([4, 0, 2])) as mapped:
         maps = held.part(mapped, 0, 4)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler:
             _ = maps @ value.transpose(1, 2)
-    assert map_sized_tensors(profiler.events(), 4 * LONG**2) == [3]
+    assert tensors_of(profiler.events(), LONG**2) == [3 * 4]
 
 
 @pytest.mark.parametrize("way", [Fetch.AUTO, Fetch.IN_PLACE])
 def test_without_a_kernel_short_maps_are_gathered_and_long_ones_are_views(segment, way):
+    assert MIDDLE < fetch._VIEWS_FROM <= LONG
     with attention_by("operators"):
-        short = profiled([group_of(segment(SHORT), [4, 0])], way, 4)
+        short = profiled([group_of(segment(MIDDLE), [4, 0])], way, 4)
         long = profiled([group_of(segment(LONG), [4, 0])], way, 4)
-    assert SHORT < fetch._VIEWS_FROM <= LONG
-    assert map_sized_copies(short, 4 * SHORT**2) == ["aten::index_select"]
-    assert map_sized_copies(long, 4 * LONG**2) == []
+    assert copies_of(short, MIDDLE**2) == ["aten::index_select"]
+    assert copies_of(long, LONG**2) == []
 
 
 def test_layer_maps_are_a_view_on_the_mapped_file(segment):

@@ -1,11 +1,15 @@
-"""Attention of a group against the textbook formula."""
+"""Attention of packed sequences, by the kernel and by torch's operators, against the textbook formula."""
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
-from core_models import needs_bfloat16
-from hypothesis import given, settings
+from core_models import COMPUTING, attention_by, needs_bfloat16
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from attncache_core import native
 from attncache_core.models.attention import apply_maps, attend, attention_maps, product_dtype
 
 SCALE = 0.3
@@ -13,30 +17,117 @@ SCALE = 0.3
 FLOAT32 = 1e-5
 # bfloat16 keeps 8 bits of scores of size 3 and of contexts of size 1.
 BFLOAT16 = 0.05
-# Around what chooses another dtype or kernel: 80 tokens for products in float32, 192 for SDPA.
+# What no context is.
+CANARY = -768.0
+# 80 tokens choose another dtype for maps that are kept; 16 and 32 are the kernel's own steps.
 LENGTHS = st.one_of(st.integers(1, 40), st.sampled_from([79, 80, 81, 191, 192, 193, 256]))
 
 
-def projected(n, length, heads=3, width=4, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(length)
-    return (torch.randn(3, n, length, heads, width, generator=generator) * 1.5).to(dtype).unbind()
+def projected(tokens, heads=3, width=4, dtype=torch.float32):
+    """Q, K and V [tokens, heads, width], side by side in one projection."""
+    generator = torch.Generator().manual_seed(tokens)
+    joined = torch.randn(tokens, 3 * heads, width, generator=generator) * 1.5
+    return joined.to(dtype).split(heads, dim=1)
 
 
 def by_formula(query, key, value):
-    """(maps [n, h, L, L], context [n, h, L, d]) in float64."""
+    """(maps [h, L, L], context [L, h, d]) of one sequence in float64."""
     query, key, value = (x.double() for x in (query, key, value))
-    maps = torch.softmax(SCALE * torch.einsum("nphd,nqhd->nhpq", query, key), dim=-1)
-    return maps, torch.einsum("nhpq,nqhd->nhpd", maps, value)
+    maps = torch.softmax(SCALE * torch.einsum("phd,qhd->hpq", query, key), dim=-1)
+    return maps, torch.einsum("hpq,qhd->phd", maps, value)
+
+
+def offsets_of(lengths, first=0):
+    return first + np.concatenate(([0], np.cumsum(lengths)))
+
+
+def contexts_by_formula(query, key, value, offsets):
+    """[tokens, h, d] of packed sequences in float64."""
+    return torch.cat([by_formula(query[a:b], key[a:b], value[a:b])[1] for a, b in pairwise(offsets.tolist())])
+
+
+def attended(query, key, value, offsets):
+    context = torch.full(value.shape, CANARY, dtype=value.dtype)
+    attend(query, key, value, offsets, SCALE, context)
+    return context
+
+
+@pytest.mark.parametrize("computing", COMPUTING)
+@settings(max_examples=40)
+@given(lengths=st.lists(LENGTHS, min_size=1, max_size=5), before=st.integers(0, 3), after=st.integers(0, 3))
+@example([5, 5, 5, 7, 5, 5], 0, 0)
+def test_context_of_each_sequence_is_the_formulas_and_no_other_token_is_written(
+    computing, lengths, before, after
+):
+    tokens = before + sum(lengths) + after
+    query, key, value = projected(tokens)
+    offsets = offsets_of(lengths, first=before)
+    with attention_by(computing):
+        context = attended(query, key, value, offsets)
+    expected = contexts_by_formula(query, key, value, offsets)
+    torch.testing.assert_close(context[before : tokens - after].double(), expected, atol=FLOAT32, rtol=0)
+    assert (context[:before] == CANARY).all()
+    assert (context[tokens - after :] == CANARY).all()
+
+
+@pytest.mark.parametrize("computing", COMPUTING)
+def test_context_goes_to_the_heads_it_is_given_and_to_no_others(computing):
+    query, key, value = projected(20)
+    whole = torch.full((20, 7, 4), CANARY)
+    with attention_by(computing):
+        attend(query, key, value, offsets_of([12, 8]), SCALE, whole[:, 2:5])
+    expected = contexts_by_formula(query, key, value, offsets_of([12, 8]))
+    torch.testing.assert_close(whole[:, 2:5].double(), expected, atol=FLOAT32, rtol=0)
+    assert (whole[:, [0, 1, 5, 6]] == CANARY).all()
+
+
+@pytest.mark.parametrize("computing", COMPUTING)
+@pytest.mark.parametrize("width", [4, 32])
+def test_strided_views_of_a_packed_projection_give_what_copies_give(computing, width):
+    views = projected(208, width=width)
+    assert not any(view.is_contiguous() for view in views)
+    offsets = offsets_of([8, 200])
+    with attention_by(computing):
+        found = attended(*views, offsets)
+        expected = attended(*(view.contiguous() for view in views), offsets)
+    torch.testing.assert_close(found, expected, atol=FLOAT32, rtol=0)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("computing", COMPUTING)
+@pytest.mark.parametrize("width", [4, 32])
+def test_sixteen_bit_context_is_close(computing, width):
+    query, key, value = projected(296, width=width, dtype=torch.bfloat16)
+    offsets = offsets_of([1, 16, 79, 200])
+    with attention_by(computing):
+        found = attended(query, key, value, offsets)
+    expected = contexts_by_formula(query, key, value, offsets)
+    torch.testing.assert_close(found.double(), expected, atol=BFLOAT16, rtol=0)
+
+
+class KernelThatTakesNothing:
+    def takes(self, _):
+        return False
+
+
+def test_what_the_kernel_does_not_take_is_computed_by_operators(monkeypatch):
+    monkeypatch.setattr(native, "kernel", KernelThatTakesNothing)
+    query, key, value = projected(12)
+    found = attended(query.double(), key.double(), value.double(), offsets_of([4, 8]))
+    expected = contexts_by_formula(query, key, value, offsets_of([4, 8]))
+    torch.testing.assert_close(found, expected, atol=FLOAT32, rtol=0)
 
 
 @settings(max_examples=40)
 @given(st.integers(1, 3), LENGTHS)
-def test_maps_and_context_follow_the_formula_at_every_length(n, length):
-    query, key, value = projected(n, length)
-    maps, context = by_formula(query, key, value)
-    torch.testing.assert_close(attention_maps(query, key, SCALE).double(), maps, atol=FLOAT32, rtol=0)
-    torch.testing.assert_close(attend(query, key, value, SCALE).double(), context, atol=FLOAT32, rtol=0)
-    torch.testing.assert_close(apply_maps(maps.float(), value).double(), context, atol=FLOAT32, rtol=0)
+def test_maps_that_are_kept_follow_the_formula_and_so_does_what_is_made_of_them(n, length):
+    query, key, value = (part.unflatten(0, (n, length)) for part in projected(n * length))
+    found = attention_maps(query, key, SCALE)
+    context = apply_maps(found, value)
+    for row in range(n):
+        maps, expected = by_formula(query[row], key[row], value[row])
+        torch.testing.assert_close(found[row].double(), maps, atol=FLOAT32, rtol=0)
+        torch.testing.assert_close(context[row].double(), expected, atol=FLOAT32, rtol=0)
 
 
 @needs_bfloat16
@@ -50,35 +141,19 @@ def test_maps_and_context_follow_the_formula_at_every_length(n, length):
         (200, torch.bfloat16),
     ],
 )
-def test_sixteen_bit_attention_is_close_and_in_the_product_dtype_of_its_length(length, dtype):
-    query, key, value = projected(2, length, dtype=torch.bfloat16)
+def test_sixteen_bit_maps_are_close_and_in_the_product_dtype_of_their_length(length, dtype):
+    query, key, value = projected(length, dtype=torch.bfloat16)
     maps, context = by_formula(query, key, value)
-    found = attention_maps(query, key, SCALE)
-    assert (
-        found.dtype is attend(query, key, value, SCALE).dtype is product_dtype(length, value.dtype) is dtype
-    )
-    torch.testing.assert_close(found.double(), maps, atol=BFLOAT16, rtol=0)
-    torch.testing.assert_close(attend(query, key, value, SCALE).double(), context, atol=BFLOAT16, rtol=0)
+    found = attention_maps(query[None], key[None], SCALE)
+    made = apply_maps(found, value[None])
+    assert found.dtype is made.dtype is product_dtype(length, value.dtype) is dtype
+    torch.testing.assert_close(found[0].double(), maps, atol=BFLOAT16, rtol=0)
+    torch.testing.assert_close(made[0].double(), context, atol=BFLOAT16, rtol=0)
 
 
-@pytest.mark.parametrize("length", [8, 200])
-def test_strided_views_of_a_packed_projection_give_what_copies_give(length):
-    wide = torch.randn(2, length, 9, 4)
-    views = wide.split(3, dim=2)
-    expected = attend(*(view.contiguous() for view in views), SCALE)
-    torch.testing.assert_close(attend(*views, SCALE), expected, atol=FLOAT32, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("length", "maps", "value", "product"),
-    [
-        (3, torch.bfloat16, torch.float32, torch.float32),
-        (3, torch.bfloat16, torch.bfloat16, torch.float32),
-        (90, torch.float16, torch.bfloat16, torch.bfloat16),
-        (90, torch.float32, torch.bfloat16, torch.bfloat16),
-        (90, torch.float16, torch.float32, torch.float32),
-    ],
-)
-def test_maps_of_another_dtype_than_the_products_are_refused(length, maps, value, product):
-    with pytest.raises(TypeError, match=rf"maps are {maps}, and are multiplied in {product}"):
-        apply_maps(torch.ones(1, 2, length, length, dtype=maps), torch.ones(1, length, 2, 4, dtype=value))
+@pytest.mark.parametrize("value", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("maps", [torch.float32, torch.bfloat16])
+def test_values_are_multiplied_in_the_dtype_of_the_maps(maps, value):
+    made = apply_maps(torch.full((1, 2, 3, 3), 0.25, dtype=maps), torch.ones(1, 3, 2, 4, dtype=value))
+    assert made.dtype is maps
+    assert (made == 0.75).all()

@@ -1,0 +1,97 @@
+"""A process of its own for test_native_kernel: a page that may not be touched lies on each side of all
+tensors, which end, or begin, right at its border.
+
+    python kernel_at_the_edge.py LEVEL LIBRARY records|computed|"one row too many"|"one row too few"
+"""
+
+import ctypes
+import math
+import mmap
+import sys
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from attncache_core.native import AttentionKernel
+
+PAGE = mmap.PAGESIZE
+NO_ACCESS = 0  # PROT_NONE; the module mmap has no name for it
+
+
+class Guarded:
+    """Tensors between two pages that may not be touched."""
+
+    def __init__(self, at_the_end):
+        self._at_the_end = at_the_end
+        self._regions = []
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def tensor(self, values):
+        """A copy of `values` that ends (or begins) where a page without access begins (or ends)."""
+        size = values.numel() * values.element_size()
+        inside = -(-size // PAGE) * PAGE
+        region = mmap.mmap(-1, inside + 2 * PAGE)
+        self._regions.append(region)
+        start = PAGE + (inside - size if self._at_the_end else 0)
+        flat = torch.frombuffer(region, dtype=values.dtype, count=values.numel(), offset=start)
+        flat.copy_(values.flatten())
+        address = flat.data_ptr() - start
+        for page in (address, address + PAGE + inside):
+            assert self._libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), NO_ACCESS) == 0
+        return flat.view(values.shape)
+
+
+def records(kernel, heads, width, dtype, map_dtype, lengths, at_the_end, shift=0):
+    """Maps of each length at the edge; `shift` rows of them further on than they are."""
+    for length in lengths:
+        guarded = Guarded(at_the_end)
+        maps = torch.rand(heads, length, length, dtype=torch.float32).softmax(-1).to(map_dtype)
+        held = guarded.tensor(maps)
+        value = guarded.tensor(torch.randn(length, heads, width).to(dtype))
+        context = guarded.tensor(torch.zeros(length, heads, width, dtype=dtype))
+        place = held.data_ptr() + shift * length * maps.element_size()
+        kernel.apply_maps(
+            np.array([place], dtype=np.uint64), map_dtype, np.arange(2), value, np.array([0, length]), context
+        )
+        expected = torch.einsum("hpq,qhd->phd", maps.double(), value.double())
+        torch.testing.assert_close(context.double(), expected, atol=0.02, rtol=0.01)
+
+
+def computed(kernel, heads, width, dtype, lengths, at_the_end):
+    for length in lengths:
+        guarded = Guarded(at_the_end)
+        query, key, value, context = (
+            guarded.tensor(torch.randn(length, heads, width).to(dtype)) for _ in range(4)
+        )
+        kernel.attend(query, key, value, np.array([0, length]), width**-0.5, context)
+        maps = torch.einsum("phd,qhd->hpq", query.double(), key.double()).mul(width**-0.5).softmax(-1)
+        expected = torch.einsum("hpq,qhd->phd", maps, value.double())
+        torch.testing.assert_close(context.double(), expected, atol=0.05, rtol=0.02)
+
+
+def main(level, library, what):
+    kernel = AttentionKernel(level, Path(library))
+    torch.manual_seed(0)
+    lengths = [*range(1, 36), 63, 64, 65, 127, 129]
+    sixteen_bits = (torch.bfloat16, torch.float16)
+    sizes = product((1, 3), (8, 24, 32, 64), (torch.float32, torch.bfloat16))
+    if what == "records":
+        for (heads, width, dtype), map_dtype, at_the_end in product(sizes, sixteen_bits, (True, False)):
+            records(kernel, heads, width, dtype, map_dtype, lengths, at_the_end)
+    elif what == "computed":
+        for (heads, width, dtype), at_the_end in product(sizes, (True, False)):
+            computed(kernel, heads, width, dtype, lengths, at_the_end)
+    else:
+        beyond = what == "one row too many"
+        records(kernel, 1, 32, torch.bfloat16, torch.bfloat16, [33], beyond, shift=1 if beyond else -1)
+
+
+if __name__ == "__main__":
+    # A test expects an end by a signal; nobody wants its core.
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    assert math.log2(PAGE).is_integer()
+    main(*sys.argv[1:])

@@ -1,0 +1,445 @@
+"""The compiled kernel, at every level that was built and that this processor runs, against float64."""
+
+import ctypes
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.machinery import EXTENSION_SUFFIXES
+from itertools import pairwise
+from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from attncache_core import native
+
+SCALE = 0.25
+# What no sum gives, and what bfloat16 keeps as it is.
+CANARY = -768.0
+# A number is rounded to bfloat16 by at most this part of itself.
+BFLOAT16 = 2**-8
+# Sums of up to 200 products in float32 and an exponential, as part of the sum of the products' sizes: 1.1e-5
+# was seen.
+FLOAT32 = 2e-5
+
+lengths_of_sequences = st.lists(st.integers(1, 200), min_size=1, max_size=6)
+widths = st.sampled_from([8, 24, 32, 64, 96])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+map_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def library(level):
+    return Path(native.__file__).with_name(f"attention_{level}{EXTENSION_SUFFIXES[0]}")
+
+
+@pytest.fixture(scope="module", params=native._levels())
+def kernel(request):
+    if not library(request.param).is_file():
+        pytest.skip("this level was not built")
+    return native.AttentionKernel(request.param, library(request.param))
+
+
+@contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def offsets_of(lengths, first=0):
+    return first + np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+
+
+def joined_projection(tokens, heads, width, dtype, seed=0):
+    """Q, K and V [tokens, heads, width] side by side in one tensor, as a layer projects them."""
+    generator = torch.Generator().manual_seed(seed)
+    joined = torch.randn(tokens, 3 * heads + 1, width, generator=generator).mul(1.5).to(dtype)
+    value, query, key, _ = joined.split([heads, heads, heads, 1], dim=1)
+    return query, key, value
+
+
+def canaries(tokens, heads, width, dtype):
+    """A tensor of canaries [tokens, heads + 2, width], and its heads in the middle."""
+    whole = torch.full((tokens, heads + 2, width), CANARY, dtype=dtype)
+    return whole, whole[:, 1:-1]
+
+
+def own_maps(query, key, offsets, scale):
+    """The maps [heads, L, L] of each sequence, in float64."""
+    query, key = query.double(), key.double()
+    for first, end in pairwise(offsets.tolist()):
+        scores = torch.einsum("phd,qhd->hpq", query[first:end], key[first:end])
+        yield torch.softmax(scale * scores, dim=-1)
+
+
+def products(maps, value, offsets):
+    """maps @ V, and the sums of the products' sizes, [tokens, heads, width] from the first sequence on."""
+    value = value.double()
+    pairs = list(zip(maps, pairwise(offsets.tolist()), strict=True))
+    exact, sizes = (
+        torch.cat([torch.einsum("hpq,qhd->phd", own.double(), v[first:end]) for own, (first, end) in pairs])
+        for v in (value, value.abs())
+    )
+    return exact, sizes
+
+
+def assert_near(found, exact, sizes, rounded_maps=False):
+    """No further off than the roundings that are named allow: of the result, and of each map's numbers."""
+    allowed = (FLOAT32 + BFLOAT16 * rounded_maps) * sizes
+    if found.dtype is torch.bfloat16:
+        allowed = allowed + BFLOAT16 * (exact.abs() + allowed)
+    beyond = (found.double() - exact).abs() - allowed
+    # Not `beyond.max() <= 0`: a NaN must not pass.
+    assert bool((beyond <= 0).all()), f"off by {beyond.max().item()} more than allowed"
+
+
+def rounds_maps(kernel, dtype, width):
+    """Whether computed maps are rounded to bfloat16 before they meet V."""
+    return kernel.level == "avx512_bf16" and dtype is torch.bfloat16 and width % 32 == 0
+
+
+def attend(kernel, query, key, value, offsets, scale=SCALE):
+    context = torch.full(value.shape, CANARY, dtype=value.dtype)
+    kernel.attend(query, key, value, offsets, scale, context)
+    return context
+
+
+@settings(max_examples=60)
+@given(
+    lengths=lengths_of_sequences,
+    heads=st.integers(1, 6),
+    width=widths,
+    dtype=dtypes,
+    count=st.sampled_from([1, 2]),
+    before=st.integers(0, 3),
+    after=st.integers(0, 3),
+)
+@example([200, 1, 16, 17, 31, 32], 6, 32, torch.bfloat16, 2, 1, 1)
+@example([8, 15, 16, 7, 9, 1], 2, 96, torch.float32, 1, 0, 2)
+def test_context_is_the_formulas_and_nothing_else_is_written(
+    kernel, lengths, heads, width, dtype, count, before, after
+):
+    tokens = before + sum(lengths) + after
+    query, key, value = joined_projection(tokens, heads, width, dtype, seed=sum(lengths))
+    offsets = offsets_of(lengths, first=before)
+    whole, context = canaries(tokens, heads, width, dtype)
+    with threads(count):
+        kernel.attend(query, key, value, offsets, SCALE, context)
+    exact, sizes = products(own_maps(query, key, offsets, SCALE), value, offsets)
+    assert_near(context[before : tokens - after], exact, sizes, rounds_maps(kernel, dtype, width))
+    assert (whole[:, [0, -1]] == CANARY).all()
+    assert (whole[:before] == CANARY).all()
+    assert (whole[tokens - after :] == CANARY).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 32])
+@pytest.mark.parametrize("size", [2.0**-60, 2.0**-6, 1.0, 2.0**20, 2.0**50])
+def test_scores_of_any_size_neither_overflow_nor_lose_the_softmax(kernel, size, width, dtype):
+    # Small whole numbers times a power of two: every score is exact, and the softmax is all that can fail.
+    random = torch.Generator().manual_seed(width)
+    query, key = (
+        (torch.randint(-3, 4, (90, 2, width), generator=random) * size**0.5).to(dtype) for _ in "QK"
+    )
+    value = torch.randn(90, 2, width, generator=random).to(dtype)
+    offsets = offsets_of([1, 40, 49])
+    found = attend(kernel, query, key, value, offsets)
+    exact, sizes = products(own_maps(query, key, offsets, SCALE), value, offsets)
+    assert found.isfinite().all()
+    assert_near(found, exact, sizes, rounds_maps(kernel, dtype, width))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [24, 64])
+@pytest.mark.parametrize("place", [0, 15, 16, 36])
+def test_one_huge_score_takes_the_whole_row(kernel, place, width, dtype):
+    query, key, value = joined_projection(37, 2, width, dtype)
+    query, key = query.clone(), key.clone()
+    query[20], key[place] = 2.0**40, 2.0**60
+    found = attend(kernel, query, key, value, offsets_of([37]))
+    assert torch.equal(found[20], value[place])
+    assert found.isfinite().all()
+
+
+def test_most_negative_row_is_still_a_softmax(kernel):
+    # Every score lies far below zero: what fills up a vector must not count as the largest.
+    query = torch.full((5, 1, 32), 2.0**30)
+    key = torch.full((5, 1, 32), -(2.0**30))
+    value = torch.arange(5 * 32.0).view(5, 1, 32)
+    found = attend(kernel, query, key, value, offsets_of([5]))
+    torch.testing.assert_close(found, value.mean(dim=0, keepdim=True).expand(5, 1, 32), atol=1e-4, rtol=0)
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=2, max_size=5),
+    heads=st.integers(1, 3),
+    width=widths,
+    dtype=dtypes,
+    count=st.sampled_from([1, 2]),
+)
+@example([200, 130, 200, 77], 4, 32, torch.bfloat16, 2)
+@example([200, 130, 200, 77], 4, 24, torch.float32, 2)
+def test_batch_is_one_by_one_bit_for_bit(kernel, lengths, heads, width, dtype, count):
+    query, key, value = joined_projection(sum(lengths), heads, width, dtype)
+    offsets = offsets_of(lengths)
+    with threads(count):
+        together = attend(kernel, query, key, value, offsets)
+    with threads(1):
+        alone = [
+            attend(kernel, query[first:end], key[first:end], value[first:end], offsets_of([end - first]))
+            for first, end in pairwise(offsets.tolist())
+        ]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def made_maps(lengths, heads, dtype, seed=0):
+    """For each length maps [heads, L, L] as a record keeps them: some numbers are tiny, none is exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(heads, length, length, generator=generator).mul(3).softmax(-1).to(dtype)
+        for length in lengths
+    ]
+
+
+def addresses(maps):
+    return np.array([own.data_ptr() for own in maps], dtype=np.uint64)
+
+
+def run_starts(copies):
+    """The first sequence of each run, and the number of sequences at the end."""
+    return offsets_of(copies)
+
+
+def apply_maps(kernel, maps, runs, value, offsets):
+    context = torch.full(value.shape, CANARY, dtype=value.dtype)
+    kernel.apply_maps(addresses(maps), maps[0].dtype, runs, value, offsets, context)
+    return context
+
+
+@settings(max_examples=60)
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 200), st.integers(1, 3)), min_size=1, max_size=4),
+    heads=st.integers(1, 6),
+    width=widths,
+    dtype=dtypes,
+    map_dtype=map_dtypes,
+    count=st.sampled_from([1, 2]),
+    before=st.integers(0, 3),
+    after=st.integers(0, 3),
+)
+@example([(199, 3), (1, 2), (17, 1), (32, 3)], 6, 32, torch.bfloat16, torch.bfloat16, 2, 0, 1)
+@example([(7, 2), (8, 1), (9, 3)], 3, 64, torch.bfloat16, torch.float16, 1, 2, 0)
+def test_given_maps_meet_their_values_and_nothing_else_is_written(
+    kernel, runs, heads, width, dtype, map_dtype, count, before, after
+):
+    run_lengths, copies = map(list, zip(*runs, strict=True))
+    lengths = np.repeat(run_lengths, copies).tolist()
+    tokens = before + sum(lengths) + after
+    *_, value = joined_projection(tokens, heads, width, dtype, seed=sum(lengths))
+    offsets = offsets_of(lengths, first=before)
+    made = made_maps(run_lengths, heads, map_dtype)
+    maps = [own for own, number in zip(made, copies, strict=True) for _ in range(number)]
+    whole, context = canaries(tokens, heads, width, dtype)
+    with threads(count):
+        kernel.apply_maps(addresses(maps), map_dtype, run_starts(copies), value, offsets, context)
+    # No rounding but the result's: records are multiplied as they are.
+    assert_near(context[before : tokens - after], *products(maps, value, offsets))
+    assert (whole[:, [0, -1]] == CANARY).all()
+    assert (whole[:before] == CANARY).all()
+    assert (whole[tokens - after :] == CANARY).all()
+
+
+@settings(max_examples=30)
+@given(
+    length=st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 199])),
+    copies=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    width=widths,
+    dtype=dtypes,
+    map_dtype=map_dtypes,
+)
+def test_runs_that_share_a_record_are_each_sequence_by_itself_bit_for_bit(
+    kernel, length, copies, width, dtype, map_dtype
+):
+    heads = 2
+    lengths = [length] * sum(copies)
+    *_, value = joined_projection(sum(lengths), heads, width, dtype)
+    made = made_maps([length] * len(copies), heads, map_dtype)
+    maps = [own for own, number in zip(made, copies, strict=True) for _ in range(number)]
+    offsets = offsets_of(lengths)
+    shared = apply_maps(kernel, maps, run_starts(copies), value, offsets)
+    separate = apply_maps(kernel, maps, np.arange(len(lengths) + 1), value, offsets)
+    alone = [
+        apply_maps(kernel, [own], np.arange(2), value[first:end], offsets_of([length]))
+        for own, (first, end) in zip(maps, pairwise(offsets.tolist()), strict=True)
+    ]
+    assert torch.equal(shared, separate)
+    assert torch.equal(shared, torch.cat(alone))
+
+
+def test_maps_of_a_run_are_those_of_its_first_sequence(kernel):
+    # So the maps are read once: addresses of the others in a run are not looked at.
+    *_, value = joined_projection(27, 1, 32, torch.float32)
+    maps = made_maps([9], 1, torch.bfloat16)
+    places = np.array([maps[0].data_ptr(), 0, 0], dtype=np.uint64)
+    context = torch.zeros_like(value)
+    kernel.apply_maps(places, torch.bfloat16, np.array([0, 3]), value, offsets_of([9] * 3), context)
+    assert_near(context, *products(maps * 3, value, offsets_of([9] * 3)))
+
+
+def test_no_sequences_write_nothing(kernel):
+    query, key, value = joined_projection(3, 2, 32, torch.float32)
+    assert (attend(kernel, query, key, value, np.zeros(1, dtype=np.int64)) == CANARY).all()
+
+
+def test_calls_of_two_python_threads_at_once_do_not_meet(kernel):
+    jobs = []
+    for seed, lengths in enumerate(([180, 3, 99, 64], [33, 200, 5, 120, 1])):
+        parts = joined_projection(sum(lengths), 4, 32, torch.bfloat16, seed=seed)
+        maps = made_maps(lengths, 4, torch.bfloat16, seed)
+        jobs.append((parts, offsets_of(lengths), maps))
+
+    def results(parts, offsets, maps):
+        own = np.arange(len(offsets))
+        return attend(kernel, *parts, offsets), apply_maps(kernel, maps, own, parts[2], offsets)
+
+    expected = [results(*job) for job in jobs]
+    start = Barrier(2)
+
+    def repeatedly(job):
+        start.wait()
+        return [results(*job) for _ in range(40)]
+
+    with threads(2), ThreadPoolExecutor(2) as pool:
+        for found, (attended, applied) in zip(pool.map(repeatedly, jobs), expected, strict=True):
+            assert all(torch.equal(pair[0], attended) and torch.equal(pair[1], applied) for pair in found)
+
+
+PARALLEL = ctypes.CFUNCTYPE(
+    None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+)
+
+
+@pytest.fixture
+def pool_calls(kernel):
+    """The numbers of threads that the kernel asked the pool for; the pool runs them one after another."""
+    calls = []
+
+    @PARALLEL
+    def pool(work, job, count, _):
+        calls.append(count)
+        for _ in range(count):
+            work(job)
+
+    loaded = ctypes.CDLL(str(library(kernel.level)))
+    loaded.set_parallel(pool)
+    yield calls
+    # A kernel that is made gets torch's pool again.
+    native.AttentionKernel(kernel.level, library(kernel.level))
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "calls"), [(200, 1, []), (200, 2, [2]), (200, 3, [3]), (10, 2, [])]
+)
+def test_large_work_is_shared_by_as_many_threads_as_torch_has(kernel, pool_calls, length, count, calls):
+    query, key, value = joined_projection(3 * length, 2, 64, torch.float32)
+    offsets = offsets_of([length] * 3)
+    maps = made_maps([length] * 3, 2, torch.float16)
+    with threads(count):
+        found = attend(kernel, query, key, value, offsets)
+        assert pool_calls == calls
+        applied = apply_maps(kernel, maps, np.arange(4), value, offsets)
+        assert pool_calls == calls * 2
+    assert_near(found, *products(own_maps(query, key, offsets, SCALE), value, offsets))
+    assert_near(applied, *products(maps, value, offsets))
+
+
+EDGE_SCRIPT = Path(__file__).with_name("kernel_at_the_edge.py")
+
+
+def at_the_edge(kernel, what):
+    """The exit status of a process in which memory that may not be read lies around all tensors."""
+    command = [sys.executable, str(EDGE_SCRIPT), kernel.level, str(library(kernel.level)), what]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run.returncode, run.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is protected by mprotect")
+@pytest.mark.parametrize("what", ["records", "computed"])
+def test_nothing_is_read_or_written_beyond_a_record_or_a_tensor(kernel, what):
+    assert at_the_edge(kernel, what) == (0, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is protected by mprotect")
+@pytest.mark.parametrize("what", ["one row too many", "one row too few"])
+def test_a_row_beyond_would_end_the_process(kernel, what):
+    status, _ = at_the_edge(kernel, what)
+    assert status == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize(
+    ("capability", "bfloat16", "levels"),
+    [
+        ("AVX512", True, ["avx512_bf16", "avx512", "avx2"]),
+        ("AVX512", False, ["avx512", "avx2"]),
+        ("AVX2", True, ["avx2"]),
+        ("AVX2", False, ["avx2"]),
+        ("DEFAULT", False, ["neon"]),
+    ],
+)
+def test_levels_are_those_of_the_processor_the_best_first(monkeypatch, capability, bfloat16, levels):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    assert native._levels() == levels
+
+
+# What `kernel` does at its first call, whatever was called before.
+chosen_kernel = native.kernel.__wrapped__
+
+
+def test_chosen_kernel_is_the_best_that_was_built():
+    built = [level for level in native._levels() if library(level).is_file()]
+    chosen = chosen_kernel()
+    assert (chosen.level if chosen else None) == (built[0] if built else None)
+
+
+def test_level_that_was_not_built_is_passed_over(monkeypatch):
+    built = [level for level in native._levels() if library(level).is_file()]
+    monkeypatch.setattr(native, "_levels", lambda: ["never_built", *built[-1:]])
+    chosen = chosen_kernel()
+    assert [chosen.level if chosen else None] == (built[-1:] or [None])
+
+
+def test_where_nothing_was_built_there_is_no_kernel(monkeypatch):
+    monkeypatch.setattr(native, "_levels", lambda: ["never_built"])
+    assert chosen_kernel() is None
+
+
+@pytest.mark.parametrize(("compiled", "level"), [(SimpleNamespace(level="avx2"), "avx2"), (None, None)])
+def test_level_is_the_chosen_kernels(monkeypatch, compiled, level):
+    monkeypatch.setattr(native, "kernel", lambda: compiled)
+    assert native.level() == level
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "takes"),
+    [
+        (torch.float32, "cpu", True),
+        (torch.bfloat16, "cpu", True),
+        (torch.float16, "cpu", False),
+        (torch.float64, "cpu", False),
+        (torch.float32, "meta", False),
+    ],
+)
+def test_kernel_takes_what_it_computes_on(kernel, dtype, device, takes):
+    assert kernel.takes(torch.empty(1, 1, 8, dtype=dtype, device=device)) is takes
