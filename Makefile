@@ -30,4 +30,4 @@ install: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build *.egg-info attncache_core/native/*.so

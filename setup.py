@@ -32,7 +32,6 @@ FLAGS = [
     "-shared",
     "-s",
     "-Wall",
-    "-Werror",
 ]
 
 
@@ -46,7 +45,11 @@ class BuildLevels(build_ext):
         output.parent.mkdir(parents=True, exist_ok=True)
         processor = LEVELS[platform.machine()][level]
         command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, f"-mcpu={processor}"]
-        subprocess.run([*command, *extension.sources, "-o", str(output)], check=True)
+        try:
+            subprocess.run([*command, *extension.sources, "-o", str(output)], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            # Attention then runs on torch's operators, more slowly, and /info says so.
+            print(f"warning: {extension.name} was not compiled: {error}", file=sys.stderr)
 
 
 setup(
@@ -55,6 +58,7 @@ setup(
         Extension(
             f"attncache_core.native.attention_{level}",
             [str(SOURCES / "attention.c")],
+            optional=True,
             depends=[str(header) for header in sorted(SOURCES.glob("*.h"))],
         )
         for level in (LEVELS.get(platform.machine(), {}) if sys.platform == "linux" else {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Literal
 
 import numpy as np
@@ -191,12 +192,14 @@ class PrefillEngine:
         """
         if self.database:
             circumstances = {
-                **{"processor": processor_name(), "threads": self.threads, "dtype": str(self.dtype)},
-                **{"kernel": native.level(), "torch": torch.__version__, "fetch": self.fetch},
-                **{
-                    "fingerprint": self.database.manifest.fingerprint,
-                    "mask": list(self.database.mask.reused),
-                },
+                "version": metadata.version("attncache"),
+                "processor": processor_name(),
+                "threads": self.threads,
+                "attention": native.level(),
+                "torch": torch.__version__,
+                "dtype": str(self.dtype),
+                "fetch": self.fetch.value,
+                "reused_heads": list(self.database.mask.reused),
             }
             self.costs = cost_model(
                 self.model, self.database.search, self.database.folder, circumstances, self.fetch

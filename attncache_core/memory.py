@@ -21,5 +21,6 @@ def keep_freed_memory() -> None:
     library = ctypes.CDLL(None)
     if set_by_operator or not hasattr(library, "mallopt"):
         return
-    library.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-    library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    # Older libraries refuse more than 32 MiB. The second setting alone would freeze the first at 128 KiB.
+    if any(library.mallopt(_M_MMAP_THRESHOLD, size) for size in (_KEPT_BYTES, 32 * 2**20)):
+        library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

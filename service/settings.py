@@ -76,8 +76,8 @@ class Settings(BaseModel):
         if self.max_request_inputs > self.max_queue_sequences:
             # Such a request would be told to come again for ever.
             raise _refused("--max-request-inputs must be at most --max-queue-sequences, which is smaller")
-        for name in ("database", "threshold", "heads"):
-            if not self.reuse and getattr(self, name) is not None:
+        for name in ("database", "threshold", "heads", "fetch", "search_always"):
+            if not self.reuse and getattr(self, name) != type(self).model_fields[name].default:
                 raise _refused(f"{option_name(name)} has no effect with --no-reuse; leave one of them out")
         return self
 

@@ -1,7 +1,5 @@
 """Freed memory is kept for the next batch, unless the operator has said what becomes of it."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -59,43 +57,3 @@ def test_an_engine_that_is_loaded_keeps_freed_memory(tiny_checkpoint, monkeypatc
     monkeypatch.setattr(engine, "keep_freed_memory", lambda: calls.append(True))
     PrefillEngine.load(tiny_checkpoint, dtype="float32")
     assert calls == [True]
-
-
-# A batch's worth of tensors, made, written to and freed again and again; prints the page faults of a round.
-ROUNDS = """
-import resource, sys
-import torch
-from attncache_core.memory import keep_freed_memory
-
-torch.set_num_threads(1)
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-def one_round():
-    tensors = [torch.zeros(2**21) for _ in range(8)]  # 8 MB each
-
-one_round()
-before = faults()
-for _ in range(10):
-    one_round()
-print((faults() - before) / 10)
-"""
-
-
-def faults_a_round(what):
-    command = [sys.executable, "-c", ROUNDS, what]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return float(run.stdout)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is the GNU C library's")
-def test_repeated_allocations_fault_far_fewer_pages(monkeypatch):
-    if not hasattr(memory.ctypes.CDLL(None), "mallopt"):
-        pytest.skip("this C library has no mallopt")
-    for name in (*VARIABLES, "GLIBC_TUNABLES"):
-        monkeypatch.delenv(name, raising=False)
-    kept, plain = (faults_a_round(what) for what in ("keep", "leave"))
-    assert kept < plain / 5

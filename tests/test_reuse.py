@@ -15,6 +15,8 @@ from core_reference import FLOAT32, SIXTEEN_BITS, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncache_core import forward
+from attncache_core.attention_maps import fetch
 from attncache_core.attention_maps.builder import BuildOptions, build_database
 from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.fetch import Fetch
@@ -237,9 +239,24 @@ def test_maps_fetched_in_every_way_give_the_same_values(
         result = run(engine, sequences)
     assert result.outcomes == (Outcome.HIT,) * len(sequences)
     np.testing.assert_allclose(result.outputs, expected[heads], atol=SIXTEEN_BITS)
-    with attention_by("operators"):
-        gathered = run(at_threshold(engine, 0.0), sequences).outputs
-    np.testing.assert_allclose(result.outputs, gathered, atol=FLOAT32)
+    engine.fetch = Fetch.GATHER
+    np.testing.assert_allclose(result.outputs, run(engine, sequences).outputs, atol=FLOAT32)
+
+
+@pytest.mark.parametrize("way", Fetch)
+def test_an_engine_fetches_in_the_way_it_was_told(tiny_checkpoint, tiny_database, recorded, monkeypatch, way):
+    database = AttentionDatabase.open(tiny_database)
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32", fetch=way)
+    ways = []
+
+    class Spied(fetch.HitRecords):
+        def __init__(self, groups, way):
+            ways.append(way)
+            super().__init__(groups, way)
+
+    monkeypatch.setattr(forward, "HitRecords", Spied)
+    run(engine, recorded[5][:2])
+    assert ways == [way]
 
 
 def test_long_sequences_are_served_like_short_ones(tiny_engine, tiny_checkpoint, tiny_reference, tmp_path):
@@ -285,10 +302,11 @@ def test_a_damaged_record_serves_nobody(tiny_database, tiny_checkpoint, tiny_ref
 
 
 @needs_bfloat16
+@pytest.mark.parametrize("way", Fetch)
 @pytest.mark.parametrize("heads", ["all", "5"])
-def test_an_engine_in_bfloat16_uses_records_in_float16(tiny_checkpoint, tiny_database, recorded, heads):
+def test_an_engine_in_bfloat16_uses_records_in_float16(tiny_checkpoint, tiny_database, recorded, heads, way):
     database = AttentionDatabase.open(tiny_database, heads=heads, threshold=1.0)
-    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="bfloat16")
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="bfloat16", fetch=way)
     sequences = some_of_each(recorded, 1)
     hit, full = run(engine, sequences), run(engine, sequences, reuse=False)
     assert hit.outcomes == (Outcome.HIT,) * len(sequences)

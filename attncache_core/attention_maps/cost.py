@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,10 +42,21 @@ class CostModel:
     fetch: tuple[float, ...]  # maps @ V of the reused heads, from their records
     compute: tuple[float, ...]  # the same computed: their Q, K, softmax and product
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for figures that do not fit each other, as a damaged file has them."""
+        figures = (self.search, self.fetch, self.compute)
+        if not self.lengths or {len(row) for row in figures} != {len(self.lengths)}:
+            raise ValueError("not one figure for each length")
+        if list(self.lengths) != sorted(set(self.lengths)) or not np.isfinite(figures).all():
+            raise ValueError("lengths that do not rise, or figures that are no numbers")
+
     def pays(self, length: int) -> bool:
         """Whether a hit saves more than a search costs; between measured lengths, on the straight line."""
-        gains = np.subtract(self.compute, self.fetch) - self.search
-        return bool(np.interp(length, self.lengths, gains) > 0)
+        return bool(np.interp(length, self.lengths, self._gains) > 0)
+
+    @cached_property
+    def _gains(self) -> np.ndarray:
+        return np.subtract(self.compute, self.fetch) - self.search
 
     def info(self) -> dict[str, Any]:
         """The figures, for people and /info, and for each length whether reuse can pay."""

@@ -5,7 +5,9 @@
     DIR/index/<length>.faiss      feature vectors
     DIR/maps/<length>.maps        records
 
-A database is written by `builder.build_database` and never changed afterwards.
+    DIR/cost.json                 the cost model on this machine, written by `cost.cost_model`
+
+All but the last is written by `builder.build_database` and never changed afterwards.
 """
 
 from __future__ import annotations

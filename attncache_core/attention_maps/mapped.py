@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from attncache_core.attention_maps.store import Segment
+from attncache_core.attention_maps.store import PAGE_BYTES, Segment
 
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
@@ -30,9 +29,9 @@ def map_side_by_side(segment: Segment, records: np.ndarray) -> Iterator[torch.Te
     """The numbers of these records (int64 [n]) as a tensor [n, numbers], a view on the file, never to be
     written to; unmapped when the context is left.
 
-    None where the system allows no more mappings (vm.max_map_count) or cannot map to a fixed address.
+    None where the system allows no more mappings (vm.max_map_count) or has larger pages than records have.
     """
-    if os.name != "posix" or len(records) > _mappings_left():
+    if mmap.PAGESIZE != PAGE_BYTES or len(records) > _mappings_left():
         yield None
         return
     size = segment.layout.record_bytes(segment.length)

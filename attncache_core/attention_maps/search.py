@@ -87,10 +87,12 @@ class SearchEngine:
         """
         plan = no_reuse(len(batch.lengths))
         groups = [group for group in batch.groups() if group.length in self.index]
-        asked = [group for group in groups if allowed[group.sequences].any() and pays(group.length)]
+        asked = []
         for group in groups:
             if not pays(group.length):
                 plan.cannot_pay[group.sequences] = allowed[group.sequences]
+            elif allowed[group.sequences].any():
+                asked.append(group)
         corrupt = 0
         for group, features in zip(
             asked, self.projector.project(hidden, asked) if asked else [], strict=True

@@ -37,6 +37,7 @@ _TABLE_ROW = np.dtype([("kind", "<u4"), ("checksum", "<u4"), ("tokens", "V16")])
 # Measured on a cold file: asking for records ahead halves the wait for those of 38 MB, takes a third off 2.4
 # MB, and doubles it for those of 0.15 MB, which the system reads ahead by itself.
 _READ_AHEAD_FROM = 2**20
+_RECORDS_AHEAD = 16
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -177,16 +178,22 @@ class Segment:
 
         The file is read when a record is first asked for; large ones ahead, while the first is checked.
         """
-        unchecked = records[~self._checked[records]].tolist()
-        size = self.layout.record_bytes(self.length)
-        if size >= _READ_AHEAD_FROM:
-            for record in unchecked[1:]:
-                self._file.madvise(mmap.MADV_WILLNEED, self._first_byte + record * size, size)
-        for record in unchecked:
+        unchecked = np.unique(records[~self._checked[records]]).tolist()
+        for place, record in enumerate(unchecked):
+            if place % _RECORDS_AHEAD == 0:
+                self._read_ahead(unchecked[place + 1 : place + 1 + _RECORDS_AHEAD])
             content = self._maps[record, : self.layout.elements(self.length)].view(torch.int16).numpy()
             self._sound[record] = zlib.crc32(content.data) == self._table["checksum"][record]
             self._checked[record] = True
         return self._sound[records]
+
+    def _read_ahead(self, records: Sequence[int]) -> None:
+        """Ask the system for large records that will be read soon."""
+        size = self.layout.record_bytes(self.length)
+        # It takes whole pages of its own size only.
+        if size >= _READ_AHEAD_FROM and mmap.PAGESIZE == PAGE_BYTES:
+            for record in records:
+                self._file.madvise(mmap.MADV_WILLNEED, self._first_byte + record * size, size)
 
     def addresses(self, records: np.ndarray) -> np.ndarray:
         """Where these records (int64 [n]) begin in the process' memory, int64 [n]."""

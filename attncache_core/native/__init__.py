@@ -8,6 +8,7 @@ Where it was not built, or tensors live on another device, attention runs on tor
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -112,7 +113,9 @@ def kernel() -> AttentionKernel | None:
     for level in _levels():
         library = Path(__file__).with_name(f"attention_{level}{EXTENSION_SUFFIXES[0]}")
         if library.is_file():
-            return AttentionKernel(level, library)
+            # A library that is damaged, or may not be executed, is as good as none.
+            with contextlib.suppress(OSError):
+                return AttentionKernel(level, library)
     return None
 
 

@@ -94,7 +94,8 @@ INLINE void store_some(char *at, number_type type, floats x, int count) {
 // The coefficients are those of the Taylor series of 2^left, its last one adjusted to the interval.
 INLINE floats exponential(floats x) {
     const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-    floats exponent = larger(x, every(-87.0f)) * 1.44269504f;
+    // In this order a NaN stays one.
+    floats exponent = either(x < -87.0f, every(-87.0f), x) * 1.44269504f;
     floats whole = exponent + to_integer;
     words power = (words)whole << 23;
     floats left = exponent - (whole - to_integer);

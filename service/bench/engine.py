@@ -49,6 +49,7 @@ def started(
         for peer in peers:
             worker = Worker(peer, model, threads, shapes)
             workers.append(worker)
+            worker.load()
             if worker.absent:
                 on_absent(peer, worker.absent)
         yield [worker for worker in workers if not worker.absent]
@@ -75,11 +76,12 @@ def measure(
     for done in range(rounds):
         for name, batch in batches.items():
             for worker in workers:
-                if _takes(worker.peer, batch):
+                if not worker.absent and _takes(worker.peer, batch):
                     taken.setdefault((worker.peer, name), []).extend(worker.seconds(_REPEAT, **batch))
         on_round(done + 1, rounds)
     cosine = _cosines(workers, [batches[name_of(shape)] for shape in shapes])
-    return [Row(w.peer, _medians(taken, w.peer, batches), cosine.get(w.peer)) for w in workers]
+    present = [worker.peer for worker in workers if not worker.absent]
+    return [Row(peer, _medians(taken, peer, batches), cosine.get(peer)) for peer in present]
 
 
 def _takes(peer: str, batch: dict[str, list[object]]) -> bool:
@@ -99,6 +101,7 @@ def _medians(
 
 
 def _cosines(workers: Sequence[Worker], batches: Sequence[dict[str, list[object]]]) -> dict[str, float]:
+    workers = [worker for worker in workers if not worker.absent]
     reference = next((worker for worker in workers if worker.peer == _REFERENCE), None)
     if reference is None:
         return {}
@@ -113,5 +116,5 @@ def _cosines(workers: Sequence[Worker], batches: Sequence[dict[str, list[object]
             )
         )
         for worker in workers
-        if _takes(worker.peer, batches[0])
+        if _takes(worker.peer, batches[0]) and "hit" not in worker.peer
     }

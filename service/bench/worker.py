@@ -9,6 +9,7 @@ Engines in one process disturb each other: their idle threads spin. A line of JS
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,9 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from service.bench.peers import Peer
 
 _WARM_UPS = 3
+_SECONDS_TO_END = 20
 
 
 class Worker:
@@ -33,21 +38,32 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        answer = self._ask({"peer": peer, "model": model, "threads": threads, "shapes": list(shapes)})
-        self.absent: str | None = answer.get("absent")
+        self.absent: str | None = None
+        self._task = {"peer": peer, "model": model, "threads": threads, "shapes": list(shapes)}
+
+    def load(self) -> None:
+        """Load the peer; `absent` says why if it cannot."""
+        self._ask(self._task)
 
     def seconds(self, repeat: int, **work: Any) -> list[float]:
-        """Seconds of each repetition of `tokens` or `texts`."""
-        return list(self._ask({**work, "repeat": repeat})["seconds"])
+        """Seconds of each repetition of `tokens` or `texts`; none if it failed, and then it is absent."""
+        return list(self._ask({**work, "repeat": repeat}).get("seconds", ()))
 
     def embeddings(self, **work: Any) -> list[list[float]]:
-        """The embeddings of `tokens` or `texts`."""
-        return list(self._ask({**work, "repeat": 0})["embeddings"])
+        """The embeddings of `tokens` or `texts`; none if it failed, and then it is absent."""
+        return list(self._ask({**work, "repeat": 0}).get("embeddings", ()))
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+        """End the process: by the end of its input, so that it tidies up, or else by force."""
+        assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -60,9 +76,12 @@ class Worker:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            return {"absent": f"it ended with exit code {self._process.wait()}"}
+            self.absent = f"it ended with exit code {self._process.wait()}"
+            return {}
         self._process.send_signal(signal.SIGSTOP)
-        return dict(json.loads(answer))
+        heard = dict(json.loads(answer))
+        self.absent = heard.get("absent", self.absent)
+        return heard
 
 
 def main() -> None:
@@ -85,21 +104,26 @@ def main() -> None:
         return
     say({"ready": True})
     for line in sys.stdin:
-        work = json.loads(line)
-        run, given = (
-            (peer.embed_texts, work["texts"]) if "texts" in work else (peer.embed_tokens, work["tokens"])
-        )
-        if not work["repeat"]:
-            say({"embeddings": run(given).tolist()})
-            continue
-        for _ in range(_WARM_UPS):
-            run(given)
-        seconds = []
-        for _ in range(work["repeat"]):
-            started = time.perf_counter()
-            run(given)
-            seconds.append(time.perf_counter() - started)
-        say({"seconds": seconds})
+        try:
+            say(_done(peer, json.loads(line)))
+        except Exception as error:  # torch.compile, for one, fails at its first call
+            say({"absent": f"{type(error).__name__}: {error}"[:300]})
+
+
+def _done(peer: Peer, work: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one line."""
+    run = peer.embed_texts if "texts" in work else peer.embed_tokens
+    given = work.get("texts") or work["tokens"]
+    if not work["repeat"]:
+        return {"embeddings": run(given).tolist()}
+    for _ in range(_WARM_UPS):
+        run(given)
+    seconds = []
+    for _ in range(work["repeat"]):
+        started = time.perf_counter()
+        run(given)
+        seconds.append(time.perf_counter() - started)
+    return {"seconds": seconds}
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ def engine(
     With --breakdown: where AttnCache's own time goes, in full and on a hit.
     """
     threads = threads or available_processors()
-    lines = [line for line in texts.read_text("utf-8").splitlines() if line.strip()] if texts else []
+    try:
+        lines = [line for line in texts.read_text("utf-8").splitlines() if line.strip()] if texts else []
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"texts: {texts} is not UTF-8; convert it", field="texts") from error
     if texts and len(lines) < 32:
         raise InvalidInput("texts needs at least 32 lines, a batch", field="texts")
     facts = machine(threads)
@@ -61,6 +64,8 @@ def engine(
         rows = bench.measure(
             workers, bench.SHAPES, lines, rounds, lambda done, total: progress("rounds", done, total)
         )
+    if not rows:
+        raise InvalidInput("none of these engines can run here", field="peer")
     _show(rows, len(lines) // 32 * 32)
     write_json(json_file, {"machine": facts, "rounds": rounds, "rows": [asdict(row) for row in rows]})
 

@@ -11,6 +11,7 @@ from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.search import Outcome
 from attncache_core.engine import PrefillEngine
 
+UNEQUAL = '{"circumstances": {}, "costs": {"lengths": [8], "search": [], "fetch": [], "compute": []}}'
 # At 8 tokens a hit saves 10 - 2 and a search costs 9; at 32 it saves 40 - 8 and costs 12.
 FIGURES = CostModel(lengths=(8, 32), search=(9.0, 12.0), fetch=(2.0, 8.0), compute=(10.0, 40.0))
 
@@ -52,7 +53,23 @@ def test_costs_are_kept_until_the_circumstances_change(engine):
     assert json.loads(path.read_text())["circumstances"]["threads"] == engine.threads
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"circumstances": {}, "costs": {"lengths": "x"}}'])
+@pytest.mark.parametrize(
+    "figures",
+    [
+        ((), (), (), ()),
+        ((8,), (1.0, 2.0), (1.0,), (1.0,)),
+        ((8, 8), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0)),
+        ((8,), (float("nan"),), (1.0,), (1.0,)),
+    ],
+)
+def test_figures_that_do_not_fit_each_other_are_refused(figures):
+    with pytest.raises(ValueError, match=r"figure|lengths"):
+        CostModel(*figures)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"circumstances": {}, "costs": {"lengths": "x"}}', UNEQUAL]
+)
 def test_a_damaged_file_of_costs_is_measured_anew(engine, content):
     path = engine.database.folder / "cost.json"
     path.write_text(content)
