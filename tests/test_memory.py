@@ -13,12 +13,14 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 
 
 class Library(SimpleNamespace):
-    """A C library that notes what mallopt is asked for."""
+    """A C library that notes what mallopt has set."""
 
     def __init__(self):
-        super().__init__(asked={})
+        super().__init__(asked={}, largest_threshold=2**31)
 
     def mallopt(self, parameter, value):
+        if parameter == MMAP_THRESHOLD and value > self.largest_threshold:
+            return 0
         self.asked[parameter] = value
         return 1
 
@@ -37,6 +39,20 @@ def test_blocks_of_the_size_of_activations_are_kept(library):
     assert library.asked.keys() == {TRIM_THRESHOLD, MMAP_THRESHOLD}
     # 1024 tokens of 4 x 1024 numbers of 4 bytes, several times.
     assert all(2**26 <= size < 2**31 for size in library.asked.values())
+
+
+def test_an_older_library_that_refuses_large_blocks_keeps_what_it_can(library):
+    library.largest_threshold = 32 * 2**20
+    memory.keep_freed_memory()
+    assert library.asked[MMAP_THRESHOLD] == 32 * 2**20
+    assert library.asked[TRIM_THRESHOLD] >= 2**26
+
+
+def test_a_library_that_refuses_every_size_is_left_alone(library):
+    # Any setting ends the library's own adjustment of sizes, which is better than none.
+    library.largest_threshold = 0
+    memory.keep_freed_memory()
+    assert library.asked == {}
 
 
 @pytest.mark.parametrize("name", VARIABLES)

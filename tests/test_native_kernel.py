@@ -68,6 +68,13 @@ def joined_projection(tokens, heads, width, dtype, seed=0):
     return query, key, value
 
 
+def two_projections(tokens, heads, width, dtype, seed=0):
+    """Q, K and V again; V comes from a projection of its own, as a layer's reused heads have it."""
+    query, key, _ = joined_projection(tokens, heads, width, dtype, seed)
+    *_, value = joined_projection(tokens, heads + 1, width, dtype, seed + 1)
+    return query, key, value[:, 1:]
+
+
 def canaries(tokens, heads, width, dtype):
     """A tensor of canaries [tokens, heads + 2, width], and its heads in the middle."""
     whole = torch.full((tokens, heads + 2, width), CANARY, dtype=dtype)
@@ -123,14 +130,15 @@ def attend(kernel, query, key, value, offsets, scale=SCALE):
     count=st.sampled_from([1, 2]),
     before=st.integers(0, 3),
     after=st.integers(0, 3),
+    projected=st.sampled_from([joined_projection, two_projections]),
 )
-@example([200, 1, 16, 17, 31, 32], 6, 32, torch.bfloat16, 2, 1, 1)
-@example([8, 15, 16, 7, 9, 1], 2, 96, torch.float32, 1, 0, 2)
+@example([200, 1, 16, 17, 31, 32], 6, 32, torch.bfloat16, 2, 1, 1, joined_projection)
+@example([8, 15, 16, 7, 9, 1], 2, 96, torch.float32, 1, 0, 2, two_projections)
 def test_context_is_the_formulas_and_nothing_else_is_written(
-    kernel, lengths, heads, width, dtype, count, before, after
+    kernel, lengths, heads, width, dtype, count, before, after, projected
 ):
     tokens = before + sum(lengths) + after
-    query, key, value = joined_projection(tokens, heads, width, dtype, seed=sum(lengths))
+    query, key, value = projected(tokens, heads, width, dtype, seed=sum(lengths))
     offsets = offsets_of(lengths, first=before)
     whole, context = canaries(tokens, heads, width, dtype)
     with threads(count):
@@ -295,6 +303,26 @@ def test_maps_of_a_run_are_those_of_its_first_sequence(kernel):
     context = torch.zeros_like(value)
     kernel.apply_maps(places, torch.bfloat16, np.array([0, 3]), value, offsets_of([9] * 3), context)
     assert_near(context, *products(maps * 3, value, offsets_of([9] * 3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [24, 64])
+@pytest.mark.parametrize("place", [0, 15, 16, 36])
+def test_what_is_no_number_is_seen_in_all_that_is_made_of_it_and_nowhere_else(kernel, place, width, dtype):
+    lengths, own = offsets_of([37, 20]), joined_projection(57, 2, width, dtype)
+    query, key, value = (part.clone() for part in own)
+    query[place, 0, 3] = float("nan")  # one row of one head
+    found = attend(kernel, query, own[1].clone(), own[2].clone(), lengths).isnan()
+    assert found[place, 0].all()
+    assert found.sum() == width
+    key[place, 1, 3] = float("nan")  # all rows of one head of one sequence
+    found = attend(kernel, own[0].clone(), key, own[2].clone(), lengths).isnan()
+    assert found[:37, 1].all()
+    assert found.sum() == 37 * width
+    value[place, 1, 3] = float("nan")  # one column
+    found = attend(kernel, own[0].clone(), own[1].clone(), value, lengths).isnan()
+    assert found[:37, 1, 3].all()
+    assert found.sum() == 37
 
 
 def test_no_sequences_write_nothing(kernel):
