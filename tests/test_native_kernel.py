@@ -1,6 +1,8 @@
 """The compiled kernel, at every level that was built and that this processor runs, against float64."""
 
 import ctypes
+import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,8 +37,11 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 map_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
+NATIVE_FOLDER = Path(native.__file__).parent
+
+
 def library(level):
-    return Path(native.__file__).with_name(f"attention_{level}{EXTENSION_SUFFIXES[0]}")
+    return NATIVE_FOLDER / f"attention_{level}{EXTENSION_SUFFIXES[0]}"
 
 
 @pytest.fixture(scope="module", params=native._levels())
@@ -439,6 +444,25 @@ def test_chosen_kernel_is_the_best_that_was_built():
     built = [level for level in native._levels() if library(level).is_file()]
     chosen = chosen_kernel()
     assert (chosen.level if chosen else None) == (built[0] if built else None)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or (platform.machine() == "x86_64" and native._levels() == ["neon"]),
+    reason="kernels are built for Linux, and for x86 from AVX2 on",
+)
+def test_a_kernel_was_built_for_this_processor():
+    assert chosen_kernel() is not None
+
+
+@pytest.mark.parametrize("content", [b"", b"no library", bytes(5000)], ids=["empty", "text", "zeros"])
+def test_library_that_cannot_be_loaded_is_passed_over(kernel, monkeypatch, tmp_path, content):
+    damaged, whole = (tmp_path / library(level).name for level in ("damaged", kernel.level))
+    damaged.write_bytes(content)
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(native, "_levels", lambda: ["damaged", kernel.level])
+    assert chosen_kernel() is None
+    shutil.copy(library(kernel.level), whole)
+    assert chosen_kernel().level == kernel.level
 
 
 def test_level_that_was_not_built_is_passed_over(monkeypatch):

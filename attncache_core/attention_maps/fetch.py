@@ -149,7 +149,7 @@ def _product_by_head(maps: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """maps [n, h, L, L] @ V [n, L, h, d], head by head.
 
     The maps of n records lie further apart than those of a record's heads: one product of all would copy
-    them first, since its operator takes one step between matrices.
+    them first, since its operator takes one step between matrices. (In 16 bits it copies a head's maps.)
     """
     products = [torch.bmm(maps[:, head].to(value.dtype), value[:, :, head]) for head in range(value.shape[2])]
     return torch.stack(products, dim=2)

@@ -71,6 +71,8 @@ class AttentionKernel:
         first token of each sequence. Sums are taken in float32; with bfloat16 on a processor that
         multiplies it, maps are rounded to it before they meet V, as if they were stored.
         """
+        if query.stride(0) != key.stride(0):
+            raise ValueError("Q and K need the same step from token to token")
         job = self._job(value, offsets, context)
         job.query, job.key, job.query_row = query.data_ptr(), key.data_ptr(), query.stride(0)
         runs = np.arange(len(offsets))

@@ -90,7 +90,7 @@ INLINE void store_some(char *at, number_type type, floats x, int count) {
     else memcpy(at, &bits, (size_t)count * 2);
 }
 
-// e^x for x <= 0, to the last bits of float32: 2^n times a polynomial of what is left, |left| <= 1/2.
+// e^x for x <= 0, to 3.4e-6 of its value: 2^n times a polynomial of what is left, |left| <= 1/2.
 // The coefficients are those of the Taylor series of 2^left, its last one adjusted to the interval.
 INLINE floats exponential(floats x) {
     const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
