@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +30,7 @@ from attncache_core.processor import processor_name
 from attncache_core.threads import limit_faiss, limit_threads
 from attncache_core.tokenizer import TextTokenizer
 from attncache_core.tokens import TokenBatch, pack
+from attncache_core.version import __version__
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 
@@ -192,7 +192,7 @@ class PrefillEngine:
         """
         if self.database:
             circumstances = {
-                "version": metadata.version("attncache"),
+                "version": __version__,
                 "processor": processor_name(),
                 "threads": self.threads,
                 "attention": native.level(),

@@ -5,9 +5,4 @@
 The service is thin: it knows HTTP, queues and metrics, and nothing of attention.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
-try:
-    __version__ = version("attncache")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
+from attncache_core.version import __version__ as __version__

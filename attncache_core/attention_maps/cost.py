@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -102,12 +102,13 @@ def _measure(
     count = max(1, min(_BATCH_SEQUENCES, _BATCH_TOKENS // length))
     batch = pack([[0] * length] * count)
     hidden = model.embed(batch)
+    values = [layer.project(hidden).value[:, : layer.reused_heads] for layer in model.layers]
     segment = search.store.segments[length]
     records = HitRecords([RecordGroup(segment, np.arange(count) % len(segment))], fetch)
     steps: dict[str, Callable[[], object]] = {
         "search": lambda: search.plan(batch, hidden, np.ones(count, dtype=bool)),
-        "fetch": lambda: _fetch(model, hidden, records),
-        "compute": lambda: _compute(model, hidden, batch),
+        "fetch": lambda: _fetch(model, values, records),
+        "compute": lambda: _compute(model, hidden, values, batch),
     }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     with records:
@@ -123,21 +124,17 @@ def _measure(
     return search_time, fetch_time, compute_time
 
 
-def _fetch(model: PackedModel, x: torch.Tensor, records: HitRecords) -> None:
-    for number, layer in enumerate(model.layers):
-        mask = layer.reused_heads
-        if mask:
-            value = x[:, : mask * layer.head_dim].unflatten(1, (mask, -1))
-            records.apply(number, value, torch.empty(value.shape, dtype=x.dtype))
+def _fetch(model: PackedModel, values: Sequence[torch.Tensor], records: HitRecords) -> None:
+    for number, (layer, value) in enumerate(zip(model.layers, values, strict=True)):
+        if layer.reused_heads:
+            records.apply(number, value, torch.empty(value.shape, dtype=value.dtype))
 
 
-def _compute(model: PackedModel, x: torch.Tensor, batch: TokenBatch) -> None:
-    for layer in model.layers:
-        mask = layer.reused_heads
-        if mask:
-            value = x[:, : mask * layer.head_dim].unflatten(1, (mask, -1))
+def _compute(model: PackedModel, x: torch.Tensor, values: Sequence[torch.Tensor], batch: TokenBatch) -> None:
+    for layer, value in zip(model.layers, values, strict=True):
+        if layer.reused_heads:
             query, key = layer.project_reused(x)
-            layer.attend(query, key, value, batch.offsets, torch.empty(value.shape, dtype=x.dtype))
+            layer.attend(query, key, value, batch.offsets, torch.empty(value.shape, dtype=value.dtype))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ class AttentionLayer(Protocol):
     """One layer on packed tokens."""
 
     heads: int
-    head_dim: int
     reused_heads: int
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
