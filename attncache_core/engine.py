@@ -45,6 +45,7 @@ class PrefillResult:
     tokens: int
     search_seconds: float  # projector, index and checks
     forward_seconds: float  # all the rest
+    attention_seconds: float  # within it, up to the output projections
     corrupt_records: int  # records found damaged in this batch and not used
 
 
@@ -172,7 +173,7 @@ class PrefillEngine:
         plan = self._plan(batch, hidden, np.asarray(reuse, dtype=bool)[batch.order])
         search_seconds = time.perf_counter() - searched
         batch, hidden, plan = hits_first(batch, hidden, plan)
-        hidden = forward(self.model, batch, hidden, plan, self._segments, self.fetch)
+        hidden, attention_seconds = forward(self.model, batch, hidden, plan, self._segments, self.fetch)
         outputs = self.model.outputs(hidden, batch)
         rows = outputs.representation if outputs.logits is None else outputs.logits
         return PrefillResult(
@@ -182,6 +183,7 @@ class PrefillEngine:
             tokens=len(batch.ids),
             search_seconds=search_seconds,
             forward_seconds=time.perf_counter() - started - search_seconds,
+            attention_seconds=attention_seconds,
             corrupt_records=plan.corrupt_records,
         )
 

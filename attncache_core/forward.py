@@ -5,6 +5,7 @@ Hits stand before misses. So what only misses need is computed on one slice of t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -40,17 +41,23 @@ def forward(
     plan: ReusePlan,
     segments: Mapping[int, Segment],
     fetch: Fetch = Fetch.AUTO,
-) -> torch.Tensor:
-    """The last layer's output [tokens, hidden] from the first one's input, for a batch with hits first."""
+) -> tuple[torch.Tensor, float]:
+    """The last layer's output [tokens, hidden] from the first one's input, for a batch with hits first.
+
+    Beside it the seconds that attention took in all layers: projections, maps, maps @ V, and fetching.
+    """
     groups = [
         RecordGroup(segments[group.length], plan.records[group.sequences])
         for group in batch.groups(0, int(plan.hits.sum()))
     ]
+    attention_seconds = 0.0
     with HitRecords(groups, fetch) as records:
         for number, layer in enumerate(model.layers):
-            x = layer.attention_input(hidden)
-            hidden = layer.finish(hidden, _context(number, layer, x, batch, records))
-    return hidden
+            started = time.perf_counter()
+            context = _context(number, layer, layer.attention_input(hidden), batch, records)
+            attention_seconds += time.perf_counter() - started
+            hidden = layer.finish(hidden, context)
+    return hidden, attention_seconds
 
 
 def _context(

@@ -24,7 +24,7 @@ any_lengths = st.lists(
 def last_hidden(engine, sequences):
     """The last hidden states of each sequence, in the order given, with nothing reused."""
     batch = pack(sequences)
-    hidden = forward(engine.model, batch, engine.model.embed(batch), no_reuse(len(sequences)), {})
+    hidden, _ = forward(engine.model, batch, engine.model.embed(batch), no_reuse(len(sequences)), {})
     parts = torch.split(hidden, batch.lengths.tolist())
     return [parts[place] for place in np.argsort(batch.order)]
 

@@ -21,7 +21,7 @@ def last_hidden(model, sequences):
     """The last hidden states of each sequence, in the order given, with nothing reused."""
     batch = pack(sequences)
     with torch.inference_mode():
-        hidden = forward(model, batch, model.embed(batch), no_reuse(len(sequences)), {})
+        hidden, _ = forward(model, batch, model.embed(batch), no_reuse(len(sequences)), {})
     parts = torch.split(hidden, batch.lengths.tolist())
     return [parts[place] for place in batch.order.argsort()]
 

@@ -66,6 +66,7 @@ class FakeEngine:
             tokens=sum(map(len, sequences)),
             search_seconds=0.001,
             forward_seconds=0.002,
+            attention_seconds=0.0,
             corrupt_records=texts.count(CORRUPT),
         )
 
