@@ -30,7 +30,7 @@ import torch
 from attncache_core.attention_maps.calibration import head_damage, token_passes, traced_forward
 from attncache_core.attention_maps.database import FORMAT_VERSION, Manifest, file_digest, small_files
 from attncache_core.attention_maps.index import FeatureIndex
-from attncache_core.attention_maps.policy import (
+from attncache_core.attention_maps.mask import (
     ReuseMask,
     damage_order,
     even_damage,
@@ -82,7 +82,7 @@ class BuildOptions:
     """What an operator may choose about a database."""
 
     min_cosine: float = MIN_COSINE  # quality budget: mean cosine over held-out hits
-    heads: str | None = None  # see policy.parse_heads; None: chosen by damage, inside the budget
+    heads: str | None = None  # see mask.parse_heads; None: chosen by damage, inside the budget
     threshold: float | None = None  # θ; None: chosen with the mask
     max_length: int = MAX_LENGTH  # tokens; longer sentences are not recorded
     training_steps: int = TRAINING_STEPS

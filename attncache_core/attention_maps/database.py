@@ -24,7 +24,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 
 from attncache_core.attention_maps.index import FeatureIndex, index_path
-from attncache_core.attention_maps.policy import ReuseMask, parse_heads, within_stored
+from attncache_core.attention_maps.mask import ReuseMask, parse_heads, within_stored
 from attncache_core.attention_maps.projector import FeatureProjector
 from attncache_core.attention_maps.search import SearchEngine
 from attncache_core.attention_maps.store import AttentionMapStore, RecordKind, RecordLayout

@@ -18,7 +18,7 @@ from attncache_core.attention_maps.calibration import (
     token_passes,
 )
 from attncache_core.attention_maps.index import FeatureIndex
-from attncache_core.attention_maps.policy import ReuseMask
+from attncache_core.attention_maps.mask import ReuseMask
 from attncache_core.attention_maps.search import MOST_SIMILAR_OTHER
 from attncache_core.attention_maps.sentences import Sentences
 from attncache_core.attention_maps.store import AttentionMapStore

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from attncache_core.attention_maps.calibration import collect_maps, probed, substituted_outputs
-from attncache_core.attention_maps.policy import damage_order, mildest_mask
+from attncache_core.attention_maps.mask import damage_order, mildest_mask
 from attncache_core.attention_maps.quality import (
     Probes,
     donor_distances,

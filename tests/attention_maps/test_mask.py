@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core.attention_maps.policy import (
+from attncache_core.attention_maps.mask import (
     ReuseMask,
     damage_order,
     even_damage,

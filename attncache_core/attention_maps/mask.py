@@ -1,0 +1,103 @@
+"""Which heads a hit takes from its record: the reuse mask, in the order of the damage that reuse does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from attncache_core.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class ReuseMask:
+    """A set of (layer, head): in each layer the first `reused[layer]` heads of `order[layer]`."""
+
+    order: tuple[tuple[int, ...], ...]  # layer -> its heads, the mildest to reuse first
+    reused: tuple[int, ...]  # layer -> how many of them are reused
+
+    @property
+    def total(self) -> int:
+        """Reused heads of all layers."""
+        return sum(self.reused)
+
+    @property
+    def heads(self) -> int:
+        """Heads of all layers."""
+        return sum(map(len, self.order))
+
+    def as_array(self) -> np.ndarray:
+        """bool [layers, heads], heads as the checkpoint numbers them."""
+        mask = np.zeros((len(self.order), len(self.order[0])), dtype=bool)
+        for layer, (order, reused) in enumerate(zip(self.order, self.reused, strict=True)):
+            mask[layer, list(order[:reused])] = True
+        return mask
+
+
+def damage_order(damage: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """For each layer its heads by rising damage, from damage [layers, heads]."""
+    return tuple(tuple(np.argsort(row, kind="stable").tolist()) for row in damage)
+
+
+def mildest_mask(damage: np.ndarray, count: int) -> ReuseMask:
+    """The mask of the `count` heads, of all layers, that do the least damage [layers, heads]."""
+    chosen = np.zeros(damage.size, dtype=bool)
+    chosen[np.argsort(damage, axis=None, kind="stable")[:count]] = True
+    return ReuseMask(damage_order(damage), tuple(chosen.reshape(damage.shape).sum(axis=1).tolist()))
+
+
+def parse_heads(text: str, damage: np.ndarray) -> ReuseMask:
+    """The mask that an operator wrote: `all`, `layers:0-3` (or `layers:0,2,4-5`), or a number of heads.
+
+    A number means the mildest heads by `damage` [layers, heads]. Raises InvalidInput for anything else.
+    """
+    layers, heads = damage.shape
+    if text == "all":
+        return ReuseMask(damage_order(damage), (heads,) * layers)
+    if text.startswith("layers:"):
+        chosen = _parse_layers(text.removeprefix("layers:"), layers)
+        return ReuseMask(
+            damage_order(damage), tuple(heads if layer in chosen else 0 for layer in range(layers))
+        )
+    if is_count(text) and 0 < int(text) <= damage.size:
+        return mildest_mask(damage, int(text))
+    raise InvalidInput(
+        f"heads must be 'all', 'layers:0-3' or a number from 1 to {damage.size}", field="heads"
+    )
+
+
+def is_count(text: str) -> bool:
+    """Whether the text is a whole number in plain digits."""
+    return text.isascii() and text.isdigit()
+
+
+def _parse_layers(text: str, layers: int) -> set[int]:
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not (is_count(first) and is_count(last)):
+            raise InvalidInput("layers are written like 0-3 or 0,2,4-5", field="heads")
+        if int(last) >= layers:
+            raise InvalidInput(f"the model has layers 0 to {layers - 1}", field="heads")
+        chosen.update(range(int(first), int(last) + 1))
+    if not chosen:
+        raise InvalidInput("a range of layers counts upwards, like 0-3", field="heads")
+    return chosen
+
+
+def even_damage(layers: int, heads: int) -> np.ndarray:
+    """A stand-in for a damage that was not measured: heads in their own order, layers in theirs."""
+    return np.arange(layers * heads, dtype=np.float64).reshape(layers, heads)
+
+
+def within_stored(mask: ReuseMask, stored: Sequence[int]) -> ReuseMask:
+    """`mask`, if records of the first `stored[layer]` heads can serve it; raises InvalidInput if not."""
+    if any(reused > held for reused, held in zip(mask.reused, stored, strict=True)):
+        raise InvalidInput(
+            f"the records hold {list(stored)} heads per layer, fewer than the mask's {list(mask.reused)}; "
+            "build the database again with these heads",
+            field="heads",
+        )
+    return mask
