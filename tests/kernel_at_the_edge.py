@@ -65,10 +65,13 @@ def computed(kernel, heads, width, dtype, lengths, at_the_end):
         query, key, value, context = (
             guarded.tensor(torch.randn(length, heads, width).to(dtype)) for _ in range(4)
         )
-        kernel.attend(query, key, value, np.array([0, length]), width**-0.5, context)
+        kept = guarded.tensor(torch.zeros(heads, length, length, dtype=dtype))
+        places = np.array([kept.data_ptr()], dtype=np.uint64)
+        kernel.attend(query, key, value, np.array([0, length]), width**-0.5, context, kept=places)
         maps = torch.einsum("phd,qhd->hpq", query.double(), key.double()).mul(width**-0.5).softmax(-1)
         expected = torch.einsum("hpq,qhd->phd", maps, value.double())
         torch.testing.assert_close(context.double(), expected, atol=0.05, rtol=0.02)
+        torch.testing.assert_close(kept.double(), maps, atol=0.01, rtol=0.02)
 
 
 def main(level, library, what):

@@ -155,6 +155,41 @@ def test_context_is_the_formulas_and_nothing_else_is_written(
     assert (whole[tokens - after :] == CANARY).all()
 
 
+@settings(max_examples=60)
+@given(
+    lengths=lengths_of_sequences,
+    heads=st.integers(1, 6),
+    width=widths,
+    dtype=dtypes,
+    count=st.sampled_from([1, 2]),
+    between=st.integers(0, 3),
+)
+@example([200, 1, 16, 17, 31, 32], 6, 32, torch.bfloat16, 2, 1)
+@example([8, 15, 16, 7, 9, 1], 2, 96, torch.float32, 1, 2)
+def test_kept_maps_are_the_formulas_and_nothing_else_is_written(
+    kernel, lengths, heads, width, dtype, count, between
+):
+    query, key, value = joined_projection(sum(lengths), heads, width, dtype, seed=sum(lengths))
+    offsets = offsets_of(lengths)
+    # The maps of a sequence anywhere, with canaries before, between and behind.
+    sizes = [heads * length**2 for length in lengths]
+    starts = offsets_of([size + between for size in sizes], first=between)[:-1]
+    buffer = torch.full((sum(sizes) + between * (len(sizes) + 1),), CANARY, dtype=dtype)
+    kept = [buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    context = torch.empty_like(value)
+    with threads(count):
+        kernel.attend(query, key, value, offsets, SCALE, context, kept=addresses(kept))
+        unkept = attend(kernel, query, key, value, offsets)
+    assert torch.equal(context, unkept)  # to keep maps changes nothing
+    # Where the weights of a row are rounded before they are shares, its numbers are rounded twice.
+    roundings = BFLOAT16 * ((dtype is torch.bfloat16) + rounds_maps(kernel, dtype, width))
+    for found, exact in zip(kept, own_maps(query, key, offsets, SCALE), strict=True):
+        allowed = FLOAT32 + roundings * exact.flatten()
+        assert bool(((found.double() - exact.flatten()).abs() <= allowed).all())
+        found.fill_(CANARY)
+    assert (buffer == CANARY).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 32])
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**-6, 1.0, 2.0**20, 2.0**50])

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 _NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_POINTERS = ("query", "key", "value", "context", "offsets", "maps", "runs")
+_POINTERS = ("query", "key", "value", "context", "offsets", "maps", "kept", "runs")
 _ROWS = ("query_row", "value_row", "context_row")
 _COUNTS = ("run_count", "heads", "width", "type", "map_type")
 
@@ -63,6 +63,7 @@ class AttentionKernel:
         offsets: np.ndarray,
         scale: float,
         context: torch.Tensor,
+        kept: np.ndarray | None = None,
     ) -> None:
         """Write softmax(scale Q Kᵀ) V to `context`, sequence by sequence.
 
@@ -70,6 +71,9 @@ class AttentionKernel:
         contiguous, Q and K with the same step from token to token. offsets: int64 [sequences + 1], the
         first token of each sequence. Sums are taken in float32; with bfloat16 on a processor that
         multiplies it, maps are rounded to it before they meet V, as if they were stored.
+
+        kept: uint64 [sequences], addresses to which each sequence's maps are written as well, contiguous
+        [heads, L, L] of V's dtype: as `apply_maps` reads them.
         """
         if query.stride(0) != key.stride(0):
             raise ValueError("Q and K need the same step from token to token")
@@ -77,6 +81,8 @@ class AttentionKernel:
         job.query, job.key, job.query_row = query.data_ptr(), key.data_ptr(), query.stride(0)
         runs = np.arange(len(offsets))
         job.runs, job.run_count, job.scale = runs.ctypes.data, len(offsets) - 1, scale
+        if kept is not None:
+            job.kept = kept.ctypes.data
         self._attend(ctypes.addressof(job))
 
     def apply_maps(

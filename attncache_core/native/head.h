@@ -141,6 +141,14 @@ INLINE float NAME(weigh)(const float *scores, int length, int columns, float sca
     return sum_of_lanes(sum);
 }
 
+// A row of weights, each its share of their sum: a row of the map, as numbers of `type`.
+static void NAME(keep_row)(const char *weights, float share, int length, char *to, number_type type) {
+    for (int at = 0; at < length; at += LANES) {
+        const floats weight = load(weights + 4 / NUMBERS * at, PAIRS ? BFLOAT16 : FLOAT32);
+        store_some(to + (size_t)at * number_bytes(type), type, weight * share, length - at);
+    }
+}
+
 // Rows of a record's maps as words; whole rows only, so that nothing beyond the record is read.
 static void NAME(copy_maps)(const char *from, number_type type, int rows, int length, int row_words,
                             int32_t *to) {
@@ -202,9 +210,14 @@ static void NAME(head)(const attention *job, int run, int head) {
             NAME(copy_rows)((const char *)job->query + (size_t)(first_token + row) * query_bytes + head_bytes,
                             query_bytes, job->type, rows, width, query, value_columns);
             NAME(product)((const char *)query, (size_t)value_columns * 4, rows, key, columns, steps, scores, columns);
-            for (int r = 0; r < rows; r++)
-                share[r] = 1 / NAME(weigh)(scores + r * columns, length, columns, job->scale,
-                                           (char *)(weights + r * weight_words));
+            for (int r = 0; r < rows; r++) {
+                char *row_weights = (char *)(weights + r * weight_words);
+                share[r] = 1 / NAME(weigh)(scores + r * columns, length, columns, job->scale, row_weights);
+                if (job->kept)
+                    NAME(keep_row)(row_weights, share[r], length,
+                                   job->kept[first_sequence] + ((size_t)head * length + row + r) * length * bytes,
+                                   job->type);
+            }
         }
         for (int s = 0; s < sequences; s++) {
             NAME(product)(left, left_bytes, rows, value + s * value_words, value_columns, map_steps, result, value_columns);
