@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Below this a gain in speed is no more than what repeated measurements differ by, and γ would divide by noise.
+# Below this a gain is no more than what repeated measurements differ by, and γ would divide by noise.
 LEAST_SPEEDUP = 1.02
 
 
