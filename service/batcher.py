@@ -4,12 +4,14 @@
 
 Nothing waits on purpose: when the engine is free it takes what waits, oldest first, up to a budget. A
 request's sequences may go in several batches. The way crosses threads three times, event loop to tokenizer
-to engine to event loop, since each crossing costs as much as a small matrix product.
+to engine to event loop, since each crossing costs as much as a small matrix product. When nobody waits, the
+engine thread verifies some of the hits it has served (service/verifier).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
@@ -18,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,6 +29,7 @@ import numpy as np
 from attncache_core import InvalidInput, Outcome, PrefillEngine, PrefillResult
 from service.errors import InternalError, QueueFull, log_failure
 from service.metrics import Metrics
+from service.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +55,13 @@ class Rows:
 
     @property
     def hits(self) -> int:
-        """Sequences some of whose heads came from a record."""
-        return self.outcomes.count(Outcome.HIT)
+        """Sequences some of whose heads came from a record, of either kind."""
+        return sum(outcome.is_hit for outcome in self.outcomes)
+
+    @property
+    def prototype_hits(self) -> int:
+        """Those of them whose record is a prototype."""
+        return self.outcomes.count(Outcome.PROTOTYPE_HIT)
 
 
 @dataclass(eq=False, slots=True)
@@ -85,10 +94,13 @@ class Batcher:
     the threads; `_lock` guards the queue and the numbers about it.
     """
 
-    def __init__(self, engine: PrefillEngine, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: PrefillEngine, limits: Limits, metrics: Metrics, verifier: Verifier | None = None
+    ) -> None:
         self._engine = engine
         self._limits = limits
         self._metrics = metrics
+        self._verifier = verifier
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._queue: deque[_Job] = deque()
@@ -119,7 +131,9 @@ class Batcher:
         return job.future
 
     def close(self) -> None:
-        """Finish all that was submitted, then end the threads. Blocks."""
+        """Finish all that was submitted, then end the threads. Blocks, but not for what is to be verified."""
+        if self._verifier:
+            self._verifier.stop()
         self._tokenize_threads.shutdown()
         self._engine_thread.shutdown()
 
@@ -140,6 +154,11 @@ class Batcher:
         if not self._tokens_per_second:
             return 1
         return max(1, math.ceil(self._waiting_tokens / self._tokens_per_second))
+
+    def _start_verifying(self, verifier: Verifier) -> None:
+        # Once closed, the thread takes nothing more, and nothing more need be verified.
+        with contextlib.suppress(RuntimeError):
+            self._engine_thread.submit(self._verify_until_somebody_waits, verifier)
 
     # In a tokenize thread.
 
@@ -180,6 +199,17 @@ class Batcher:
                 log_failure(logger, "a batch failed", error)
                 failed = [(share.job, InternalError()) for share in shares]
                 self._loop.call_soon_threadsafe(_reject, failed)
+            if self._verifier and self._verifier.is_overdue:
+                self._verifier.verify_some()
+        if self._verifier and self._verifier.has_work:
+            # Round by the event loop, where this stands behind the answers: they are sent first.
+            verify = partial(self._start_verifying, self._verifier)
+            self._loop.call_soon_threadsafe(self._loop.call_soon, verify)
+
+    def _verify_until_somebody_waits(self, verifier: Verifier) -> None:
+        # Whoever waits has a turn of this thread coming, and at its end this begins again.
+        while verifier.has_work and not self._queue:
+            verifier.verify_some()
 
     def _take(self) -> list[_Share]:
         """The next batch, oldest first; empty when nothing waits, and then this thread's turn is over."""
@@ -227,6 +257,8 @@ class Batcher:
             if job.counted:
                 self._metrics.observe_outcomes(part.outcomes)
         self._deliver(shares, parts)
+        if self._verifier:
+            self._verifier.offer(sequences, result)
 
     def _deliver(self, shares: list[_Share], parts: list[Rows]) -> None:
         finished: list[tuple[_Job, Rows]] = []

@@ -10,6 +10,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -36,6 +37,8 @@ _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # Close to 1, where thresholds lie, every step counts.
 _SIMILARITIES = (0.0, 0.5, 0.8, 0.9, 0.93, 0.95, 0.96, 0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 0.999, 1.0)
+# Budgets lie about 0.985.
+_COSINES = (0.5, 0.8, 0.9, 0.95, 0.96, 0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 0.998, 0.999, 0.9999, 1.0)
 
 
 class Metrics:
@@ -65,6 +68,15 @@ class Metrics:
         self._ready = self._gauge("ready", "1 when model and database are loaded")
         self._gauge("build_info", "The version that runs", ("version",)).labels(__version__).set(1)
         self._corrupt = self._counter("database_corrupt_records", "Records found damaged and not used")
+        self._verify_cosine = self._histogram(
+            "verify_cosine", "Cosine of a verified hit's output to the full model's", _COSINES
+        )
+        self._budget_failures = self._counter(
+            "verify_budget_failures", "Times that a length group's verified hits were below the budget"
+        )
+        self._unverified = self._counter(
+            "verify_dropped", "Hits chosen to be verified that were not: too many waited, or it failed"
+        )
         self._database = _DatabaseNumbers()
         self.registry.register(self._database)
         self._touch_labels()
@@ -100,6 +112,20 @@ class Metrics:
         for outcome, count in Tally(outcomes).items():
             self._sequences.labels(outcome).inc(count)
 
+    def observe_verified(self, cosines: np.ndarray) -> None:
+        """Hits have been computed in full too; their cosines [n] to the full model's outputs."""
+        for cosine in cosines.tolist():
+            # Rounding alone can take it beyond.
+            self._verify_cosine.observe(min(cosine, 1.0))
+
+    def observe_unverified(self, count: int) -> None:
+        """So many hits had been chosen to be verified and will not be."""
+        self._unverified.inc(count)
+
+    def observe_budget_failure(self) -> None:
+        """A length group's verified hits were found below the budget."""
+        self._budget_failures.inc()
+
     def watch(self, queue_sequences: Callable[[], int], engine_info: Callable[[], Mapping[str, Any]]) -> None:
         """The engine is loaded: say so, and read queue and database from now on whenever metrics are read."""
         self._queue_sequences.set_function(queue_sequences)
@@ -131,7 +157,10 @@ class Metrics:
 
 
 class _DatabaseNumbers(Collector):
-    """What the database holds, asked of the engine when metrics are read; zeros while there is none."""
+    """What the database holds, and when it may serve, asked of the engine when metrics are read.
+
+    While there is none its size is zero, and there are no length groups.
+    """
 
     def __init__(self) -> None:
         self.engine_info: Callable[[], Mapping[str, Any]] = dict
@@ -144,3 +173,19 @@ class _DatabaseNumbers(Collector):
         yield GaugeMetricFamily(
             "attncache_database_bytes", "Bytes of the database", value=database.get("bytes", 0)
         )
+        yield from _of_length_groups(database["policy"]["groups"] if database else ())
+
+
+def _of_length_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
+    threshold = GaugeMetricFamily(
+        "attncache_threshold", "Least similarity of a hit; above 1 for none", labels=("lengths", "kind")
+    )
+    off = GaugeMetricFamily(
+        "attncache_reuse_off", "1 where sequences of these lengths reuse nothing", labels=("lengths",)
+    )
+    for group in groups:
+        for kind, least in group["threshold"].items():
+            threshold.add_metric((group["lengths"], kind), least)
+        off.add_metric((group["lengths"],), all(least > 1 for least in group["threshold"].values()))
+    yield threshold
+    yield off

@@ -50,6 +50,9 @@ class Settings(BaseModel):
     search_always: bool = Field(
         False, description="Search every text, also of lengths at which reuse is measured not to pay."
     )
+    verify_rate: float = Field(
+        0.01, ge=0, le=1, description="Share of hits that are computed in full too, once answered."
+    )
     fetch: Fetch = Field(Fetch.AUTO, description="How the maps of hits are read; auto takes the fastest.")
     classifier: Path | None = Field(None, description="Fitted classifier to serve on the embeddings.")
     dtype: Dtype = Field("auto", description="Compute dtype; auto takes what this processor is best at.")
@@ -76,7 +79,7 @@ class Settings(BaseModel):
         if self.max_request_inputs > self.max_queue_sequences:
             # Such a request would be told to come again for ever.
             raise _refused("--max-request-inputs must be at most --max-queue-sequences, which is smaller")
-        for name in ("database", "threshold", "heads", "fetch", "search_always"):
+        for name in ("database", "threshold", "heads", "fetch", "search_always", "verify_rate"):
             if not self.reuse and getattr(self, name) != type(self).model_fields[name].default:
                 raise _refused(f"{option_name(name)} has no effect with --no-reuse; leave one of them out")
         return self

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attncache_core import AttnCacheError, PrefillEngine
+from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
 from service.batcher import Batcher, Limits
 from service.errors import NotReady
 from service.labels import LabelMemory
 from service.metrics import Metrics
 from service.settings import Settings
+from service.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +95,19 @@ class ServiceState:
             batch_sequences=self.settings.max_batch_sequences,
             queue_sequences=self.settings.max_queue_sequences,
         )
-        batcher = Batcher(engine, limits, self.metrics)
+        batcher = Batcher(engine, limits, self.metrics, self._verifier(engine))
         self.metrics.watch(lambda: batcher.waiting_sequences, engine.info)
         self._serving = Serving(engine, batcher, LabelMemory())
+
+    def _verifier(self, engine: PrefillEngine) -> Verifier | None:
+        rate = self.settings.verify_rate
+        if engine.policy is None or rate == 0:
+            return None
+        try:
+            return Verifier(engine, engine.policy, rate, self.metrics)
+        except NoClassifier as error:
+            logger.warning("hits are not verified: %s", error)
+            return None
 
     def _failed(self, error: BaseException) -> None:
         if self._on_failure is not None:

@@ -14,6 +14,7 @@ from service.schemas import ErrorBody
 from service.state import ServiceState
 
 HITS_HEADER = "X-AttnCache-Hits"
+PROTOTYPE_HITS_HEADER = "X-AttnCache-Prototype-Hits"
 
 _WHAT_HAPPENED = {
     400: "The body, a field or a header is not accepted.",
@@ -30,7 +31,11 @@ ANSWER_HEADERS = {
     HITS_HEADER: {
         "description": "Sequences whose attention maps came from the database, of all in the request.",
         "schema": {"type": "string", "examples": ["3/4"]},
-    }
+    },
+    PROTOTYPE_HITS_HEADER: {
+        "description": "Those of them whose maps came from a prototype, of all in the request.",
+        "schema": {"type": "string", "examples": ["1/4"]},
+    },
 }
 
 
@@ -62,9 +67,13 @@ async def _give_up_when_gone(request: Request, rows: asyncio.Future[Rows]) -> No
 
 
 def answer(content: Any, rows: Rows) -> Response:
-    """200 with the content as JSON and, in the header, how many of the request's sequences hit."""
+    """200 with the content as JSON and, in headers, how many of the request's sequences hit."""
+    sequences = len(rows.outcomes)
     return Response(
         orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY),
-        headers={HITS_HEADER: f"{rows.hits}/{len(rows.outcomes)}"},
+        headers={
+            HITS_HEADER: f"{rows.hits}/{sequences}",
+            PROTOTYPE_HITS_HEADER: f"{rows.prototype_hits}/{sequences}",
+        },
         media_type="application/json",
     )

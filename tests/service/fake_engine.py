@@ -1,7 +1,8 @@
 """An engine without a model, and the real app round it.
 
 A token is a character; the "embedding" of a text counts its characters, so that its value can be foretold
-(`embedding_of`) and equal texts have cosine 1. Texts in `stored` hit.
+(`embedding_of`) and equal texts have cosine 1. Texts in `stored` and `prototypes` hit, with similarity 0.99
+and an output whose cosine to the full one is 1 - `damage`. There are two length groups, up to 8 and above.
 """
 
 from __future__ import annotations
@@ -15,29 +16,49 @@ from typing import Any
 import httpx
 import numpy as np
 
-from attncache_core import InputTooLong, Outcome, PrefillResult
+from attncache_core import InputTooLong, NoClassifier, Outcome, PrefillResult
+from attncache_core.attention_maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy
+from attncache_core.attention_maps.store import RecordKind
+from attncache_core.outputs import Judge, Measure
 from service.app import create_app
 from service.settings import Settings
 
 DIMENSIONS = 128
 FAILING = "the engine must fail on this text"
 CORRUPT = "the record of this text is damaged"
+SIMILARITY = 0.99  # of every hit
 
 
 def embedding_of(ids: Sequence[int]) -> np.ndarray:
     return np.bincount([code % DIMENSIONS for code in ids], minlength=DIMENSIONS).astype(np.float32)
 
 
+def policy_of(measure: Measure = Measure.COSINE) -> ReusePolicy:
+    kinds = {RecordKind.STORED: KindPolicy(0.9), RecordKind.PROTOTYPE: KindPolicy(0.95)}
+    return ReusePolicy(Budget(measure, least=0.985), (LengthGroup(8, kinds), LengthGroup(9, kinds)))
+
+
 class FakeEngine:
     max_tokens = 64
 
     def __init__(
-        self, *, task: str = "embed", labels: tuple[str, ...] | None = None, stored: Collection[str] = ()
+        self,
+        *,
+        task: str = "embed",
+        labels: tuple[str, ...] | None = None,
+        stored: Collection[str] = (),
+        prototypes: Collection[str] = (),
+        damage: float = 0.0,
+        policy: ReusePolicy | None = None,
     ) -> None:
         self.task = task
         self.labels = labels
         self.stored = stored
+        self.prototypes = prototypes
+        self.damage = damage
+        self.policy: ReusePolicy | None = policy or policy_of()
         self.batches: list[list[str]] = []
+        self.verified: list[list[str]] = []  # those of the batches that were computed without reuse
         self.may_run = threading.Event()  # cleared: the engine is busy
         self.may_run.set()
         self.runs = threading.Semaphore(0)  # released as a batch begins that must wait for `may_run`
@@ -53,14 +74,20 @@ class FakeEngine:
     def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> PrefillResult:
         texts = ["".join(map(chr, ids)) for ids in sequences]
         self.batches.append(texts)
+        if not any(reuse):
+            self.verified.append(texts)
         if not self.may_run.is_set():
             self.runs.release()
             assert self.may_run.wait(timeout=10)
         if FAILING in texts:
             raise RuntimeError(f"cannot compute {texts}")
         outcomes = tuple(self._outcome(*pair) for pair in zip(texts, reuse, strict=True))
+        outputs = [
+            self._damaged(embedding_of(ids)) if outcome.is_hit else embedding_of(ids)
+            for ids, outcome in zip(sequences, outcomes, strict=True)
+        ]
         return PrefillResult(
-            outputs=np.stack([embedding_of(ids) for ids in sequences]),
+            outputs=np.stack(outputs),
             outcomes=outcomes,
             similarities=np.array([_SIMILARITY[outcome] for outcome in outcomes], np.float32),
             tokens=sum(map(len, sequences)),
@@ -76,22 +103,54 @@ class FakeEngine:
         winners = outputs.sum(axis=1).astype(int) % len(self.labels)
         return np.eye(len(self.labels), dtype=np.float32)[winners] * 3 - np.arange(len(self.labels)) / 10
 
+    def judge(self, measure: Measure) -> Judge:
+        if measure is Measure.COSINE:
+            return Judge(measure, None)
+        if self.labels is None:
+            raise NoClassifier("there are no decisions to agree on")
+        return Judge(measure, self.class_logits)
+
+    def tighten(self, place: int) -> None:
+        assert self.policy is not None
+        self.policy = self.policy.tightened(place)
+
     def info(self) -> dict[str, object]:
-        return {"model": "fake", "task": self.task, "database": {"records": 7, "bytes": 4096}}
+        database = {"records": 7, "bytes": 4096, "policy": self.policy.info()} if self.policy else None
+        return {"model": "fake", "task": self.task, "database": database}
 
     def _outcome(self, text: str, reuse: bool) -> Outcome:
-        if not reuse:
+        if not reuse or self.policy is None:
             return Outcome.NOT_SEARCHED
-        return Outcome.HIT if text in self.stored else Outcome.MISS
+        kinds = self.policy.group_of(len(text)).kinds
+        if text in self.stored and kinds[RecordKind.STORED].threshold <= SIMILARITY:
+            return Outcome.HIT
+        if text in self.prototypes and kinds[RecordKind.PROTOTYPE].threshold <= SIMILARITY:
+            return Outcome.PROTOTYPE_HIT
+        return Outcome.MISS
+
+    def _damaged(self, row: np.ndarray) -> np.ndarray:
+        """Turned to where its cosine to `row` is 1 - damage, by way of a character that no text has."""
+        sideways = np.zeros_like(row)
+        sideways[0] = np.linalg.norm(row) * np.tan(np.arccos(1 - self.damage))
+        return row + sideways
 
 
-_SIMILARITY = {Outcome.HIT: 1.0, Outcome.MISS: 0.5, Outcome.NOT_SEARCHED: np.nan}
+_SIMILARITY = {
+    Outcome.HIT: SIMILARITY,
+    Outcome.PROTOTYPE_HIT: SIMILARITY,
+    Outcome.MISS: 0.5,
+    Outcome.NOT_SEARCHED: np.nan,
+}
 
 
 @asynccontextmanager
 async def serving(engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the real app, in this process, when its engine is loaded."""
+    """A client of the real app, in this process, when its engine is loaded.
+
+    Nothing is verified unless `verify_rate` says so: what an engine computes is then what clients asked.
+    """
     engine = engine or FakeEngine()
+    settings.setdefault("verify_rate", 0)
     async with starting(lambda: engine, **settings) as client:
         while (await client.get("/ready")).status_code == 503:
             await asyncio.sleep(0.001)

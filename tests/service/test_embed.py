@@ -54,6 +54,15 @@ async def test_header_counts_hits_of_all_sequences() -> None:
     async with serving(engine) as client:
         response = await client.post("/embed", json={"inputs": ["a", "new", "b", "c"]})
     assert response.headers["X-AttnCache-Hits"] == "3/4"
+    assert response.headers["X-AttnCache-Prototype-Hits"] == "0/4"
+
+
+async def test_header_tells_how_many_of_the_hits_came_from_prototypes() -> None:
+    engine = FakeEngine(stored={"a"}, prototypes={"b", "c"})
+    async with serving(engine) as client:
+        response = await client.post("/embed", json={"inputs": ["a", "new", "b", "c"]})
+    assert response.headers["X-AttnCache-Hits"] == "3/4"
+    assert response.headers["X-AttnCache-Prototype-Hits"] == "2/4"
 
 
 async def test_reuse_off_searches_nothing() -> None:

@@ -29,7 +29,7 @@ def test_inference_routes_document_body_header_answer_and_errors(
     assert set(body["properties"]) == fields
     assert body["properties"]["inputs"]["anyOf"][0] == {"type": "string"}
     assert [parameter["name"] for parameter in route["parameters"]] == ["X-AttnCache-Reuse"]
-    assert "X-AttnCache-Hits" in route["responses"]["200"]["headers"]
+    assert set(route["responses"]["200"]["headers"]) == {"X-AttnCache-Hits", "X-AttnCache-Prototype-Hits"}
     assert route["responses"]["200"]["content"]["application/json"]["schema"]["type"] == "array"
     for status in ("400", "413", "422", "429", "500", "503"):
         schema = route["responses"][status]["content"]["application/json"]["schema"]

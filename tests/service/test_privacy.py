@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,13 @@ class BrokenEngine(FakeEngine):
                 raise RuntimeError(f"cannot serve {texts}") from error
 
 
+def watch_the_server_s_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Capture all levels of it, and nothing of the client in these tests, which logs what it asks for."""
+    # In this order: each call also sets the least level that is captured at all.
+    caplog.set_level("ERROR", logger="httpx")
+    caplog.set_level("DEBUG")
+
+
 @pytest.mark.parametrize("breaks", ["tokenize", "run", "class_logits"])
 async def test_exception_is_logged_with_its_place_and_without_its_message(
     breaks: str, caplog: pytest.LogCaptureFixture
@@ -60,15 +68,46 @@ async def test_exception_is_logged_with_its_place_and_without_its_message(
 
 
 async def test_texts_labels_and_queries_are_not_logged_at_any_level(caplog: pytest.LogCaptureFixture) -> None:
-    # The client in these tests logs what it asks for; the server's own loggers are what is meant.
-    caplog.set_level("DEBUG")
-    caplog.set_level("ERROR", logger="httpx")
+    watch_the_server_s_log(caplog)
     async with serving() as client:
         await client.post("/classify", json={"inputs": SECRET, "labels": [SECRET, "other"]})
         await client.post(f"/embed?text={SECRET}", json={"inputs": [SECRET, FAILING]})
         await client.post("/embed", json={"inputs": "a", SECRET: SECRET})
         await client.get(f"/{SECRET}")
         metrics = (await client.get("/metrics")).text
+    assert SECRET not in caplog.text
+    assert SECRET not in metrics
+
+
+class EmbarrassedEngine(FakeEngine):
+    """Every text of the secret's hits badly, and computing it in full quotes it and fails, at first."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__(stored={SECRET}, damage=0.5)
+        self.failures = failures
+
+    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> Any:
+        if not any(reuse) and self.failures:
+            self.failures -= 1
+            raise RuntimeError(f"cannot compute {[''.join(map(chr, ids)) for ids in sequences]}")
+        return super().run(sequences, reuse)
+
+
+async def test_verification_tells_nothing_of_the_texts_and_keeps_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch_the_server_s_log(caplog)
+    async with serving(EmbarrassedEngine(failures=2), verify_rate=1) as client:
+        metrics = ""
+        while "attncache_verify_budget_failures_total 1.0" not in metrics:
+            await client.post("/embed", json={"inputs": [SECRET] * 20})
+            metrics = (await client.get("/metrics")).text
+        verifier = client._transport.app.state.service.serving().batcher._verifier  # type: ignore[attr-defined]
+        while verifier._pending:
+            await asyncio.sleep(0.001)
+    # The failures and the tightening have been told, without a text.
+    assert caplog.text.count("verifying hits failed") == 2
+    assert "is below the budget" in caplog.text
     assert SECRET not in caplog.text
     assert SECRET not in metrics
 

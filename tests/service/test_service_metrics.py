@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from fake_engine import CORRUPT, FakeEngine, serving
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,6 +32,7 @@ EXPECTED = [
     ("attncache_batch_sequences_count",),
     ("attncache_batch_tokens_count",),
     ("attncache_sequences_total", "hit"),
+    ("attncache_sequences_total", "prototype_hit"),
     ("attncache_sequences_total", "miss"),
     ("attncache_sequences_total", "not_searched"),
     ("attncache_similarity_count",),
@@ -41,6 +43,9 @@ EXPECTED = [
     ("attncache_database_records",),
     ("attncache_database_bytes",),
     ("attncache_database_corrupt_records_total",),
+    ("attncache_verify_cosine_count",),
+    ("attncache_verify_budget_failures_total",),
+    ("attncache_verify_dropped_total",),
     ("attncache_ready",),
 ]
 
@@ -67,8 +72,8 @@ def test_every_status_of_our_errors_is_foreseen() -> None:
 
 
 async def test_requests_move_the_numbers() -> None:
-    async with serving(FakeEngine(stored={"a"})) as client:
-        await client.post("/embed", json={"inputs": ["a", "bb"]})
+    async with serving(FakeEngine(stored={"a"}, prototypes={"b"})) as client:
+        await client.post("/embed", json={"inputs": ["a", "bb", "b"]})
         await client.post("/embed", json={"inputs": [CORRUPT]}, headers={"X-AttnCache-Reuse": "off"})
         await client.post("/embed", json={"inputs": []})
         await client.get("/elsewhere")
@@ -79,6 +84,7 @@ async def test_requests_move_the_numbers() -> None:
         "unknown": values["attncache_requests_total", "other", "404"],
         "timed": values["attncache_request_seconds_count", "/embed"],
         "hit": values["attncache_sequences_total", "hit"],
+        "prototype hit": values["attncache_sequences_total", "prototype_hit"],
         "miss": values["attncache_sequences_total", "miss"],
         "not searched": values["attncache_sequences_total", "not_searched"],
         "similarities": values[("attncache_similarity_count",)],
@@ -94,16 +100,47 @@ async def test_requests_move_the_numbers() -> None:
         "unknown": 1,
         "timed": 3,
         "hit": 1,
+        "prototype hit": 1,
         "miss": 1,
         "not searched": 1,
-        "similarities": 2,
+        "similarities": 3,
         "tokenised": 2,
         "waited": 2,
-        "tokens": 3 + len(CORRUPT),
+        "tokens": 4 + len(CORRUPT),
         "corrupt": 1,
         "records": 7,
         "bytes": 4096,
     }
+
+
+async def test_thresholds_of_length_groups_are_there_once_the_engine_is_loaded() -> None:
+    assert not any(name == "attncache_threshold" for name, *_ in samples(Metrics().render().decode()))
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        loaded = samples((await client.get("/metrics")).text)
+        engine.tighten(1)
+        tightened = samples((await client.get("/metrics")).text)
+    of_groups = ("attncache_threshold", "attncache_reuse_off")
+    assert {labels: value for labels, value in loaded.items() if labels[0] in of_groups} == {
+        ("attncache_threshold", "stored", "1-8"): 0.9,
+        ("attncache_threshold", "prototype", "1-8"): 0.95,
+        ("attncache_threshold", "stored", "9-"): 0.9,
+        ("attncache_threshold", "prototype", "9-"): 0.95,
+        ("attncache_reuse_off", "1-8"): 0,
+        ("attncache_reuse_off", "9-"): 0,
+    }
+    assert tightened["attncache_threshold", "stored", "9-"] == pytest.approx(0.925)
+    assert tightened["attncache_threshold", "stored", "1-8"] == 0.9
+
+
+def test_cosine_that_rounding_takes_beyond_1_is_counted_as_1() -> None:
+    metrics = Metrics()
+    metrics.observe_verified(np.array([1.0000001, 0.99995]))
+    values = samples(metrics.render().decode())
+    of_buckets = {
+        bound: values["attncache_verify_cosine_bucket", bound] for bound in ("0.9999", "1.0", "+Inf")
+    }
+    assert of_buckets == {"0.9999": 0, "1.0": 2, "+Inf": 2}
 
 
 async def test_clients_cannot_make_labels() -> None:

@@ -18,6 +18,8 @@ from service.settings import Settings, environment_name, read_settings, refuse_u
         ("dtype", "int8", "'auto', 'bfloat16' or 'float32'"),
         ("threads", "0", "greater than or equal to 1"),
         ("threshold", "nan", "finite"),
+        ("verify_rate", "1.5", "less than or equal to 1"),
+        ("verify_rate", "nan", "less than or equal to 1"),
         ("max_batch_tokens", "0", "greater than or equal to 1"),
         ("reuse", "perhaps", "boolean"),
         ("model", "", "at least 1 character"),
@@ -47,9 +49,12 @@ def test_request_that_could_never_be_queued_is_refused_at_start() -> None:
         read_settings({"max_request_inputs": 10, "max_queue_sequences": 9})
 
 
-@pytest.mark.parametrize(("field", "value"), [("database", "/d"), ("threshold", 0.9), ("heads", "all")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("database", "/d"), ("threshold", 0.9), ("heads", "all"), ("verify_rate", 0.1)]
+)
 def test_option_without_effect_is_refused(field: str, value: Any) -> None:
-    with pytest.raises(InvalidSettings, match=f"--{field} has no effect with --no-reuse"):
+    option = f"--{field.replace('_', '-')}"
+    with pytest.raises(InvalidSettings, match=f"{option} has no effect with --no-reuse"):
         read_settings({"reuse": False, field: value})
 
 

@@ -1,0 +1,471 @@
+"""Some hits are computed again in full, when nobody waits, and thresholds tighten where these show need."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, policy_of, serving
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_batcher import hold, queued, submit
+from test_service_metrics import samples
+
+from attncache_core import PrefillResult
+from attncache_core.outputs import Measure
+from service.batcher import Batcher, Limits
+from service.metrics import Metrics
+from service.verifier import Verifier
+
+pytestmark = pytest.mark.anyio
+
+VERIFIED, DROPPED = "attncache_verify_cosine_count", "attncache_verify_dropped_total"
+FAILURES = "attncache_verify_budget_failures_total"
+
+
+class AnyText(frozenset[str]):
+    """Every text is stored."""
+
+    def __contains__(self, _text: object) -> bool:
+        return True
+
+
+class UnverifiableEngine(FakeEngine):
+    """Fails at whatever is computed without reuse, and quotes it."""
+
+    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> PrefillResult:
+        if not any(reuse):
+            raise RuntimeError(f"cannot compute {[''.join(map(chr, ids)) for ids in sequences]}")
+        return super().run(sequences, reuse)
+
+
+def hitting_engine(damage: float = 0.0) -> FakeEngine:
+    return FakeEngine(stored=AnyText(), damage=damage)
+
+
+def verifier_of(
+    engine: FakeEngine, metrics: Metrics, rate: float = 1.0, chance: random.Random | None = None
+) -> Verifier:
+    assert engine.policy is not None
+    return Verifier(engine, engine.policy, rate, metrics, chance)
+
+
+def serve(engine: FakeEngine, verifier: Verifier, texts: Sequence[str], reuse: bool = True) -> None:
+    """What the batcher does with one batch."""
+    sequences = engine.tokenize(list(texts), truncate=True)
+    verifier.offer(sequences, engine.run(sequences, [reuse] * len(texts)))
+
+
+def verify_all(verifier: Verifier) -> None:
+    while verifier.has_work:
+        verifier.verify_some()
+
+
+def numbers(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    return samples(metrics.render().decode())
+
+
+def verified_texts(engine: FakeEngine) -> list[str]:
+    return [text for batch in engine.verified for text in batch]
+
+
+# The verifier alone.
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(), rate=st.floats(0, 1), count=st.integers(1, 100))
+def test_share_of_hits_is_chosen_by_the_random_generator_given(seed: int, rate: float, count: int) -> None:
+    engine, metrics = hitting_engine(), Metrics()
+    verifier = verifier_of(engine, metrics, rate, random.Random(seed))
+    texts = [f"text {number}" for number in range(count)]
+    serve(engine, verifier, texts)
+    verify_all(verifier)
+    oracle = random.Random(seed)
+    assert verified_texts(engine) == [text for text in texts if oracle.random() < rate]
+
+
+def test_only_hits_are_verified_of_both_kinds() -> None:
+    engine, metrics = FakeEngine(stored={"stored"}, prototypes={"prototype"}), Metrics()
+    verifier = verifier_of(engine, metrics)
+    serve(engine, verifier, ["stored", "new", "prototype"])
+    verify_all(verifier)
+    assert verified_texts(engine) == ["stored", "prototype"]
+
+
+def test_what_declined_reuse_is_not_verified() -> None:
+    engine, metrics = hitting_engine(), Metrics()
+    verifier = verifier_of(engine, metrics)
+    serve(engine, verifier, ["a", "b"], reuse=False)
+    assert not verifier.has_work
+
+
+def test_pending_hit_keeps_its_own_output_and_not_the_whole_batch_s() -> None:
+    engine = hitting_engine()
+    verifier = verifier_of(engine, Metrics())
+    serve(engine, verifier, ["a", "b"])
+    assert [hit.output.base for hit in verifier._pending] == [None, None]
+
+
+@given(lengths=st.lists(st.integers(1, 200), max_size=80))
+def test_every_hit_is_verified_once_oldest_first_and_few_at_a_time(lengths: list[int]) -> None:
+    engine, metrics = hitting_engine(), Metrics()
+    engine.max_tokens = 200
+    verifier = verifier_of(engine, metrics)
+    texts = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
+    if texts:
+        serve(engine, verifier, texts)
+    verify_all(verifier)
+    assert verified_texts(engine) == texts
+    for batch in engine.verified:
+        assert len(batch) <= 8
+        assert len(batch) == 1 or sum(map(len, batch)) <= 128
+    assert numbers(metrics)[(VERIFIED,)] == len(texts)
+
+
+def test_beyond_a_bound_the_oldest_are_dropped_and_counted() -> None:
+    engine, metrics = hitting_engine(), Metrics()
+    verifier = verifier_of(engine, metrics)
+    texts = [f"text {number}" for number in range(300)]
+    for start in range(0, 300, 50):
+        serve(engine, verifier, texts[start : start + 50])
+    verify_all(verifier)
+    assert verified_texts(engine) == texts[-256:]
+    assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(DROPPED,)]) == (256, 44)
+
+
+def test_cosine_is_that_of_what_the_client_got_to_the_full_model_s() -> None:
+    engine, metrics = hitting_engine(damage=0.03), Metrics()
+    verifier = verifier_of(engine, metrics)
+    serve(engine, verifier, ["a", "b", "c"])
+    verify_all(verifier)
+    assert numbers(metrics)[("attncache_verify_cosine_sum",)] == pytest.approx(3 * 0.97)
+
+
+def test_hits_inside_the_budget_tighten_nothing() -> None:
+    engine, metrics = hitting_engine(damage=0.014), Metrics()
+    verifier = verifier_of(engine, metrics)
+    for _ in range(10):
+        serve(engine, verifier, ["short"] * 50)
+        verify_all(verifier)
+    assert engine.policy == policy_of()
+    assert numbers(metrics)[(FAILURES,)] == 0
+
+
+def test_group_below_the_budget_is_tightened_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    engine, metrics = hitting_engine(damage=0.016), Metrics()
+    verifier = verifier_of(engine, metrics)
+    serve(engine, verifier, ["short"] * 49 + ["longer than eight"] * 49)
+    verify_all(verifier)
+    assert numbers(metrics)[(FAILURES,)] == 0
+    serve(engine, verifier, ["short"])
+    verify_all(verifier)
+    assert engine.policy == policy_of().tightened(0)
+    assert numbers(metrics)[(FAILURES,)] == 1
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
+        "sequences of 1-8 tokens: mean cosine 0.9840 of the last 50 verified hits is below the budget 0.9850;"
+        " thresholds are now stored 0.9250, prototype 0.9625"
+    )
+
+
+def test_tightening_forgets_what_is_pending_of_its_group_only() -> None:
+    engine, metrics = hitting_engine(damage=0.1), Metrics()
+    verifier = verifier_of(engine, metrics)
+    serve(engine, verifier, ["short"] * 60 + ["longer than eight"] * 10)
+    verify_all(verifier)
+    # Whole batches of eight: the seventh brings the fiftieth.
+    assert verified_texts(engine) == ["short"] * 56 + ["longer than eight"] * 10
+    assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(DROPPED,)]) == (66, 4)
+
+
+def test_group_that_never_keeps_the_budget_is_switched_off_at_last(caplog: pytest.LogCaptureFixture) -> None:
+    engine, metrics = hitting_engine(damage=0.1), Metrics()
+    verifier = verifier_of(engine, metrics)
+    for _ in range(20):
+        serve(engine, verifier, ["short"] * 50)
+        verify_all(verifier)
+    assert engine.policy is not None
+    assert [group.is_off for group in engine.policy.groups] == [True, False]
+    assert numbers(metrics)[(FAILURES,)] == len(caplog.records)
+    assert caplog.records[-1].getMessage().endswith("; they reuse nothing from now on")
+
+
+def test_budget_of_agreement_is_kept_by_decisions_not_by_cosines() -> None:
+    # The damage turns the row, and with it the sum that the fake classifier decides by.
+    policy, labels = policy_of(Measure.AGREEMENT), tuple("abcdefg")
+    engine, metrics = FakeEngine(stored=AnyText(), damage=0.5, policy=policy, labels=labels), Metrics()
+    verifier = verifier_of(engine, metrics)
+    kept = engine.tokenize(["keeps"] * 50, truncate=True)
+    verifier.offer(kept, hitting_engine().run(kept, [True] * 50))
+    verify_all(verifier)
+    assert engine.policy == policy
+    serve(engine, verifier, ["loses"])
+    verify_all(verifier)
+    assert engine.policy == policy.tightened(0)
+    assert numbers(metrics)[("attncache_verify_cosine_sum",)] == pytest.approx(50.5)
+
+
+def test_failing_verification_is_logged_without_the_text_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, metrics = UnverifiableEngine(stored={"Sesam"}), Metrics()
+    verifier = verifier_of(engine, metrics)
+    serve(engine, verifier, ["Sesam"])
+    verify_all(verifier)
+    assert "verifying hits failed" in caplog.text
+    assert "Sesam" not in caplog.text
+    assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(DROPPED,)]) == (0, 1)
+
+
+# Behind the batcher.
+
+
+@asynccontextmanager
+async def verifying(engine: FakeEngine, sequences: int = 100) -> AsyncIterator[tuple[Batcher, Metrics]]:
+    """A batcher that verifies every hit."""
+    metrics = Metrics()
+    batcher = Batcher(engine, Limits(10_000, sequences, 10_000), metrics, verifier_of(engine, metrics))
+    try:
+        yield batcher, metrics
+    finally:
+        engine.may_run.set()
+        await asyncio.to_thread(batcher.close)
+
+
+async def verified(metrics: Metrics, count: int) -> None:
+    """Wait until so many hits have been verified."""
+    while numbers(metrics)[(VERIFIED,)] < count:
+        await asyncio.sleep(0.001)
+
+
+async def begin_to_close(batcher: Batcher) -> asyncio.Task[None]:
+    assert batcher._verifier is not None
+    closing = asyncio.create_task(asyncio.to_thread(batcher.close))
+    while not batcher._verifier._stopped:
+        await asyncio.sleep(0.001)
+    return closing
+
+
+class SlowlyVerifyingEngine(FakeEngine):
+    """What is computed without reuse waits for `may_verify`, and says by `verifies` that it does."""
+
+    def __init__(self) -> None:
+        super().__init__(stored=AnyText())
+        self.verifies = threading.Semaphore(0)
+        self.may_verify = threading.Event()
+
+    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> PrefillResult:
+        result = super().run(sequences, reuse)
+        if not any(reuse):
+            self.verifies.release()
+            assert self.may_verify.wait(timeout=10)
+        return result
+
+
+async def test_answer_is_there_before_its_verification() -> None:
+    engine = SlowlyVerifyingEngine()
+    async with verifying(engine) as (batcher, metrics):
+        await submit(batcher, ["text"])
+        await asyncio.to_thread(engine.verifies.acquire)
+        assert numbers(metrics)[(VERIFIED,)] == 0
+        engine.may_verify.set()
+        await verified(metrics, 1)
+    assert engine.batches == [["text"], ["text"]]
+
+
+async def test_request_that_comes_meanwhile_waits_for_one_small_batch_only() -> None:
+    engine = SlowlyVerifyingEngine()
+    async with verifying(engine) as (batcher, metrics):
+        await submit(batcher, ["first"] * 20)
+        await asyncio.to_thread(engine.verifies.acquire)
+        urgent = submit(batcher, ["urgent"])
+        await queued(batcher, 1)
+        engine.may_verify.set()
+        await urgent
+        await verified(metrics, 21)
+    assert engine.batches == [
+        *(["first"] * 20, ["first"] * 8, ["urgent"]),
+        *(["first"] * 8, ["first"] * 4 + ["urgent"]),
+    ]
+
+
+async def test_nothing_is_verified_while_requests_wait() -> None:
+    engine = hitting_engine()
+    async with verifying(engine, sequences=1) as (batcher, metrics):
+        await hold(engine, batcher)
+        pending = [submit(batcher, [text]) for text in "abc"]
+        await queued(batcher, 3)
+        engine.may_run.set()
+        await asyncio.gather(*pending)
+        await verified(metrics, 4)
+    assert engine.batches == [["busy"], ["a"], ["b"], ["c"], ["busy", "a", "b", "c"]]
+
+
+async def test_endless_load_does_not_starve_verification() -> None:
+    engine = hitting_engine()
+    async with verifying(engine, sequences=4) as (batcher, metrics):
+        await hold(engine, batcher)
+        pending = [submit(batcher, [f"text {number}"] * 4) for number in range(40)]
+        await queued(batcher, 40)
+        engine.may_run.set()
+        await asyncio.gather(*pending)
+        await verified(metrics, 161)
+    # Requests come by one and four sequences. Once 64 hits are pending eight of them are verified, and again
+    # when there are 64 anew; what is left at the end is verified when nobody waits.
+    sizes = [len(batch) for batch in engine.batches]
+    assert sizes == [1, *[4] * 16, 8, *[4, 4, 8] * 12, *[8] * 7, 1]
+    assert numbers(metrics)[(DROPPED,)] == 0
+
+
+async def test_closing_does_not_wait_for_what_is_pending() -> None:
+    engine = SlowlyVerifyingEngine()
+    async with verifying(engine) as (batcher, metrics):
+        await submit(batcher, ["text"] * 100)
+        await asyncio.to_thread(engine.verifies.acquire)
+        closing = await begin_to_close(batcher)
+        engine.may_verify.set()
+        await closing
+        assert numbers(metrics)[(VERIFIED,)] == 8
+    assert engine.verified == [["text"] * 8]
+
+
+async def test_requests_queued_when_closing_are_answered_and_not_verified() -> None:
+    engine = hitting_engine()
+    async with verifying(engine, sequences=1) as (batcher, _):
+        await hold(engine, batcher)
+        pending = [submit(batcher, [text]) for text in "abc"]
+        closing = await begin_to_close(batcher)
+        engine.may_run.set()
+        await closing
+        assert [(await rows).hits for rows in pending] == [1, 1, 1]
+    assert engine.verified == []
+
+
+async def test_failing_verification_does_not_stop_the_engine() -> None:
+    engine = UnverifiableEngine(stored=AnyText())
+    async with verifying(engine) as (batcher, metrics):
+        for count in (1, 2, 3):
+            assert (await submit(batcher, ["text"])).hits == 1
+            while numbers(metrics)[(DROPPED,)] < count:
+                await asyncio.sleep(0.001)
+
+
+async def test_verified_hits_are_not_in_the_numbers_of_requests() -> None:
+    engine = hitting_engine()
+    async with verifying(engine) as (batcher, metrics):
+        await submit(batcher, ["a", "bb", "ccc"])
+        await verified(metrics, 3)
+        values = numbers(metrics)
+    assert {
+        "hits": values["attncache_sequences_total", "hit"],
+        "not searched": values["attncache_sequences_total", "not_searched"],
+        "batches": values[("attncache_batch_sequences_count",)],
+        "tokens": values[("attncache_batch_tokens_sum",)],
+        "waited": values[("attncache_queue_seconds_count",)],
+    } == {"hits": 3, "not searched": 0, "batches": 1, "tokens": 6, "waited": 1}
+
+
+# In the real app.
+
+
+async def values_of(client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
+    return samples((await client.get("/metrics")).text)
+
+
+@pytest.mark.parametrize(
+    ("path", "more"), [("/embed", {}), ("/classify", {"labels": ["yes", "no"]})], ids=["embed", "classify"]
+)
+async def test_whole_answer_has_been_sent_when_verification_begins(path: str, more: dict[str, Any]) -> None:
+    happened: list[str] = []
+
+    class TellingEngine(FakeEngine):
+        def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> PrefillResult:
+            if sequences[0] == [ord("a")]:
+                happened.append("with reuse" if any(reuse) else "in full")
+            return super().run(sequences, reuse)
+
+    async with serving(TellingEngine(stored={"a"}), verify_rate=1) as client:
+        transport = client._transport
+        assert isinstance(transport, httpx.ASGITransport)
+        app = transport.app
+
+        async def telling_app(scope: Any, receive: Any, send: Any) -> None:
+            async def telling_send(message: Any) -> None:
+                await send(message)
+                if scope["path"] == path and message["type"] == "http.response.body":
+                    happened.append("sent")
+
+            await app(scope, receive, telling_send)
+
+        transport.app = telling_app
+        for count in range(1, 21):
+            await client.post(path, json={"inputs": "a", **more})
+            while (await values_of(client))[(VERIFIED,)] < count:
+                await asyncio.sleep(0.001)
+    assert happened == ["with reuse", "sent", "in full"] * 20
+
+
+async def test_length_group_below_the_budget_ends_without_reuse() -> None:
+    body = {"inputs": ["short"] * 60 + ["longer than eight"]}
+    async with serving(hitting_engine(damage=0.1), verify_rate=1) as client:
+        before = await values_of(client)
+        hits = []
+        while (values := await values_of(client))["attncache_reuse_off", "1-8"] == 0:
+            hits.append((await client.post("/embed", json=body)).headers["X-AttnCache-Hits"])
+        hits.append((await client.post("/embed", json=body)).headers["X-AttnCache-Hits"])
+    assert (before["attncache_threshold", "stored", "1-8"], before[(FAILURES,)]) == (0.9, 0)
+    assert hits[0] == "61/61"
+    assert hits[-1] == "1/61"
+    assert values[(FAILURES,)] >= 2
+    assert values["attncache_threshold", "prototype", "1-8"] == np.inf
+    assert values["attncache_threshold", "prototype", "9-"] == 0.95
+    assert values["attncache_reuse_off", "9-"] == 0
+
+
+async def test_rate_of_zero_computes_nothing_twice() -> None:
+    engine = hitting_engine(damage=0.1)
+    async with serving(engine, verify_rate=0) as client:
+        for _ in range(10):
+            await client.post("/embed", json={"inputs": ["short"] * 50})
+        values = await values_of(client)
+        assert client._transport.app.state.service.serving().batcher._verifier is None  # type: ignore[attr-defined]
+    assert len(engine.batches) == 10
+    assert (values[(VERIFIED,)], values[(FAILURES,)]) == (0, 0)
+
+
+async def test_without_a_database_there_is_nothing_to_verify() -> None:
+    engine = hitting_engine()
+    engine.policy = None
+    async with serving(engine, verify_rate=1) as client:
+        assert (await client.post("/embed", json={"inputs": "a"})).headers["X-AttnCache-Hits"] == "0/1"
+        names = {name for name, *_ in await values_of(client)}
+    assert VERIFIED in names
+    assert not names & {"attncache_threshold", "attncache_reuse_off"}
+
+
+async def test_budget_of_decisions_without_any_is_not_verified_and_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = FakeEngine(stored=AnyText(), policy=policy_of(Measure.AGREEMENT))
+    async with serving(engine, verify_rate=1) as client:
+        assert (await client.post("/embed", json={"inputs": "a"})).headers["X-AttnCache-Hits"] == "1/1"
+    assert "hits are not verified: there are no decisions to agree on" in caplog.text
+    assert engine.verified == []
+
+
+async def test_labels_are_never_verified() -> None:
+    engine = hitting_engine()
+    async with serving(engine, verify_rate=1) as client:
+        await client.post("/classify", json={"inputs": "text", "labels": ["yes", "no"]})
+        while (await values_of(client))[(VERIFIED,)] < 1:
+            await asyncio.sleep(0.001)
+    assert engine.batches == [["yes", "no"], ["text"], ["text"]]
