@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from attncache_core import InputTooLong, NoClassifier, Outcome, PrefillResult
+from attncache_core import InputTooLong, NoClassifier, Outcome, PrefillEngine, PrefillResult
 from attncache_core.attention_maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy
 from attncache_core.attention_maps.store import RecordKind
 from attncache_core.outputs import Judge, Measure
@@ -144,7 +144,9 @@ _SIMILARITY = {
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(
+    engine: FakeEngine | PrefillEngine | None = None, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the real app, in this process, when its engine is loaded.
 
     Nothing is verified unless `verify_rate` says so: what an engine computes is then what clients asked.
@@ -157,7 +159,8 @@ async def serving(engine: FakeEngine | None = None, **settings: Any) -> AsyncIte
         try:
             yield client
         finally:
-            engine.may_run.set()
+            if isinstance(engine, FakeEngine):
+                engine.may_run.set()
 
 
 @asynccontextmanager

@@ -8,18 +8,20 @@ import random
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from core_models import random_text
 from fake_engine import FakeEngine, policy_of, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_batcher import hold, queued, submit
 from test_service_metrics import samples
 
-from attncache_core import PrefillResult
+from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine, PrefillResult
 from attncache_core.outputs import Measure
 from service.batcher import Batcher, Limits
 from service.metrics import Metrics
@@ -469,3 +471,44 @@ async def test_labels_are_never_verified() -> None:
         while (await values_of(client))[(VERIFIED,)] < 1:
             await asyncio.sleep(0.001)
     assert engine.batches == [["yes", "no"], ["text"], ["text"]]
+
+
+# With a real engine.
+
+
+@pytest.fixture
+def real_engine(tiny_checkpoint: Checkpoint, tiny_database: Path) -> PrefillEngine:
+    """Everything whose length is recorded hits, and reuses all heads."""
+    return PrefillEngine.load(
+        tiny_checkpoint, database=AttentionDatabase.open(tiny_database), dtype="float32"
+    )
+
+
+def new_texts(count: int) -> list[str]:
+    generator = np.random.default_rng(11)
+    return [random_text(generator, 5) for _ in range(count)]
+
+
+async def test_cosines_are_those_between_answers_with_reuse_and_without(real_engine: PrefillEngine) -> None:
+    body = {"inputs": new_texts(30)}
+    async with serving(real_engine, verify_rate=1) as client:
+        with_reuse = await client.post("/embed", json=body)
+        while (values := await values_of(client))[(VERIFIED,)] < 30:
+            await asyncio.sleep(0.001)
+        full = await client.post("/embed", json=body, headers={"X-AttnCache-Reuse": "off"})
+    assert with_reuse.headers["X-AttnCache-Hits"] == "30/30"
+    cosines = (np.array(with_reuse.json()) * np.array(full.json())).sum(axis=1)
+    assert cosines.min() < 0.999  # else this would show nothing
+    assert values[("attncache_verify_cosine_sum",)] == pytest.approx(cosines.sum(), abs=1e-4)
+
+
+async def test_thresholds_of_a_real_engine_rise_until_fewer_hit(real_engine: PrefillEngine) -> None:
+    body = {"inputs": new_texts(60)}
+    async with serving(real_engine, verify_rate=1) as client:
+        all_hit = await client.post("/embed", json=body)
+        fewer = all_hit
+        while fewer.headers["X-AttnCache-Hits"] == "60/60":
+            fewer = await client.post("/embed", json=body)
+    assert all_hit.headers["X-AttnCache-Hits"] == "60/60"
+    assert real_engine.policy is not None
+    assert real_engine.policy.group_of(7).tightened >= 1
