@@ -7,7 +7,8 @@ embeddings = engine.embed(["Where is my card?"])
 """
 
 import attncache_core.openmp  # noqa: F401 - before anything that loads torch
-from attncache_core.attention_maps.builder import BuildOptions, Progress, build_database
+from attncache_core.attention_maps.builder import BuildOptions, build_database
+from attncache_core.attention_maps.calibration import Progress, calibrate_database
 from attncache_core.attention_maps.database import AttentionDatabase, Manifest
 from attncache_core.attention_maps.default import build_default_database
 from attncache_core.attention_maps.fetch import Fetch
@@ -53,6 +54,7 @@ __all__ = [
     "UnsupportedModel",
     "build_database",
     "build_default_database",
+    "calibrate_database",
     "class_scores",
     "default_corpus",
     "find_checkpoint",

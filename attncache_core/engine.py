@@ -6,9 +6,10 @@ texts -> tokenize -> pack -> first hidden states -> search (Algorithm 1) -> hits
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,14 +19,16 @@ from attncache_core import native
 from attncache_core.attention_maps.cost import CostModel, cost_model
 from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.fetch import Fetch
+from attncache_core.attention_maps.policy import ReusePolicy
 from attncache_core.attention_maps.search import Outcome, ReusePlan, no_reuse
+from attncache_core.attention_maps.tightened import keep_tightened
 from attncache_core.checkpoint import Checkpoint, Task
 from attncache_core.classifier import LinearClassifier
 from attncache_core.errors import InvalidInput, NoClassifier
 from attncache_core.forward import forward, hits_first
 from attncache_core.memory import keep_freed_memory
 from attncache_core.models import PackedModel, load_model
-from attncache_core.outputs import normalize
+from attncache_core.outputs import Judge, Measure, normalize
 from attncache_core.processor import processor_name
 from attncache_core.threads import limit_faiss, limit_threads
 from attncache_core.tokenizer import TextTokenizer
@@ -74,6 +77,7 @@ class PrefillEngine:
         self.fetch = fetch
         self.costs: CostModel | None = None  # without one, every length is searched
         self._segments = database.search.store.segments if database else {}
+        self._search = database.search if database else None
         self.task: Task = checkpoint.task
         self.max_tokens = tokenizer.max_tokens
 
@@ -87,12 +91,14 @@ class PrefillEngine:
         threads: int | None = None,
         classifier: LinearClassifier | None = None,
         fetch: Fetch = Fetch.AUTO,
+        max_tokens: int | None = None,
     ) -> PrefillEngine:
         """Load and pack the checkpoint's weights.
 
         dtype: "auto" (bfloat16 where the processor multiplies it, else float32), "bfloat16", "float32".
         threads: for torch and Faiss, of the whole process; None: all that the process may use.
         fetch: how the maps of hits get into their product.
+        max_tokens: cut texts to so many, if that is fewer than the model takes.
         Raises UnsupportedModel, and DatabaseRefused if database or classifier are of another model.
         """
         keep_freed_memory()
@@ -101,7 +107,7 @@ class PrefillEngine:
             database.require_fingerprint(checkpoint.fingerprint(), checkpoint.name)
         if classifier:
             classifier.require_fingerprint(checkpoint.embedding_fingerprint(), checkpoint.name)
-        tokenizer = TextTokenizer(checkpoint)
+        tokenizer = TextTokenizer(checkpoint, max_tokens)
         compute_dtype = resolve_dtype(dtype)
         model = load_model(
             checkpoint,
@@ -187,6 +193,31 @@ class PrefillEngine:
             corrupt_records=plan.corrupt_records,
         )
 
+    @property
+    def policy(self) -> ReusePolicy | None:
+        """What decides at present whether a record may serve; None without a database."""
+        return self._search.policy if self._search else None
+
+    def tighten(self, place: int) -> None:
+        """Make the policy's length group number `place` one step tighter, from the next batch on.
+
+        Kept with the database, if its folder can be written to: only calibration loosens it again.
+        """
+        if self._search and self.database:
+            policy = self._search.policy.tightened(place)
+            self._search = replace(self._search, policy=policy)
+            with contextlib.suppress(OSError):
+                keep_tightened(self.database.folder, self.database.manifest.policy, policy)
+
+    def judge(self, measure: Measure) -> Judge:
+        """What compares outputs of `run` with reuse with those in full. Agreement needs classes."""
+        by_class = measure is Measure.AGREEMENT or self.task == "classify"
+        return Judge(measure, self.class_logits if by_class else None)
+
+    def fidelity(self, with_reuse: np.ndarray, full: np.ndarray, measure: Measure) -> np.ndarray:
+        """How near outputs [n, d] of `run` with reuse are to those in full, float64 [n]; see Judge."""
+        return self.judge(measure).fidelity(with_reuse, full)
+
     def weigh_costs(self) -> None:
         """From now on, leave lengths unsearched where reuse cannot pay on this machine.
 
@@ -220,14 +251,21 @@ class PrefillEngine:
             "attention": native.level() or "torch",
             "fetch": self.fetch,
             "costs": self.costs.info() if self.costs else None,
-            "database": self.database.info() if self.database else None,
+            "database": self._database_info(),
         }
 
+    def _database_info(self) -> dict[str, Any] | None:
+        if self.database is None or self.policy is None:
+            return None
+        # Not the policy it was opened with, which may have been tightened since.
+        return {**self.database.info(), "policy": self.policy.info()}
+
     def _plan(self, batch: TokenBatch, hidden: torch.Tensor, allowed: np.ndarray) -> ReusePlan:
-        if self.database is None or not allowed.any():
+        search = self._search
+        if search is None or not allowed.any():
             return no_reuse(len(batch.lengths))
         pays = self.costs.pays if self.costs else lambda _: True
-        return self.database.search.plan(batch, hidden, allowed, pays)
+        return search.plan(batch, hidden, allowed, pays)
 
 
 def resolve_dtype(name: Dtype) -> torch.dtype:

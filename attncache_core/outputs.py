@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
 import numpy as np
 import torch
 
 from attncache_core.checkpoint import Pooling
 from attncache_core.tokens import TokenBatch
+
+
+class Measure(StrEnum):
+    """In what quality is counted; always a mean over hits."""
+
+    COSINE = "cosine"  # of the output with reuse to the full model's
+    AGREEMENT = "agreement"  # share of decisions that stay what they were
 
 
 def pool(hidden: torch.Tensor, batch: TokenBatch, pooling: Pooling, prompt_tokens: int = 0) -> torch.Tensor:
@@ -52,6 +63,34 @@ def normalize(embeddings: np.ndarray) -> np.ndarray:
 def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """The cosine of each row of `left` with the same row of `right`: [n, d], [n, d] -> [n]."""
     return np.einsum("nd,nd->n", normalize(left), normalize(right))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Compares outputs with reuse, as the engine gives them, with the full model's.
+
+    class_logits: outputs [n, d] -> logits [n, classes]; None where outputs are compared as embeddings.
+    """
+
+    measure: Measure
+    class_logits: Callable[[np.ndarray], np.ndarray] | None
+
+    def comparable(self, outputs: np.ndarray) -> np.ndarray:
+        """Rows of unit length whose cosine tells likeness: embeddings, or the roots of class probabilities.
+
+        (The cosine of two such roots is the Bhattacharyya coefficient of the probabilities.)
+        """
+        if self.class_logits is None:
+            return normalize(outputs)
+        return np.sqrt(class_scores(self.class_logits(outputs)))
+
+    def fidelity(self, with_reuse: np.ndarray, full: np.ndarray) -> np.ndarray:
+        """The measure for each row, float64 [n]: the cosine, or 1 where the decision is the same, else 0."""
+        if self.measure is Measure.AGREEMENT:
+            assert self.class_logits is not None
+            decisions = (self.class_logits(outputs).argmax(axis=1) for outputs in (with_reuse, full))
+            return np.equal(*decisions).astype(np.float64)
+        return cosines(self.comparable(with_reuse), self.comparable(full)).astype(np.float64)
 
 
 def class_scores(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:

@@ -17,7 +17,8 @@ _NO_LIMIT = 10**9
 class TextTokenizer:
     """A fast tokenizer with the checkpoint's prompt, case and longest sequence. Thread safe."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, max_tokens: int | None = None) -> None:
+        """max_tokens: cut texts to so many, if that is fewer than the model takes."""
         loaded = AutoTokenizer.from_pretrained(checkpoint.folder)
         if not loaded.is_fast:
             raise UnsupportedModel(
@@ -26,6 +27,7 @@ class TextTokenizer:
         limits = [
             checkpoint.max_tokens or loaded.model_max_length,
             checkpoint.config.get("max_position_embeddings") or _NO_LIMIT,
+            max_tokens or _NO_LIMIT,
         ]
         self.max_tokens = int(min(limits))
         self._prompt = checkpoint.default_prompt

@@ -13,7 +13,9 @@ from core_models import random_text, write_model, write_sentence_transformer
 from core_reference import Reference
 from hypothesis import HealthCheck, settings
 
+from attncache_core.attention_maps import calibration
 from attncache_core.attention_maps.builder import BuildOptions, build_database
+from attncache_core.attention_maps.choice import Savings
 from attncache_core.checkpoint import DEFAULT_MODEL, find_checkpoint, read_checkpoint
 from attncache_core.corpus import CorpusSentence
 from attncache_core.engine import PrefillEngine
@@ -57,9 +59,24 @@ def tiny_database(tiny_engine, tiny_corpus, tmp_path_factory):
     """The folder of a database of the tiny corpus: all heads stored and reused, θ = 0. Not to be changed."""
     folder = tmp_path_factory.mktemp("databases") / "tiny.db"
     build_database(
-        tiny_engine, tiny_corpus, folder, BuildOptions(heads="all", threshold=0.0, training_steps=40)
+        tiny_engine,
+        tiny_corpus,
+        folder,
+        BuildOptions(heads="all", threshold=0.0, prototypes=0, training_steps=40),
     )
     return folder
+
+
+@pytest.fixture(scope="module")
+def fixed_costs():
+    """Calibration is told what reuse saves, so that it always chooses the same.
+
+    A hit saves a microsecond for each head and ten tokens, and a search costs as much.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        savings = Savings(per_head=lambda lengths: lengths / 10, search=lambda _: 1.0)
+        patch.setattr(calibration, "measure_savings", lambda *_: savings)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -70,6 +70,8 @@ def built(tiny_checkpoint, files, tmp_path_factory) -> tuple[Path, str]:
         "all",
         "--threshold",
         "0.9",
+        "--prototypes",
+        "4",
     )
     return folder, succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments))
 
@@ -77,8 +79,10 @@ def built(tiny_checkpoint, files, tmp_path_factory) -> tuple[Path, str]:
 def test_build_from_a_table_makes_a_sound_database(built):
     database = AttentionDatabase.open(built[0])
     assert database.verify() == []
-    assert database.search.store.records == 240
-    assert database.search.threshold == 0.9
+    assert database.info()["records"] == 240
+    assert database.info()["prototypes"] == 30
+    (group,) = database.search.policy.groups
+    assert {kind.threshold for kind in group.kinds.values()} == {0.9}
     assert database.mask.total == 12
     assert database.manifest.build["texts"] == 240
 
@@ -96,10 +100,15 @@ def test_options_of_build_reach_the_database(tiny_checkpoint, files, tmp_path):
         "--source-column",
         "mould",
     )
-    options = ("--min-cosine", "0.9", "--heads", "layers:0-1", "--max-length", "6", "--seed", "3")
+    options = (
+        *("--min-cosine", "0.9", "--min-agreement", "0.8", "--prototypes", "2"),
+        *("--heads", "layers:0-1", "--max-length", "6", "--seed", "3"),
+    )
     succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments, *options))
     manifest = AttentionDatabase.open(tmp_path / "a.db").manifest
-    assert manifest.build["min_cosine"] == manifest.quality.get("min_cosine", 0.9) == 0.9
+    assert manifest.build["min_cosine"] == manifest.policy.budget.least == 0.9
+    assert manifest.build["min_agreement"] == 0.8
+    assert manifest.prototypes == {5: 3, 6: 3}  # the mean of each length as well
     assert manifest.build["seed"] == 3
     assert manifest.stored_heads == (4, 4, 0)
     assert max(manifest.records) == 6
@@ -119,9 +128,11 @@ def test_inspect_shows_records_and_bytes_per_length_mask_threshold_and_quality(b
     folder, _ = built
     text = succeeded(run("inspect", folder))
     database = AttentionDatabase.open(folder)
-    assert "240 in float16" in text
+    assert "270 in float16" in text
     assert "12 of 12 heads" in text
-    assert "0.9000" in text
+    # A given θ keeps no budget.
+    assert "budget       mean cosine of the hits at least 0.0" in text
+    assert "threshold θ  1- tokens: stored 0.9000, prototype 0.9000" in text
     assert f"hit rate {database.manifest.quality['hit_rate']:.3f}" in text
     for length, segment in database.search.store.segments.items():
         size = (folder / "maps" / f"{length:05d}.maps").stat().st_size
@@ -132,11 +143,12 @@ def test_inspect_shows_records_and_bytes_per_length_mask_threshold_and_quality(b
 def test_inspect_as_json_is_the_manifest(built):
     text = succeeded(run("inspect", built[0], "--json"))
     assert text == (built[0] / "manifest.json").read_text(encoding="utf-8")
-    assert json.loads(text)["threshold"] == 0.9
+    (group,) = json.loads(text)["policy"]["groups"]
+    assert group["kinds"]["0"]["threshold"] == 0.9
 
 
 def test_verify_says_that_a_sound_database_is_sound(built):
-    assert succeeded(run("verify", built[0])) == "240 records, all sound\n"
+    assert succeeded(run("verify", built[0])) == "270 records, all sound\n"
 
 
 def test_verify_ends_with_one_and_names_what_is_damaged(built, tmp_path):
@@ -164,8 +176,8 @@ def test_fitted_classifier_is_loaded_and_decides_what_it_was_fitted_on(tiny_chec
 
 
 def test_evaluation_prints_a_table_and_writes_its_numbers(tiny_checkpoint, built, files, tmp_path):
-    arguments = ("--train", files / "train.tsv", "--test", files / "test.tsv", "--rounds", "1")
-    override = ("--heads", "layers:0", "--threshold", "0.8", "--json", tmp_path / "report.json")
+    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv", "--rounds", "1")
+    override = ("--heads", "layers:0", "--threshold", "0", "--json", tmp_path / "report.json")
     text = succeeded(
         run(
             "evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0],
@@ -173,16 +185,21 @@ def test_evaluation_prints_a_table_and_writes_its_numbers(tiny_checkpoint, built
         )
     )  # fmt: skip
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    assert report["texts"] == report["recorded_texts"] == 30
-    assert report["hit_rate"] == 1
-    assert report["reused_heads"] == 4
-    assert report["threshold"] == 0.8
-    assert f"{report['accuracy_full']:.4f}" in text
-    assert "4 of 12" in text
+    assert report["metric"] == "accuracy"
+    assert report["machine"]["texts"] == 30
+    assert report["machine"]["reused_heads"] == "4 of 12"
+    # Evaluated texts serve nobody, themselves least of all.
+    assert "30 of 240 records are of evaluated texts and left out" in text
+    full, reusing = report["methods"]
+    assert (full["method"], reusing["method"]) == ("full", "attncache")
+    assert (full["recorded"], reusing["recorded"]) == (0, 0)
+    assert full["hit_rate"] == 0
+    for method in (full, reusing):
+        assert f"{method['score']:.4f}" in text
 
 
 def test_report_without_hits_is_json_too(tiny_checkpoint, built, files, tmp_path):
-    arguments = ("--train", files / "train.tsv", "--test", files / "test.tsv", "--rounds", "1")
+    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv", "--rounds", "1")
     override = ("--threshold", "2", "--json", tmp_path / "report.json")
     command = ("evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0])
     succeeded(run(*command, *arguments, *override))
@@ -253,17 +270,33 @@ def test_output_that_cannot_be_written_is_one_line(tiny_checkpoint, files, tmp_p
 
 
 def test_report_that_cannot_be_written_is_one_line(tiny_checkpoint, built, files, tmp_path):
-    arguments = ("--train", files / "train.tsv", "--test", files / "test.tsv", "--rounds", "1")
+    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv", "--rounds", "1")
     command = ("evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0])
     result = run(*command, *arguments, "--json", tmp_path / "absent" / "report.json")
     assert result.exit_code == 2
     assert "report.json" in without_progress(result.stderr)[-1]
 
 
+def test_calibrating_for_another_model_is_one_line(tiny_classifier_checkpoint, built, files):
+    arguments = ("--database", built[0], "--texts", f"{files / 'test.tsv'}:text")
+    result = run("calibrate", *model_arguments(tiny_classifier_checkpoint), *arguments)
+    assert_one_line(result, "fingerprint", "build a database")
+
+
+def test_calibrating_on_recorded_texts_alone_is_one_line(tiny_checkpoint, built, files):
+    arguments = ("--database", built[0], "--texts", f"{files / 'test.tsv'}:text")
+    result = run("calibrate", *model_arguments(tiny_checkpoint), *arguments)
+    assert_one_line(result, "0 of the texts are not in the database")
+
+
 def test_database_of_another_model_is_one_line(tiny_classifier_checkpoint, built, files):
-    arguments = ("--train", files / "train.tsv", "--test", files / "test.tsv")
+    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv")
     command = ("evaluate", "classification", *model_arguments(tiny_classifier_checkpoint))
-    assert_one_line(run(*command, "--database", built[0], *arguments), "fingerprint", "build a database")
+    result = run(*command, "--database", built[0], *arguments)
+    assert result.exit_code == 2
+    (line,) = without_progress(result.stderr)
+    assert "fingerprint" in line
+    assert "build a database" in line
 
 
 def test_real_process_reads_its_standard_input_and_ends_with_two_on_an_error(tiny_checkpoint, tmp_path):

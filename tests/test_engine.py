@@ -17,6 +17,7 @@ from attncache_core.checkpoint import read_checkpoint
 from attncache_core.classifier import LinearClassifier
 from attncache_core.engine import PrefillEngine, resolve_dtype
 from attncache_core.errors import DatabaseRefused, InvalidInput, NoClassifier
+from attncache_core.outputs import Measure, class_scores
 from attncache_core.threads import limit_threads
 
 LABELS = ("transfer", "card", "help")
@@ -201,3 +202,31 @@ def test_prompt_is_left_out_of_the_pooling_where_the_folder_says_so(tmp_path):
     write_json(folder / "1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False})
     without = PrefillEngine.load(read_checkpoint(folder), dtype="float32").embed(["card"])
     assert abs(whole - without).max() > 0.01
+
+
+def test_attention_is_timed_as_a_part_of_the_forward_pass(tiny_engine):
+    result = run(tiny_engine, random_sequences([30, 9, 3]))
+    assert 0 < result.attention_seconds < result.forward_seconds
+
+
+def test_without_a_database_there_is_no_policy_and_nothing_to_tighten(tiny_engine):
+    tiny_engine.tighten(0)
+    assert tiny_engine.policy is None
+
+
+def test_an_encoders_outputs_are_compared_as_embeddings_and_a_classifiers_by_class(tiny_engine, classifier):
+    embeddings = run(tiny_engine, random_sequences([5, 9])).outputs
+    expected = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    np.testing.assert_allclose(tiny_engine.judge(Measure.COSINE).comparable(embeddings), expected, atol=1e-6)
+    logits = run(classifier, random_sequences([5, 9])).outputs
+    roots = np.sqrt(class_scores(logits))
+    np.testing.assert_allclose(classifier.judge(Measure.COSINE).comparable(logits), roots, atol=1e-6)
+    assert classifier.fidelity(logits, logits[:, ::-1], Measure.AGREEMENT).tolist() == [
+        float(first == 2 - second) for first, second in zip(*[logits.argmax(axis=1)] * 2, strict=True)
+    ]
+
+
+def test_agreement_of_an_encoder_needs_a_classifier(tiny_engine):
+    outputs = run(tiny_engine, random_sequences([5])).outputs
+    with pytest.raises(NoClassifier):
+        tiny_engine.fidelity(outputs, outputs, Measure.AGREEMENT)

@@ -12,7 +12,7 @@ from scipy.spatial.distance import cosine
 from scipy.special import softmax
 
 from attncache_core.checkpoint import Pooling
-from attncache_core.outputs import class_scores, cosines, normalize, pool
+from attncache_core.outputs import Judge, Measure, class_scores, cosines, normalize, pool
 from attncache_core.tokens import pack
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -97,3 +97,54 @@ def test_class_scores_are_scipys_softmax_of_the_divided_logits(logits, temperatu
 
 def test_scores_of_huge_logits_are_finite():
     assert class_scores(np.array([[1e30, 0.0, -1e30]]), 1e-3).tolist() == [[1.0, 0.0, 0.0]]
+
+
+def judge(measure, classes=None) -> Judge:
+    return Judge(measure, classes)
+
+
+@given(arrays(np.int64, (4, 6), elements=st.integers(-50, 50)))
+def test_comparable_embeddings_have_unit_length(outputs):
+    rows = judge(Measure.COSINE).comparable(outputs.astype(np.float32))
+    # But for those that are zero.
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), outputs.any(axis=1), atol=1e-5)
+
+
+@given(arrays(np.float32, (4, 6), elements=st.floats(-50, 50, width=32)))
+def test_comparable_class_probabilities_have_unit_length_and_are_never_negative(outputs):
+    rows = judge(Measure.COSINE, lambda outputs: outputs[:, :3]).comparable(outputs)
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-6)
+    assert rows.shape == (4, 3)
+    assert (rows >= 0).all()
+
+
+def test_cosine_fidelity_of_embeddings_is_scipys_row_by_row():
+    left, right = np.random.default_rng(1).normal(size=(2, 7, 5)).astype(np.float32)
+    fidelity = judge(Measure.COSINE).fidelity(left, right)
+    expected = [1 - cosine(*pair) for pair in zip(left, right, strict=True)]
+    np.testing.assert_allclose(fidelity, expected, atol=1e-6)
+    assert fidelity.dtype == np.float64
+
+
+def test_cosine_fidelity_of_classes_is_the_bhattacharyya_coefficient_of_the_probabilities():
+    left, right = np.random.default_rng(2).normal(size=(2, 7, 3)).astype(np.float32) * 3
+    fidelity = judge(Measure.COSINE, lambda outputs: outputs).fidelity(left, right)
+    expected = np.sqrt(softmax(left, axis=1) * softmax(right, axis=1)).sum(axis=1)
+    np.testing.assert_allclose(fidelity, expected, atol=1e-6)
+
+
+@given(arrays(np.float32, (2, 8, 3), elements=st.floats(-5, 5, width=32)))
+def test_agreement_is_one_where_the_decision_stays_and_zero_where_it_does_not(pair):
+    fidelity = judge(Measure.AGREEMENT, lambda outputs: outputs[:, ::-1]).fidelity(*pair)
+    expected = [
+        float(max(range(3), key=left[::-1].__getitem__) == max(range(3), key=right[::-1].__getitem__))
+        for left, right in zip(*pair, strict=True)
+    ]
+    assert fidelity.tolist() == expected
+
+
+@pytest.mark.parametrize("measure", Measure)
+def test_outputs_that_do_not_change_are_wholly_faithful(measure):
+    outputs = np.random.default_rng(3).normal(size=(5, 4)).astype(np.float32)
+    fidelity = judge(measure, lambda outputs: outputs).fidelity(outputs, outputs)
+    np.testing.assert_allclose(fidelity, 1, atol=1e-6)

@@ -45,11 +45,14 @@ def engines(tiny_checkpoint, tiny_database):
 
 
 @pytest.fixture(scope="module")
-def recorded(tiny_engine, tiny_corpus):
+def recorded(tiny_engine, tiny_corpus, tiny_database):
     """Length -> the recorded token sequences; record r of a length is the r-th of them."""
-    sequences = {}
+    segments = AttentionDatabase.open(tiny_database).search.store.segments
+    sequences = {length: [[]] * len(segment) for length, segment in segments.items()}
     for ids in tiny_engine.tokenize([sentence.text for sentence in tiny_corpus]):
-        sequences.setdefault(len(ids), []).append(ids)
+        segment = segments[len(ids)]
+        (record,) = (row for row in range(len(segment)) if segment.holds_tokens(row, ids))
+        sequences[len(ids)][record] = ids
     return sequences
 
 
@@ -142,7 +145,10 @@ def test_a_mixed_batch_gives_each_sequence_what_its_own_outcome_says(
 
 def at_threshold(engine, threshold):
     """The same engine with another θ."""
-    database = replace(engine.database, search=replace(engine.database.search, threshold=threshold))
+    search = engine.database.search
+    database = replace(
+        engine.database, search=replace(search, policy=search.policy.with_threshold(threshold))
+    )
     return PrefillEngine(
         engine.checkpoint, engine.model, engine.tokenizer, dtype=engine.dtype, threads=1, database=database
     )
@@ -162,12 +168,12 @@ def test_hits_misses_and_the_not_searched_stand_in_one_batch(engines, recorded, 
 
 
 @pytest.mark.parametrize("heads", MASKS)
-def test_a_threshold_above_one_gives_no_hit_and_the_full_models_output(
+def test_a_threshold_above_one_searches_nothing_and_gives_the_full_models_output(
     engines, recorded, tiny_reference, heads
 ):
     sequences = some_of_each(recorded, 1)
     result = run(engines(heads, threshold=1.001), sequences)
-    assert result.outcomes == (Outcome.MISS,) * len(sequences)
+    assert result.outcomes == (Outcome.NOT_SEARCHED,) * len(sequences)
     np.testing.assert_allclose(result.outputs, tiny_reference.means(sequences), atol=FLOAT32)
 
 

@@ -1,208 +1,170 @@
-"""What reuse does to a model's outputs: the damage of each head, and the mask and θ that a budget allows.
-
-A probe is a held-out sentence with the record that would serve it, of the same length. Here nothing is
-skipped: every map is computed and some are replaced, so that any mask can be tried on one loaded model.
-The model must have no reuse mask of its own: heads count as the checkpoint numbers them.
-"""
+"""Calibration: the mask and the policy that save the most time inside a budget, measured on probes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
-import torch
 
-from attncache_core.attention_maps.search import MOST_SIMILAR_OTHER
-from attncache_core.models import AttentionLayer, PackedModel
-from attncache_core.models.attention import apply_maps
-from attncache_core.outputs import cosines
-from attncache_core.tokens import Group, TokenBatch, by_sequence, pack
+from attncache_core.attention_maps.choice import FEWEST_PROBES, Savings, choose_policy, report
+from attncache_core.attention_maps.cost import measure_costs, search_cost
+from attncache_core.attention_maps.damage import damage_of_each, joint_damage, reuse_rank
+from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.mask import ReuseMask, head_order, mildest_mask, parse_heads
+from attncache_core.attention_maps.policy import Budget, ReusePolicy, uniform_policy
+from attncache_core.attention_maps.probes import Probes, find_probes, measure, stored_batches
+from attncache_core.attention_maps.search import SearchEngine
+from attncache_core.attention_maps.tightened import forget_tightened
+from attncache_core.engine import PrefillEngine
+from attncache_core.errors import InvalidInput
+from attncache_core.models import load_model
 
-# Layer -> for each group of the batch the maps [n, heads, L, L].
-BatchMaps = list[list[torch.Tensor]]
-# Tokens in one pass over probes: enough to fill the processor, and 100 MB of maps at 128 tokens.
-_TOKENS_PER_PASS = 4096
+# Called as work goes on: what is being done, how much of it is done, how much there is.
+Progress = Callable[[str, int, int], None]
 
-
-@dataclass(frozen=True)
-class ProbeBatch:
-    """Probes in packed order, computed in full, with the maps of their records."""
-
-    batch: TokenBatch
-    hidden: list[torch.Tensor]  # input of each layer, [tokens, hidden]
-    outputs: np.ndarray  # float32 [sequences, d], the full model's
-    donors: BatchMaps
-
-
-def token_passes(lengths: Sequence[int], tokens: int = _TOKENS_PER_PASS) -> Iterator[list[int]]:
-    """Indices of sequences, sorted by length, in runs of at most `tokens` tokens (or one sequence)."""
-    run: list[int] = []
-    total = 0
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if run and total + lengths[index] > tokens:
-            yield run
-            run, total = [], 0
-        run.append(index)
-        total += lengths[index]
-    if run:
-        yield run
+# A head's damage is a mean; a few hundred sentences tell the heads apart.
+MOST_DAMAGE_PROBES = 300
+# Sizes of mask that are tried, spread evenly up to all heads.
+_MASK_SIZES = 12
 
 
-@torch.inference_mode()
-def traced_forward(
-    model: PackedModel, batch: TokenBatch, on_maps: Callable[[int, Group, torch.Tensor], None]
-) -> tuple[list[torch.Tensor], np.ndarray]:
-    """Run the full model, showing every group's maps of every layer to `on_maps(layer, group, maps)`.
-
-    Returns the input of each layer and the outputs [sequences, d], both in packed order.
-    """
-    hidden = model.embed(batch)
-    inputs = []
-    for number, layer in enumerate(model.layers):
-        inputs.append(hidden)
-        hidden = _layer(layer, hidden, batch, partial(on_maps, number))
-    return inputs, model.outputs(hidden, batch).representation.numpy()
-
-
-@torch.inference_mode()
-def substituted_outputs(
-    model: PackedModel, probes: ProbeBatch, mask: np.ndarray, first_layer: int = 0
-) -> np.ndarray:
-    """Outputs [sequences, d] with the donors' maps for the heads in `mask`, bool [layers, heads].
-
-    first_layer: the first layer with a head in the mask, where the caller knows it; what lies before is
-    not computed again.
-    """
-    hidden = probes.hidden[first_layer]
-    groups = probes.batch.groups()
-    for number in range(first_layer, len(model.layers)):
-        donors = dict(zip(groups, probes.donors[number], strict=True)) if mask[number].any() else {}
-        hidden = _layer(model.layers[number], hidden, probes.batch, _Substitution(mask[number], donors))
-    return model.outputs(hidden, probes.batch).representation.numpy()
-
-
-@dataclass(frozen=True)
-class _Substitution:
-    """Replaces the maps of some heads of one layer by the donors'."""
-
-    heads: np.ndarray  # bool [heads]
-    donors: Mapping[Group, torch.Tensor]
-
-    def __call__(self, group: Group, maps: torch.Tensor) -> None:
-        if self.donors:
-            chosen = torch.from_numpy(np.flatnonzero(self.heads))
-            maps[:, chosen] = self.donors[group][:, chosen].to(maps.dtype)
-
-
-def _layer(
-    layer: AttentionLayer,
-    hidden: torch.Tensor,
-    batch: TokenBatch,
-    on_maps: Callable[[Group, torch.Tensor], None],
-) -> torch.Tensor:
-    """One layer by way of explicit maps, which `on_maps` sees, and may change, before they are used."""
-    value, query, key = layer.project(layer.attention_input(hidden))
-    context = torch.empty_like(value)
-    for group in batch.groups():
-        maps = layer.attention_maps(by_sequence(query, group), by_sequence(key, group))
-        on_maps(group, maps)
-        found = apply_maps(maps, by_sequence(value, group))
-        by_sequence(context, group).copy_(found)
-    return layer.finish(hidden, context)
-
-
-def collect_maps(model: PackedModel, batch: TokenBatch) -> BatchMaps:
-    """All maps of a batch."""
-    maps: BatchMaps = [[] for _ in model.layers]
-    traced_forward(model, batch, lambda layer, _, group_maps: maps[layer].append(group_maps))
-    return maps
-
-
-def probed(model: PackedModel, batch: TokenBatch, donors: BatchMaps) -> ProbeBatch:
-    """A packed batch of probes computed in full, beside the maps of their records."""
-    hidden, outputs = traced_forward(model, batch, lambda *_: None)
-    return ProbeBatch(batch, hidden, outputs, donors)
-
-
-def head_damage(
-    model: PackedModel,
-    probes: Sequence[Sequence[int]],
-    donors: Sequence[Sequence[int]],
-    on_pass: Callable[[int, int], None] = lambda *_: None,
-) -> np.ndarray:
-    """How much each head hurts when it alone is reused: mean 1 - cosine of the outputs, [layers, heads].
-
-    donors[i] is the token sequence whose maps probe i would take, of the same length.
-    """
-    layers, heads = len(model.layers), model.layers[0].heads
-    damage = np.zeros((layers, heads))
-    passes = list(token_passes([len(probe) for probe in probes]))
-    for done, indices in enumerate(passes):
-        # The indices are sorted by length: packing keeps their order, and donors stand where their probes do.
-        donor_maps = collect_maps(model, pack([donors[index] for index in indices]))
-        measured = probed(model, pack([probes[index] for index in indices]), donor_maps)
-        for layer in range(layers):
-            for head in range(heads):
-                alone = np.zeros((layers, heads), dtype=bool)
-                alone[layer, head] = True
-                changed = substituted_outputs(model, measured, alone, first_layer=layer)
-                damage[layer, head] += (1 - cosines(changed, measured.outputs)).sum()
-            on_pass(done * layers + layer + 1, len(passes) * layers)
-    return damage / len(probes)
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenPolicy:
-    """A mask size and θ, and what they gave on the probes."""
-
-    heads: int
-    threshold: float
-    hit_rate: float  # hits / all probes
-    mean_cosine: float  # over the hits; nan without any
-
-
-def choose_policy(
-    cosines_by_heads: Mapping[int, np.ndarray],
-    similarities: np.ndarray,
-    min_cosine: float,
+def calibrate(
+    engine: PrefillEngine,
+    search: SearchEngine,
+    probes: Probes,
+    rank: np.ndarray,
+    budget: Budget,
+    *,
+    heads: str | None = None,
     threshold: float | None = None,
-) -> ChosenPolicy:
-    """The mask size and θ with the largest hit rate x heads whose hits have a mean cosine >= min_cosine.
+    on_pass: Callable[[int, int], None] = lambda *_: None,
+) -> tuple[ReuseMask, ReusePolicy, dict[str, Any]]:
+    """The best mask with its policy, and the report for the manifest.
 
-    cosines_by_heads: mask size -> cosine of each probe if it hits, [probes]; similarities: of each probe
-    to its record, -inf where it has none. For each size the loosest θ inside the budget is taken; a given
-    `threshold` fixes θ, and the largest mask inside the budget is taken, or the mildest if none is.
-    When no size allows any hit, θ = 1: only sentences that are recorded themselves hit, which is exact.
+    engine: of the model without a database. rank: [layers, heads], see damage.reuse_rank. heads, threshold:
+    an operator's own, which then are not chosen. With too few probes to measure, the largest mask and θ = 1
+    (or the given one): recorded sequences only.
     """
-    # No probe is recorded, so none has similarity 1 when it is served.
-    similarities = np.minimum(similarities, MOST_SIMILAR_OTHER)
-    options = []
-    for heads, cosine in cosines_by_heads.items():
-        loosest = _loosest_threshold(cosine, similarities, min_cosine) if threshold is None else threshold
-        hits = similarities >= loosest
-        mean = float(cosine[hits].mean()) if hits.any() else float("nan")
-        options.append(ChosenPolicy(heads, loosest, float(hits.mean()), mean))
-    if threshold is not None:
-        allowed = [option for option in options if not option.mean_cosine < min_cosine]
-        return (
-            max(allowed, key=lambda option: option.heads) if allowed else min(options, key=lambda o: o.heads)
+    masks = candidate_masks(rank, heads, sum(search.store.layout.stored_heads))
+    if len(probes.sequences) < FEWEST_PROBES:
+        policy = uniform_policy(budget, 1.0 if threshold is None else threshold)
+        return masks[-1], policy, {"measured": 0}
+    savings = measure_savings(engine, search, probes, rank)
+    judge = engine.judge(budget.measure)
+    measured = measure(engine.model, search.store, probes, masks, judge, on_pass)
+    chosen, options = choose_policy(probes, masks, measured, budget, savings, threshold)
+    finer = masks_between(masks, chosen.mask, rank)
+    if finer:
+        measured += measure(engine.model, search.store, probes, finer, judge, on_pass)
+        masks = masks + finer
+        chosen, options = choose_policy(probes, masks, measured, budget, savings, threshold)
+    return chosen.mask, chosen.policy, report(chosen, options, probes)
+
+
+def calibrate_database(
+    engine: PrefillEngine,
+    database: AttentionDatabase,
+    sequences: Sequence[Sequence[int]],
+    budget: Budget,
+    progress: Progress = lambda *_: None,
+) -> dict[str, Any]:
+    """Choose mask and policy of a database anew, on token sequences, and write them into its manifest.
+
+    engine: of the database's model, without a database; with a classifier, if the budget is agreement of its
+    decisions. Sequences that are recorded or given twice are left out. The damage of each head is measured
+    again, with the donors that the search finds; within a layer the heads keep the order of the records.
+    Returns the report. Raises InvalidInput if too few sequences are left.
+    """
+    database.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
+    store, manifest = database.search.store, database.manifest
+    distinct = [list(ids) for ids in dict.fromkeys(map(tuple, sequences))]
+    unseen = [ids for ids in distinct if len(ids) in store.segments and store.record_of(ids) is None]
+    if len(unseen) < FEWEST_PROBES:
+        raise InvalidInput(
+            f"{len(unseen)} of the texts are not in the database and have a length it holds; calibration "
+            f"needs {FEWEST_PROBES} at the least, and some hundreds to be of use",
+            field="texts",
         )
-    return max(options, key=lambda option: (option.hit_rate * option.heads, option.heads))
+    probes = find_probes(engine.model, database.search, unseen)
+    sample = probes.sample(MOST_DAMAGE_PROBES)
+    order = manifest.mask.order
+    batches = stored_batches(engine.model, store, order, sample, sample.most_similar())
+    joint = joint_damage(
+        engine.model,
+        [make for _, make in batches],
+        engine.judge(budget.measure).comparable,
+        partial(progress, "measuring heads"),
+    )
+    held = ReuseMask(order, manifest.stored_heads).as_array()
+    rank = _held_first(reuse_rank(joint, len(manifest.rank), order), held)
+    damage = np.where(held, damage_of_each(joint, len(rank)), manifest.damage)
+    mask, policy, quality = calibrate(
+        engine, database.search, probes, rank, budget, on_pass=partial(progress, "measuring masks")
+    )
+    quality["left_out"] = len(sequences) - len(unseen)
+    replace(
+        manifest,
+        damage=tuple(map(tuple, damage.tolist())),
+        rank=tuple(map(tuple, rank.tolist())),
+        reused_heads=mask.reused,
+        policy=policy,
+        quality=quality,
+    ).write(database.folder)
+    forget_tightened(database.folder)
+    return quality
 
 
-def _loosest_threshold(cosine: np.ndarray, similarities: np.ndarray, min_cosine: float) -> float:
-    """The lowest θ for which the mean cosine of the probes at or above it is at least `min_cosine`."""
-    order = np.argsort(-similarities, kind="stable")
-    order = order[np.isfinite(similarities[order])]
-    ranked = similarities[order]
-    means = np.cumsum(cosine[order]) / np.arange(1, len(order) + 1)
-    # Probes of one similarity come in together or not at all.
-    last_of_ties = np.append(ranked[:-1] > ranked[1:], True)
-    allowed = np.flatnonzero((means >= min_cosine) & last_of_ties[: len(means)])
-    if not len(allowed):
-        return 1.0
-    last = int(allowed[-1])
-    # Half way to the first one refused, so that rounding on another machine changes neither.
-    return float(ranked[last : last + 2].mean())
+def _held_first(rank: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """The rank with heads that no record holds (held: bool [layers, heads]) behind all others."""
+    places = np.lexsort((rank.ravel(), ~held.ravel()))
+    return places.argsort().reshape(rank.shape)
+
+
+def candidate_masks(rank: np.ndarray, heads: str | None = None, most: int | None = None) -> list[ReuseMask]:
+    """Masks of growing size, up to `most` heads, the mildest first; the operator's alone if there is one."""
+    if heads:
+        return [parse_heads(heads, rank)]
+    most = rank.size if most is None else most
+    sizes = {max(1, round(most * part / _MASK_SIZES)) for part in range(1, _MASK_SIZES + 1)}
+    return [mildest_mask(rank, size) for size in sorted(sizes)]
+
+
+def masks_between(masks: Sequence[ReuseMask], chosen: ReuseMask, rank: np.ndarray) -> list[ReuseMask]:
+    """Up to four masks whose sizes lie between the chosen one's and its neighbours'."""
+    sizes = [mask.total for mask in masks]
+    place = sizes.index(chosen.total)
+    around = {
+        round(chosen.total + (sizes[neighbour] - chosen.total) * part / 3)
+        for neighbour in (place - 1, place + 1)
+        if 0 <= neighbour < len(sizes)
+        for part in (1, 2)
+    }
+    return [mildest_mask(rank, size) for size in sorted(around - set(sizes))]
+
+
+def measure_savings(engine: PrefillEngine, search: SearchEngine, probes: Probes, rank: np.ndarray) -> Savings:
+    """What hits save and searches cost on this machine.
+
+    A hit is measured with two thirds of the heads, or as many of them as records hold; a search on batches of
+    probes of all lengths.
+    """
+    stored = search.store.layout.stored_heads
+    wanted = mildest_mask(rank, max(1, rank.size * 2 // 3)).reused
+    reused = [min(pair) for pair in zip(wanted, stored, strict=True)]
+    if not any(reused):
+        reused = list(stored)
+    model = load_model(
+        engine.checkpoint,
+        engine.dtype,
+        prompt_tokens=engine.tokenizer.prompt_tokens,
+        head_order=head_order(rank),
+        reused_heads=reused,
+    )
+    costs = measure_costs(model, search)
+    return Savings(
+        per_head=lambda lengths: costs.saved_per_head(lengths, sum(reused)),
+        search=lambda lengths: search_cost(engine.model, search, probes.sequences, lengths),
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from scipy.optimize import nnls
 
 from attncache_core.attention_maps.fetch import Fetch, HitRecords, RecordGroup
 from attncache_core.attention_maps.search import SearchEngine
@@ -53,6 +54,17 @@ class CostModel:
     def pays(self, length: int) -> bool:
         """Whether a hit saves more than a search costs; between measured lengths, on the straight line."""
         return bool(np.interp(length, self.lengths, self._gains) > 0)
+
+    def saved_per_head(self, lengths: np.ndarray, heads: int) -> np.ndarray:
+        """Microseconds that a hit of these lengths [n] saves for each of its `heads` measured heads, [n].
+
+        Q and K cost time by the length, their product by its square: a sum of both, neither negative, is
+        fitted to the measured savings, so that a disturbance at one length weighs little.
+        """
+        measured = np.array(self.lengths, dtype=np.float64)
+        saved = np.subtract(self.compute, self.fetch) / measured
+        (by_length, by_square), _ = nnls(np.stack([np.ones_like(measured), measured], axis=1), saved)
+        return (by_length * lengths + by_square * lengths**2) / heads
 
     @cached_property
     def _gains(self) -> np.ndarray:
@@ -93,6 +105,29 @@ def measure_costs(model: PackedModel, search: SearchEngine, fetch: Fetch = Fetch
     lengths = [held[place] for place in places]
     measured = [_measure(model, search, length, fetch) for length in lengths]
     return CostModel(tuple(lengths), *zip(*measured, strict=True))
+
+
+@torch.inference_mode()
+def search_cost(
+    model: PackedModel, search: SearchEngine, sequences: Sequence[Sequence[int]], lengths: Collection[int]
+) -> float:
+    """Microseconds to compare a sequence with its records, if only those of these lengths are compared.
+
+    In full batches of all `sequences`: texts of many lengths share a batch, and each length is a search of
+    its own. A length that is alone in being searched also bears what a search costs to start.
+    """
+    chosen = np.random.default_rng(0).permutation(len(sequences))[: 2 * _ROUNDS * _BATCH_SEQUENCES]
+    taken: list[float] = []
+    for at in range(0, len(chosen), _BATCH_SEQUENCES):
+        batch = pack([sequences[place] for place in chosen[at : at + _BATCH_SEQUENCES]])
+        groups = [group for group in batch.groups() if group.length in lengths]
+        if groups:
+            hidden = model.embed(batch)
+            started = time.perf_counter()
+            search.nearest(batch, hidden, groups)
+            taken.append((time.perf_counter() - started) / sum(group.count for group in groups))
+    # The first one is there to warm up.
+    return statistics.median(taken[1:] or taken) * 1e6 if taken else 0.0
 
 
 def _measure(

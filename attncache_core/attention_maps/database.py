@@ -2,12 +2,15 @@
 
     DIR/manifest.json             what it is, for which model, which mask and θ, measured how well
     DIR/projector.safetensors
-    DIR/index/<length>.faiss      feature vectors
+    DIR/prototypes.safetensors    feature vectors of the prototypes, all lengths
+    DIR/index/<length>.faiss      feature vectors of the sentences
     DIR/maps/<length>.maps        records
 
     DIR/cost.json                 the cost model on this machine, written by `cost.cost_model`
+    DIR/tightened.json            what a server found too loose, written by `tightened.keep_tightened`
 
-All but the last is written by `builder.build_database` and never changed afterwards.
+`builder.build_database` writes all but the last two. `calibration.calibrate_database` changes mask, policy
+and quality in the manifest; nothing else is ever changed.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,13 +28,17 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 
 from attncache_core.attention_maps.index import FeatureIndex, index_path
-from attncache_core.attention_maps.mask import ReuseMask, parse_heads, within_stored
+from attncache_core.attention_maps.mask import ReuseMask, head_order, parse_heads, within_stored
+from attncache_core.attention_maps.policy import ReusePolicy
 from attncache_core.attention_maps.projector import FeatureProjector
+from attncache_core.attention_maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.attention_maps.search import SearchEngine
 from attncache_core.attention_maps.store import AttentionMapStore, RecordKind, RecordLayout
+from attncache_core.attention_maps.tightened import as_tightened
 from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
+from attncache_core.files import write_whole
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -42,13 +50,14 @@ class Manifest:
     fingerprint: str  # of the model, tokenizer and quantisation the maps came from
     model: str
     dtype: Literal["bfloat16", "float16"]  # of the records
-    records: dict[int, int]  # length in tokens -> records
+    records: dict[int, int]  # length in tokens -> records of sentences
+    prototypes: dict[int, int]  # length in tokens -> prototypes
     stored_heads: tuple[int, ...]  # layer -> heads held in a record
     damage: tuple[tuple[float, ...], ...]  # [layers, heads] 1 - cosine when that head alone is reused
-    head_order: tuple[tuple[int, ...], ...]  # layer -> heads, mildest first
+    rank: tuple[tuple[int, ...], ...]  # [layers, heads] place in which the head joins the mask, 0 first
     reused_heads: tuple[int, ...]  # layer -> heads of the reuse mask
-    threshold: float  # θ
-    quality: dict[str, Any]  # as measured at build
+    policy: ReusePolicy  # budget, thresholds and curves
+    quality: dict[str, Any]  # as measured when mask and policy were chosen
     build: dict[str, Any]  # how it was made
     files: dict[str, str] = field(default_factory=dict)  # path -> SHA-256, all but the segments
     format_version: int = FORMAT_VERSION
@@ -56,28 +65,39 @@ class Manifest:
     @property
     def mask(self) -> ReuseMask:
         """The reuse mask."""
-        return ReuseMask(self.head_order, self.reused_heads)
+        return ReuseMask(head_order(np.array(self.rank)), self.reused_heads)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths that have records of any kind, rising."""
+        return sorted({*self.records, *self.prototypes})
 
     def _require_consistency(self) -> None:
         """Raise ValueError if the entries do not fit each other or say nothing."""
-        if not self.records or not self.damage or not math.isfinite(self.threshold):
-            raise ValueError("no records, no layers or no threshold")
+        if not self.records or not self.rank:
+            raise ValueError("no records or no layers")
+        if not all(
+            math.isfinite(kind.threshold) for group in self.policy.groups for kind in group.kinds.values()
+        ):
+            raise ValueError("a threshold that is no number")
+        if any(set(group.kinds) != set(RecordKind) for group in self.policy.groups):
+            raise ValueError("a kind of record without a policy")
         if "measured" not in self.quality:
             raise ValueError("no quality")
-        layers, heads = len(self.damage), len(self.damage[0])
-        if {len(self.head_order), len(self.reused_heads), len(self.stored_heads)} != {layers}:
+        layers, heads = len(self.rank), len(self.rank[0])
+        if {len(self.damage), len(self.reused_heads), len(self.stored_heads)} != {layers}:
             raise ValueError("layers are counted differently")
-        if any(len(row) != heads for row in self.damage):
+        if any(len(row) != heads for row in (*self.damage, *self.rank)):
             raise ValueError("heads are counted differently")
-        if any(sorted(order) != list(range(heads)) for order in self.head_order):
-            raise ValueError("a head order is no permutation")
+        if sorted(place for row in self.rank for place in row) != list(range(layers * heads)):
+            raise ValueError("two heads of one rank")
         if any(not 0 <= count <= heads for count in (*self.reused_heads, *self.stored_heads)):
             raise ValueError("more heads than there are")
 
     def write(self, folder: Path) -> None:
         """Write DIR/manifest.json."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
-        (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
+        write_whole(folder / "manifest.json", (text + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -134,20 +154,34 @@ class AttentionDatabase:
     def _open(cls, folder: Path, threshold: float | None, heads: str | None) -> AttentionDatabase:
         manifest = Manifest.read(folder)
         _check_files(folder, manifest)
-        mask = parse_heads(heads, np.array(manifest.damage)) if heads else manifest.mask
+        mask = parse_heads(heads, np.array(manifest.rank)) if heads else manifest.mask
+        if threshold is None:
+            policy = as_tightened(folder, manifest.policy)
+        else:
+            policy = manifest.policy.with_threshold(threshold)
         layout = RecordLayout(manifest.stored_heads, getattr(torch, manifest.dtype))
-        lengths = sorted(manifest.records)
         search = SearchEngine(
             FeatureProjector.load(folder / "projector.safetensors"),
-            FeatureIndex.read(folder, lengths),
-            AttentionMapStore(folder, lengths, layout),
-            manifest.threshold if threshold is None else threshold,
+            FeatureIndex.read(folder, sorted(manifest.records)),
+            PrototypeIndex.load(prototypes_path(folder)),
+            AttentionMapStore(folder, manifest.lengths, layout),
+            policy,
         )
-        for length in lengths:
-            held = {manifest.records[length], len(search.store.segments[length]), search.index.size(length)}
-            if len(held) > 1:
-                raise CorruptDatabase(f"index and records of length {length} in {folder} differ in number")
+        _require_equal_counts(folder, manifest, search)
         return cls(folder, manifest, search, within_stored(mask, manifest.stored_heads))
+
+    def without(self, sequences: Iterable[Sequence[int]]) -> tuple[AttentionDatabase, int]:
+        """The database without the records of these token sequences, and how many those are.
+
+        The files stay as they are, and prototypes what they are: means of these records too.
+        """
+        gone: dict[int, set[int]] = {}
+        for ids in sequences:
+            record = self.search.store.record_of(ids)
+            if record is not None:
+                gone.setdefault(len(ids), set()).add(record)
+        search = replace(self.search, index=self.search.index.without(gone))
+        return replace(self, search=search), sum(map(len, gone.values()))
 
     def require_fingerprint(self, fingerprint: str, model: str) -> None:
         """Raise DatabaseRefused unless the database was built for the model of this fingerprint."""
@@ -162,13 +196,14 @@ class AttentionDatabase:
     def info(self) -> dict[str, Any]:
         """What the database holds, for people and /info."""
         return {
-            "records": self.search.store.records,
+            "records": sum(self.manifest.records.values()),
+            "prototypes": sum(self.manifest.prototypes.values()),
             "bytes": self.search.store.file_bytes,
-            "lengths": [min(self.manifest.records), max(self.manifest.records)],
+            "lengths": [self.manifest.lengths[0], self.manifest.lengths[-1]],
             "dtype": self.manifest.dtype,
-            "threshold": self.search.threshold,
             "reused_heads": list(self.mask.reused),
             "heads": self.mask.heads,
+            "policy": self.search.policy.info(),
             "quality": self.manifest.quality,
         }
 
@@ -195,7 +230,23 @@ def file_digest(path: Path) -> str:
 
 def small_files(folder: Path, lengths: list[int]) -> list[Path]:
     """The files of a database whose checksums stand in its manifest."""
-    return [folder / "projector.safetensors", *(index_path(folder, length) for length in lengths)]
+    return [
+        folder / "projector.safetensors",
+        prototypes_path(folder),
+        *(index_path(folder, length) for length in lengths),
+    ]
+
+
+def _require_equal_counts(folder: Path, manifest: Manifest, search: SearchEngine) -> None:
+    """Raise CorruptDatabase unless manifest, indices and segments hold the same numbers of records."""
+    same = search.prototypes.counts() == manifest.prototypes
+    for length in manifest.lengths:
+        stored = manifest.records.get(length, 0)
+        held = stored + manifest.prototypes.get(length, 0)
+        same &= len(search.store.segments[length]) == held
+        same &= not stored or search.index.size(length) == stored
+    if not same:
+        raise CorruptDatabase(f"manifest, index and records in {folder} differ in their numbers")
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from attncache_core.attention_maps.builder import Progress, build_database
+from attncache_core.attention_maps.builder import build_database
+from attncache_core.attention_maps.calibration import Progress
 from attncache_core.attention_maps.database import FORMAT_VERSION
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.corpus import default_corpus

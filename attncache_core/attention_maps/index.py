@@ -8,6 +8,7 @@ of its numbers, and the nearest by these are compared exactly.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import faiss
@@ -24,6 +25,7 @@ EXACT_BELOW = 4096
 # HNSW (32 neighbours, breadth 80 and 64): 5, 0.67; 3.3, 0.89; 1.3, 0.996. It does not find up to 13 in 100
 # recorded vectors by themselves, takes five to twenty times as long to build and half as much memory again.
 _COMPARED_EXACTLY = 256
+_FAR_AWAY = 1e6
 
 
 def index_path(folder: Path, length: int) -> Path:
@@ -78,6 +80,17 @@ class FeatureIndex:
         # is left, and they would depend on the batch. The distance of the one found is taken anew.
         distances = np.linalg.norm(partition.reconstruct_batch(records) - features, axis=1)
         return records, distances
+
+    def without(self, records: Mapping[int, Collection[int]]) -> FeatureIndex:
+        """An index that never finds these records (length -> numbers); the others keep their numbers."""
+        index = FeatureIndex()
+        index._partitions = dict(self._partitions)
+        for length, gone in records.items():
+            vectors = self._partitions[length].reconstruct_n(0, self.size(length))
+            # So far away that no threshold lets them serve.
+            vectors[list(gone)] = _FAR_AWAY
+            index.add(length, vectors, exact_below=len(vectors) + 1)
+        return index
 
     def write(self, folder: Path) -> list[Path]:
         """The partitions as files under `folder`; returns their paths."""

@@ -1,4 +1,4 @@
-"""Which heads a hit takes from its record: the reuse mask, in the order of the damage that reuse does."""
+"""Which heads a hit takes from its record: the reuse mask, mildest heads first (damage.reuse_rank)."""
 
 from __future__ import annotations
 
@@ -35,36 +35,32 @@ class ReuseMask:
         return mask
 
 
-def damage_order(damage: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """For each layer its heads by rising damage, from damage [layers, heads]."""
-    return tuple(tuple(np.argsort(row, kind="stable").tolist()) for row in damage)
+def head_order(rank: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """For each layer its heads, the first to be reused first, from their rank [layers, heads]."""
+    return tuple(tuple(np.argsort(row, kind="stable").tolist()) for row in rank)
 
 
-def mildest_mask(damage: np.ndarray, count: int) -> ReuseMask:
-    """The mask of the `count` heads, of all layers, that do the least damage [layers, heads]."""
-    chosen = np.zeros(damage.size, dtype=bool)
-    chosen[np.argsort(damage, axis=None, kind="stable")[:count]] = True
-    return ReuseMask(damage_order(damage), tuple(chosen.reshape(damage.shape).sum(axis=1).tolist()))
+def mildest_mask(rank: np.ndarray, count: int) -> ReuseMask:
+    """The mask of the `count` heads, of all layers, of the lowest rank [layers, heads]."""
+    chosen = np.zeros(rank.size, dtype=bool)
+    chosen[np.argsort(rank, axis=None, kind="stable")[:count]] = True
+    return ReuseMask(head_order(rank), tuple(chosen.reshape(rank.shape).sum(axis=1).tolist()))
 
 
-def parse_heads(text: str, damage: np.ndarray) -> ReuseMask:
+def parse_heads(text: str, rank: np.ndarray) -> ReuseMask:
     """The mask that an operator wrote: `all`, `layers:0-3` (or `layers:0,2,4-5`), or a number of heads.
 
-    A number means the mildest heads by `damage` [layers, heads]. Raises InvalidInput for anything else.
+    A number means the heads of the lowest `rank` [layers, heads]. Raises InvalidInput for anything else.
     """
-    layers, heads = damage.shape
+    layers, heads = rank.shape
     if text == "all":
-        return ReuseMask(damage_order(damage), (heads,) * layers)
+        return ReuseMask(head_order(rank), (heads,) * layers)
     if text.startswith("layers:"):
         chosen = _parse_layers(text.removeprefix("layers:"), layers)
-        return ReuseMask(
-            damage_order(damage), tuple(heads if layer in chosen else 0 for layer in range(layers))
-        )
-    if is_count(text) and 0 < int(text) <= damage.size:
-        return mildest_mask(damage, int(text))
-    raise InvalidInput(
-        f"heads must be 'all', 'layers:0-3' or a number from 1 to {damage.size}", field="heads"
-    )
+        return ReuseMask(head_order(rank), tuple(heads if layer in chosen else 0 for layer in range(layers)))
+    if is_count(text) and 0 < int(text) <= rank.size:
+        return mildest_mask(rank, int(text))
+    raise InvalidInput(f"heads must be 'all', 'layers:0-3' or a number from 1 to {rank.size}", field="heads")
 
 
 def is_count(text: str) -> bool:
@@ -87,9 +83,9 @@ def _parse_layers(text: str, layers: int) -> set[int]:
     return chosen
 
 
-def even_damage(layers: int, heads: int) -> np.ndarray:
-    """A stand-in for a damage that was not measured: heads in their own order, layers in theirs."""
-    return np.arange(layers * heads, dtype=np.float64).reshape(layers, heads)
+def natural_rank(layers: int, heads: int) -> np.ndarray:
+    """A stand-in for a rank that was not measured: heads in their own order, layers in theirs."""
+    return np.arange(layers * heads).reshape(layers, heads)
 
 
 def within_stored(mask: ReuseMask, stored: Sequence[int]) -> ReuseMask:

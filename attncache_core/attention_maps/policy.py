@@ -7,28 +7,35 @@ with the least serves, if its similarity reaches the kind's θ.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import ConfigDict
 
 from attncache_core.attention_maps.store import RecordKind
+from attncache_core.outputs import Measure
 
-# The papers' scale: similarity 0.99 is a predicted mean map distance of 0.05.
-PRESETS = {"conservative": 0.995, "moderate": 0.99, "aggressive": 0.95}
 # What is left of 1 - θ when a length group is tightened, and how often before it is switched off.
 _KEPT_WHEN_TIGHTENED = 0.75
 _MOST_TIGHTENED = 6
+_NEVER = 2.0
 
 
-class Measure(StrEnum):
-    """In what quality is counted; always a mean over hits."""
+class Preset(StrEnum):
+    """The papers' thresholds, whatever hit rate they give; 0.99 is a predicted mean map distance of 0.05."""
 
-    COSINE = "cosine"  # of the output with reuse to the full model's
-    AGREEMENT = "agreement"  # share of decisions that stay what they were
+    CONSERVATIVE = "conservative"
+    MODERATE = "moderate"
+    AGGRESSIVE = "aggressive"
+
+    @property
+    def threshold(self) -> float:
+        """θ."""
+        return {"conservative": 0.995, "moderate": 0.99, "aggressive": 0.95}[self]
 
 
 @dataclass(frozen=True)
@@ -77,15 +84,35 @@ class LengthGroup:
 
     longest: int  # tokens
     kinds: dict[RecordKind, KindPolicy]
+    # Where it is off nothing is compared: the mean of each length serves whatever is asked, unless its θ is
+    # above 1; recorded sequences are known by their tokens. The other thresholds are to fall back on.
+    searched: bool = True
     tightened: int = 0  # times, since it was calibrated
 
     def with_threshold(self, threshold: float) -> LengthGroup:
         """The same with one θ for all kinds."""
         kinds = {kind: replace(policy, threshold=threshold) for kind, policy in self.kinds.items()}
-        return replace(self, kinds=kinds)
+        return replace(self, kinds=kinds, searched=True)
+
+    def recorded_only(self) -> LengthGroup:
+        """The same without a search, so that only recorded sequences hit."""
+        never = replace(self.kinds[RecordKind.MEAN], threshold=_NEVER)
+        return replace(self, searched=False, kinds={**self.kinds, RecordKind.MEAN: never})
+
+    @property
+    def mean_serves(self) -> bool:
+        """Whether the mean serves, where nothing is compared."""
+        return self.kinds[RecordKind.MEAN].threshold <= 1
 
     def one_tighter(self) -> LengthGroup:
-        """The same with every θ a quarter nearer to 1; after the sixth time none is ever reached."""
+        """The same with every θ a quarter nearer to 1; after the sixth time none is ever reached.
+
+        Where nothing was searched, a search is the first step.
+        """
+        if not self.searched:
+            if not self.mean_serves:
+                return replace(self.with_threshold(math.inf), tightened=self.tightened + 1)
+            return replace(self, searched=True, tightened=self.tightened + 1)
         kinds = {
             kind: replace(policy, threshold=1 - (1 - policy.threshold) * _KEPT_WHEN_TIGHTENED)
             for kind, policy in self.kinds.items()
@@ -93,10 +120,28 @@ class LengthGroup:
         tighter = replace(self, kinds=kinds, tightened=self.tightened + 1)
         return tighter if tighter.tightened < _MOST_TIGHTENED else tighter.with_threshold(math.inf)
 
+    def choose(self, similarities: Mapping[RecordKind, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Which kind of record serves, and whether it does.
+
+        similarities: of each kind's nearest record [n], -inf where there is none. Returns (kinds int64 [n],
+        served bool [n]). Of the kinds that reach their θ the one with the least expected damage is taken;
+        where none does, the one that comes nearest to serving.
+        """
+        kinds = list(similarities)
+        values = np.array([similarities[kind] for kind in kinds])
+        damages = np.array([self.kinds[kind].expected_damage(similarities[kind]) for kind in kinds])
+        damages[np.isneginf(values)] = np.inf
+        thresholds = np.array([[self.kinds[kind].threshold] for kind in kinds])
+        reached = values >= thresholds
+        served = reached.any(axis=0)
+        # Where some kind serves, those that do not are out.
+        chosen = np.where(reached | ~served, damages, np.inf).argmin(axis=0)
+        return np.array(kinds, dtype=np.int64)[chosen], np.asarray(served)
+
     @property
     def is_off(self) -> bool:
         """Whether nothing can hit, not even a recorded sequence."""
-        return all(policy.threshold > 1 for policy in self.kinds.values())
+        return self.searched and all(policy.threshold > 1 for policy in self.kinds.values())
 
 
 @dataclass(frozen=True)
@@ -114,24 +159,49 @@ class ReusePolicy:
         if not longest or longest != sorted(set(longest)):
             raise ValueError("length groups must rise")
 
+    @property
+    def _bounds(self) -> list[int]:
+        return [group.longest for group in self.groups[:-1]]
+
     def place_of(self, length: int) -> int:
         """Number of the group that takes sequences of `length` tokens."""
-        longest = [group.longest for group in self.groups[:-1]]
-        return int(np.searchsorted(longest, length))
+        return bisect_left(self._bounds, length)
+
+    def places_of(self, lengths: np.ndarray) -> np.ndarray:
+        """The group's number for each of these lengths, int64 [n]."""
+        return np.searchsorted(self._bounds, lengths)
 
     def group_of(self, length: int) -> LengthGroup:
         """The group that takes sequences of `length` tokens."""
         return self.groups[self.place_of(length)]
 
     def names(self) -> list[str]:
-        """The groups for people: "2-13", "14-20", ... and "21-" for the last."""
-        firsts = [2, *(group.longest + 1 for group in self.groups[:-1])]
-        lasts: Sequence[int | str] = [*(group.longest for group in self.groups[:-1]), ""]
+        """The groups for people: "1-13", "14-20", ... and "21-" for the last."""
+        firsts = [1, *(longest + 1 for longest in self._bounds)]
+        lasts: Sequence[int | str] = [*self._bounds, ""]
         return [f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
 
+    def info(self) -> dict[str, Any]:
+        """Budget and thresholds, for people and /info."""
+        return {
+            "budget": {"measure": self.budget.measure, "least": self.budget.least},
+            "groups": [
+                {
+                    "lengths": name,
+                    "searched": group.searched,
+                    "threshold": {
+                        kind.name.lower(): policy.threshold for kind, policy in group.kinds.items()
+                    },
+                    "tightened": group.tightened,
+                }
+                for name, group in zip(self.names(), self.groups, strict=True)
+            ],
+        }
+
     def with_threshold(self, threshold: float) -> ReusePolicy:
-        """The same with one θ for all lengths and kinds: an operator's, or a preset's."""
-        return replace(self, groups=tuple(group.with_threshold(threshold) for group in self.groups))
+        """The same with one θ for all lengths and kinds; an operator's, or a preset's, keeps no budget."""
+        groups = tuple(group.with_threshold(threshold) for group in self.groups)
+        return ReusePolicy(replace(self.budget, least=0.0), groups)
 
     def tightened(self, place: int) -> ReusePolicy:
         """The same with group number `place` one step tighter."""

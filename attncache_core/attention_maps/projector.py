@@ -33,6 +33,11 @@ class FeatureProjector(nn.Module):
         # As if the second layer had as many inputs as a sentence of common length gives it.
         nn.init.normal_(self.position, std=(16 * _TOKEN_FEATURES) ** -0.5)
 
+    @property
+    def dimensions(self) -> int:
+        """Numbers of a feature vector."""
+        return self.position.shape[2]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, L, hidden], L at most `max_length` -> features [n, dimensions]."""
         n, length, _ = x.shape

@@ -25,11 +25,24 @@ class Sentences:
     held_out: np.ndarray  # bool [sequences]
 
     def by_length(self) -> dict[int, list[int]]:
-        """Length in tokens -> indices of its sequences, lengths rising."""
+        """Length in tokens -> indices of its sequences, those held out last; lengths rising."""
         indices = defaultdict(list)
-        for index, sequence in enumerate(self.sequences):
-            indices[len(sequence)].append(index)
+        for index in np.argsort(self.held_out, kind="stable").tolist():
+            indices[len(self.sequences[index])].append(index)
         return dict(sorted(indices.items()))
+
+    def cut_to(self, length: int, most: int) -> list[list[int]]:
+        """At most `most` longer sequences, not held out, cut to `length` tokens: the next longer ones first.
+
+        The last token stays, which in most models is a special one.
+        """
+        longer = [
+            ids
+            for ids, held_out in zip(self.sequences, self.held_out.tolist(), strict=True)
+            if len(ids) > length and not held_out
+        ]
+        nearest = sorted(longer, key=len)[:most]
+        return [list(ids) for ids in dict.fromkeys((*ids[: length - 1], ids[-1]) for ids in nearest)]
 
     def rows(self, indices: Sequence[int], *, held_out: bool) -> list[int]:
         """Places within a length's `indices` (their record numbers) of those held out, or of the others."""
@@ -37,9 +50,14 @@ class Sentences:
 
     def inputs(self, model: PackedModel, indices: Sequence[int]) -> torch.Tensor:
         """The first layer's input of sequences of one length, float32 [n, L, hidden]."""
-        with torch.inference_mode():
-            hidden = model.embed(pack([self.sequences[index] for index in indices]))
-        return hidden.float().view(len(indices), -1, model.hidden_size).clone()
+        return first_inputs(model, [self.sequences[index] for index in indices])
+
+
+def first_inputs(model: PackedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The first layer's input of sequences of one length, float32 [n, L, hidden]."""
+    with torch.inference_mode():
+        hidden = model.embed(pack(sequences))
+    return hidden.float().view(len(sequences), -1, model.hidden_size).clone()
 
 
 def split(

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class RecordKind(IntEnum):
     """What a record's maps are."""
 
     STORED = 0  # the maps of one sentence
-    PROTOTYPE = 1  # synthetic: the mean of many
+    PROTOTYPE = 1  # synthetic: the mean of many alike
+    MEAN = 2  # synthetic: the mean of all of its length
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class RecordLayout:
         return sum(self.stored_heads[:layer])
 
 
-def token_digest(ids: Sequence[int]) -> bytes:
+def token_digest(ids: Sequence[int] | np.ndarray) -> bytes:
     """16 bytes that identify a token sequence."""
     return blake2b(np.asarray(ids, dtype="<i8").tobytes(), digest_size=16).digest()
 
@@ -173,6 +175,14 @@ class Segment:
         """Whether the record was made from exactly these token ids."""
         return bool(self._table["tokens"][record].tobytes() == token_digest(ids))
 
+    @cached_property
+    def _record_of(self) -> dict[bytes, int]:
+        return {row.tobytes(): record for record, row in enumerate(self._table["tokens"])}
+
+    def record_of(self, ids: Sequence[int] | np.ndarray) -> int | None:
+        """The record that was made from exactly these token ids, if there is one."""
+        return self._record_of.get(token_digest(ids))
+
     def are_sound(self, records: np.ndarray) -> np.ndarray:
         """Whether the maps of these records (int64 [n]) are those that were written: bool [n].
 
@@ -186,6 +196,12 @@ class Segment:
             self._sound[record] = zlib.crc32(content.data) == self._table["checksum"][record]
             self._checked[record] = True
         return self._sound[records]
+
+    def is_sound(self, record: int) -> bool:
+        """Whether the maps of this record are those that were written; see are_sound."""
+        if not self._checked[record]:
+            self.are_sound(np.array([record]))
+        return bool(self._sound[record])
 
     def _read_ahead(self, records: Sequence[int]) -> None:
         """Ask the system for large records that will be read soon."""
@@ -237,6 +253,10 @@ class AttentionMapStore:
     def file_bytes(self) -> int:
         """Bytes of all segment files."""
         return sum(segment.file_bytes for segment in self.segments.values())
+
+    def record_of(self, ids: Sequence[int]) -> int | None:
+        """The number, in the segment of its length, of the record of exactly these token ids, if any."""
+        return self.segments[len(ids)].record_of(ids) if len(ids) in self.segments else None
 
 
 def is_finished(path: Path, length: int, records: int, layout: RecordLayout) -> bool:

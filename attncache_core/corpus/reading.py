@@ -42,6 +42,22 @@ def read_rows(
         raise InvalidInput(f"{path} is not UTF-8 (at byte {error.start})", field="corpus") from error
 
 
+def read_texts(source: str, column: str = "text", file_format: str | None = None) -> list[str]:
+    """The texts of `FILE` (in its column `column`) or of `FILE:column,column`, row by row.
+
+    Raises InvalidInput as read_rows does.
+    """
+    path, columns = _with_columns(source, column)
+    return [text for row in read_rows(path, columns, file_format) for text in row]
+
+
+def _with_columns(source: str, column: str) -> tuple[str, tuple[str, ...]]:
+    path, colon, columns = source.rpartition(":")
+    if not colon or Path(source).exists():
+        return source, (column,)
+    return path, tuple(columns.split(","))
+
+
 def read_labelled(
     path: str, text_column: str, label_column: str, file_format: str | None = None
 ) -> tuple[list[str], list[str]]:
@@ -50,6 +66,21 @@ def read_labelled(
     if not rows:
         raise InvalidInput(f"{path} has no texts", field="data")
     return [text for text, _ in rows], [label for _, label in rows]
+
+
+def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[str], list[str], list[float]]:
+    """Pairs of texts and their ratings. Raises InvalidInput as read_rows does, and for what is no number."""
+    left, right, ratings = [], [], []
+    for number, row in enumerate(read_rows(path, (first, second, rating)), 1):
+        try:
+            ratings.append(float(row[2]))
+        except ValueError as error:
+            raise InvalidInput(f"{path}, row {number}: {rating!r} is no number", field="data") from error
+        left.append(row[0])
+        right.append(row[1])
+    if not ratings:
+        raise InvalidInput(f"{path} has no pairs", field="data")
+    return left, right, ratings
 
 
 def _open(path: str) -> TextIO:

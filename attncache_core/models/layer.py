@@ -85,6 +85,11 @@ class Outputs(NamedTuple):
     representation: torch.Tensor  # float32 [sequences, d]: the embedding, or what the classifier reads
     logits: torch.Tensor | None  # float32 [sequences, classes] of a classification model
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """What a caller gets: the logits where there are any, else the representations."""
+        return self.representation if self.logits is None else self.logits
+
 
 # One float32 vector a sequence from the last layer's [tokens, hidden], in packed order.
 Pool = Callable[[torch.Tensor, TokenBatch], torch.Tensor]

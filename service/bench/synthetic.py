@@ -9,14 +9,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from attncache_core.attention_maps.calibration import collect_maps
 from attncache_core.attention_maps.database import Manifest, file_digest, small_files
 from attncache_core.attention_maps.index import FeatureIndex
-from attncache_core.attention_maps.policy import damage_order, even_damage
+from attncache_core.attention_maps.mask import natural_rank
+from attncache_core.attention_maps.policy import Budget, uniform_policy
 from attncache_core.attention_maps.projector import FeatureProjector
+from attncache_core.attention_maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.attention_maps.store import RecordKind, RecordLayout, SegmentWriter, segment_path
+from attncache_core.attention_maps.substitution import collect_maps
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.engine import PrefillEngine
+from attncache_core.outputs import Measure
 from attncache_core.tokens import pack
 
 # Short maps: as many records as a well-filled length has. Long ones: what memory keeps at hand.
@@ -49,17 +52,21 @@ def write_database(folder: Path, checkpoint: Checkpoint, lengths: Sequence[int])
         index.add(length, np.concatenate(features))
     index.write(folder)
     (folder / "projector.safetensors").write_bytes(projector.to_bytes())
-    damage = even_damage(layers, heads)
+    none = np.empty(0, dtype=np.int64)
+    prototypes = PrototypeIndex(np.empty((0, projector.dimensions), np.float32), none, none, none)
+    prototypes_path(folder).write_bytes(prototypes.to_bytes())
+    rank = natural_rank(layers, heads)
     Manifest(
         fingerprint=checkpoint.fingerprint(),
         model=checkpoint.name,
         dtype="bfloat16" if dtype is torch.bfloat16 else "float16",
         records=records,
         stored_heads=layout.stored_heads,
-        damage=tuple(map(tuple, damage.tolist())),
-        head_order=damage_order(damage),
+        prototypes={},
+        damage=((0.0,) * heads,) * layers,
+        rank=tuple(map(tuple, rank.tolist())),
         reused_heads=layout.stored_heads,
-        threshold=EVERYTHING_HITS,
+        policy=uniform_policy(Budget(Measure.COSINE, 0.0), EVERYTHING_HITS),
         quality={"measured": False},
         build={"synthetic": True, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
         files={

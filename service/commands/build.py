@@ -19,9 +19,9 @@ from attncache_core import (
     build_database,
     find_checkpoint,
 )
-from attncache_core.corpus.reading import FORMATS, read_rows
+from attncache_core.corpus.reading import FORMATS, read_rows, read_texts
 from attncache_core.engine import Dtype
-from service.commands.options import model_options
+from service.commands.options import max_tokens_option, model_options
 from service.commands.progress import shown_progress
 
 _defaults = BuildOptions()
@@ -29,7 +29,17 @@ _defaults = BuildOptions()
 
 @click.command("build")
 @model_options
-@click.option("--corpus", required=True, help="A .txt, .tsv, .csv or .jsonl file, or - for standard input.")
+@max_tokens_option
+@click.option(
+    "--corpus",
+    "corpora",
+    required=True,
+    multiple=True,
+    help="A .txt, .tsv, .csv or .jsonl file, FILE or FILE:column,column, or - for standard input.",
+)
+@click.option(
+    "--without", multiple=True, help="Leave out the texts of this file, FILE or FILE:column,column."
+)
 @click.option(
     "--format", "file_format", type=click.Choice(FORMATS), help="Default: told by the file's ending."
 )
@@ -46,6 +56,20 @@ _defaults = BuildOptions()
     help="Quality budget: mean cosine of the hits' embeddings to the full model's, on held-out texts.",
 )
 @click.option(
+    "--min-agreement",
+    type=click.FloatRange(0, 1),
+    default=_defaults.min_agreement,
+    show_default=True,
+    help="Quality budget of a model with classes: share of the hits' decisions that stay.",
+)
+@click.option(
+    "--prototypes",
+    type=click.IntRange(min=0),
+    default=_defaults.prototypes,
+    show_default=True,
+    help="Synthetic records of each length, at most; 0: none.",
+)
+@click.option(
     "--heads", help="Heads to reuse: all, layers:0-3, or a number. Default: chosen within the budget."
 )
 @click.option(
@@ -58,12 +82,21 @@ _defaults = BuildOptions()
     show_default=True,
     help="Tokens; longer texts are not recorded, for a record grows with the square.",
 )
+@click.option(
+    "--dimensions",
+    type=click.IntRange(min=2),
+    default=_defaults.dimensions,
+    show_default=True,
+    help="Numbers of a feature vector.",
+)
 @click.option("--seed", type=int, default=_defaults.seed, show_default=True)
 def build(
     model: str,
     dtype: Dtype,
     threads: int | None,
-    corpus: str,
+    max_tokens: int | None,
+    corpora: tuple[str, ...],
+    without: tuple[str, ...],
     file_format: str | None,
     column: str,
     source_column: str | None,
@@ -75,13 +108,29 @@ def build(
     A build that was stopped goes on where it was when the same command is given again.
     """
     checkpoint = find_checkpoint(model)
-    columns = (column, source_column) if source_column else (column,)
-    # A text without a source is its own.
-    sentences = [CorpusSentence(row[0], row[-1]) for row in read_rows(corpus, columns, file_format)]
-    engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
+    sentences = [
+        sentence
+        for corpus in corpora
+        for sentence in _read_corpus(corpus, column, source_column, file_format)
+    ]
+    if without:
+        left_out = {text for source in without for text in read_texts(source, column)}
+        given = len(sentences)
+        sentences = [sentence for sentence in sentences if sentence.text not in left_out]
+        click.echo(f"{given - len(sentences)} of {given} texts left out", err=True)
+    engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads, max_tokens=max_tokens)
     with shown_progress() as progress:
         build_database(engine, sentences, database, BuildOptions(**options), progress)
     show_database(AttentionDatabase.open(database))
+
+
+def _read_corpus(
+    corpus: str, column: str, source_column: str | None, file_format: str | None
+) -> list[CorpusSentence]:
+    if source_column:
+        return [CorpusSentence(*row) for row in read_rows(corpus, (column, source_column), file_format)]
+    # A text without a source is its own.
+    return [CorpusSentence(text, text) for text in read_texts(corpus, column, file_format)]
 
 
 @click.command("inspect")
@@ -123,7 +172,14 @@ def show_database(database: AttentionDatabase) -> None:
     console.print(
         f"reuse mask   {database.mask.total} of {database.mask.heads} heads (layer: heads) {layers}"
     )
-    console.print(f"threshold θ  {database.search.threshold:.4f}")
+    policy = database.search.policy
+    console.print(f"budget       mean {policy.budget.measure} of the hits at least {policy.budget.least}")
+    for name, group in zip(policy.names(), policy.groups, strict=True):
+        thresholds = ", ".join(
+            f"{kind.name.lower()} {of_kind.threshold:.4f}" for kind, of_kind in group.kinds.items()
+        )
+        unsearched = "" if group.searched else "no search, the mean serves; else "
+        console.print(f"threshold θ  {name} tokens: {unsearched}{thresholds}")
     console.print(f"quality      {_quality(manifest.quality)}")
     distances = manifest.quality.get("map_distance")
     if distances:
@@ -142,11 +198,12 @@ def _quality(quality: dict[str, Any]) -> str:
     if not quality["measured"]:
         return "not measured (too few texts to hold out): only recorded texts hit unless θ is lowered"
     measured = f"{quality['measured']} held-out texts: hit rate {quality['hit_rate']:.3f}"
-    if quality["mean_cosine"] is None:
-        return f"{measured}; no mask fits the budget of {quality['min_cosine']}"
+    if quality["mean"] is None:
+        return f"{measured}; no mask fits the budget"
     return (
-        f"{measured}, cosine of the hits {quality['mean_cosine']:.4f} on average "
-        f"(budget {quality['min_cosine']}), {quality['cosine_5th_percentile']:.4f} at the 5th percentile"
+        f"{measured} ({quality['prototype_hit_rate']:.3f} by prototypes), mean of the hits "
+        f"{quality['mean']:.4f}, cosine {quality['mean_cosine']:.4f} on average and "
+        f"{quality['cosine_5th_percentile']:.4f} at the 5th percentile"
     )
 
 

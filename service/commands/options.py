@@ -21,6 +21,13 @@ def settings_options() -> list[click.Parameter]:
     return [_option(name, field) for name, field in Settings.model_fields.items()]
 
 
+max_tokens_option = click.option(
+    "--max-tokens",
+    type=click.IntRange(min=2),
+    help="Cut texts to so many tokens; default: as the model does.",
+)
+
+
 def model_options(command: Any) -> Any:
     """--model, --dtype and --threads, as every command that runs a model has them."""
     for option in (

@@ -10,6 +10,7 @@ from attncache_core.attention_maps.database import AttentionDatabase
 
 STAGES = ["measuring heads", "writing records", "comparing maps", "training the projector", "measuring masks"]
 STEPS = 10
+pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 
 class Progress:
@@ -29,7 +30,13 @@ class Progress:
 def build(engine, corpus, folder: Path, stop_at: tuple[str, int] | None = None, **options) -> list[str]:
     """Build, stopped or not; returns the stages that were worked on."""
     progress = Progress(stop_at)
-    arguments = (engine, corpus, folder, BuildOptions(**{"training_steps": STEPS, **options}), progress)
+    arguments = (
+        engine,
+        corpus,
+        folder,
+        BuildOptions(**{"training_steps": STEPS, "prototypes": 4, **options}),
+        progress,
+    )
     if stop_at:
         with pytest.raises(KeyboardInterrupt):
             build_database(*arguments)
@@ -58,7 +65,7 @@ def segment_times(folder: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tiny_engine, tiny_corpus, tmp_path_factory):
+def uninterrupted(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: ARG001 - they choose
     folder = tmp_path_factory.mktemp("uninterrupted") / "a.db"
     assert build(tiny_engine, tiny_corpus, folder) == STAGES
     return contents(folder)
@@ -76,7 +83,7 @@ def test_two_builds_of_one_corpus_are_equal(tiny_engine, tiny_corpus, uninterrup
         ("measuring heads", 3),
         ("writing records", 1),
         ("writing records", 100),
-        ("writing records", 240),
+        ("writing records", 270),
         ("comparing maps", 2),
         ("training the projector", 5),
         ("training the projector", STEPS),
@@ -98,9 +105,10 @@ def test_resumed_build_ends_in_the_database_of_an_uninterrupted_one(
     [
         (("measuring heads", 1), 0, STAGES),
         (("writing records", 1), 0, STAGES[1:]),
-        # 40 records of each of six lengths; the last one's segment is closed after it is told of.
+        # 40 sentences, their mean and 4 prototypes of each of six lengths; the last one's segment is closed
+        # after it is told of.
         (("writing records", 100), 2, STAGES[1:]),
-        (("writing records", 121), 3, STAGES[1:]),
+        (("writing records", 136), 3, STAGES[1:]),
         (("comparing maps", 1), 6, STAGES[2:]),
         (("training the projector", 5), 6, STAGES[2:]),
         (("measuring masks", 1), 6, STAGES[4:]),
@@ -127,7 +135,14 @@ def test_build_stopped_twice_still_ends(tiny_engine, tiny_corpus, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"seed": 1}, {"min_cosine": 0.9}, {"heads": "all"}, {"threshold": 0.5}, {"max_length": 9}],
+    [
+        {"seed": 1},
+        {"min_cosine": 0.9},
+        {"heads": "all"},
+        {"threshold": 0.5},
+        {"max_length": 9},
+        {"prototypes": 0},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_build_with_other_options_starts_anew(tiny_engine, tiny_corpus, tmp_path, change):

@@ -14,18 +14,22 @@ import numpy as np
 import pytest
 
 from attncache_core.attention_maps.builder import BuildOptions, build_database
-from attncache_core.attention_maps.calibration import collect_maps
 from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.mask import head_order
+from attncache_core.attention_maps.policy import Budget
+from attncache_core.attention_maps.substitution import collect_maps
 from attncache_core.corpus import CorpusSentence
 from attncache_core.engine import PrefillEngine
 from attncache_core.errors import BuildFailed, InvalidInput
+from attncache_core.outputs import Measure
 from attncache_core.tokens import pack
 
 PAGE = 4096
+pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 
 def build(engine, corpus, folder, progress=lambda *_: None, *, keep_existing=False, **options):
-    options = BuildOptions(**{"training_steps": 10, **options})
+    options = BuildOptions(**{"training_steps": 10, "prototypes": 4, **options})
     build_database(engine, corpus, folder, options, progress, keep_existing=keep_existing)
     return AttentionDatabase.open(folder)
 
@@ -35,8 +39,8 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def measured(tiny_engine, tiny_corpus, tmp_path_factory):
-    """A database whose mask and θ were chosen by measuring."""
+def measured(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: ARG001 - they choose
+    """A database whose mask and policy were chosen by measuring."""
     return build(tiny_engine, tiny_corpus, tmp_path_factory.mktemp("measured") / "a.db")
 
 
@@ -48,7 +52,9 @@ def few_texts(tiny_corpus):
 def test_built_database_is_whole_and_its_folder_holds_nothing_else(measured):
     lengths = sorted(measured.manifest.records)
     assert measured.verify() == []
-    assert names(measured.folder) == ["index", "manifest.json", "maps", "projector.safetensors"]
+    assert names(measured.folder) == [
+        *("index", "manifest.json", "maps", "projector.safetensors", "prototypes.safetensors")
+    ]
     assert names(measured.folder / "index") == [f"{length:05d}.faiss" for length in lengths]
     assert names(measured.folder / "maps") == [f"{length:05d}.maps" for length in lengths]
 
@@ -66,7 +72,8 @@ def test_records_are_the_distinct_token_sequences_of_allowed_length(tiny_engine,
     for length, segment in database.search.store.segments.items():
         held = {ids for ids in sequences for row in range(len(segment)) if segment.holds_tokens(row, ids)}
         assert held == {ids for ids in sequences if len(ids) == length}
-        assert segment.kinds.tolist() == [0] * len(segment)
+        stored, prototypes = database.manifest.records[length], database.manifest.prototypes[length]
+        assert segment.kinds.tolist() == [0] * stored + [2] + [1] * (prototypes - 1)
 
 
 def test_every_recorded_text_hits_itself_through_an_engine(tiny_checkpoint, tiny_corpus, measured):
@@ -78,8 +85,8 @@ def test_every_recorded_text_hits_itself_through_an_engine(tiny_checkpoint, tiny
     assert set(result.similarities.tolist()) == {1.0}
 
 
-def test_record_holds_the_models_maps_in_the_order_of_damage(tiny_engine, tiny_corpus, measured):
-    order = measured.manifest.head_order
+def test_record_holds_the_models_maps_in_the_order_of_the_rank(tiny_engine, tiny_corpus, measured):
+    order = head_order(np.array(measured.manifest.rank))
     assert any(list(heads) != sorted(heads) for heads in order)
     for ids in tiny_engine.tokenize([sentence.text for sentence in tiny_corpus[::40]]):
         segment = measured.search.store.segments[len(ids)]
@@ -94,41 +101,54 @@ def test_manifest_says_what_it_is_for_and_how_it_was_made(measured, tiny_checkpo
     manifest = json.loads((measured.folder / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["fingerprint"] == tiny_checkpoint.fingerprint()
     assert manifest["dtype"] == "float16"
-    assert manifest["format_version"] == 1
+    assert manifest["format_version"] == 2
     assert manifest["build"]["texts"] == len(tiny_corpus)
     assert manifest["build"]["held_out"] == 24
     assert manifest["build"]["training_steps"] == 10
-    for layer, order in enumerate(manifest["head_order"]):
-        damage = manifest["damage"][layer]
-        assert [damage[head] for head in order] == sorted(damage)
+    assert manifest["prototypes"] == dict.fromkeys(map(str, range(5, 11)), 5)
+    rank, damage = np.array(manifest["rank"]), np.array(manifest["damage"])
+    assert sorted(rank.flat) == list(range(12))
+    # The first to be reused is the mildest alone; the others also by what they do beside it.
+    assert rank.flat[damage.argmin()] == 0
+
+
+def thresholds(database: AttentionDatabase) -> set[float]:
+    """Every θ of a database's policy."""
+    return {kind.threshold for group in database.search.policy.groups for kind in group.kinds.values()}
 
 
 def test_report_keeps_the_budget_and_says_what_was_measured(measured):
     quality = measured.manifest.quality
     assert quality["measured"] == 24
-    assert quality["mean_cosine"] >= quality["min_cosine"] == 0.985
+    assert measured.manifest.policy.budget == Budget(Measure.COSINE, 0.985)
+    assert quality["mean"] >= quality["lower_bound"] >= 0.985
+    assert quality["mean"] == pytest.approx(quality["mean_cosine"], abs=1e-6)
     assert quality["heads"] == measured.mask.total
-    assert quality["threshold"] == measured.search.threshold == measured.manifest.threshold
-    scores = [row["hit_rate"] * row["heads"] for row in quality["candidates"]]
-    assert max(scores) == quality["hit_rate"] * quality["heads"] > 0
+    assert measured.search.policy == measured.manifest.policy
+    assert quality["hit_rate"] > 0
+    saved = [row["saved_microseconds"] for row in quality["candidates"]]
+    assert max(saved) == quality["saved_microseconds"] > 0
     for row in quality["candidates"]:
         assert row["mean_cosine"] is None or row["mean_cosine"] >= 0.985
     distances = quality["map_distance"]
-    assert set(distances) == {"chosen", "best", "nearest_by_input", "random", "predicted"}
-    assert distances["best"] <= min(distances["chosen"], distances["nearest_by_input"], distances["random"])
+    means = {"chosen", "best", "nearest_by_input", "random", "predicted"}
+    assert set(distances) == means | {f"{name}_near" for name in means}
+    for near in ("", "_near"):
+        others = [distances[f"{name}{near}"] for name in ("chosen", "nearest_by_input", "random")]
+        assert distances[f"best{near}"] <= min(others)
 
 
 def test_looser_budget_reuses_more_and_keeps_to_itself(tiny_engine, tiny_corpus, measured, tmp_path):
-    loose = build(tiny_engine, tiny_corpus, tmp_path / "a.db", min_cosine=0.95).manifest.quality
-    strict = measured.manifest.quality
-    assert loose["min_cosine"] == 0.95
-    assert 0.95 <= loose["mean_cosine"] < strict["mean_cosine"]
+    loose = build(tiny_engine, tiny_corpus, tmp_path / "a.db", min_cosine=0.95)
+    assert loose.manifest.policy.budget == Budget(Measure.COSINE, 0.95)
+    loose, strict = loose.manifest.quality, measured.manifest.quality
+    assert 0.95 <= loose["lower_bound"] < strict["lower_bound"]
     assert loose["hit_rate"] * loose["heads"] > strict["hit_rate"] * strict["heads"]
 
 
 def test_impossible_budget_leaves_hits_to_recorded_texts(tiny_engine, tiny_corpus, tmp_path):
     database = build(tiny_engine, tiny_corpus, tmp_path / "a.db", min_cosine=1.0, heads="all")
-    assert database.search.threshold == 1.0
+    assert min(thresholds(database)) == 1.0
     assert database.manifest.quality["hit_rate"] == 0
     assert database.manifest.quality["mean_cosine"] is None
 
@@ -146,7 +166,7 @@ def test_operators_heads_and_threshold_are_stored(tiny_engine, few_texts, tmp_pa
     assert database.manifest.stored_heads == stored
     assert database.mask.total == (5 if reused is None else sum(reused))
     assert reused in (None, database.mask.reused)
-    assert database.search.threshold == 0.875
+    assert thresholds(database) == {0.875}
     held = {segment.layout.stored_heads for segment in database.search.store.segments.values()}
     assert held == {stored}
 
@@ -154,7 +174,7 @@ def test_operators_heads_and_threshold_are_stored(tiny_engine, few_texts, tmp_pa
 def test_too_few_held_out_texts_measure_nothing_and_hit_only_themselves(tiny_engine, few_texts, tmp_path):
     database = build(tiny_engine, few_texts, tmp_path / "a.db")
     assert database.manifest.quality["measured"] == 0
-    assert database.search.threshold == 1.0
+    assert thresholds(database) == {1.0}
     assert database.mask.total == 12
     assert database.verify() == []
 
@@ -228,7 +248,8 @@ def test_disk_too_small_is_told_with_both_numbers_before_anything_is_computed(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 123_456, 123_456))
     lengths = Counter(map(len, tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])))
-    needed = sum(count * -(-12 * length**2 * 2 // PAGE) * PAGE for length, count in lengths.items())
+    records = {length: count + 5 for length, count in lengths.items()}  # four prototypes, and the mean
+    needed = sum(count * -(-12 * length**2 * 2 // PAGE) * PAGE for length, count in records.items())
     seen = []
     with pytest.raises(BuildFailed, match=f"need {needed:,} bytes .* has 123,456 left"):
         build(tiny_engine, tiny_corpus, tmp_path / "a.db", lambda *step: seen.append(step))

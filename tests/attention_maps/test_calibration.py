@@ -1,225 +1,317 @@
-"""Substituted maps, each head's damage, and mask and θ for a budget, against computations of their own."""
+"""A database calibrated anew: what it is measured on, what is written, and that it then keeps the budget."""
 
-from itertools import pairwise
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from core_models import random_sequences, write_sentence_transformer
+from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModel
 
+from attncache_core.attention_maps.builder import BuildOptions, build_database, default_budget
 from attncache_core.attention_maps.calibration import (
-    choose_policy,
-    collect_maps,
-    head_damage,
-    probed,
-    substituted_outputs,
-    token_passes,
-    traced_forward,
+    calibrate,
+    calibrate_database,
+    candidate_masks,
+    measure_savings,
 )
-from attncache_core.tokens import pack
+from attncache_core.attention_maps.choice import FEWEST_PROBES
+from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.mask import head_order, mildest_mask, natural_rank, parse_heads
+from attncache_core.attention_maps.policy import Budget
+from attncache_core.attention_maps.probes import find_probes
+from attncache_core.attention_maps.store import RecordKind
+from attncache_core.checkpoint import read_checkpoint
+from attncache_core.engine import PrefillEngine
+from attncache_core.errors import DatabaseRefused, InvalidInput
+from attncache_core.outputs import Measure
 
-LAYERS, HEADS = 3, 4  # of the tiny model
-# float32 through three layers, another kernel for the same product.
-TOLERANCE = 1e-5
+pytestmark = pytest.mark.usefixtures("fixed_costs")
 
-
-def sequences(lengths: list[int], seed: int) -> list[list[int]]:
-    random = np.random.default_rng(seed)
-    return [[2, *random.integers(5, 40, length - 2).tolist(), 3] for length in lengths]
-
-
-@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 80))
-def test_passes_take_every_index_once_sorted_by_length_within_the_limit(lengths, tokens):
-    passes = list(token_passes(lengths, tokens))
-    flat = [index for run in passes for index in run]
-    assert sorted(flat) == list(range(len(lengths)))
-    assert [lengths[index] for index in flat] == sorted(lengths)
-    assert all(passes)
-    for run in passes:
-        assert len(run) == 1 or sum(lengths[index] for index in run) <= tokens
+# What the tiny model's random sentences keep without trouble: they are not alike.
+BUDGET = Budget(Measure.COSINE, 0.8)
 
 
-@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 80))
-def test_pass_is_cut_only_where_the_next_one_does_not_fit(lengths, tokens):
-    passes = list(token_passes(lengths, tokens))
-    for run, following in pairwise(passes):
-        assert sum(lengths[index] for index in run) + lengths[following[0]] > tokens
+@pytest.fixture(scope="module")
+def built(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: ARG001 - they choose
+    folder = tmp_path_factory.mktemp("databases") / "built.db"
+    build_database(tiny_engine, tiny_corpus, folder, BuildOptions(prototypes=4, training_steps=20))
+    return folder
 
 
-def test_trace_gives_the_engines_outputs_and_every_layers_maps(tiny_engine):
-    asked = sequences([4, 7, 4, 9], seed=1)
-    batch = pack(asked)
-    seen = []
-    hidden, outputs = traced_forward(
-        tiny_engine.model, batch, lambda layer, group, maps: seen.append((layer, group, maps))
+@pytest.fixture(scope="module")
+def texts():
+    """120 sequences of 5 to 10 tokens that are recorded nowhere."""
+    return random_sequences(list(range(5, 11)) * 20, seed=31)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tiny_engine, built, texts, tmp_path_factory):
+    """(folder of the calibrated database, report)."""
+    folder = Path(shutil.copytree(built, tmp_path_factory.mktemp("calibrated") / "a.db"))
+    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, BUDGET)
+    return folder, report
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def manifest_of(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+
+
+def test_only_the_manifest_changes_and_nothing_is_left_beside_it(built, calibrated):
+    before, after = contents(built), contents(calibrated[0])
+    assert before.keys() == after.keys()
+    assert {name for name in before if before[name] != after[name]} == {"manifest.json"}
+
+
+def test_manifest_changes_in_mask_policy_and_what_was_measured_alone(built, calibrated):
+    before, after = manifest_of(built), manifest_of(calibrated[0])
+    changed = {name for name in before if before[name] != after[name]}
+    assert {"damage", "policy", "quality"} <= changed
+    assert changed <= {"damage", "rank", "reused_heads", "policy", "quality"}
+
+
+def test_report_is_the_manifests_and_keeps_the_budget(calibrated, texts):
+    folder, report = calibrated
+    database = AttentionDatabase.open(folder)
+    assert database.verify() == []
+    assert database.manifest.quality == report
+    assert database.search.policy.budget == BUDGET
+    assert report["measured"] == len(texts)
+    assert report["left_out"] == 0
+    assert report["heads"] == database.mask.total
+    assert report["hit_rate"] > 0
+    assert report["mean"] >= report["lower_bound"] >= BUDGET.least
+
+
+def test_heads_keep_the_order_of_the_records_in_each_layer(built, calibrated):
+    before, after = (AttentionDatabase.open(folder).manifest for folder in (built, calibrated[0]))
+    assert head_order(np.array(after.rank)) == head_order(np.array(before.rank))
+    assert sorted(place for row in after.rank for place in row) == list(range(12))
+
+
+def test_calibrated_database_serves_what_the_report_says(tiny_checkpoint, tiny_engine, calibrated, texts):
+    folder, report = calibrated
+    engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
+    reused, full = (each.run(texts, [True] * len(texts)) for each in (engine, tiny_engine))
+    hits = np.array([outcome.is_hit for outcome in reused.outcomes])
+    assert hits.mean() == pytest.approx(report["hit_rate"])
+    cosines = engine.fidelity(reused.outputs, full.outputs, Measure.COSINE)[hits]
+    # Measured one mask on another's heads, with maps in 16 bits on both sides.
+    assert cosines.mean() == pytest.approx(report["mean"], abs=2e-3)
+
+
+def test_recorded_sequences_still_hit_themselves(tiny_checkpoint, tiny_corpus, calibrated):
+    engine = PrefillEngine.load(
+        tiny_checkpoint, database=AttentionDatabase.open(calibrated[0]), dtype="float32"
     )
-    np.testing.assert_allclose(
-        batch.in_callers_order(outputs), tiny_engine.run(asked, [False] * 4).outputs, atol=TOLERANCE
-    )
-    assert len(hidden) == LAYERS
-    assert [(layer, group.length) for layer, group, _ in seen] == [
-        (layer, length) for layer in range(LAYERS) for length in (4, 7, 9)
-    ]
-    for _, group, maps in seen:
-        assert maps.shape == (group.count, HEADS, group.length, group.length)
-        np.testing.assert_allclose(maps.sum(dim=-1), 1, atol=TOLERANCE)
+    recorded = engine.tokenize([sentence.text for sentence in tiny_corpus])
+    result = engine.run(recorded, [True] * len(recorded))
+    assert set(result.outcomes) == {"hit"}
+    assert set(result.similarities.tolist()) == {1.0}
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_substituting_a_probes_own_maps_changes_nothing(tiny_engine, data):
-    lengths = data.draw(st.lists(st.integers(3, 12), min_size=1, max_size=6))
-    mask = np.array(data.draw(st.lists(st.booleans(), min_size=12, max_size=12))).reshape(LAYERS, HEADS)
-    batch = pack(sequences(lengths, seed=2))
-    probes = probed(tiny_engine.model, batch, collect_maps(tiny_engine.model, batch))
-    changed = substituted_outputs(tiny_engine.model, probes, mask)
-    np.testing.assert_allclose(changed, probes.outputs, atol=TOLERANCE)
-
-
-def test_substituting_another_sentences_maps_changes_the_output_only_if_the_mask_holds_a_head(tiny_engine):
-    probes, donors = pack(sequences([6, 6, 8], seed=3)), pack(sequences([6, 6, 8], seed=4))
-    measured = probed(tiny_engine.model, probes, collect_maps(tiny_engine.model, donors))
-    nothing = np.zeros((LAYERS, HEADS), dtype=bool)
-    np.testing.assert_allclose(
-        substituted_outputs(tiny_engine.model, measured, nothing), measured.outputs, atol=TOLERANCE
-    )
-    for layer in range(LAYERS):
-        for head in range(HEADS):
-            alone = nothing.copy()
-            alone[layer, head] = True
-            changed = substituted_outputs(tiny_engine.model, measured, alone)
-            assert (np.abs(changed - measured.outputs).max(axis=1) > 10 * TOLERANCE).all()
-            shortened = substituted_outputs(tiny_engine.model, measured, alone, first_layer=layer)
-            np.testing.assert_allclose(shortened, changed, atol=TOLERANCE)
-
-
-def plain_outputs(checkpoint, ids: list[int], replaced: tuple[int, int, torch.Tensor] | None = None):
-    """Mean-pooled output of Hugging Face's eager model, one head's map replaced; and its maps."""
-    model = AutoModel.from_pretrained(checkpoint.folder, attn_implementation="eager").eval()
-    if replaced:
-        layer, head, map_ = replaced
-        attend = model.encoder.layer[layer].attention.self
-        size = attend.attention_head_size
-
-        def swap(_module, arguments, keywords, output):
-            hidden = arguments[0] if arguments else keywords["hidden_states"]
-            columns = slice(head * size, (head + 1) * size)
-            context = output[0].clone()
-            context[0, :, columns] = map_ @ attend.value(hidden)[0, :, columns]
-            return (context, *output[1:])
-
-        attend.register_forward_hook(swap, with_kwargs=True)
-    with torch.inference_mode():
-        output = model(torch.tensor([ids]), output_attentions=True)
-    return output.last_hidden_state[0].mean(dim=0).double(), output.attentions
-
-
-@pytest.mark.parametrize(("layer", "head"), [(0, 2), (2, 1)])
-def test_damage_of_a_head_is_that_of_hugging_faces_model_with_its_map_replaced(
-    tiny_engine, tiny_checkpoint, layer, head
+def test_recorded_repeated_and_unservable_sequences_are_left_out(
+    tiny_engine, tiny_corpus, built, texts, calibrated, tmp_path
 ):
-    probes, donors = sequences([5, 9, 5], seed=5), sequences([5, 9, 5], seed=6)
-    losses = []
-    for probe, donor in zip(probes, donors, strict=True):
-        _, maps = plain_outputs(tiny_checkpoint, donor)
-        full, _ = plain_outputs(tiny_checkpoint, probe)
-        changed, _ = plain_outputs(tiny_checkpoint, probe, (layer, head, maps[layer][0, head]))
-        losses.append(1 - torch.cosine_similarity(full, changed, dim=0).item())
-    damage = head_damage(tiny_engine.model, probes, donors)
-    assert damage.shape == (LAYERS, HEADS)
-    assert damage[layer, head] == pytest.approx(np.mean(losses), abs=1e-6, rel=1e-3)
-    assert damage[layer, head] > 1e-5
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus[::10]])
+    others = [*recorded, *texts[:7], *random_sequences([4, 11, 30])]
+    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), [*others, *texts], BUDGET)
+    assert report["left_out"] == len(others)
+    assert report["measured"] == len(texts)
+    before, after = (AttentionDatabase.open(path).manifest for path in (calibrated[0], folder))
+    assert after.rank == before.rank
+    assert after.reused_heads == before.reused_heads
 
 
-def test_donors_that_are_the_probes_themselves_do_no_damage(tiny_engine):
-    probes = sequences([5, 9, 7], seed=5)
-    np.testing.assert_allclose(head_damage(tiny_engine.model, probes, probes), 0, atol=1e-6)
+def test_tighter_budget_reuses_less(tiny_engine, built, texts, calibrated, tmp_path):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    tighter = Budget(Measure.COSINE, 0.97)
+    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, tighter)
+    loose = calibrated[1]
+    assert report["hit_rate"] * report["heads"] < loose["hit_rate"] * loose["heads"]
+    assert report["lower_bound"] is None or report["lower_bound"] >= 0.97
 
 
-def test_damage_does_not_depend_on_the_order_of_the_probes_and_progress_reaches_its_end(tiny_engine):
-    probes, donors = sequences([5, 9, 7, 5], seed=5), sequences([5, 9, 7, 5], seed=6)
+def test_calibrating_twice_gives_the_same_as_once(tiny_engine, built, texts, calibrated, tmp_path):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    for _ in range(2):
+        calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, BUDGET)
+    assert manifest_of(folder) == manifest_of(calibrated[0])
+
+
+@pytest.mark.parametrize("count", [0, FEWEST_PROBES - 1])
+def test_too_few_texts_are_refused_and_nothing_is_written(
+    tiny_engine, tiny_corpus, built, texts, tmp_path, count
+):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    before = contents(folder)
+    recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
     seen = []
-    damage = head_damage(tiny_engine.model, probes, donors, lambda done, total: seen.append((done, total)))
-    backwards = head_damage(tiny_engine.model, probes[::-1], donors[::-1])
-    np.testing.assert_allclose(damage, backwards, atol=1e-6)
-    assert seen == [(done, LAYERS) for done in range(1, LAYERS + 1)]
+    with pytest.raises(InvalidInput, match=f"^{count} of the texts are not in the database") as refused:
+        calibrate_database(
+            tiny_engine,
+            AttentionDatabase.open(folder),
+            [*recorded, *texts[:count] * 2],
+            BUDGET,
+            lambda *step: seen.append(step),
+        )
+    assert refused.value.field == "texts"
+    assert seen == []
+    assert contents(folder) == before
 
 
-@st.composite
-def probe_tables(draw):
-    """Cosines by mask size, similarities (some equal, some -inf) and a budget."""
-    probes = draw(st.integers(1, 12))
-    similarity = st.sampled_from([-np.inf, 0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.999])
-    similarities = np.array(draw(st.lists(similarity, min_size=probes, max_size=probes)))
-    sizes = draw(st.lists(st.integers(1, 72), min_size=1, max_size=4, unique=True))
-    # Eighths: sums and means compare without rounding.
-    cosine = st.integers(-8, 8).map(lambda eighths: eighths / 8)
-    cosines = {
-        size: np.array(draw(st.lists(cosine, min_size=probes, max_size=probes))) for size in sorted(sizes)
-    }
-    return cosines, similarities, draw(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.9, 1.0]))
+def test_calibration_that_is_stopped_leaves_the_database_as_it_was(tiny_engine, built, texts, tmp_path):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    before = contents(folder)
+
+    def stop(stage, *_):
+        if stage == "measuring masks":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, BUDGET, stop)
+    assert contents(folder) == before
 
 
-def loosest_hits(cosine: np.ndarray, similarities: np.ndarray, min_cosine: float) -> np.ndarray:
-    """bool [probes], by trying every θ at which anything changes: the most hits inside the budget."""
-    for threshold in np.unique(similarities[np.isfinite(similarities)]):  # rising: the loosest first
-        hits = similarities >= threshold
-        if cosine[hits].mean() >= min_cosine:
-            return hits
-    return np.zeros(len(cosine), dtype=bool)
+def test_progress_of_both_stages_reaches_its_end(tiny_engine, built, texts, tmp_path):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    seen = []
+    database = AttentionDatabase.open(folder)
+    calibrate_database(tiny_engine, database, texts, BUDGET, lambda *step: seen.append(step))
+    stages = list(dict.fromkeys(stage for stage, *_ in seen))
+    assert stages == ["measuring heads", "measuring masks"]
+    for stage in stages:
+        steps = [(done, total) for name, done, total in seen if name == stage]
+        assert steps == [(done, len(steps)) for done in range(1, len(steps) + 1)]
 
 
-@settings(max_examples=300, deadline=None)
-@given(probe_tables())
-def test_chosen_policy_is_the_best_of_every_mask_size_and_every_threshold(table):
-    cosines, similarities, min_cosine = table
-    best = {size: loosest_hits(cosine, similarities, min_cosine) for size, cosine in cosines.items()}
-    size = max(best, key=lambda size: (best[size].mean() * size, size))
-    chosen = choose_policy(cosines, similarities, min_cosine)
-    assert chosen.heads == size
-    assert chosen.hit_rate == best[size].mean()
-    # Probes of one similarity come in together, and the budget holds on those that are in.
-    assert (similarities >= chosen.threshold).tolist() == best[size].tolist()
-    if best[size].any():
-        assert chosen.mean_cosine == cosines[size][best[size]].mean() >= min_cosine
-    else:
-        assert chosen.threshold == 1.0
-        assert np.isnan(chosen.mean_cosine)
+def test_database_of_another_model_is_refused(built, texts, tmp_path):
+    other = PrefillEngine.load(
+        read_checkpoint(write_sentence_transformer(tmp_path / "other", seed=1)), dtype="float32"
+    )
+    with pytest.raises(DatabaseRefused):
+        calibrate_database(other, AttentionDatabase.open(built), texts, BUDGET)
 
 
-@settings(max_examples=200, deadline=None)
-@given(probe_tables(), st.sampled_from([0.0, 0.85, 0.95, 0.96, 0.999, 1.0]))
-def test_given_threshold_stays_and_takes_the_largest_mask_inside_the_budget(table, threshold):
-    cosines, similarities, min_cosine = table
-    hits = similarities >= threshold
-    inside = [size for size, cosine in cosines.items() if not hits.any() or cosine[hits].mean() >= min_cosine]
-    chosen = choose_policy(cosines, similarities, min_cosine, threshold)
-    assert chosen.threshold == threshold
-    assert chosen.hit_rate == hits.mean()
-    assert chosen.heads == (max(inside) if inside else min(cosines))
+def test_mask_never_holds_heads_that_the_records_lack(
+    tiny_checkpoint, tiny_engine, tiny_corpus, texts, tmp_path
+):
+    folder = tmp_path / "a.db"
+    options = BuildOptions(heads="layers:0,2", prototypes=2, training_steps=5)
+    build_database(tiny_engine, tiny_corpus, folder, options)
+    before = AttentionDatabase.open(folder).manifest
+    # Everything keeps this budget: the largest mask would be taken.
+    report = calibrate_database(
+        tiny_engine, AttentionDatabase.open(folder), texts, Budget(Measure.COSINE, -1.0)
+    )
+    database = AttentionDatabase.open(folder)
+    assert report["heads"] == 8
+    assert database.mask.reused == before.stored_heads == (4, 0, 4)
+    assert [row["heads"] for row in report["candidates"]] == list(range(1, 9))
+    # Of heads that no record holds nothing was measured.
+    assert database.manifest.damage[1] == before.damage[1]
+    assert min(database.manifest.rank[1]) == 8
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    assert all(outcome.is_hit for outcome in engine.run(texts, [True] * len(texts)).outcomes)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(-3, 0.9990234375, width=32), st.floats(-1, 1)), min_size=1, max_size=60),
-    st.floats(0, 1),
-)
-def test_budget_is_never_broken_on_the_probes(pairs, min_cosine):
-    similarities, cosine = (np.array(column) for column in zip(*pairs, strict=True))
-    chosen = choose_policy({7: cosine}, similarities, min_cosine)
-    hits = similarities >= chosen.threshold
-    # Two ways to add up one mean.
-    assert not hits.any() or cosine[hits].mean() >= min_cosine - 1e-12
+@pytest.fixture(scope="module")
+def classifier(tiny_classifier_checkpoint):
+    return PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
 
 
-def test_threshold_lies_half_way_to_the_first_probe_left_out():
-    similarities, cosine = np.array([0.9, 0.99, 0.97]), np.array([0.0, 1.0, 0.98])
-    assert choose_policy({5: cosine}, similarities, 0.985).threshold == pytest.approx((0.97 + 0.9) / 2)
-    assert choose_policy({5: cosine}, similarities, 0.5).threshold == 0.9
+def test_decisions_of_a_classifier_stay_within_the_budget(
+    classifier, tiny_classifier_checkpoint, tiny_corpus, tmp_path
+):
+    folder = tmp_path / "a.db"
+    options = BuildOptions(prototypes=4, training_steps=20, min_agreement=0.7)
+    build_database(classifier, tiny_corpus, folder, options)
+    assert AttentionDatabase.open(folder).search.policy.budget == Budget(Measure.AGREEMENT, 0.7)
+    texts = random_sequences(list(range(5, 11)) * 30, seed=41)
+    budget = Budget(Measure.AGREEMENT, 0.85)
+    report = calibrate_database(classifier, AttentionDatabase.open(folder), texts, budget)
+    database = AttentionDatabase.open(folder)
+    assert database.verify() == []
+    assert database.search.policy.budget == budget
+    assert report["mean"] >= report["lower_bound"] >= 0.85
+    engine = PrefillEngine.load(tiny_classifier_checkpoint, database=database, dtype="float32")
+    reused, full = (each.run(texts, [True] * len(texts)) for each in (engine, classifier))
+    hits = np.array([outcome.is_hit for outcome in reused.outcomes])
+    assert hits.mean() == pytest.approx(report["hit_rate"], abs=0.01)
+    same = reused.outputs.argmax(axis=1) == full.outputs.argmax(axis=1)
+    assert same[hits].mean() == pytest.approx(report["mean"], abs=0.02)
+    assert same[~hits].all()
 
 
-def test_refused_probe_of_similarity_one_does_not_hit():
-    similarities, cosine = np.array([1.0, 0.5]), np.array([0.2, 0.3])
-    assert choose_policy({5: cosine}, similarities, 0.985).hit_rate == 0
+def test_budget_is_agreement_where_there_are_classes(tiny_engine, tiny_checkpoint, classifier):
+    assert default_budget(tiny_engine, 0.9, 0.8) == Budget(Measure.COSINE, 0.9)
+    assert default_budget(classifier, 0.9, 0.8) == Budget(Measure.AGREEMENT, 0.8)
+    fitted = PrefillEngine.load(tiny_checkpoint, dtype="float32")
+    fitted.classifier = object()
+    assert default_budget(fitted, 0.9, 0.8) == Budget(Measure.AGREEMENT, 0.8)
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.data())
+def test_candidate_masks_grow_to_all_heads_and_are_the_mildest(layers, heads, data):
+    size = layers * heads
+    rank = np.array(data.draw(st.permutations(range(size)))).reshape(layers, heads)
+    most = data.draw(st.integers(1, size))
+    for masks, largest in ((candidate_masks(rank), size), (candidate_masks(rank, most=most), most)):
+        totals = [mask.total for mask in masks]
+        assert totals == sorted(set(totals))
+        assert (totals[-1], len(totals)) == (largest, min(12, largest))
+        assert masks == [mildest_mask(rank, total) for total in totals]
+
+
+def test_operators_heads_are_the_only_candidate():
+    rank = natural_rank(3, 4)
+    assert candidate_masks(rank, "layers:1") == [parse_heads("layers:1", rank)]
+
+
+def test_too_few_probes_measure_nothing_and_take_the_largest_mask(tiny_engine, recorded):
+    few = find_probes(tiny_engine.model, recorded.search, recorded.held_out[: FEWEST_PROBES - 1])
+    for threshold in (None, 0.5):
+        mask, policy, report = calibrate(
+            tiny_engine, recorded.search, few, recorded.rank, BUDGET, threshold=threshold
+        )
+        assert mask.total == 12
+        assert report == {"measured": 0}
+        (group,) = policy.groups
+        assert {kind.threshold for kind in group.kinds.values()} == {threshold or 1.0}
+        assert set(group.kinds) == set(RecordKind)
+
+
+def test_chosen_mask_and_policy_are_those_of_the_report(tiny_engine, recorded):
+    held_out = [ids for ids in recorded.held_out if len(ids) < 9]
+    probes = find_probes(tiny_engine.model, recorded.search, held_out)
+    mask, policy, report = calibrate(tiny_engine, recorded.search, probes, recorded.rank, BUDGET)
+    assert mask.order == head_order(recorded.rank)
+    assert report["heads"] == mask.total
+    assert [row["heads"] for row in report["candidates"]] == list(range(1, 13))
+    assert [group["lengths"] for group in report["groups"]] == policy.names()
+    saved = [row["saved_microseconds"] for row in report["candidates"]]
+    assert report["saved_microseconds"] == max(saved)
+    json.dumps([report, asdict(policy)], allow_nan=False)
+
+
+def test_savings_are_measured_with_the_heads_that_records_hold(tiny_engine, recorded):
+    probes = find_probes(tiny_engine.model, recorded.search, recorded.held_out)
+    for stored in ((4, 4, 4), (0, 0, 4)):
+        layout = replace(recorded.store.layout, stored_heads=stored)
+        recorded.store.layout, before = layout, recorded.store.layout
+        try:
+            savings = measure_savings(tiny_engine, recorded.search, probes, recorded.rank)
+        finally:
+            recorded.store.layout = before
+        saved = savings.per_head(np.array([5, 7, 500]))
+        assert (saved >= 0).all()
+        assert saved[2] >= saved[1] >= saved[0]
+        assert savings.search({5, 7}) > 0

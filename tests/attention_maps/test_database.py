@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import attncache_core
@@ -26,6 +27,21 @@ def change_manifest(folder: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
+def policy_of(*kinds: str, longest: tuple[object, ...] = (9,), **changes: object) -> dict[str, object]:
+    """A policy as the manifest holds it: a group for each of `longest`, each with these kinds of record."""
+    kind = {"threshold": 0.5, "similarities": [], "damages": [], **changes}
+    groups = [
+        {"longest": tokens, "kinds": dict.fromkeys(kinds or ("0", "1", "2"), kind), "tightened": 0}
+        for tokens in longest
+    ]
+    return {"policy": {"budget": {"measure": "cosine", "least": 0.9}, "groups": groups}}
+
+
+def thresholds(database: AttentionDatabase) -> set[float]:
+    """Every θ of an open database's policy."""
+    return {kind.threshold for group in database.search.policy.groups for kind in group.kinds.values()}
+
+
 def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 0x10
@@ -39,7 +55,18 @@ def test_opened_database_says_what_its_manifest_says(folder):
     assert info["records"] == sum(manifest["records"].values()) == 240
     assert info["bytes"] == sum(path.stat().st_size for path in (folder / "maps").iterdir())
     assert info["lengths"] == [5, 10]
-    assert info["threshold"] == manifest["threshold"] == 0.0
+    assert info["prototypes"] == 0
+    assert info["policy"] == {
+        "budget": {"measure": "cosine", "least": 0.0},  # a given θ keeps none
+        "groups": [
+            {
+                "lengths": "1-",
+                "searched": True,
+                "threshold": {"stored": 0.0, "prototype": 0.0, "mean": 0.0},
+                "tightened": 0,
+            }
+        ],
+    }
     assert info["reused_heads"] == manifest["reused_heads"] == [4, 4, 4]
     assert info["heads"] == 12
     assert info["quality"] == manifest["quality"]
@@ -56,18 +83,11 @@ def test_manifest_read_and_written_again_is_the_same_file(folder, tmp_path):
 
 def test_threshold_and_heads_may_be_overridden(folder):
     database = AttentionDatabase.open(folder, threshold=0.0, heads="layers:1")
-    assert database.search.threshold == 0.0
+    assert thresholds(database) == {0.0}
     assert database.mask.reused == (0, 4, 0)
-    assert AttentionDatabase.open(folder, threshold=0.97).search.threshold == 0.97
-    mildest = AttentionDatabase.open(folder, heads="3").mask.as_array()
-    damage = sorted(value for row in database.manifest.damage for value in row)
-    chosen = sorted(
-        value
-        for row, layer in zip(database.manifest.damage, mildest, strict=True)
-        for value, held in zip(row, layer, strict=True)
-        if held
-    )
-    assert chosen == damage[:3]
+    assert thresholds(AttentionDatabase.open(folder, threshold=0.97)) == {0.97}
+    rank = np.array(database.manifest.rank)
+    assert set(rank[AttentionDatabase.open(folder, heads="3").mask.as_array()]) == {0, 1, 2}
 
 
 def test_override_beyond_the_stored_heads_is_refused(tiny_engine, tiny_corpus, tmp_path):
@@ -92,10 +112,10 @@ def test_database_of_its_own_model_is_accepted(folder, tiny_checkpoint):
     AttentionDatabase.open(folder).require_fingerprint(tiny_checkpoint.fingerprint(), tiny_checkpoint.name)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
 def test_other_format_version_is_refused_with_both_numbers(folder, version):
     change_manifest(folder, format_version=version)
-    with pytest.raises(DatabaseRefused, match=f"format version {version}, and this program reads 1"):
+    with pytest.raises(DatabaseRefused, match=f"format version {version}, and this program reads 2"):
         AttentionDatabase.open(folder)
 
 
@@ -107,7 +127,7 @@ def test_folder_without_a_manifest_is_no_database(folder):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"null", b"{}", b"\xff\xfe", b'{"format_version": 1}'], ids=repr
+    "content", [b"", b"{", b"[]", b"null", b"{}", b"\xff\xfe", b'{"format_version": 2}'], ids=repr
 )
 def test_manifest_that_cannot_be_read_is_corrupt(folder, content):
     (folder / "manifest.json").write_bytes(content)
@@ -126,7 +146,24 @@ def test_manifest_with_an_unknown_entry_is_corrupt(folder):
     [
         {"dtype": "float99"},
         {"dtype": "float32"},
-        {"threshold": "0.9"},
+        {"threshold": 0.9},
+        policy_of(threshold="0.9"),
+        policy_of("0"),
+        policy_of("0", "1"),
+        policy_of("0", "1", "2", "3"),
+        policy_of(longest=()),
+        policy_of(longest=(9, 9)),
+        policy_of(longest=(9, 5)),
+        policy_of(longest=(9.5,)),
+        policy_of(similarities=[0.5, 0.4], damages=[0.2, 0.1]),
+        policy_of(similarities=[0.5], damages=[]),
+        policy_of(colour="blue"),
+        {
+            "policy": {
+                "budget": {"measure": "length", "least": 0.9},
+                "groups": policy_of()["policy"]["groups"],
+            }
+        },
         {"reused_heads": [4, 4]},
         {"reused_heads": [4, 4, 5]},
         {"files": []},
@@ -134,8 +171,14 @@ def test_manifest_with_an_unknown_entry_is_corrupt(folder):
         {"records": {"5": 39, "6": 40, "7": 40, "8": 40, "9": 40, "10": 40}},
         {"records": {"five": 40}},
         {"files": {}},
-        {"threshold": float("nan")},
-        {"threshold": float("inf")},
+        policy_of(threshold=float("nan")),
+        policy_of(threshold=float("inf")),
+        {"prototypes": {"5": 1}},
+        {"prototypes": {"30": 1}},
+        {"rank": []},
+        {"rank": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 10]]},
+        {"rank": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 12]]},
+        {"rank": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]},
         {"damage": []},
         {"records": {}},
         {"quality": {}},
@@ -148,15 +191,19 @@ def test_manifest_with_a_wrong_entry_is_corrupt(folder, changes):
         AttentionDatabase.open(folder)
 
 
-@pytest.mark.parametrize("name", ["projector.safetensors", "index/00005.faiss", "index/00010.faiss"])
+@pytest.mark.parametrize(
+    "name", ["projector.safetensors", "prototypes.safetensors", "index/00005.faiss", "index/00010.faiss"]
+)
 @pytest.mark.parametrize("place", [0, -1])
-def test_changed_projector_or_index_is_refused_by_name(folder, name, place):
+def test_changed_projector_prototypes_or_index_is_refused_by_name(folder, name, place):
     flip(folder / name, place)
     with pytest.raises(CorruptDatabase, match=f"{Path(name).name} was changed"):
         AttentionDatabase.open(folder)
 
 
-@pytest.mark.parametrize("name", ["projector.safetensors", "index/00007.faiss", "maps/00007.maps"])
+@pytest.mark.parametrize(
+    "name", ["projector.safetensors", "prototypes.safetensors", "index/00007.faiss", "maps/00007.maps"]
+)
 def test_missing_file_is_refused_by_name(folder, name):
     (folder / name).unlink()
     with pytest.raises(CorruptDatabase, match=f"{Path(name).name} is missing"):
@@ -178,10 +225,15 @@ def test_verify_names_the_length_and_the_first_damaged_record(folder):
     assert AttentionDatabase.open(folder).verify() == ["length 7: 2 damaged records, the first is 12"]
 
 
-def test_head_order_that_is_no_permutation_is_corrupt(folder):
-    order = [list(row) for row in Manifest.read(folder).head_order]
-    order[1][0] = order[1][1]
-    change_manifest(folder, head_order=order)
+def test_policy_of_the_wrong_entries_is_itself_sound(folder):
+    change_manifest(folder, **policy_of(longest=(5, 9), similarities=[0.4, 0.5], damages=[0.2, 0.1]))
+    assert thresholds(AttentionDatabase.open(folder)) == {0.5}
+
+
+def test_rank_that_is_no_permutation_is_corrupt(folder):
+    rank = [list(row) for row in Manifest.read(folder).rank]
+    rank[1][0] = rank[1][1]
+    change_manifest(folder, rank=rank)
     with pytest.raises(CorruptDatabase, match="build it again"):
         AttentionDatabase.open(folder)
 

@@ -49,7 +49,10 @@ def test_default_database_is_whole_and_holds_the_shipped_corpus(built, tiny_chec
     assert database.verify() == []
     texts = [sentence.text for sentence in default_corpus()]
     distinct = {tuple(ids) for ids in tiny_engine.tokenize(texts) if len(ids) <= 64}
-    assert database.search.store.records == len(distinct)
+    assert sum(database.manifest.records.values()) == len(distinct)
+    # Between the shortest and the longest sentence every length has a record.
+    held = sorted(database.search.store.segments)
+    assert held == list(range(min(map(len, distinct)), max(map(len, distinct)) + 1))
     assert database.manifest.build["texts"] == len(texts)
 
 
@@ -70,7 +73,7 @@ def test_next_start_builds_nothing(built, tiny_checkpoint):
 
 def test_folder_is_named_by_model_fingerprint_and_format(tiny_checkpoint, tmp_path):
     folder = default_database_folder(tiny_checkpoint, tmp_path)
-    assert folder == tmp_path / "databases" / f"tiny-bert-{tiny_checkpoint.fingerprint()[:12]}-v1"
+    assert folder == tmp_path / "databases" / f"tiny-bert-{tiny_checkpoint.fingerprint()[:12]}-v2"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_folder_is_named_by_model_fingerprint_and_format(tiny_checkpoint, tmp_pa
 def test_name_of_the_folder_is_one_plain_word(tiny_checkpoint, tmp_path, name, shown):
     folder = default_database_folder(replace(tiny_checkpoint, name=name), tmp_path)
     assert folder.parent == tmp_path / "databases"
-    assert folder.name == f"{shown}-{tiny_checkpoint.fingerprint()[:12]}-v1"
+    assert folder.name == f"{shown}-{tiny_checkpoint.fingerprint()[:12]}-v2"
 
 
 def test_other_weights_have_another_folder(tiny_checkpoint, tiny_classifier_checkpoint, tmp_path):

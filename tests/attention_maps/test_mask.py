@@ -1,4 +1,4 @@
-"""Masks: which heads an operator's word, or a measured damage, means."""
+"""Masks: which heads an operator's word, or a rank, means."""
 
 from itertools import pairwise
 
@@ -9,64 +9,64 @@ from hypothesis import strategies as st
 
 from attncache_core.attention_maps.mask import (
     ReuseMask,
-    damage_order,
-    even_damage,
+    head_order,
     mildest_mask,
+    natural_rank,
     parse_heads,
     within_stored,
 )
 from attncache_core.errors import InvalidInput
 
 # Head 0 of layer 1 is the mildest, head 2 of layer 0 the worst.
-DAMAGE = np.array([[0.3, 0.2, 0.9], [0.1, 0.5, 0.4]])
+RANK = np.array([[0.3, 0.2, 0.9], [0.1, 0.5, 0.4]])
 
 
 @st.composite
-def damages(draw):
+def ranks(draw):
     shape = draw(st.tuples(st.integers(1, 5), st.integers(1, 6)))
     values = draw(st.lists(st.floats(0, 2), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]))
     return np.array(values).reshape(shape)
 
 
 def test_mildest_heads_of_a_small_example():
-    mask = mildest_mask(DAMAGE, 3)
+    mask = mildest_mask(RANK, 3)
     assert mask.order == ((1, 0, 2), (0, 2, 1))
     assert mask.reused == (2, 1)
     assert mask.as_array().tolist() == [[True, True, False], [True, False, False]]
     assert (mask.total, mask.heads) == (3, 6)
 
 
-@given(damages(), st.data())
-def test_mask_of_n_heads_holds_n_and_none_left_out_is_milder(damage, data):
-    count = data.draw(st.integers(1, damage.size))
-    array = mildest_mask(damage, count).as_array()
-    assert array.shape == damage.shape
-    assert array.sum() == mildest_mask(damage, count).total == count
-    if count < damage.size:
-        assert damage[array].max() <= damage[~array].min()
+@given(ranks(), st.data())
+def test_mask_of_n_heads_holds_n_and_none_left_out_is_milder(rank, data):
+    count = data.draw(st.integers(1, rank.size))
+    array = mildest_mask(rank, count).as_array()
+    assert array.shape == rank.shape
+    assert array.sum() == mildest_mask(rank, count).total == count
+    if count < rank.size:
+        assert rank[array].max() <= rank[~array].min()
 
 
-@given(damages())
-def test_masks_are_nested_and_share_one_order(damage):
-    masks = [mildest_mask(damage, count) for count in range(1, damage.size + 1)]
+@given(ranks())
+def test_masks_are_nested_and_share_one_order(rank):
+    masks = [mildest_mask(rank, count) for count in range(1, rank.size + 1)]
     for smaller, larger in pairwise(masks):
         assert (smaller.as_array() <= larger.as_array()).all()
-        assert smaller.order == larger.order == damage_order(damage)
+        assert smaller.order == larger.order == head_order(rank)
         assert all(few <= many for few, many in zip(smaller.reused, larger.reused, strict=True))
 
 
-@given(damages())
-def test_order_of_a_layer_is_a_permutation_by_rising_damage(damage):
-    for row, order in zip(damage, damage_order(damage), strict=True):
+@given(ranks())
+def test_order_of_a_layer_is_a_permutation_by_rising_rank(rank):
+    for row, order in zip(rank, head_order(rank), strict=True):
         assert sorted(order) == list(range(len(row)))
         assert (np.diff(row[list(order)]) >= 0).all()
 
 
-@given(damages(), st.data())
-def test_as_array_marks_the_first_heads_of_each_order(damage, data):
-    reused = tuple(data.draw(st.integers(0, damage.shape[1])) for _ in damage)
-    array = ReuseMask(damage_order(damage), reused).as_array()
-    for layer, (order, count) in enumerate(zip(damage_order(damage), reused, strict=True)):
+@given(ranks(), st.data())
+def test_as_array_marks_the_first_heads_of_each_order(rank, data):
+    reused = tuple(data.draw(st.integers(0, rank.shape[1])) for _ in rank)
+    array = ReuseMask(head_order(rank), reused).as_array()
+    for layer, (order, count) in enumerate(zip(head_order(rank), reused, strict=True)):
         assert set(np.flatnonzero(array[layer]).tolist()) == set(order[:count])
 
 
@@ -86,15 +86,15 @@ def test_as_array_marks_the_first_heads_of_each_order(damage, data):
     ],
 )
 def test_every_way_to_write_heads(text, reused):
-    mask = parse_heads(text, even_damage(4, 3))
+    mask = parse_heads(text, natural_rank(4, 3))
     assert mask.reused == reused
     assert mask.order == ((0, 1, 2),) * 4
 
 
-@given(damages(), st.data())
-def test_number_means_the_mildest_heads(damage, data):
-    count = data.draw(st.integers(1, damage.size))
-    assert parse_heads(str(count), damage) == mildest_mask(damage, count)
+@given(ranks(), st.data())
+def test_number_means_the_mildest_heads(rank, data):
+    count = data.draw(st.integers(1, rank.size))
+    assert parse_heads(str(count), rank) == mildest_mask(rank, count)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,14 @@ def test_number_means_the_mildest_heads(damage, data):
 )
 def test_anything_else_is_refused_with_the_field(text):
     with pytest.raises(InvalidInput) as refused:
-        parse_heads(text, even_damage(4, 3))
+        parse_heads(text, natural_rank(4, 3))
     assert refused.value.field == "heads"
 
 
 @given(st.text("0123456789-, layers:", max_size=12))
 def test_any_text_gives_a_mask_or_a_refusal(text):
     try:
-        mask = parse_heads(text, even_damage(4, 3))
+        mask = parse_heads(text, natural_rank(4, 3))
     except InvalidInput:
         return
     assert 1 <= mask.total <= 12
@@ -138,16 +138,16 @@ def test_any_text_gives_a_mask_or_a_refusal(text):
 @pytest.mark.parametrize("text", ["layers:²", "layers:0-①"])
 def test_layer_number_that_is_no_number_is_refused(text):
     with pytest.raises(InvalidInput):
-        parse_heads(text, even_damage(4, 3))
+        parse_heads(text, natural_rank(4, 3))
 
 
 def test_range_without_an_end_is_refused():
     with pytest.raises(InvalidInput):
-        parse_heads("layers:1-", even_damage(4, 3))
+        parse_heads("layers:1-", natural_rank(4, 3))
 
 
 def test_mask_within_the_stored_heads_is_returned_and_one_beyond_is_refused():
-    mask = mildest_mask(DAMAGE, 3)  # 2 and 1 heads
+    mask = mildest_mask(RANK, 3)  # 2 and 1 heads
     assert within_stored(mask, (2, 1)) is mask
     assert within_stored(mask, (3, 3)) is mask
     with pytest.raises(InvalidInput, match="build the database again") as refused:

@@ -41,7 +41,7 @@ def opened(tiny_database):
 
 def plan_of(engine, database, sequences, threshold, allowed=None) -> tuple[list[int], list[float], int]:
     """Records and similarities in the caller's order, and the number of corrupt records."""
-    search = replace(database.search, threshold=threshold)
+    search = replace(database.search, policy=database.search.policy.with_threshold(threshold))
     batch = pack(sequences)
     allowed = np.ones(len(sequences), dtype=bool) if allowed is None else np.array(allowed)
     with torch.inference_mode():
@@ -101,17 +101,23 @@ def test_rounding_costs_a_recorded_sequence_nothing(tiny_engine, opened, asked):
 @settings(max_examples=30, deadline=None)
 @given(thresholds=st.tuples(st.floats(0.5, 1.1), st.floats(0.5, 1.1)))
 def test_raising_the_threshold_only_removes_hits(tiny_engine, opened, asked, thresholds):
+    everything = plan_of(tiny_engine, opened, asked.sequences, 0.0)
     loose, strict = (
         plan_of(tiny_engine, opened, asked.sequences, threshold) for threshold in sorted(thresholds)
     )
-    assert loose[1] == pytest.approx(strict[1], nan_ok=True, abs=0)
-    for before, after, similarity in zip(loose[0], strict[0], strict[1], strict=True):
+    for threshold, plan in zip(sorted(thresholds), (loose, strict), strict=True):
+        # Above 1 nothing could hit, and nothing is searched.
+        expected = everything[1] if threshold <= 1 else [np.nan] * len(asked.sequences)
+        assert plan[1] == pytest.approx(expected, nan_ok=True, abs=0)
+    for before, after, similarity in zip(loose[0], strict[0], everything[1], strict=True):
         assert after in (before, -1)
         assert (after >= 0) == (similarity >= max(thresholds))
 
 
-def test_threshold_above_one_gives_no_hit(tiny_engine, opened, asked):
-    assert set(plan_of(tiny_engine, opened, asked.sequences, threshold=1.001)[0]) == {-1}
+def test_threshold_above_one_searches_nothing_and_gives_no_hit(tiny_engine, opened, asked):
+    records, similarities, _ = plan_of(tiny_engine, opened, asked.sequences, threshold=1.001)
+    assert set(records) == {-1}
+    assert np.isnan(similarities).all()
 
 
 @settings(max_examples=30, deadline=None)
@@ -168,20 +174,28 @@ def test_damaged_record_serves_nobody_and_is_counted(tiny_engine, tiny_database,
 
 
 def test_outcomes_tell_hit_miss_and_not_searched_apart():
-    records = np.array([4, -1, -1, 0, -1])
-    similarities = np.array([0.9, 0.3, np.nan, 1.0, np.nan], np.float32)
-    plan = ReusePlan(records, similarities, cannot_pay=np.array([False] * 4 + [True]))
-    assert plan.hits.tolist() == [True, False, False, True, False]
+    records = np.array([4, -1, -1, 0, -1, -1, 7])
+    kinds = np.array([0, 0, 0, 1, 0, 1, 0])
+    similarities = np.array([0.9, 0.3, np.nan, 0.8, np.nan, 0.7, 1.0], np.float32)
+    plan = ReusePlan(records, kinds, similarities, cannot_pay=np.array([False] * 4 + [True, False, False]))
+    assert plan.hits.tolist() == [True, False, False, True, False, False, True]
     assert plan.outcomes().tolist() == [
-        *(Outcome.HIT, Outcome.MISS, Outcome.NOT_SEARCHED, Outcome.HIT, Outcome.CANNOT_PAY)
+        *(Outcome.HIT, Outcome.MISS, Outcome.NOT_SEARCHED, Outcome.PROTOTYPE_HIT, Outcome.CANNOT_PAY),
+        *(Outcome.MISS, Outcome.HIT),
     ]
+
+
+def test_hits_of_either_kind_of_record_are_hits_and_nothing_else_is():
+    assert {outcome for outcome in Outcome if outcome.is_hit} == {Outcome.HIT, Outcome.PROTOTYPE_HIT}
 
 
 def test_plan_follows_a_permutation_of_its_batch():
     cannot_pay = np.array([False, True, False])
-    plan = ReusePlan(np.array([4, -1, 7]), np.array([0.9, 0.3, 0.8], np.float32), cannot_pay, 2)
+    kinds, similarities = np.array([0, 1, 1]), np.array([0.9, 0.3, 0.8], np.float32)
+    plan = ReusePlan(np.array([4, -1, 7]), kinds, similarities, cannot_pay, 2)
     moved = plan.reordered(np.array([2, 0, 1]))
     assert moved.records.tolist() == [7, 4, -1]
+    assert moved.kinds.tolist() == [1, 0, 1]
     assert moved.similarities.tolist() == plan.similarities[[2, 0, 1]].tolist()
     assert moved.cannot_pay.tolist() == [False, False, True]
     assert moved.corrupt_records == 2

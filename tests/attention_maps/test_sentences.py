@@ -70,18 +70,37 @@ def test_no_more_than_a_thousand_are_held_out():
     assert split_of(corpus).held_out.sum() == 1000
 
 
-def test_lengths_partition_the_sentences():
+def test_lengths_partition_the_sentences_those_held_out_after_the_others():
     sentences = split_of([([number] * (1 + number % 5), str(number)) for number in range(100)])
     by_length = sentences.by_length()
     assert list(by_length) == [1, 2, 3, 4, 5]
     assert sorted(index for indices in by_length.values() for index in indices) == list(range(100))
     for length, indices in by_length.items():
-        assert indices == sorted(indices)
+        # Training sentences come first, and both sides keep the order of the corpus.
+        assert indices == sorted(indices, key=lambda index: (sentences.held_out[index], index))
         assert {len(sentences.sequences[index]) for index in indices} == {length}
         held_out, others = (sentences.rows(indices, held_out=side) for side in (True, False))
         assert sorted(held_out + others) == list(range(len(indices)))
         assert all(sentences.held_out[indices[row]] for row in held_out)
         assert not any(sentences.held_out[indices[row]] for row in others)
+
+
+@settings(deadline=None)
+@given(corpora, st.integers(1, MAX_LENGTH), st.integers(0, 9))
+def test_cut_sentences_are_the_next_longer_training_ones_without_their_middle(corpus, length, most):
+    sentences = split_of(corpus)
+    longer = [
+        ids
+        for ids, held_out in zip(sentences.sequences, sentences.held_out, strict=True)
+        if len(ids) > length and not held_out
+    ]
+    by_length = [ids for tokens in range(MAX_LENGTH + 1) for ids in longer if len(ids) == tokens]
+    expected = []
+    for ids in by_length[:most]:
+        cut = [*ids[: length - 1], ids[-1]]
+        if cut not in expected:
+            expected.append(cut)
+    assert sentences.cut_to(length, most) == expected
 
 
 @pytest.mark.parametrize(

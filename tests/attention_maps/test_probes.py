@@ -1,0 +1,257 @@
+"""Probes, their nearest records of each kind, and what these do to them, against brute force."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from core_models import random_sequences
+
+from attncache_core.attention_maps.mask import head_order, mildest_mask
+from attncache_core.attention_maps.policy import Budget, uniform_policy
+from attncache_core.attention_maps.probes import Probes, find_probes, measure, stored_batches, stored_maps
+from attncache_core.attention_maps.search import MOST_SIMILAR_OTHER
+from attncache_core.attention_maps.store import RecordKind
+from attncache_core.attention_maps.substitution import collect_maps, probed, substituted_outputs
+from attncache_core.outputs import Measure
+from attncache_core.tokens import pack
+
+STORED = RecordKind.STORED
+SYNTHETIC = [kind for kind in RecordKind if kind is not STORED]
+# Features are sums of a few hundred float32 products.
+TOLERANCE = 1e-5
+# Records keep 11 bits of a map; outputs are means over tokens of values about 1.
+SIXTEEN_BITS = 2e-3
+
+
+@pytest.fixture(scope="module")
+def probes(tiny_engine, recorded):
+    return find_probes(tiny_engine.model, recorded.search, recorded.held_out)
+
+
+@pytest.fixture(scope="module")
+def masks(recorded):
+    return [mildest_mask(recorded.rank, size) for size in (2, 6, 12)]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_engine, recorded, probes, masks):
+    judge = tiny_engine.judge(Measure.COSINE)
+    return measure(tiny_engine.model, recorded.store, probes, masks, judge)
+
+
+def features(engine, recorded, ids) -> np.ndarray:
+    with torch.inference_mode():
+        return recorded.search.projector(engine.model.embed(pack([ids]))[None])[0].double().numpy()
+
+
+def test_probes_are_the_sequences_by_rising_length(recorded, probes):
+    assert probes.sequences == sorted(recorded.held_out, key=len)
+    assert probes.lengths.tolist() == [len(ids) for ids in probes.sequences]
+
+
+def test_nearest_sentence_of_a_probe_is_that_of_a_comparison_with_every_training_sentence(
+    tiny_engine, recorded, probes
+):
+    members = recorded.recording.by_length
+    for place, ids in enumerate(probes.sequences):
+        training = recorded.sentences.rows(members[len(ids)], held_out=False)
+        if not training:
+            assert probes.records[STORED][place] == -1
+            assert probes.similarities[STORED][place] == -np.inf
+            continue
+        own = features(tiny_engine, recorded, ids)
+        distances = [
+            np.linalg.norm(
+                own - features(tiny_engine, recorded, recorded.sentences.sequences[members[len(ids)][row]])
+            )
+            for row in training
+        ]
+        assert probes.records[STORED][place] == np.argmin(distances)
+        assert probes.similarities[STORED][place] == pytest.approx(1 - min(distances), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", SYNTHETIC)
+def test_nearest_synthetic_record_of_a_probe_is_that_of_a_comparison_with_every_one(
+    tiny_engine, recorded, probes, kind
+):
+    index = recorded.search.prototypes
+    assert (index.kinds == kind).sum() > 1
+    for place, ids in enumerate(probes.sequences):
+        alike = np.flatnonzero((index.lengths == len(ids)) & (index.kinds == kind))
+        if not len(alike):
+            assert probes.records[kind][place] == -1
+            assert probes.similarities[kind][place] == -np.inf
+            continue
+        distances = np.linalg.norm(index.features[alike] - features(tiny_engine, recorded, ids), axis=1)
+        assert probes.records[kind][place] == index.records[alike[distances.argmin()]]
+        assert probes.similarities[kind][place] == pytest.approx(1 - distances.min(), abs=TOLERANCE)
+
+
+def test_the_probes_without_any_record_are_those_of_nine_tokens(probes):
+    nothing = [
+        max(probes.records[kind][place] for kind in RecordKind) < 0 for place in range(len(probes.lengths))
+    ]
+    assert nothing == (probes.lengths == 9).tolist()
+
+
+def test_probe_has_the_same_records_alone_as_among_others(tiny_engine, recorded, probes):
+    for place in range(0, len(probes.sequences), 5):
+        alone = find_probes(tiny_engine.model, recorded.search, [probes.sequences[place]])
+        for kind in RecordKind:
+            assert alone.records[kind][0] == probes.records[kind][place]
+            assert alone.similarities[kind][0] == pytest.approx(
+                probes.similarities[kind][place], abs=TOLERANCE
+            )
+
+
+def test_probes_do_not_depend_on_the_policy(tiny_engine, recorded, probes):
+    off = replace(recorded.search, policy=uniform_policy(Budget(Measure.COSINE, 0.9), np.inf))
+    same = find_probes(tiny_engine.model, off, recorded.held_out)
+    for kind in RecordKind:
+        assert same.records[kind].tolist() == probes.records[kind].tolist()
+        assert same.similarities[kind].tolist() == probes.similarities[kind].tolist()
+
+
+def test_no_probe_is_taken_for_a_recorded_sequence(probes):
+    for kind in RecordKind:
+        assert probes.similarities[kind].max() <= MOST_SIMILAR_OTHER < 1
+
+
+def test_most_similar_is_the_record_of_the_greater_similarity(probes):
+    for place, record in enumerate(probes.most_similar()):
+        kind = max(RecordKind, key=lambda kind: probes.similarities[kind][place])
+        assert record == probes.records[kind][place]
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_sample_is_spread_over_the_probes_and_keeps_what_belongs_together(probes, most):
+    sample = probes.sample(most)
+    places = [probes.sequences.index(ids) for ids in sample.sequences]
+    assert len(places) == min(most, len(probes.sequences))
+    assert places == sorted(set(places))
+    assert most < 2 or (places[0], places[-1]) == (0, len(probes.sequences) - 1)
+    for kind in RecordKind:
+        assert sample.records[kind].tolist() == probes.records[kind][places].tolist()
+        assert sample.similarities[kind].tolist() == probes.similarities[kind][places].tolist()
+
+
+def full_precision_cosine(engine, recorded, ids, kind, record, mask) -> float:
+    """Of a probe alone, the maps computed anew in full precision from the tokens of its record's makers."""
+    recording, length = recorded.recording, len(ids)
+    if kind is STORED:
+        makers = [recorded.sentences.sequences[recording.by_length[length][record]]]
+    elif kind is RecordKind.MEAN:
+        makers = recording.members(length)
+    else:
+        cluster = record - recording.stored(length) - 1
+        places = np.flatnonzero(recording.clusters(length) == cluster)
+        makers = [recording.members(length)[place] for place in places]
+    maps = [collect_maps(engine.model, pack([maker])) for maker in makers]
+    donors = [[torch.stack([of_maker[layer][0] for of_maker in maps]).mean(dim=0)] for layer in range(3)]
+    alone = probed(engine.model, pack([ids]), donors)
+    changed = substituted_outputs(engine.model, alone, mask.as_array())
+    return torch.cosine_similarity(torch.from_numpy(changed), torch.from_numpy(alone.outputs)).item()
+
+
+@pytest.mark.parametrize("kind", RecordKind)
+def test_measured_damage_is_that_of_the_records_makers_maps_in_full_precision(
+    tiny_engine, recorded, probes, masks, measured, kind
+):
+    for place in range(0, len(probes.sequences), 5):
+        ids, record = probes.sequences[place], int(probes.records[kind][place])
+        for mask, rows in zip(masks, measured, strict=True):
+            if record < 0:
+                assert np.isnan(rows[kind].damage[place])
+                assert np.isnan(rows[kind].fidelity[place])
+                continue
+            cosine = full_precision_cosine(tiny_engine, recorded, ids, kind, record, mask)
+            assert rows[kind].damage[place] == pytest.approx(1 - cosine, abs=SIXTEEN_BITS)
+            assert rows[kind].fidelity[place] == pytest.approx(cosine, abs=SIXTEEN_BITS)
+
+
+def test_larger_masks_do_more_damage_and_none_heals(measured):
+    for kind in RecordKind:
+        known = np.isfinite(measured[0][kind].damage)
+        means = [rows[kind].damage[known].mean() for rows in measured]
+        assert means == sorted(means)
+        assert all((rows[kind].damage[known] >= 0).all() for rows in measured)
+
+
+def test_damage_of_a_probe_does_not_depend_on_the_others(tiny_engine, recorded, probes, masks, measured):
+    judge = tiny_engine.judge(Measure.COSINE)
+    few = probes.sample(5)
+    for mask, rows in zip(masks, measure(tiny_engine.model, recorded.store, few, masks, judge), strict=True):
+        for place, ids in enumerate(few.sequences):
+            before = measured[masks.index(mask)]
+            for kind in RecordKind:
+                expected = before[kind].damage[probes.sequences.index(ids)]
+                assert rows[kind].damage[place] == pytest.approx(expected, abs=1e-6, nan_ok=True)
+
+
+def test_decisions_are_compared_where_the_budget_is_agreement(
+    tiny_checkpoint, tiny_engine, recorded, probes, masks
+):
+    class FirstTwo:
+        """Decides by which of the first two numbers is larger."""
+
+        logits = staticmethod(lambda outputs: outputs[:, :2])
+
+    engine = type(tiny_engine).load(tiny_checkpoint, dtype="float32")
+    engine.classifier = FirstTwo()
+    judge = engine.judge(Measure.AGREEMENT)
+    (rows,) = measure(engine.model, recorded.store, probes, masks[-1:], judge)
+    batches = stored_batches(engine.model, recorded.store, masks[-1].order, probes, probes.records[STORED])
+    for places, make in batches:
+        batch = make()
+        changed = substituted_outputs(engine.model, batch, masks[-1].as_array())
+        same = (changed[:, 0] < changed[:, 1]) == (batch.outputs[:, 0] < batch.outputs[:, 1])
+        assert rows[STORED].fidelity[places].tolist() == same.astype(float).tolist()
+        assert 0 < same.mean() < 1
+
+
+@pytest.mark.parametrize("kinds", [1, len(RecordKind)])
+def test_progress_counts_the_batches_of_all_kinds_to_the_end(tiny_engine, recorded, probes, masks, kinds):
+    none = np.full(len(probes.sequences), -1)
+    records = {kind: probes.records[kind] if kind < kinds else none for kind in RecordKind}
+    probes = Probes(probes.sequences, records, probes.similarities)
+    seen = []
+    judge = tiny_engine.judge(Measure.COSINE)
+    measure(tiny_engine.model, recorded.store, probes, masks, judge, lambda *step: seen.append(step))
+    assert seen == [(done, len(seen)) for done in range(1, len(seen) + 1)]
+    assert len(seen) == kinds
+
+
+def test_batches_hold_every_probe_that_has_a_record_once(tiny_engine, recorded, probes):
+    records = probes.records[RecordKind.PROTOTYPE]
+    order = head_order(recorded.rank)
+    batches = stored_batches(tiny_engine.model, recorded.store, order, probes, records)
+    places = np.concatenate([places for places, _ in batches])
+    assert sorted(places) == np.flatnonzero(records >= 0).tolist()
+    for chosen, make in batches:
+        assert make().batch.lengths.tolist() == probes.lengths[chosen].tolist()
+
+
+def test_maps_of_records_stand_at_their_heads_and_are_zero_for_heads_that_none_holds(recorded):
+    order = head_order(recorded.rank)
+    sequences = random_sequences([5, 5, 7])
+    numbers = np.array([3, 1, 2])
+    fewer = replace(recorded.store.layout, stored_heads=(4, 1, 0))
+
+    class Fewer:
+        """The store as if records held fewer heads."""
+
+        layout, segments = fewer, recorded.store.segments
+
+    whole = stored_maps(recorded.store, order, pack(sequences), numbers)
+    part = stored_maps(Fewer(), order, pack(sequences), numbers)
+    for layer in range(3):
+        for group, (length, records) in enumerate([(5, numbers[:2]), (7, numbers[2:])]):
+            segment = recorded.store.segments[length]
+            for row, record in enumerate(records.tolist()):
+                stored = segment.layer_maps(record, layer, 4)
+                for place, head in enumerate(order[layer]):
+                    assert torch.equal(whole[layer][group][row, head], stored[place])
+                    held = place < fewer.stored_heads[layer]
+                    expected = stored[place] if held else torch.zeros_like(stored[place])
+                    assert torch.equal(part[layer][group][row, head], expected)
