@@ -99,7 +99,7 @@ def build_database(
     if engine.database is not None:
         raise ValueError("a database is built with an engine that has none")
     options = options or BuildOptions()
-    if options.threshold is not None and math.isnan(options.threshold):
+    if options.threshold is not None and not math.isfinite(options.threshold):
         raise InvalidInput("threshold must be a number", field="threshold")
     started = time.perf_counter()
     try:

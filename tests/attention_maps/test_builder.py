@@ -338,6 +338,14 @@ def test_heads_that_the_model_has_not_are_refused_before_anything_is_computed(
     assert names(tmp_path) == [".a.db.lock"]
 
 
+@pytest.mark.parametrize("threshold", [float("nan"), float("inf"), float("-inf")])
+def test_threshold_that_no_manifest_can_hold_is_refused(tiny_engine, few_texts, tmp_path, threshold):
+    with pytest.raises(InvalidInput) as refused:
+        build(tiny_engine, few_texts, tmp_path / "a.db", threshold=threshold)
+    assert refused.value.field == "threshold"
+    assert names(tmp_path) == []
+
+
 def test_engine_that_has_a_database_builds_none(tiny_checkpoint, measured, few_texts, tmp_path):
     engine = PrefillEngine.load(tiny_checkpoint, database=measured, dtype="float32")
     with pytest.raises(ValueError, match="an engine that has none"):
