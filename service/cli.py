@@ -10,6 +10,7 @@ from attncache_core import AttnCacheError
 from service import __version__
 from service.commands.bench import bench
 from service.commands.build import build, inspect, verify
+from service.commands.calibrate import calibrate
 from service.commands.evaluate import evaluate
 from service.commands.fit import fit
 from service.commands.serve import serve
@@ -44,5 +45,5 @@ def main() -> None:
     """Prefill-only transformer inference that reuses attention maps."""
 
 
-for command in (serve, build, inspect, verify, fit, evaluate, bench):
+for command in (serve, build, calibrate, inspect, verify, fit, evaluate, bench):
     main.add_command(command)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from attncache_core import DEFAULT_MODEL, Fetch
+from attncache_core.attention_maps.policy import Preset
 from attncache_core.engine import Dtype
 from service.errors import InvalidSettings
 
@@ -42,6 +43,11 @@ class Settings(BaseModel):
     threshold: float | None = Field(
         None, allow_inf_nan=False, description="Least similarity θ of a hit, instead of the database's own."
     )
+    policy: Preset | None = Field(
+        None,
+        description="θ = 0.995, 0.99 or 0.95, as the papers have it, instead of the database's own "
+        "thresholds; no budget is kept then.",
+    )
     heads: str | None = Field(
         None,
         min_length=1,
@@ -62,6 +68,9 @@ class Settings(BaseModel):
         description="Threads of model and index; without it, as the processor quota allows.",
     )
     truncate: bool = Field(True, description="Cut texts that are too long, unless a request says otherwise.")
+    max_tokens: int | None = Field(
+        None, ge=2, description="Longest text in tokens; without it, as the model takes."
+    )
     max_batch_tokens: int = Field(1024, ge=1, description="Tokens in one batch; a longer text goes alone.")
     max_batch_sequences: int = Field(64, ge=1, description="Texts in one batch.")
     max_queue_sequences: int = Field(
@@ -79,7 +88,9 @@ class Settings(BaseModel):
         if self.max_request_inputs > self.max_queue_sequences:
             # Such a request would be told to come again for ever.
             raise _refused("--max-request-inputs must be at most --max-queue-sequences, which is smaller")
-        for name in ("database", "threshold", "heads", "fetch", "search_always", "verify_rate"):
+        if self.policy and self.threshold is not None:
+            raise _refused("--policy and --threshold both say what a hit is; leave one of them out")
+        for name in ("database", "threshold", "policy", "heads", "fetch", "search_always", "verify_rate"):
             if not self.reuse and getattr(self, name) != type(self).model_fields[name].default:
                 raise _refused(f"{option_name(name)} has no effect with --no-reuse; leave one of them out")
         return self

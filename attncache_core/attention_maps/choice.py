@@ -72,8 +72,8 @@ def choose_group(
 ) -> LengthGroup:
     """Curves and the loosest θ inside the budget for one length group: the probes `rows` (places).
 
-    The probes are taken in order of the damage to expect of each, by its better kind, as long as the upper
-    bound of their mean loss stays inside the budget. When it allows none, θ = 1: only recorded sequences hit.
+    In order of the damage to expect of each, by its better kind, as many probes as possible are taken whose
+    mean loss has an upper bound inside the budget. When there are none, θ = 1: only recorded sequences hit.
     """
     similarities = {kind: probes.similarities[kind][rows] for kind in RecordKind}
     kinds = {kind: _with_curve(similarities[kind], measured[kind].damage[rows]) for kind in RecordKind}

@@ -180,7 +180,7 @@ class AttentionDatabase:
             record = self.search.store.record_of(ids)
             if record is not None:
                 gone.setdefault(len(ids), set()).add(record)
-        search = replace(self.search, index=self.search.index.without(gone))
+        search = replace(self.search, index=self.search.index.without(gone), left_out=gone)
         return replace(self, search=search), sum(map(len, gone.values()))
 
     def require_fingerprint(self, fingerprint: str, model: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -107,6 +107,8 @@ class SearchEngine:
     prototypes: PrototypeIndex
     store: AttentionMapStore
     policy: ReusePolicy
+    # Length -> records that serve nobody, for which the index must be one without them.
+    left_out: Mapping[int, Collection[int]] = field(default_factory=dict)
 
     def plan(
         self,
@@ -186,13 +188,14 @@ class SearchEngine:
         Answers how many records were damaged and passed over.
         """
         segment, corrupt = self.store.segments[group.length], 0
+        left_out = self.left_out.get(group.length, ())
         serves = self.policy.group_of(group.length).mean_serves
         mean = self.prototypes.means[group.length] if serves else None
         for place, ids in enumerate(batch.ids[group.tokens].view(group.count, group.length).numpy()):
             sequence = group.first + place
             own = segment.record_of(ids) if allowed[sequence] else None
             for record, kind in ((own, RecordKind.STORED), (mean, RecordKind.MEAN)):
-                if record is None or not allowed[sequence]:
+                if record is None or record in left_out or not allowed[sequence]:
                     continue
                 if segment.is_sound(record):
                     plan.records[sequence], plan.kinds[sequence] = record, kind

@@ -23,6 +23,7 @@ from attncache_core.corpus.reading import FORMATS, read_rows, read_texts
 from attncache_core.engine import Dtype
 from service.commands.options import max_tokens_option, model_options
 from service.commands.progress import shown_progress
+from service.commands.texts import places_without
 
 _defaults = BuildOptions()
 
@@ -113,12 +114,11 @@ def build(
         for corpus in corpora
         for sentence in _read_corpus(corpus, column, source_column, file_format)
     ]
-    if without:
-        left_out = {text for source in without for text in read_texts(source, column)}
-        given = len(sentences)
-        sentences = [sentence for sentence in sentences if sentence.text not in left_out]
-        click.echo(f"{given - len(sentences)} of {given} texts left out", err=True)
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads, max_tokens=max_tokens)
+    if without:
+        kept = places_without(engine, [sentence.text for sentence in sentences], without)
+        click.echo(f"{len(sentences) - len(kept)} of {len(sentences)} texts left out", err=True)
+        sentences = [sentences[place] for place in kept]
     with shown_progress() as progress:
         build_database(engine, sentences, database, BuildOptions(**options), progress)
     show_database(AttentionDatabase.open(database))

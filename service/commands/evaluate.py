@@ -1,92 +1,320 @@
-"""`attncache evaluate`: what reuse costs in quality and saves in time."""
+"""`attncache evaluate`: what reuse costs in quality and saves in time, beside the papers' baselines."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
-from attncache_core import AttentionDatabase, PrefillEngine, find_checkpoint
-from attncache_core.corpus.reading import read_labelled
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    CorpusSentence,
+    InvalidInput,
+    LinearClassifier,
+    PrefillEngine,
+    build_database,
+    find_checkpoint,
+    fit_classifier,
+)
+from attncache_core.corpus.reading import read_labelled, read_rated, read_texts
 from attncache_core.engine import Dtype
-from attncache_core.evaluation.classification import ClassificationReport, evaluate_classification
-from service.commands.options import model_options
+from attncache_core.evaluation.comparison import compare
+from attncache_core.evaluation.methods import METHODS, Methods, parse_methods
+from attncache_core.evaluation.tasks import (
+    AgreementTask,
+    ClassificationTask,
+    RatedPairs,
+    Sequences,
+    SimilarityTask,
+    Task,
+)
+from attncache_core.outputs import Measure
+from service.bench.report import machine
+from service.commands.evaluation_curves import plot_curves
+from service.commands.evaluation_report import show_comparison
+from service.commands.options import max_tokens_option, model_options
 from service.commands.progress import shown_progress
+
+
+@dataclass(frozen=True)
+class Request:
+    """What every evaluation is told."""
+
+    model: str
+    dtype: Dtype
+    threads: int | None
+    max_tokens: int | None
+    database: Path | None
+    corpus: tuple[str, ...]
+    methods: str
+    heads: str | None
+    threshold: float | None
+    san_threshold: float | None
+    batch_size: int
+    rounds: int
+    json_file: Path | None
+    markdown: Path | None
 
 
 @click.group("evaluate")
 def evaluate() -> None:
-    """Measure what reuse costs in quality and saves in time."""
+    """Measure what reuse costs in quality and saves in time.
+
+    Every evaluated text is first taken out of the database, and how many that were is printed. With --corpus
+    a database that does not exist yet is built and calibrated from those texts, without the evaluated ones.
+    """
+
+
+def evaluation_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every evaluation."""
+    options = (
+        max_tokens_option,
+        click.option("--database", type=click.Path(path_type=Path), help="Folder of the database."),
+        click.option(
+            "--corpus",
+            multiple=True,
+            help="Texts the database is, or is to be, built from: FILE or FILE:column,column.",
+        ),
+        click.option(
+            "--methods",
+            default="full,attncache",
+            show_default=True,
+            help=f"With commas between: {', '.join(METHODS)}.",
+        ),
+        click.option("--heads", help="Override the database's reuse mask."),
+        click.option("--threshold", type=float, help="Override the database's thresholds by one θ."),
+        click.option(
+            "--san-threshold",
+            type=float,
+            help="Divergence under which SAN's layers share. Default: half of the layers do.",
+        ),
+        click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True),
+        click.option(
+            "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Timed, in turn."
+        ),
+        click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write a report."),
+        click.option("--markdown", type=click.Path(path_type=Path), help="Also write the table here."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return model_options(command)
+
+
+@evaluate.command("sts")
+@evaluation_options
+@click.option("--data", required=True, multiple=True, help="A table with score, sentence1 and sentence2.")
+@click.option("--score-column", default="score", show_default=True)
+@click.option("--columns", default="sentence1,sentence2", show_default=True, help="The two texts' columns.")
+def sts(data: tuple[str, ...], score_column: str, columns: str, **options: Any) -> None:
+    """Semantic textual similarity: Spearman's correlation over all pairs of each file."""
+    first, _, second = columns.partition(",")
+    rated = {Path(path).stem: read_rated(path, first, second, score_column) for path in data}
+    evaluation = _Evaluation(Request(**options))
+    sets = {
+        name: RatedPairs(evaluation.tokenize(left), evaluation.tokenize(right), ratings)
+        for name, (left, right, ratings) in rated.items()
+    }
+    evaluation.run(SimilarityTask(sets))
 
 
 @evaluate.command("classification")
-@model_options
-@click.option("--database", type=click.Path(path_type=Path), required=True)
-@click.option("--heads", help="Override the database's reuse mask.")
-@click.option("--threshold", type=float, help="Override the database's θ.")
-@click.option("--train", required=True, help="Labelled texts to fit the linear classifier on.")
-@click.option("--test", required=True, help="Labelled texts to measure on.")
+@evaluation_options
+@click.option("--data", required=True, help="Labelled texts to measure on.")
+@click.option("--train", help="Labelled texts to fit a linear classifier on, for a model without classes.")
+@click.option(
+    "--classifier", type=click.Path(path_type=Path), help="A fitted classifier, instead of --train."
+)
 @click.option("--text-column", default="text", show_default=True)
 @click.option("--label-column", default="label", show_default=True)
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Timed rounds, in turn."
-)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
 def classification(
+    data: str,
+    train: str | None,
+    classifier: Path | None,
+    text_column: str,
+    label_column: str,
+    **options: Any,
+) -> None:
+    """Accuracy of the model's classes, or of a linear classifier on its embeddings."""
+    texts, labels = read_labelled(data, text_column, label_column)
+    evaluation = _Evaluation(Request(**options))
+    if classifier:
+        evaluation.full.classifier = LinearClassifier.load(classifier)
+    elif train:
+        evaluation.fit(*read_labelled(train, text_column, label_column))
+    if evaluation.full.labels is None:
+        raise InvalidInput("the model has no classes: give --train or --classifier", field="train")
+    names = _label_names(labels, evaluation.full.labels)
+    evaluation.run(ClassificationTask(Path(data).stem, evaluation.full, evaluation.tokenize(texts), names))
+
+
+@evaluate.command("agreement")
+@evaluation_options
+@click.option("--data", required=True, multiple=True, help="Texts: FILE or FILE:column,column.")
+@click.option("--classifier", type=click.Path(path_type=Path), help="Compare this classifier's decisions.")
+def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) -> None:
+    """Likeness to the full model on texts without labels: decisions or, without classes, cosine."""
+    texts = [text for source in data for text in read_texts(source)]
+    if not texts:
+        raise InvalidInput("the data has no texts", field="data")
+    evaluation = _Evaluation(Request(**options))
+    if classifier:
+        evaluation.full.classifier = LinearClassifier.load(classifier)
+    evaluation.run_agreement(Path(data[0].partition(":")[0]).stem, evaluation.tokenize(texts))
+
+
+@evaluate.command("curves")
+@model_options
+@max_tokens_option
+@click.option("--database", type=click.Path(path_type=Path), required=True)
+@click.option("--data", required=True, multiple=True, help="Texts: FILE or FILE:column,column.")
+@click.option("--classifier", type=click.Path(path_type=Path), help="Keep this classifier's decisions.")
+@click.option("--most", type=click.IntRange(min=20), default=600, show_default=True, help="Texts at most.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), required=True, help="Folder for plots (PNG) and data (CSV)."
+)
+def curves(
     model: str,
     dtype: Dtype,
     threads: int | None,
+    max_tokens: int | None,
     database: Path,
-    heads: str | None,
-    threshold: float | None,
-    train: str,
-    test: str,
-    text_column: str,
-    label_column: str,
-    rounds: int,
-    json_file: Path | None,
+    data: tuple[str, ...],
+    classifier: Path | None,
+    most: int,
+    output: Path,
 ) -> None:
-    """Accuracy of a linear classifier on embeddings, hit rate, cosine and time, with reuse off and on."""
+    """Plot quality against time for many masks and ways to choose a record, and against θ."""
+    texts = [text for source in data for text in read_texts(source)]
     checkpoint = find_checkpoint(model)
-    train_texts, test_texts = (read_labelled(path, text_column, label_column) for path in (train, test))
-    opened = AttentionDatabase.open(database, heads=heads, threshold=threshold)
-    full = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
-    reusing = PrefillEngine.load(checkpoint, database=opened, dtype=dtype, threads=threads)
+    full = PrefillEngine.load(
+        checkpoint,
+        dtype=dtype,
+        threads=threads,
+        max_tokens=max_tokens,
+        classifier=LinearClassifier.load(classifier) if classifier else None,
+    )
+    opened = AttentionDatabase.open(database)
     with shown_progress() as progress:
-        report = evaluate_classification(
-            full,
-            reusing,
-            train_texts,
-            test_texts,
-            rounds=rounds,
-            on_step=lambda done, total: progress("measuring", done, total),
+        plot_curves(full, opened, full.tokenize(texts), most, output, progress)
+    click.echo(f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir())))
+
+
+class _Evaluation:
+    """One run: an engine that computes in full, methods beside it, one table."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.names = parse_methods(request.methods)
+        self.checkpoint = find_checkpoint(request.model)
+        self.full = PrefillEngine.load(
+            self.checkpoint, dtype=request.dtype, threads=request.threads, max_tokens=request.max_tokens
         )
-    _show(report)
-    if json_file:
-        json_file.write_text(json.dumps(_without_nan(asdict(report)), indent=1) + "\n", encoding="utf-8")
+
+    def tokenize(self, texts: Sequence[str]) -> Sequences:
+        """Token ids of each text."""
+        return self.full.tokenize(texts)
+
+    def fit(self, texts: Sequence[str], labels: Sequence[str]) -> None:
+        """Give the full engine a linear classifier on its embeddings."""
+        sequences = self.tokenize(texts)
+        parts = [
+            self.full.run(part, [False] * len(part)).outputs
+            for part in (sequences[at : at + 64] for at in range(0, len(sequences), 64))
+        ]
+        self.full.classifier = fit_classifier(
+            np.concatenate(parts), labels, fingerprint="", model=self.checkpoint.name
+        )
+
+    def run_agreement(self, name: str, sequences: Sequences) -> None:
+        """Evaluate likeness to the full model."""
+        judge = self.full.judge(Measure.AGREEMENT if self.full.labels else Measure.COSINE)
+        size = self.request.batch_size
+        batches = [sequences[at : at + size] for at in range(0, len(sequences), size)]
+        outputs = np.concatenate([self.full.run(batch, [False] * len(batch)).outputs for batch in batches])
+        self.run(AgreementTask(name, judge, sequences, outputs))
+
+    def run(self, task: Task) -> None:
+        """Make the methods, compare them and show the table."""
+        request = self.request
+        corpus, database = self._corpus_and_database(task)
+        methods = Methods(
+            self.full,
+            self.checkpoint,
+            database,
+            corpus,
+            dtype=request.dtype,
+            san_threshold=request.san_threshold,
+        )
+        made = {name: methods.make(name) for name in self.names}
+        with shown_progress() as progress:
+            reports = compare(
+                made,
+                task,
+                self.full.judge(Measure.COSINE),
+                self.full.judge(Measure.AGREEMENT) if self.full.labels else None,
+                batch_size=request.batch_size,
+                rounds=request.rounds,
+                on_step=lambda done, total: progress("measuring", done, total),
+            )
+        facts = {
+            **machine(self.full.threads),
+            "model": self.checkpoint.name,
+            "dtype": str(self.full.dtype).removeprefix("torch."),
+            "texts": len(task.sequences),
+            "reused_heads": f"{database.mask.total} of {database.mask.heads}" if database else None,
+        }
+        show_comparison(task.metric, facts, reports, request.json_file, request.markdown)
+
+    def _corpus_and_database(self, task: Task) -> tuple[Sequences, AttentionDatabase | None]:
+        """The corpus and the database without the evaluated texts; says how many those were."""
+        request = self.request
+        evaluated = set(map(tuple, task.sequences))
+        texts = [text for source in request.corpus for text in read_texts(source)]
+        tokenized = self.tokenize(texts)
+        kept = [place for place, ids in enumerate(tokenized) if tuple(ids) not in evaluated]
+        if texts:
+            click.echo(
+                f"{len(texts) - len(kept)} of {len(texts)} texts of the corpus are evaluated and left out"
+            )
+        corpus = [tokenized[place] for place in kept]
+        if request.database is None:
+            return corpus, None
+        if not request.database.exists():
+            if not texts:
+                raise InvalidInput(
+                    f"there is no database in {request.database}; give --corpus to build it",
+                    field="database",
+                )
+            self._build(request.database, [texts[place] for place in kept])
+        opened = AttentionDatabase.open(request.database, heads=request.heads, threshold=request.threshold)
+        database, gone = opened.without(evaluated)
+        click.echo(f"{gone} of {opened.info()['records']} records are of evaluated texts and left out")
+        if gone:
+            click.echo(
+                "prototypes and thresholds were made with them; to keep them out of these too, build with "
+                "--without"
+            )
+        return corpus, database
+
+    def _build(self, folder: Path, texts: Sequence[str]) -> None:
+        request = self.request
+        options = BuildOptions(max_length=min(self.full.max_tokens, 128), heads=request.heads)
+        sentences = [CorpusSentence(text, text) for text in texts]
+        # Without the fitted classifier: the database is one of embeddings.
+        engine = PrefillEngine.load(
+            self.checkpoint, dtype=request.dtype, threads=request.threads, max_tokens=request.max_tokens
+        )
+        with shown_progress() as progress:
+            build_database(engine, sentences, folder, options, progress)
 
 
-def _without_nan(report: dict[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN: what could not be measured is null."""
-    return {name: None if value != value else value for name, value in report.items()}
-
-
-def _show(report: ClassificationReport) -> None:
-    table = Table("", "full model", "with reuse", title=f"{report.texts} texts", title_justify="left")
-    table.add_row("accuracy", f"{report.accuracy_full:.4f}", f"{report.accuracy_reuse:.4f}")
-    table.add_row("accuracy on hits", f"{report.hits_accuracy_full:.4f}", f"{report.hits_accuracy_reuse:.4f}")
-    table.add_row("agreement on hits", "", f"{report.agreement_on_hits:.4f}")
-    table.add_row("mean cosine on hits", "", f"{report.mean_cosine:.4f}")
-    table.add_row("5th percentile", "", f"{report.cosine_5th_percentile:.4f}")
-    table.add_row("hit rate", "", f"{report.hit_rate:.4f}")
-    table.add_row("recorded texts", "", str(report.recorded_texts))
-    table.add_row("reused heads", "", f"{report.reused_heads} of {report.heads}")
-    table.add_row("threshold θ", "", f"{report.threshold:.4f}")
-    table.add_row("seconds (median)", f"{report.full_seconds:.3f}", f"{report.reuse_seconds:.3f}")
-    table.add_row("of which search", "", f"{report.search_seconds:.3f}")
-    table.add_row("speed-up, all traffic", "", f"{report.speedup:.3f}")
-    Console(highlight=False).print(table)
+def _label_names(labels: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The labels as the model calls them: data may have numbers where the model has names."""
+    if set(labels) <= set(known) or not all(label.isdigit() and int(label) < len(known) for label in labels):
+        return list(labels)
+    return [known[int(label)] for label in labels]

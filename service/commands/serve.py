@@ -54,6 +54,7 @@ def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
         threads=settings.threads,
         classifier=LinearClassifier.load(settings.classifier) if settings.classifier else None,
         fetch=settings.fetch,
+        max_tokens=settings.max_tokens,
     )
     if not settings.search_always:
         engine.weigh_costs()
@@ -71,7 +72,8 @@ def _open_database(settings: Settings, checkpoint: Checkpoint) -> AttentionDatab
                 threads=settings.threads,
                 progress=progress,
             )
-    return AttentionDatabase.open(folder, threshold=settings.threshold, heads=settings.heads)
+    threshold = settings.policy.threshold if settings.policy else settings.threshold
+    return AttentionDatabase.open(folder, threshold=threshold, heads=settings.heads)
 
 
 def configure_logging(level: str) -> None:

@@ -1,0 +1,111 @@
+"""What is evaluated: texts, as token sequences, and how outputs for them are scored.
+
+A score is a fraction: Spearman's correlation, accuracy, or agreement with the full model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from attncache_core.engine import PrefillEngine
+from attncache_core.outputs import Judge, cosines
+
+Sequences = list[list[int]]
+
+
+class Task(Protocol):
+    """Token sequences and the scores of outputs for them."""
+
+    metric: str  # what the scores are
+    sequences: Sequences
+
+    def scores(self, outputs: np.ndarray) -> dict[str, float]:
+        """From outputs [sequences, d]: name of a data set -> its score."""
+        ...
+
+    def items(self, outputs: np.ndarray) -> np.ndarray | None:
+        """Scores of single sequences, float64 [sequences], whose mean is the score; None if it is no mean."""
+        ...
+
+
+@dataclass(frozen=True)
+class RatedPairs:
+    """Pairs of texts and how alike people found them."""
+
+    left: Sequences
+    right: Sequences
+    ratings: Sequence[float]
+
+
+class SimilarityTask:
+    """Semantic textual similarity: Spearman's correlation of cosine and rating over a whole set."""
+
+    metric = "Spearman"
+
+    def __init__(self, sets: Mapping[str, RatedPairs]) -> None:
+        self._sets = sets
+        self.sequences = [
+            ids for pairs in sets.values() for side in (pairs.left, pairs.right) for ids in side
+        ]
+
+    def scores(self, outputs: np.ndarray) -> dict[str, float]:
+        """See Task."""
+        scores, first = {}, 0
+        for name, pairs in self._sets.items():
+            count = len(pairs.ratings)
+            left, right = outputs[first : first + count], outputs[first + count : first + 2 * count]
+            scores[name] = float(spearmanr(cosines(left, right), pairs.ratings).statistic)
+            first += 2 * count
+        return scores
+
+    def items(self, outputs: np.ndarray) -> None:  # noqa: ARG002 - a correlation is no mean
+        """See Task."""
+        return None
+
+
+class ClassificationTask:
+    """Accuracy of an engine's classes, those of its model or of the classifier it was given."""
+
+    metric = "accuracy"
+
+    def __init__(self, name: str, engine: PrefillEngine, sequences: Sequences, labels: Sequence[str]) -> None:
+        """Raises InvalidInput for a label that is none of the engine's classes."""
+        self.sequences = sequences
+        self._name, self._engine = name, engine
+        column = {label: place for place, label in enumerate(engine.labels or ())}
+        unknown = sorted(set(labels) - set(column))
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} labels of the data are none of the model's {len(column)} classes"
+            )
+        self._truth = np.array([column[label] for label in labels])
+
+    def scores(self, outputs: np.ndarray) -> dict[str, float]:
+        """See Task."""
+        return {self._name: float(self.items(outputs).mean())}
+
+    def items(self, outputs: np.ndarray) -> np.ndarray:
+        """See Task."""
+        return np.equal(self._engine.class_logits(outputs).argmax(axis=1), self._truth).astype(np.float64)
+
+
+class AgreementTask:
+    """Likeness to the full model on texts without labels: the same decision, or without classes cosine."""
+
+    def __init__(self, name: str, judge: Judge, sequences: Sequences, full_outputs: np.ndarray) -> None:
+        self.sequences = sequences
+        self.metric = str(judge.measure)
+        self._name, self._judge, self._full = name, judge, full_outputs
+
+    def scores(self, outputs: np.ndarray) -> dict[str, float]:
+        """See Task."""
+        return {self._name: float(self.items(outputs).mean())}
+
+    def items(self, outputs: np.ndarray) -> np.ndarray:
+        """See Task."""
+        return self._judge.fidelity(outputs, self._full)

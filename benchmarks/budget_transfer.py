@@ -1,0 +1,141 @@
+"""Does a budget hold on texts it was not calibrated on: one half against the other, and other texts?
+
+    python benchmarks/budget_transfer.py --database banking77.db --data banking77_test_a.tsv \\
+        --other STSB_test.tsv:sentence1,sentence2
+
+Masks are measured once on all texts; then mask and policy are chosen on a random half and applied to the
+other, and chosen on the one set of texts and applied to the other set. A length group fails when the mean of
+its hits (at least 20) is below the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import numpy as np
+
+from attncache_core import AttentionDatabase, PrefillEngine, find_checkpoint
+from attncache_core.attention_maps.calibration import candidate_masks, measure_savings
+from attncache_core.attention_maps.choice import FEWEST_PROBES, Calibrated, apply_policy, choose_policy
+from attncache_core.attention_maps.policy import Budget
+from attncache_core.attention_maps.probes import Measured, Probes, find_probes, measure
+from attncache_core.corpus.reading import read_texts
+from attncache_core.outputs import Measure
+from service.bench.report import machine, show_machine, show_table
+
+Measurements = list[dict]
+
+
+@click.command()
+@click.option("--model", default="all-MiniLM-L6-v2", show_default=True)
+@click.option("--database", type=click.Path(path_type=Path), required=True)
+@click.option("--data", required=True, help="FILE or FILE:column,column")
+@click.option("--other", help="FILE or FILE:column,column")
+@click.option("--min-cosine", default=0.985, show_default=True)
+@click.option("--min-agreement", default=0.98, show_default=True)
+@click.option("--splits", default=20, show_default=True)
+def main(
+    model: str,
+    database: Path,
+    data: str,
+    other: str | None,
+    min_cosine: float,
+    min_agreement: float,
+    splits: int,
+) -> None:
+    """Print how often and by how much the budget fails."""
+    opened = AttentionDatabase.open(database)
+    engine = PrefillEngine.load(find_checkpoint(model))
+    budget = Budget(Measure.AGREEMENT, min_agreement) if engine.labels else Budget(Measure.COSINE, min_cosine)
+    rank = np.array(opened.manifest.rank)
+    masks = candidate_masks(rank)
+    sets = {}
+    for source in filter(None, (data, other)):
+        sequences = engine.tokenize(read_texts(source))
+        unseen = [
+            list(ids)
+            for ids in dict.fromkeys(map(tuple, sequences))
+            if len(ids) in opened.search.store.segments and opened.search.store.record_of(ids) is None
+        ]
+        probes = find_probes(engine.model, opened.search, unseen)
+        measured = measure(engine.model, opened.search.store, probes, masks, engine.judge(budget.measure))
+        sets[Path(source.partition(":")[0]).stem] = (probes, measured)
+    first, _ = next(iter(sets.values()))
+    savings = measure_savings(engine, opened.search, first, rank)
+
+    def transfer(calibration: tuple[Probes, Measurements], asked: tuple[Probes, Measurements]) -> Calibrated:
+        chosen, _ = choose_policy(calibration[0], masks, calibration[1], budget, savings)
+        of_mask = asked[1][masks.index(chosen.mask)]
+        none = np.zeros(len(asked[0].sequences))
+        return apply_policy(asked[0], of_mask, chosen.mask, chosen.policy, savings, none)
+
+    rows = []
+    for name, (probes, measured) in sets.items():
+        results = []
+        for seed in range(splits):
+            shuffled = np.random.default_rng(seed).permutation(len(probes.sequences))
+            halves = np.sort(shuffled[::2]), np.sort(shuffled[1::2])
+            one, two = (_part(probes, measured, half) for half in halves)
+            results += [(transfer(one, two), two[0]), (transfer(two, one), one[0])]
+        rows.append(_row(f"{name}, half against half", results, budget))
+    if other:
+        (one_name, one), (two_name, two) = sets.items()
+        rows.append(_row(f"{one_name} against {two_name}", [(transfer(one, two), two[0])], budget))
+        rows.append(_row(f"{two_name} against {one_name}", [(transfer(two, one), one[0])], budget))
+    show_machine({**machine(engine.threads), "budget": f"{budget.measure} {budget.least}"})
+    columns = (
+        "calibrated on, asked",
+        "runs",
+        "heads",
+        "hits",
+        "mean",
+        "runs below",
+        "least",
+        "groups below",
+        "least",
+    )
+    show_table("budget on texts it was not calibrated on", columns, rows)
+
+
+def _part(probes: Probes, measured: Measurements, places: np.ndarray) -> tuple[Probes, Measurements]:
+    part = Probes(
+        [probes.sequences[place] for place in places],
+        {kind: records[places] for kind, records in probes.records.items()},
+        {kind: similarities[places] for kind, similarities in probes.similarities.items()},
+    )
+    of_masks = [
+        {kind: Measured(each.damage[places], each.fidelity[places]) for kind, each in of_mask.items()}
+        for of_mask in measured
+    ]
+    return part, of_masks
+
+
+def _row(name: str, results: Sequence[tuple[Calibrated, Probes]], budget: Budget) -> list[object]:
+    means, groups = [], []
+    for result, probes in results:
+        if result.served.any():
+            means.append(float(result.fidelity[result.served].mean()))
+        places = result.policy.places_of(probes.lengths)
+        for place in range(len(result.policy.groups)):
+            hits = result.served & (places == place)
+            if hits.sum() >= FEWEST_PROBES:
+                groups.append(float(result.fidelity[hits].mean()))
+    below = [mean for mean in means if mean < budget.least]
+    groups_below = [mean for mean in groups if mean < budget.least]
+    return [
+        name,
+        len(results),
+        f"{np.mean([result.mask.total for result, _ in results]):.0f}",
+        f"{np.mean([result.served.mean() for result, _ in results]):.3f}",
+        f"{np.mean(means):.4f}" if means else "",
+        f"{len(below)} of {len(means)}",
+        f"{min(means):.4f}" if means else "",
+        f"{len(groups_below)} of {len(groups)}",
+        f"{min(groups):.4f}" if groups else "",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""From a database and texts to the plots of `attncache evaluate curves`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from attncache_core import AttentionDatabase, InvalidInput, PrefillEngine, Progress
+from attncache_core.attention_maps.calibration import measure_savings
+from attncache_core.attention_maps.choice import FEWEST_PROBES
+from attncache_core.attention_maps.policy import Preset
+from attncache_core.attention_maps.probes import find_probes
+from attncache_core.evaluation.comparison import FULL, compare
+from attncache_core.evaluation.curves import measure_curves
+from attncache_core.evaluation.methods import Methods
+from attncache_core.evaluation.tasks import AgreementTask
+from attncache_core.outputs import Measure
+from service.plots import Plots
+
+_BATCH = 64
+_ROUNDS = 3
+
+
+def plot_curves(
+    full: PrefillEngine,
+    database: AttentionDatabase,
+    sequences: Sequence[Sequence[int]],
+    most: int,
+    output: Path,
+    progress: Progress,
+) -> None:
+    """Measure on at most so many sequences that the database does not hold; write all plots to `output`."""
+    database.require_fingerprint(full.checkpoint.fingerprint(), full.checkpoint.name)
+    store, manifest = database.search.store, database.manifest
+    unseen = [
+        list(ids)
+        for ids in dict.fromkeys(map(tuple, sequences))
+        if len(ids) in store.segments and store.record_of(ids) is None
+    ]
+    if len(unseen) < FEWEST_PROBES:
+        raise InvalidInput(
+            f"{len(unseen)} of the texts are not in the database and have a length it holds; "
+            f"{FEWEST_PROBES} are needed at the least",
+            field="data",
+        )
+    judge = full.judge(Measure.AGREEMENT if full.labels else Measure.COSINE)
+    plots = Plots(output, str(judge.measure))
+    probes = find_probes(full.model, database.search, unseen).sample(most)
+    rank = np.array(manifest.rank)
+    curves = measure_curves(
+        full.model,
+        store,
+        probes,
+        rank,
+        database.mask,
+        judge,
+        measure_savings(full, database.search, probes, rank).per_head,
+        _full_microseconds(full, probes.sequences),
+        progress,
+    )
+    plots.quality_against_time(curves)
+    plots.damage(np.array(manifest.damage))
+    plots.similarities(curves)
+    plots.thresholds(curves)
+    methods = Methods(full, full.checkpoint, database, [])
+    names = (FULL, "attncache", *(f"attncache:{preset}" for preset in Preset))
+    task = AgreementTask("texts", judge, unseen[:most], _outputs(full, unseen[:most]))
+    plots.presets(
+        compare(
+            {name: methods.make(name) for name in names},
+            task,
+            full.judge(Measure.COSINE),
+            rounds=_ROUNDS,
+            on_step=lambda done, total: progress("measuring presets", done, total),
+        )
+    )
+
+
+def _outputs(full: PrefillEngine, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    batches = [sequences[at : at + _BATCH] for at in range(0, len(sequences), _BATCH)]
+    return np.concatenate([full.run(batch, [False] * len(batch)).outputs for batch in batches])
+
+
+def _full_microseconds(full: PrefillEngine, sequences: Sequence[Sequence[int]]) -> float:
+    """The full model's time for one of these sequences, on average, in full batches."""
+    seconds = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        _outputs(full, sequences)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds) / len(sequences) * 1e6

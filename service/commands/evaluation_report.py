@@ -1,0 +1,72 @@
+"""The table of an evaluation: on the terminal, as JSON and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from attncache_core.evaluation.comparison import MethodReport
+from service.bench.report import show_machine, show_table, write_json
+
+
+def show_comparison(
+    metric: str,
+    facts: Mapping[str, Any],
+    reports: Sequence[MethodReport],
+    json_file: Path | None,
+    markdown: Path | None,
+) -> None:
+    """Print one table, a column for each method; write it to the files that were asked for."""
+    columns = ["", *(report.method for report in reports)]
+    rows = _rows(metric, reports)
+    show_machine(facts)
+    show_table(f"{facts['texts']} texts", columns, rows)
+    if markdown:
+        lines = [columns, ["---"] + ["---:"] * len(reports), *rows]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        markdown.write_text(table + "\n", encoding="utf-8")
+    methods = [_without_nan(asdict(report)) for report in reports]
+    write_json(json_file, {"machine": facts, "metric": metric, "methods": methods})
+
+
+def _rows(metric: str, reports: Sequence[MethodReport]) -> list[list[str]]:
+    """What is measured, and its value for each method; rows in which no method has any are left out."""
+    rows = [
+        [f"{metric} {name}", *(f"{report.scores[name]:.4f}" for report in reports)]
+        for name in reports[0].scores
+    ]
+    if len(rows) > 1:
+        rows.append([f"{metric}, mean", *(f"{report.score:.4f}" for report in reports)])
+    figures: dict[str, Callable[[MethodReport], str]] = {
+        "less the full model's, from": lambda report: _end(report, 0),
+        "to (95 %, paired)": lambda report: _end(report, 1),
+        "hits": lambda report: f"{report.hit_rate:.3f}",
+        "of them by prototypes": lambda report: f"{report.prototype_hit_rate:.3f}",
+        "recorded texts": lambda report: str(report.recorded),
+        "cosine of the hits": lambda report: _number(report.cosine),
+        "5th percentile": lambda report: _number(report.cosine_5th_percentile),
+        "agreement of the hits": lambda report: _number(report.agreement),
+        "seconds": lambda report: f"{report.seconds:.2f}",
+        "in attention and search": lambda report: f"{report.attention_seconds:.2f}",
+        "in search": lambda report: f"{report.search_seconds:.2f}",
+        "speed-up": lambda report: f"{report.speedup:.3f}",
+        "speed-up of attention": lambda report: f"{report.attention_speedup:.3f}",
+        "γ": lambda report: "" if report.gamma is None else f"{report.gamma:.3f}",
+    }
+    rows += [[name, *map(figure, reports)] for name, figure in figures.items()]
+    return [row for row in rows if any(row[1:])]
+
+
+def _end(report: MethodReport, end: int) -> str:
+    return f"{report.difference_interval[end]:+.4f}" if report.difference_interval else ""
+
+
+def _number(value: float) -> str:
+    return "" if value != value else f"{value:.4f}"
+
+
+def _without_nan(report: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: what could not be measured is null."""
+    return {name: None if value != value else value for name, value in report.items()}

@@ -1,0 +1,127 @@
+"""Plots of what reuse costs and saves, each beside its data as CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attncache_core import InvalidInput
+from attncache_core.evaluation.comparison import MethodReport
+from attncache_core.evaluation.curves import Curves, front
+
+_SIZE = (7.0, 4.5)
+
+
+class Plots:
+    """Writes plots and their data into one folder. Raises InvalidInput where matplotlib is not installed."""
+
+    def __init__(self, folder: Path, measure: str) -> None:
+        """measure: what quality is counted in, for the axes."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise InvalidInput(
+                "plots need matplotlib: pip install 'attncache[plots]'", field="output"
+            ) from error
+        self._figure = Figure
+        self._folder, self._measure = folder, measure
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def quality_against_time(self, curves: Curves) -> None:
+        """The best of each family of policies."""
+        rows = [(p.family, p.heads, p.hit_rate, p.saved, p.quality) for p in curves.points]
+        self._write("quality_against_time", ("family", "heads", "hit_rate", "saved", "quality"), rows)
+        figure, axes = self._axes(
+            "share of the full model's time saved, search left out", f"mean {self._measure} of the hits"
+        )
+        for family in dict.fromkeys(point.family for point in curves.points):
+            best = front([point for point in curves.points if point.family == family])
+            axes.plot([p.saved for p in best], [p.quality for p in best], marker=".", label=family)
+        axes.legend()
+        self._save(figure, "quality_against_time")
+
+    def damage(self, damage: np.ndarray) -> None:
+        """The damage of each head, [layers, heads], as a heat map."""
+        rows = [(layer, head, value) for (layer, head), value in np.ndenumerate(damage)]
+        self._write("damage", ("layer", "head", "damage"), rows)
+        from matplotlib.colors import LogNorm
+
+        figure, axes = self._axes("head", "layer")
+        shown = axes.imshow(np.maximum(damage, 1e-7), norm=LogNorm(), cmap="viridis", aspect="auto")
+        axes.set_xticks(range(damage.shape[1]))
+        axes.set_yticks(range(damage.shape[0]))
+        figure.colorbar(shown, label="damage: 1 - cosine when this head alone is reused")
+        self._save(figure, "damage")
+
+    def similarities(self, curves: Curves) -> None:
+        """Similarity predicted by the projector against the true one, for each kind of record."""
+        rows = [
+            (kind.name.lower(), *pair)
+            for kind, (predicted, true) in curves.similarities.items()
+            for pair in zip(predicted.tolist(), true.tolist(), strict=True)
+        ]
+        self._write("similarity", ("kind", "predicted", "true"), rows)
+        figure, axes = self._axes("similarity predicted", "true similarity of the maps")
+        for kind, (predicted, true) in curves.similarities.items():
+            axes.scatter(predicted, true, s=4, alpha=0.5, label=kind.name.lower())
+        ends = [min(axes.get_xlim()[0], axes.get_ylim()[0]), 1.0]
+        axes.plot(ends, ends, color="grey", linewidth=1)
+        axes.legend()
+        self._save(figure, "similarity")
+
+    def thresholds(self, curves: Curves) -> None:
+        """Hit rate and loss against θ, stored records alone, as in the papers' Figure 6."""
+        rows = [
+            (p.mask, p.heads, p.threshold, p.hit_rate, p.quality, p.quality_of_all) for p in curves.thresholds
+        ]
+        columns = ("mask", "heads", "threshold", "hit_rate", "quality_of_hits", "quality_of_all")
+        self._write("thresholds", columns, rows)
+        figure, axes = self._axes("θ", "hit rate")
+        loss = axes.twinx()
+        loss.set_ylabel(f"1 - mean {self._measure} of all texts (dashed)")
+        for mask in dict.fromkeys(point.mask for point in curves.thresholds):
+            points = [point for point in curves.thresholds if point.mask == mask]
+            x = [point.threshold for point in points]
+            axes.plot(x, [point.hit_rate for point in points], color="black")
+            loss.plot(
+                x,
+                [1 - point.quality_of_all for point in points],
+                linestyle="--",
+                label=f"{mask} ({points[0].heads})",
+            )
+        loss.legend()
+        self._save(figure, "thresholds")
+
+    def presets(self, reports: Sequence[MethodReport]) -> None:
+        """Speed and loss of the policy and of the three presets, as in the papers' Table 7."""
+        rows = [(r.method, r.hit_rate, r.score, r.speedup, r.attention_speedup) for r in reports]
+        self._write("presets", ("method", "hit_rate", "score", "speedup", "attention_speedup"), rows)
+        figure, axes = self._axes(
+            "speed-up over all traffic, search included", f"mean {self._measure} of all texts"
+        )
+        for report in reports:
+            label = f"{report.method} ({report.hit_rate:.0%} hits)"
+            axes.scatter(report.speedup, report.score, label=label)
+        axes.margins(0.1)
+        axes.legend()
+        self._save(figure, "presets")
+
+    def _axes(self, x: str, y: str) -> tuple[Any, Any]:
+        figure = self._figure(figsize=_SIZE, layout="constrained")
+        axes = figure.subplots()
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        return figure, axes
+
+    def _save(self, figure: Any, name: str) -> None:
+        figure.savefig(self._folder / f"{name}.png", dpi=120)
+
+    def _write(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        with (self._folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(rows)
