@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncache_core.corpus.reading import read_labelled, read_rows
+from attncache_core.corpus.reading import read_labelled, read_rated, read_rows, read_texts
 from attncache_core.errors import InvalidInput
 
 BOM = b"\xef\xbb\xbf"
@@ -224,3 +224,76 @@ def test_labelled_file_without_a_row_is_refused(file, name, content):
 
 def test_label_that_is_no_text_is_refused(file):
     assert "line 1" in str(refusal(file("a.jsonl", '{"text": "a", "label": 1}'), "text", "label"))
+
+
+def test_texts_of_a_source_without_columns_are_those_of_the_column(file):
+    path = file("a.tsv", "text\tquery\none\t1\ntwo\t2\n")
+    assert read_texts(path) == ["one", "two"]
+    assert read_texts(path, "query") == ["1", "2"]
+    assert read_texts(file("a.txt", "one\n\ntwo\n"), "query") == ["one", "two"]
+
+
+def test_columns_of_a_source_are_read_row_by_row_in_the_order_they_are_given_in(file):
+    path = file("a.csv", "a,b,c\n1,2,3\n4,5,6\n")
+    assert read_texts(f"{path}:c") == ["3", "6"]
+    assert read_texts(f"{path}:c,a", "b") == ["3", "1", "6", "4"]
+
+
+def test_format_may_be_told_beside_columns(file):
+    path = file("a.log", "a\tb\n1\t2\n")
+    assert read_texts(f"{path}:b", file_format="tsv") == ["2"]
+
+
+def test_colon_in_the_name_of_a_file_that_is_there_begins_no_columns(file):
+    path = file("a:b.tsv", "text\tb\none\t1\n")
+    assert read_texts(path) == ["one"]
+    assert read_texts(f"{path}:b,text") == ["1", "one"]
+
+
+def test_file_whose_whole_name_looks_like_columns_is_read_as_it_is(file):
+    file("a.tsv", "b.tsv\nno\n")
+    path = file("a.tsv:b.tsv", "text\nyes\n")
+    assert read_texts(path) == ["yes"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "missing"), [("tex", "tex"), ("query,answer", "answer"), ("", ""), ("text,", "")]
+)
+def test_column_that_a_source_lacks_is_refused_with_those_that_are_there(file, columns, missing):
+    path = file("a.tsv", f"text\tquery\n{SECRET}\t1\n")
+    with pytest.raises(InvalidInput, match=f"no column '{missing}'; it has 'text', 'query'") as refused:
+        read_texts(f"{path}:{columns}")
+    assert refused.value.field == "column"
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("columns", ["", ":text"])
+def test_source_that_is_not_there_is_refused_by_its_name(tmp_path, columns):
+    with pytest.raises(InvalidInput, match=r"absent.tsv cannot be read: No such file"):
+        read_texts(f"{tmp_path / 'absent.tsv'}{columns}")
+
+
+def test_standard_input_is_a_source_too(standard_input):
+    standard_input(b"one\n\ntwo\n")
+    assert read_texts("-") == ["one", "two"]
+
+
+def test_rated_pairs_are_three_lists_of_one_length(file):
+    path = file("a.tsv", "id\tscore\tone\ttwo\n1\t4.5\ta\tb\n2\t-1e-1\tc\td\n3\t 3 \te\tf\n")
+    assert read_rated(path, "two", "one", "score") == (["b", "d", "f"], ["a", "c", "e"], [4.5, -0.1, 3.0])
+
+
+@pytest.mark.parametrize("rating", ["", "four", "1,5", "nan", "-inf", "1e999", SECRET])
+def test_rating_that_is_no_number_is_refused_with_its_row_and_column(file, rating):
+    path = file("a.tsv", f"one\ttwo\tscore\na\tb\t1\n\n{SECRET}\t{SECRET}\t{rating}\nc\td\t2\n")
+    with pytest.raises(InvalidInput, match="row 2: 'score' is no number") as refused:
+        read_rated(path, "one", "two", "score")
+    assert refused.value.field == "data"
+    assert SECRET not in str(refused.value)
+
+
+def test_rated_file_without_a_pair_or_a_column_is_refused(file):
+    with pytest.raises(InvalidInput, match="has no pairs"):
+        read_rated(file("a.tsv", "one\ttwo\tscore\n"), "one", "two", "score")
+    with pytest.raises(InvalidInput, match="no column 'score'"):
+        read_rated(file("b.tsv", "one\ttwo\trating\na\tb\t1\n"), "one", "two", "score")

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import faiss
 import pytest
 import torch
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from attncache_core.engine import PrefillEngine
 from attncache_core.threads import available_processors, limit_threads
@@ -86,6 +87,29 @@ def test_without_an_affinity_all_processors_count(tmp_path, monkeypatch):
 def test_torch_and_faiss_get_the_same_limit(threads):
     assert limit_threads(threads) == threads
     assert torch.get_num_threads() == faiss.omp_get_max_threads() == threads
+
+
+def blas_threads() -> set[int]:
+    """Of NumPy's and SciPy's pools."""
+    return {pool["num_threads"] for pool in threadpool_info() if pool["internal_api"] == "openblas"}
+
+
+@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_numpys_products_get_one_thread_whatever_torch_has(threads):
+    with threadpool_limits(2, user_api="blas"):
+        assert blas_threads() == {2}
+        limit_threads(threads)
+        assert blas_threads() == {1}
+        assert torch.get_num_threads() == faiss.omp_get_max_threads() == threads
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_loading_an_engine_leaves_numpy_one_thread(tiny_checkpoint):
+    with threadpool_limits(2, user_api="blas"):
+        engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", threads=2)
+        assert blas_threads() == {1}
+        assert torch.get_num_threads() == engine.threads == 2
 
 
 @pytest.mark.usefixtures("restored_threads")

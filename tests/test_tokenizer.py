@@ -16,6 +16,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
 from attncache_core.checkpoint import read_checkpoint
+from attncache_core.engine import PrefillEngine
 from attncache_core.errors import InputTooLong, UnsupportedModel
 from attncache_core.tokenizer import TextTokenizer
 
@@ -70,6 +71,30 @@ def test_cut_text_keeps_its_first_words_and_its_closing_token(tmp_path):
     (ids,) = tokenizer.tokenize(["my card is lost where is it"], truncate=True)
     words = [5 + WORDS.index(word) for word in ["my", "card", "is", "lost"]]
     assert ids == [CLS, *words, SEP]
+
+
+@pytest.mark.parametrize(("asked", "longest"), [(2, 2), (5, 5), (19, 19), (20, 20), (21, 20), (None, 20)])
+def test_operators_limit_holds_where_it_is_less_than_the_models(tmp_path, asked, longest):
+    checkpoint, _ = write(tmp_path, settings={"max_seq_length": 20})
+    tokenizer = TextTokenizer(checkpoint, asked)
+    words = [5 + WORDS.index(word) for word in ["my", "card"] * 20]
+    assert tokenizer.max_tokens == longest
+    assert tokenizer.tokenize(["my card " * 20], truncate=True) == [[CLS, *words[: longest - 2], SEP]]
+
+
+def test_text_longer_than_the_operators_limit_is_refused_where_truncation_is_declined(tmp_path):
+    checkpoint, _ = write(tmp_path)
+    tokenizer = TextTokenizer(checkpoint, 4)
+    assert len(tokenizer.tokenize(["my card"], truncate=False)[0]) == 4
+    with pytest.raises(InputTooLong, match="more than 4 tokens"):
+        tokenizer.tokenize(["my card is"], truncate=False)
+
+
+def test_engine_cuts_to_the_operators_limit(tiny_checkpoint):
+    engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", max_tokens=6)
+    (ids,) = engine.tokenize(["my card is lost where is it"])
+    assert engine.max_tokens == engine.info()["max_tokens"] == len(ids) == 6
+    assert ids[-1] == SEP
 
 
 @pytest.mark.parametrize(("words", "refused"), [(4, False), (5, True), (50, True)])

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from attncache_core.attention_maps.policy import Preset
 from service.commands.options import settings_options
 from service.errors import InvalidSettings
-from service.settings import Settings, environment_name, read_settings, refuse_unknown_variables
+from service.settings import Settings, environment_name, option_name, read_settings, refuse_unknown_variables
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,8 @@ from service.settings import Settings, environment_name, read_settings, refuse_u
         ("verify_rate", "1.5", "less than or equal to 1"),
         ("verify_rate", "nan", "less than or equal to 1"),
         ("max_batch_tokens", "0", "greater than or equal to 1"),
+        ("max_tokens", "1", "greater than or equal to 2"),
+        ("policy", "mild", "'conservative', 'moderate' or 'aggressive'"),
         ("reuse", "perhaps", "boolean"),
         ("model", "", "at least 1 character"),
         ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
@@ -50,12 +53,32 @@ def test_request_that_could_never_be_queued_is_refused_at_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("database", "/d"), ("threshold", 0.9), ("heads", "all"), ("verify_rate", 0.1)]
+    ("field", "value"),
+    [
+        ("database", "/d"),
+        ("threshold", 0.9),
+        ("policy", "moderate"),
+        ("heads", "all"),
+        ("fetch", "gather"),
+        ("search_always", True),
+        ("verify_rate", 0.1),
+    ],
 )
 def test_option_without_effect_is_refused(field: str, value: Any) -> None:
-    option = f"--{field.replace('_', '-')}"
+    option = option_name(field)
     with pytest.raises(InvalidSettings, match=f"{option} has no effect with --no-reuse"):
         read_settings({"reuse": False, field: value})
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.9])
+def test_policy_beside_a_threshold_is_refused(threshold: float) -> None:
+    with pytest.raises(InvalidSettings, match="--policy and --threshold both say what a hit is"):
+        read_settings({"policy": "moderate", "threshold": threshold})
+
+
+@pytest.mark.parametrize("policy", Preset)
+def test_policy_is_read_by_its_name(policy: Preset) -> None:
+    assert read_settings({"policy": str(policy)}).policy is policy
 
 
 @pytest.mark.parametrize(

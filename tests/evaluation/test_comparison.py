@@ -1,0 +1,357 @@
+"""Reports on methods, number by number: against the engines' own runs, and by hand for made-up methods."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from core_models import random_sequences
+from scipy.spatial.distance import cosine
+
+from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.policy import KindPolicy, LengthGroup, ReusePolicy
+from attncache_core.attention_maps.search import Outcome
+from attncache_core.attention_maps.store import RecordKind
+from attncache_core.engine import PrefillEngine, PrefillResult
+from attncache_core.evaluation import comparison
+from attncache_core.evaluation.comparison import compare
+from attncache_core.evaluation.shared_maps import SharedMapsEngine, lazyformer_blocks
+from attncache_core.evaluation.tasks import AgreementTask, ClassificationTask, RatedPairs, SimilarityTask
+from attncache_core.outputs import Judge, Measure
+
+COSINE = Judge(Measure.COSINE, None)
+AGREEMENT = Judge(Measure.AGREEMENT, lambda outputs: outputs)
+SEQUENCES = [[number] for number in range(8)]
+FULL = np.eye(8, 3, dtype=np.float32) + np.array([[1, 2, 3]], dtype=np.float32)
+
+
+class Fake:
+    """A method whose outputs, outcomes and seconds are given; a sequence is its own number."""
+
+    def __init__(self, outputs=FULL, hits=(), prototype_hits=(), seconds=(1.0,), kind=Outcome.NOT_SEARCHED):
+        self.outputs, self.seconds = np.asarray(outputs, dtype=np.float32), list(seconds)
+        self.outcomes = [kind] * len(SEQUENCES)
+        for places, outcome in ((hits, Outcome.HIT), (prototype_hits, Outcome.PROTOTYPE_HIT)):
+            for place in places:
+                self.outcomes[place] = outcome
+        self.similarities = np.full(len(SEQUENCES), np.nan, dtype=np.float32)
+        self.calls = []
+
+    def __call__(self, sequences):
+        places = [number for (number,) in sequences]
+        self.calls.append(places)
+        share = len(places) / len(SEQUENCES)
+        seconds = self.seconds[0] * share
+        return PrefillResult(
+            outputs=self.outputs[places],
+            outcomes=tuple(self.outcomes[place] for place in places),
+            similarities=self.similarities[places],
+            tokens=len(places),
+            search_seconds=seconds / 8,
+            forward_seconds=seconds / 2,
+            attention_seconds=seconds / 4,
+            corrupt_records=0,
+        )
+
+
+class Clock:
+    """A clock that a fake's pass over all sequences moves on by the seconds the fake was given."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def timing(self, fake: Fake):
+        """The fake with its rounds on this clock: one of its `seconds` after the other."""
+
+        def run(sequences):
+            result = fake(sequences)
+            self.now += fake.seconds[0] * len(sequences) / len(SEQUENCES)
+            if sequences[-1] == SEQUENCES[-1]:
+                fake.seconds.append(fake.seconds.pop(0))
+            return result
+
+        return run
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(comparison, "time", clock)
+    return clock
+
+
+def turned(outputs: np.ndarray, places, angle: float) -> np.ndarray:
+    """The outputs, those at `places` at this angle to what they were."""
+    changed = outputs.astype(np.float64)
+    for place in places:
+        row = changed[place]
+        across = np.cross(row, [1.0, 0.5, -2.0])
+        across *= np.linalg.norm(row) / np.linalg.norm(across)
+        changed[place] = math.cos(angle) * row + math.sin(angle) * across
+    return changed.astype(np.float32)
+
+
+def agreement_task(judge: Judge = COSINE, full: np.ndarray = FULL) -> AgreementTask:
+    return AgreementTask("texts", judge, SEQUENCES, full)
+
+
+def fakes(clock: Clock, **methods: Fake):
+    return {name.replace("_", "-"): clock.timing(fake) for name, fake in methods.items()}
+
+
+def test_nothing_is_compared_without_the_full_model(clock):
+    with pytest.raises(ValueError, match="no method 'full'"):
+        compare(fakes(clock, attncache=Fake()), agreement_task(), COSINE)
+
+
+def test_reports_come_in_the_order_of_the_methods(clock):
+    methods = fakes(clock, san=Fake(), full=Fake(), attncache_f=Fake(), attncache=Fake())
+    reports = compare(methods, agreement_task(), COSINE)
+    assert [report.method for report in reports] == ["san", "full", "attncache-f", "attncache"]
+
+
+def test_hits_of_both_kinds_and_recorded_texts_are_counted(clock):
+    reusing = Fake(hits=[0, 1, 5], prototype_hits=[6], kind=Outcome.MISS)
+    reusing.similarities[:] = [1.0, 0.99, 0.5, 0.4, np.nan, 1.0, np.nan, np.nextafter(np.float32(1), 0)]
+    full, report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(), COSINE)
+    assert (report.hit_rate, report.prototype_hit_rate, report.recorded) == (4 / 8, 1 / 8, 2)
+    assert (full.hit_rate, full.prototype_hit_rate, full.recorded) == (0, 0, 0)
+
+
+def test_cosines_are_those_of_the_hits_alone(clock):
+    # A miss that differs, by rounding or not, tells nothing of reuse.
+    outputs = turned(turned(turned(FULL, [0], 0.1), [3], 0.4), [7], 1.0)
+    reusing = Fake(outputs, hits=[0, 3], prototype_hits=[5], kind=Outcome.MISS)
+    _, report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(), COSINE)
+    of_hits = [math.cos(0.1), math.cos(0.4), 1.0]
+    assert report.cosine == pytest.approx(np.mean(of_hits), abs=1e-6)
+    assert report.cosine_5th_percentile == pytest.approx(np.percentile(of_hits, 5), abs=1e-6)
+    assert np.isnan(report.agreement)
+
+
+def test_score_is_that_of_all_texts(clock):
+    reusing = Fake(turned(FULL, [0, 3], 0.4), hits=[0, 3], kind=Outcome.MISS)
+    full, report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(), COSINE)
+    assert report.score == report.scores["texts"] == pytest.approx((6 + 2 * math.cos(0.4)) / 8, abs=1e-6)
+    assert full.score == pytest.approx(1)
+
+
+def test_score_is_the_mean_over_the_sets(clock):
+    sides = [([[0], [1]], [[2], [3]], [1.0, 0.0]), ([[4], [5]], [[6], [7]], [0.0, 1.0])]
+    sets = {name: RatedPairs(*parts) for name, parts in zip(("one", "two"), sides, strict=True)}
+    outputs = np.random.default_rng(1).normal(size=(8, 3))
+    (report,) = compare(fakes(clock, full=Fake(outputs)), SimilarityTask(sets), COSINE)
+    assert set(report.scores) == {"one", "two"}
+    assert report.score == pytest.approx((report.scores["one"] + report.scores["two"]) / 2)
+    assert report.difference_interval is None
+
+
+def test_agreement_is_that_of_the_hits_decisions(clock):
+    outputs = FULL.copy()
+    outputs[[1, 4, 6], 0] = 99  # another decision; the last one of a miss
+    reusing = Fake(outputs, hits=[0, 1, 2], prototype_hits=[4, 5], kind=Outcome.MISS)
+    task = agreement_task(AGREEMENT)
+    full, report = compare(fakes(clock, full=Fake(), attncache=reusing), task, COSINE, AGREEMENT)
+    assert report.agreement == 3 / 5
+    assert report.score == 5 / 8
+    assert np.isnan(full.agreement)
+
+
+def test_interval_of_the_difference_is_that_of_paired_means(clock):
+    outputs = FULL.copy()
+    outputs[[1, 4, 6], 0] = 99
+    reusing = Fake(outputs, hits=range(8), kind=Outcome.MISS)
+    _, report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(AGREEMENT), AGREEMENT)
+    differences = [0, -1, 0, 0, -1, 0, -1, 0]
+    spread = math.sqrt(sum((value + 3 / 8) ** 2 for value in differences) / 7)
+    half = 1.96 * spread / math.sqrt(8)
+    assert report.difference_interval == pytest.approx((-3 / 8 - half, -3 / 8 + half))
+
+
+def test_full_model_differs_from_itself_by_nothing(clock):
+    (report,) = compare(fakes(clock, full=Fake()), agreement_task(), COSINE)
+    assert report.difference_interval == (0, 0)
+    assert (report.speedup, report.attention_speedup, report.gamma) == (1, 1, None)
+
+
+def test_interval_of_a_single_text_is_none(clock):
+    task = AgreementTask("texts", COSINE, [[7]], FULL[7:])
+    (report,) = compare(fakes(clock, full=Fake()), task, COSINE)
+    assert report.difference_interval is None
+
+
+@pytest.mark.parametrize("kind", [Outcome.MISS, Outcome.NOT_SEARCHED, Outcome.CANNOT_PAY])
+def test_without_hits_there_is_no_cosine_and_no_agreement(clock, kind):
+    never = Fake(turned(FULL, [2], 1e-3), kind=kind)
+    _, report = compare(fakes(clock, full=Fake(), attncache=never), agreement_task(), COSINE, AGREEMENT)
+    assert report.hit_rate == 0
+    for value in (report.cosine, report.cosine_5th_percentile, report.agreement):
+        assert np.isnan(value)
+
+
+@pytest.mark.parametrize("name", ["lazyformer", "san"])
+def test_baseline_that_shares_maps_changes_all_texts(clock, name):
+    outputs = turned(FULL, [0, 1, 2, 3], 0.3)
+    _, report = compare(
+        fakes(clock, full=Fake(), **{name: Fake(outputs)}), agreement_task(), COSINE, AGREEMENT
+    )
+    assert report.hit_rate == 0
+    assert report.cosine == pytest.approx((4 + 4 * math.cos(0.3)) / 8, abs=1e-6)
+    assert report.agreement == (outputs.argmax(axis=1) == FULL.argmax(axis=1)).mean()
+
+
+def test_speed_ups_are_medians_of_the_ratios_round_by_round(clock):
+    # The first round, untimed, is slow; a disturbance in the third meets both.
+    full = Fake(seconds=[50, 4, 6, 40])
+    reusing = Fake(seconds=[90, 2, 2, 25], hits=[0], kind=Outcome.MISS)
+    one, other = compare(fakes(clock, full=full, attncache=reusing), agreement_task(), COSINE, rounds=3)
+    assert (one.seconds, other.seconds) == (6, 2)
+    assert other.speedup == 2  # of 4 / 2, 6 / 2 and 40 / 25
+    assert other.attention_speedup == 2
+    assert other.attention_seconds == pytest.approx(2 * (1 / 8 + 1 / 4))
+    assert other.search_seconds == pytest.approx(2 / 8)
+
+
+@pytest.mark.parametrize("seconds", [0.99, 1.0, 2.0])
+def test_there_is_no_gamma_below_a_speed_up_of_two_in_a_hundred(clock, seconds):
+    methods = fakes(clock, full=Fake(), attncache=Fake(turned(FULL, [0], 0.5), [0], seconds=[seconds]))
+    assert compare(methods, agreement_task(), COSINE)[1].gamma is None
+
+
+def test_gamma_is_what_is_lost_for_each_unit_of_speed_up(clock):
+    reusing = Fake(turned(FULL, [0], 0.5), hits=[0], seconds=[0.8])
+    report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(), COSINE)[1]
+    assert report.speedup == pytest.approx(1.25)
+    assert report.gamma == pytest.approx((1 - math.cos(0.5)) / 8 / 0.25, rel=1e-4)
+
+
+def test_methods_take_turns_on_the_same_batches_in_the_order_of_the_data(clock):
+    turns = []
+
+    def told(name, method):
+        def run(sequences):
+            turns.append((name, [number for (number,) in sequences]))
+            return method(sequences)
+
+        return run
+
+    methods = {name: told(name, each) for name, each in fakes(clock, full=Fake(), san=Fake()).items()}
+    compare(methods, agreement_task(), COSINE, batch_size=3, rounds=2)
+    batches = [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert turns == [(name, batch) for name in ["full", "san"] * 3 for batch in batches]
+
+
+def test_steps_are_told_one_by_one_to_their_end(clock):
+    seen = []
+    methods = fakes(clock, full=Fake(), attncache=Fake())
+    compare(methods, agreement_task(), COSINE, rounds=2, on_step=lambda *step: seen.append(step))
+    assert seen == [(step, 6) for step in range(1, 7)]
+
+
+def test_size_of_the_batches_changes_no_quality(clock):
+    reusing = Fake(turned(FULL, [0, 3], 0.4), hits=[0, 3], kind=Outcome.MISS)
+    methods = fakes(clock, full=Fake(), attncache=reusing)
+    of_one, of_all = (
+        compare(methods, agreement_task(), COSINE, AGREEMENT, batch_size=size)[1] for size in (1, 64)
+    )
+    for name in ("scores", "difference_interval", "hit_rate", "cosine", "agreement"):
+        assert getattr(of_one, name) == getattr(of_all, name)
+
+
+# With real models and databases.
+
+
+@pytest.fixture(scope="module")
+def sequences(tiny_engine, tiny_corpus):
+    """Recorded ones, and others that are not."""
+    recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus[::20]])
+    return [*recorded, *random_sequences([5, 6, 7, 8, 9, 10] * 6, seed=41)]
+
+
+def reusing_engine(checkpoint, folder, sequences, kinds):
+    """An engine with the database whose θ, for these kinds of record, about half of the sequences reach."""
+    database = AttentionDatabase.open(folder)
+
+    def engine_at(threshold: float) -> PrefillEngine:
+        of_kinds = {kind: KindPolicy(threshold if kind in kinds else 2.0) for kind in RecordKind}
+        policy = ReusePolicy(database.search.policy.budget, (LengthGroup(1, of_kinds),))
+        changed = replace(database, search=replace(database.search, policy=policy))
+        return PrefillEngine.load(checkpoint, database=changed, dtype="float32")
+
+    similarities = engine_at(-100.0).run(sequences, [True] * len(sequences)).similarities
+    return engine_at(float(np.median(similarities[similarities < 1])) + 1e-6)
+
+
+@pytest.mark.parametrize("kinds", [[RecordKind.STORED], list(RecordKind)], ids=["stored", "prototypes"])
+def test_report_on_a_database_is_that_of_the_engines_own_run(
+    request, tiny_checkpoint, tiny_engine, sequences, kinds
+):
+    folder = request.getfixturevalue("tiny_database" if len(kinds) == 1 else "tiny_prototypes_database")
+    engine = reusing_engine(tiny_checkpoint, folder, sequences, kinds)
+    reused = engine.run(sequences, [True] * len(sequences))
+    full = tiny_engine.run(sequences, [False] * len(sequences))
+    task = AgreementTask("texts", COSINE, sequences, full.outputs)
+    methods = {
+        "full": lambda batch: tiny_engine.run(batch, [False] * len(batch)),
+        "attncache": lambda batch: engine.run(batch, [True] * len(batch)),
+    }
+    _, report = compare(methods, task, COSINE, batch_size=10, rounds=1)
+    names = [outcome.value for outcome in reused.outcomes]
+    hits = np.array([name in ("hit", "prototype_hit") for name in names])
+    of_all = np.array([1 - cosine(*pair) for pair in zip(reused.outputs, full.outputs, strict=True)])
+    assert 0 < hits.sum() < len(hits)
+    assert ("prototype_hit" in names) == (len(kinds) > 1)
+    assert report.hit_rate == hits.mean()
+    assert report.prototype_hit_rate == names.count("prototype_hit") / len(names)
+    assert report.recorded == 12 == (reused.similarities == 1).sum()
+    assert report.cosine == pytest.approx(of_all[hits].mean(), abs=1e-5)
+    assert report.cosine_5th_percentile == pytest.approx(np.percentile(of_all[hits], 5), abs=1e-5)
+    assert report.score == pytest.approx(of_all.mean(), abs=1e-5)
+    half = 1.96 * (of_all - 1).std(ddof=1) / len(of_all) ** 0.5
+    assert report.difference_interval == pytest.approx(
+        (of_all.mean() - 1 - half, of_all.mean() - 1 + half), abs=1e-5
+    )
+    assert report.seconds >= report.attention_seconds > report.search_seconds > 0
+
+
+def test_threshold_that_nothing_reaches_gives_no_cosine(
+    tiny_checkpoint, tiny_engine, tiny_database, sequences
+):
+    database = AttentionDatabase.open(tiny_database, threshold=2.0)
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    full = tiny_engine.run(sequences, [False] * len(sequences))
+    methods = {
+        "full": lambda batch: tiny_engine.run(batch, [False] * len(batch)),
+        "attncache": lambda batch: engine.run(batch, [True] * len(batch)),
+    }
+    task = AgreementTask("texts", COSINE, sequences, full.outputs)
+    _, report = compare(methods, task, COSINE, rounds=1)
+    assert report.hit_rate == 0
+    assert np.isnan(report.cosine)
+    assert report.score == pytest.approx(1, abs=1e-5)
+
+
+def test_classes_of_a_baseline_are_compared_over_all_texts(tiny_classifier_checkpoint, sequences):
+    full = PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
+    sharing = SharedMapsEngine.load(tiny_classifier_checkpoint, lazyformer_blocks(3), dtype="float32")
+    logits = full.run(sequences, [False] * len(sequences)).outputs
+    changed = sharing.run(sequences).outputs
+    labels = [full.labels[row.argmax()] for row in logits[::-1]]  # right for some
+    methods = {"full": lambda batch: full.run(batch, [False] * len(batch)), "lazyformer": sharing.run}
+    own, report = compare(
+        methods,
+        ClassificationTask("data", full, sequences, labels),
+        full.judge(Measure.COSINE),
+        full.judge(Measure.AGREEMENT),
+        rounds=1,
+    )
+    truth = logits[::-1].argmax(axis=1)
+    assert own.scores == {"data": pytest.approx((logits.argmax(axis=1) == truth).mean())}
+    assert report.scores == {"data": pytest.approx((changed.argmax(axis=1) == truth).mean())}
+    assert report.agreement == (changed.argmax(axis=1) == logits.argmax(axis=1)).mean()
+    probabilities = [np.exp(rows) / np.exp(rows).sum(axis=1, keepdims=True) for rows in (logits, changed)]
+    roots = np.sqrt(probabilities[0] * probabilities[1]).sum(axis=1)
+    assert report.cosine == pytest.approx(roots.mean(), abs=1e-5)

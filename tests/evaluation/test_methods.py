@@ -1,0 +1,247 @@
+"""Methods by name: each can be made, computes what it is said to, and says what it lacks."""
+
+from dataclasses import replace
+
+import faiss
+import numpy as np
+import pytest
+from core_models import random_sequences, write_sentence_transformer
+from core_reference import FLOAT32, SIXTEEN_BITS
+
+from attncache_core import Outcome
+from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.index import FeatureIndex, index_path
+from attncache_core.attention_maps.policy import Preset
+from attncache_core.attention_maps.projector import FeatureProjector
+from attncache_core.checkpoint import read_checkpoint
+from attncache_core.engine import PrefillEngine
+from attncache_core.errors import InvalidInput
+from attncache_core.evaluation import methods as methods_module
+from attncache_core.evaluation.methods import METHODS, Methods, parse_methods
+from attncache_core.evaluation.per_layer_search import PerLayerEngine
+from attncache_core.evaluation.shared_maps import (
+    SharedMapsEngine,
+    layer_divergences,
+    lazyformer_blocks,
+    san_blocks,
+)
+
+SEQUENCES = random_sequences([5, 6, 7, 8, 9, 10] * 4, seed=51)
+
+
+@pytest.fixture(autouse=True)
+def searched_always(monkeypatch):
+    """Whether reuse pays depends on the machine."""
+    monkeypatch.setattr(PrefillEngine, "weigh_costs", lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def corpus(tiny_engine, tiny_corpus):
+    return tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
+
+
+@pytest.fixture
+def methods(tiny_engine, tiny_checkpoint, tiny_database, corpus):
+    return Methods(
+        tiny_engine, tiny_checkpoint, AttentionDatabase.open(tiny_database), corpus, dtype="float32"
+    )
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """AttnCache-f trains a projector for each layer; here hardly."""
+    train = PerLayerEngine.train.__func__
+    monkeypatch.setattr(
+        PerLayerEngine,
+        "train",
+        classmethod(lambda cls, *args, **options: train(cls, *args, steps=5, **options)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("full", ["full"]),
+        ("attncache", ["full", "attncache"]),
+        ("san,full,lazyformer", ["full", "san", "lazyformer"]),
+        (" attncache-f , attncache:moderate,attncache-f,full", ["full", "attncache-f", "attncache:moderate"]),
+    ],
+)
+def test_names_are_read_once_each_with_the_full_model_first(text, names):
+    assert parse_methods(text) == names
+
+
+@pytest.mark.parametrize("name", ["attncach", "attncache:mild", "FULL", ""])
+def test_unknown_name_is_refused_with_those_that_are_known(name):
+    with pytest.raises(InvalidInput) as refused:
+        parse_methods(f"full,{name}")
+    assert refused.value.field == "methods"
+    assert repr(name) in str(refused.value)
+    for known in METHODS:
+        assert known in str(refused.value)
+
+
+def test_every_preset_is_a_method():
+    assert {f"attncache:{preset}" for preset in Preset} < set(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.usefixtures("few_steps")
+def test_every_method_runs_and_answers_in_order(methods, name):
+    method = methods.make(name)
+    result = method(SEQUENCES)
+    assert result.outputs.shape == (len(SEQUENCES), 32)
+    assert len(result.outcomes) == len(result.similarities) == len(SEQUENCES)
+    backwards = method(SEQUENCES[::-1])
+    np.testing.assert_allclose(backwards.outputs[::-1], result.outputs, atol=SIXTEEN_BITS)
+
+
+def test_full_method_is_the_engine_and_reuses_nothing(methods, tiny_engine, corpus):
+    result = methods.make("full")(corpus)
+    np.testing.assert_array_equal(result.outputs, tiny_engine.run(corpus, [False] * len(corpus)).outputs)
+    assert set(result.outcomes) == {Outcome.NOT_SEARCHED}
+
+
+def test_method_by_policy_serves_as_the_databases_engine_does(methods, tiny_checkpoint, tiny_database):
+    engine = PrefillEngine.load(
+        tiny_checkpoint, database=AttentionDatabase.open(tiny_database), dtype="float32"
+    )
+    expected = engine.run(SEQUENCES, [True] * len(SEQUENCES))
+    result = methods.make("attncache")(SEQUENCES)
+    np.testing.assert_array_equal(result.outputs, expected.outputs)
+    assert result.outcomes == expected.outcomes
+    assert Outcome.HIT in result.outcomes
+
+
+@pytest.fixture
+def nearer_methods(methods, tiny_engine, tiny_checkpoint, tiny_database, monkeypatch):
+    """The same with features so near to each other that the presets differ: random texts are not alike."""
+    distances = 1 - methods.make("attncache")(SEQUENCES).similarities
+    scale = 0.03 / float(np.median(distances))
+    project = FeatureProjector.project
+    monkeypatch.setattr(
+        FeatureProjector, "project", lambda *given: [features * scale for features in project(*given)]
+    )
+    database, index = AttentionDatabase.open(tiny_database), FeatureIndex()
+    for length in database.manifest.records:
+        vectors = faiss.read_index(str(index_path(tiny_database, length)))
+        index.add(length, vectors.reconstruct_n(0, vectors.ntotal) * scale)
+    database = replace(database, search=replace(database.search, index=index))
+    return Methods(tiny_engine, tiny_checkpoint, database, [], dtype="float32")
+
+
+@pytest.mark.parametrize("preset", Preset)
+def test_preset_hits_from_its_own_threshold_on(nearer_methods, preset):
+    similarities = nearer_methods.make("attncache")(SEQUENCES).similarities
+    outcomes = nearer_methods.make(f"attncache:{preset}")(SEQUENCES).outcomes
+    assert [outcome.is_hit for outcome in outcomes] == (similarities >= preset.threshold).tolist()
+
+
+def test_most_aggressive_preset_hits_more_often_than_the_most_conservative(nearer_methods):
+    hits = [
+        sum(outcome.is_hit for outcome in nearer_methods.make(f"attncache:{preset}")(SEQUENCES).outcomes)
+        for preset in ("conservative", "aggressive")
+    ]
+    assert hits[0] < hits[1]
+
+
+def test_lazyformer_shares_pairs_of_layers(methods, tiny_checkpoint):
+    expected = SharedMapsEngine.load(tiny_checkpoint, lazyformer_blocks(3), dtype="float32").run(SEQUENCES)
+    np.testing.assert_array_equal(methods.make("lazyformer")(SEQUENCES).outputs, expected.outputs)
+
+
+def san_engine(methods) -> SharedMapsEngine:
+    return methods.make("san").__self__
+
+
+@pytest.mark.parametrize(("layers", "shared"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2)])
+def test_san_shares_half_of_the_layers_unless_told_otherwise(tmp_path, layers, shared):
+    checkpoint = read_checkpoint(write_sentence_transformer(tmp_path, num_hidden_layers=layers))
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    blocks = san_engine(Methods(engine, checkpoint, None, SEQUENCES, dtype="float32")).blocks
+    assert sum(len(block) - 1 for block in blocks) == shared
+    divergences = layer_divergences(engine.model, SEQUENCES)
+    joined = [layer for block in blocks for layer in block[1:]]
+    # Those that differ the least from the layer before them.
+    assert sorted(divergences[np.array(joined, dtype=int) - 1]) == sorted(divergences)[:shared]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.1, 1.0])
+def test_given_threshold_chooses_the_layers_of_san(tiny_engine, tiny_checkpoint, threshold):
+    methods = Methods(tiny_engine, tiny_checkpoint, None, SEQUENCES, dtype="float32", san_threshold=threshold)
+    assert san_engine(methods).blocks == san_blocks(
+        layer_divergences(tiny_engine.model, SEQUENCES), threshold
+    )
+
+
+def test_san_is_measured_on_a_sample_of_the_corpus(methods, monkeypatch):
+    sizes = []
+
+    def told(model, sequences):
+        sizes.append(len(sequences))
+        return layer_divergences(model, sequences)
+
+    monkeypatch.setattr(methods_module, "layer_divergences", told)
+    monkeypatch.setattr(methods_module, "_SAN_SAMPLE", 50)
+    methods.make("san")
+    assert sizes == [48]  # every fifth of 240
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name.startswith("attncache")])
+def test_method_that_needs_a_database_says_so(tiny_engine, tiny_checkpoint, corpus, name):
+    with pytest.raises(InvalidInput, match=f"method {name} needs a database") as refused:
+        Methods(tiny_engine, tiny_checkpoint, None, corpus).make(name)
+    assert refused.value.field == "database"
+
+
+@pytest.mark.parametrize("name", ["san", "attncache-f"])
+def test_method_that_needs_a_corpus_says_so(tiny_engine, tiny_checkpoint, tiny_database, name):
+    database = AttentionDatabase.open(tiny_database)
+    with pytest.raises(InvalidInput, match=f"method {name} .* corpus") as refused:
+        Methods(tiny_engine, tiny_checkpoint, database, []).make(name)
+    assert refused.value.field == "corpus"
+
+
+def test_per_layer_search_refuses_a_corpus_of_other_texts(tiny_engine, tiny_checkpoint, tiny_database):
+    database = AttentionDatabase.open(tiny_database)
+    with pytest.raises(InvalidInput, match="texts that the database was built from") as refused:
+        Methods(tiny_engine, tiny_checkpoint, database, SEQUENCES).make("attncache-f")
+    assert refused.value.field == "corpus"
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_per_layer_search_knows_the_recorded_texts_of_the_corpus(methods, corpus):
+    result = methods.make("attncache-f")(corpus[::9])
+    assert set(result.outcomes) == {Outcome.HIT}
+    assert (result.similarities > 1 - FLOAT32).all()
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_text_taken_out_of_the_database_is_not_served_by_its_own_record(
+    tiny_engine, tiny_checkpoint, tiny_prototypes_database, corpus, searched
+):
+    database = AttentionDatabase.open(tiny_prototypes_database, threshold=1.0)
+    (group,) = database.search.policy.groups
+    # Without a search, recorded texts are known by their tokens.
+    group = group if searched else group.recorded_only()
+    policy = replace(database.search.policy, groups=(group,))
+    database = replace(database, search=replace(database.search, policy=policy))
+    without, gone = database.without(corpus[::3])
+    assert gone == len(corpus[::3])
+    result = Methods(tiny_engine, tiny_checkpoint, without, [], dtype="float32").make("attncache")(corpus)
+    others = [place % 3 != 0 for place in range(len(corpus))]
+    assert (result.similarities == 1).tolist() == others
+    assert [outcome is Outcome.HIT for outcome in result.outcomes] == others
+
+
+def test_text_taken_out_of_the_database_is_served_by_the_mean_where_that_serves_all(
+    tiny_engine, tiny_checkpoint, tiny_prototypes_database, corpus
+):
+    database = AttentionDatabase.open(tiny_prototypes_database)
+    (group,) = database.search.policy.groups
+    policy = replace(database.search.policy, groups=(replace(group, searched=False),))
+    database = replace(database, search=replace(database.search, policy=policy))
+    without, _ = database.without(corpus[:7])
+    result = Methods(tiny_engine, tiny_checkpoint, without, [], dtype="float32").make("attncache")(corpus)
+    assert result.outcomes[:7] == (Outcome.PROTOTYPE_HIT,) * 7
+    assert set(result.outcomes[7:]) == {Outcome.HIT}

@@ -1,0 +1,124 @@
+"""Scores of tasks against the same computed by hand and by scipy."""
+
+import numpy as np
+import pytest
+from core_models import random_sequences
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.spatial.distance import cosine
+from scipy.stats import spearmanr
+
+from attncache_core.engine import PrefillEngine
+from attncache_core.errors import InvalidInput
+from attncache_core.evaluation.tasks import AgreementTask, ClassificationTask, RatedPairs, SimilarityTask
+from attncache_core.outputs import Measure
+
+CLASSES = ("transfer", "card", "help")
+
+
+@pytest.fixture(scope="module")
+def classifier_engine(tiny_classifier_checkpoint):
+    return PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
+
+
+def rated_pairs(count: int, seed: int) -> RatedPairs:
+    sequences = random_sequences([5] * 2 * count, seed=seed)
+    ratings = np.random.default_rng(seed).integers(0, 5, count).astype(float)
+    return RatedPairs(sequences[:count], sequences[count:], ratings.tolist())
+
+
+def vectors(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, 6)).astype(np.float32)
+
+
+def spearman(left: np.ndarray, right: np.ndarray, ratings) -> float:
+    return spearmanr([1 - cosine(*pair) for pair in zip(left, right, strict=True)], ratings).statistic
+
+
+@given(st.integers(3, 30), st.integers(0, 1000))
+def test_similarity_is_spearmans_correlation_of_cosines_and_ratings(count, seed):
+    pairs = rated_pairs(count, seed)
+    if len(set(pairs.ratings)) == 1:
+        return
+    outputs = vectors(2 * count, seed)
+    scores = SimilarityTask({"pairs": pairs}).scores(outputs)
+    assert scores == {"pairs": pytest.approx(spearman(outputs[:count], outputs[count:], pairs.ratings))}
+
+
+def test_length_of_the_outputs_changes_no_similarity():
+    pairs, outputs = rated_pairs(9, 1), vectors(18)
+    task = SimilarityTask({"pairs": pairs})
+    longer = outputs * np.linspace(0.1, 9, 18, dtype=np.float32)[:, None]
+    assert task.scores(longer) == pytest.approx(task.scores(outputs))
+
+
+def test_each_set_of_pairs_has_a_score_of_its_own():
+    sets = {"first": rated_pairs(7, 1), "second": rated_pairs(4, 2), "third": rated_pairs(11, 3)}
+    task = SimilarityTask(sets)
+    outputs = vectors(len(task.sequences))
+    expected, at = {}, 0
+    for name, pairs in sets.items():
+        count = len(pairs.ratings)
+        left, right = outputs[at : at + count], outputs[at + count : at + 2 * count]
+        # The sequences stand as their outputs do: all left sides of a set, then all right ones.
+        assert task.sequences[at : at + 2 * count] == [*pairs.left, *pairs.right]
+        expected[name] = pytest.approx(spearman(left, right, pairs.ratings))
+        at += 2 * count
+    assert task.scores(outputs) == expected
+    assert at == len(outputs) == len(task.sequences)
+
+
+def test_correlation_is_no_mean_over_single_sequences():
+    assert SimilarityTask({"pairs": rated_pairs(3, 1)}).items(vectors(6)) is None
+
+
+def test_accuracy_is_the_share_of_outputs_whose_largest_logit_is_the_labels(classifier_engine):
+    labels = ["card", "help", "card", "transfer", "help"]
+    logits = np.array([[0, 2, 1], [5, 0, 6], [3, 2, 1], [9, 8, 7], [1, 2, 0]], dtype=np.float32)
+    task = ClassificationTask("mail", classifier_engine, random_sequences([5] * 5), labels)
+    assert task.items(logits).tolist() == [1, 1, 0, 1, 0]
+    assert task.scores(logits) == {"mail": 0.6}
+
+
+def test_accuracy_of_a_model_is_that_of_its_own_classes(classifier_engine):
+    sequences = random_sequences([4, 9, 6, 5, 12, 7], seed=3)
+    logits = classifier_engine.run(sequences, [False] * 6).outputs
+    decided = [CLASSES[row.argmax()] for row in logits]
+    for wrong in (0, 2, 6):
+        labels = [CLASSES[CLASSES.index(name) - 1] for name in decided[:wrong]] + decided[wrong:]
+        task = ClassificationTask("data", classifier_engine, sequences, labels)
+        assert task.scores(logits) == {"data": pytest.approx(1 - wrong / 6)}
+
+
+def test_labels_that_are_no_classes_are_counted_and_refused_without_their_names(classifier_engine):
+    with pytest.raises(InvalidInput, match="2 labels of the data are none of the model's 3") as refused:
+        ClassificationTask(
+            "data", classifier_engine, random_sequences([5] * 4), ["card", "secret", "x", "secret"]
+        )
+    assert refused.value.field == "data"
+    assert "secret" not in str(refused.value)
+
+
+def test_model_without_classes_knows_no_label(tiny_engine):
+    with pytest.raises(InvalidInput, match="none of the model's 0 classes"):
+        ClassificationTask("data", tiny_engine, random_sequences([5]), ["card"])
+
+
+def test_agreement_of_embeddings_is_the_mean_cosine_to_the_full_models(tiny_engine):
+    full, changed = vectors(7), vectors(7, seed=1)
+    task = AgreementTask("texts", tiny_engine.judge(Measure.COSINE), random_sequences([5] * 7), full)
+    expected = [1 - cosine(*pair) for pair in zip(changed, full, strict=True)]
+    np.testing.assert_allclose(task.items(changed), expected, atol=1e-6)
+    assert task.scores(changed) == {"texts": pytest.approx(np.mean(expected), abs=1e-6)}
+    assert task.scores(full) == {"texts": pytest.approx(1)}
+    assert task.metric == "cosine"
+
+
+def test_agreement_of_decisions_is_the_share_that_stays(classifier_engine):
+    full = np.array([[0, 2, 1], [5, 0, 6], [3, 2, 1], [9, 8, 7]], dtype=np.float32)
+    changed = np.array([[0, 1, 0], [9, 0, 6], [1, 2, 3], [3, 2, 1]], dtype=np.float32)
+    judge = classifier_engine.judge(Measure.AGREEMENT)
+    task = AgreementTask("texts", judge, random_sequences([5] * 4), full)
+    assert task.items(changed).tolist() == [1, 0, 0, 1]
+    assert task.scores(changed) == {"texts": 0.5}
+    assert task.metric == "agreement"
