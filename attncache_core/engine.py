@@ -181,9 +181,8 @@ class PrefillEngine:
         batch, hidden, plan = hits_first(batch, hidden, plan)
         hidden, attention_seconds = forward(self.model, batch, hidden, plan, self._segments, self.fetch)
         outputs = self.model.outputs(hidden, batch)
-        rows = outputs.representation if outputs.logits is None else outputs.logits
         return PrefillResult(
-            outputs=batch.in_callers_order(rows.numpy()),
+            outputs=batch.in_callers_order(outputs.rows.numpy()),
             outcomes=tuple(batch.in_callers_order(plan.outcomes())),
             similarities=batch.in_callers_order(plan.similarities),
             tokens=len(batch.ids),

@@ -54,13 +54,13 @@ def forward(
     with HitRecords(groups, fetch) as records:
         for number, layer in enumerate(model.layers):
             started = time.perf_counter()
-            context = _context(number, layer, layer.attention_input(hidden), batch, records)
+            context = attention_context(number, layer, layer.attention_input(hidden), batch, records)
             attention_seconds += time.perf_counter() - started
             hidden = layer.finish(hidden, context)
     return hidden, attention_seconds
 
 
-def _context(
+def attention_context(
     number: int, layer: AttentionLayer, x: torch.Tensor, batch: TokenBatch, records: HitRecords
 ) -> torch.Tensor:
     """maps @ V of all heads, [tokens, heads, head_dim], for x [tokens, hidden]."""

@@ -29,8 +29,10 @@ def as_tightened(folder: Path, calibrated: ReusePolicy) -> ReusePolicy:
         policy = calibrated
         for place, count in enumerate(steps):
             for _ in range(count):
+                if policy.groups[place].is_off:
+                    break
                 policy = policy.tightened(place)
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return calibrated
     return policy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,8 +75,10 @@ def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[st
     for number, row in enumerate(read_rows(path, (first, second, rating)), 1):
         try:
             ratings.append(float(row[2]))
-        except ValueError as error:
-            raise InvalidInput(f"{path}, row {number}: {rating!r} is no number", field="data") from error
+        except ValueError:
+            ratings.append(math.nan)
+        if not math.isfinite(ratings[-1]):
+            raise InvalidInput(f"{path}, row {number}: {rating!r} is no number", field="data")
         left.append(row[0])
         right.append(row[1])
     if not ratings:

@@ -114,7 +114,7 @@ class Methods:
         if threshold is None:
             # As many layers share as with LazyFormer: half of them, the last of an odd number left alone.
             shared = len(self._full.model.layers) // 2
-            threshold = float(np.nextafter(np.sort(divergences)[shared - 1], np.inf))
+            threshold = float(np.nextafter(np.sort(divergences)[shared - 1], np.inf)) if shared else 0.0
         return san_blocks(divergences, threshold)
 
     def _per_layer(self, database: AttentionDatabase) -> PerLayerEngine:

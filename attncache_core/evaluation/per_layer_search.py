@@ -24,8 +24,9 @@ from attncache_core.attention_maps.store import AttentionMapStore
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.engine import Dtype, resolve_dtype
 from attncache_core.evaluation.layer_search import LayerSearch, Nearest, nothing_found, train_layer_search
+from attncache_core.forward import attention_context
 from attncache_core.memory import keep_freed_memory
-from attncache_core.models import AttentionLayer, PackedModel, load_model
+from attncache_core.models import PackedModel, load_model
 from attncache_core.threads import limit_faiss, limit_threads
 from attncache_core.tokenizer import TextTokenizer
 from attncache_core.tokens import TokenBatch, pack
@@ -123,9 +124,8 @@ class PerLayerEngine:
         for number in range(len(self.model.layers)):
             batch, hidden = self._layer(number, batch, hidden, seen)
         outputs = self.model.outputs(hidden, batch)
-        rows = outputs.representation if outputs.logits is None else outputs.logits
         return PerLayerResult(
-            outputs=batch.in_callers_order(rows.numpy()),
+            outputs=batch.in_callers_order(outputs.rows.numpy()),
             outcomes=seen.outcomes(),
             similarities=seen.similarities[:, 0],
             tokens=len(batch.ids),
@@ -153,7 +153,7 @@ class PerLayerEngine:
             for group in batch.groups(0, int((records >= 0).sum()))
         ]
         with HitRecords(groups) as hits:
-            context = _context(number, layer, layer.attention_input(hidden), batch, hits)
+            context = attention_context(number, layer, layer.attention_input(hidden), batch, hits)
         seen.search_seconds += searched - started
         seen.attention_seconds += time.perf_counter() - searched
         return batch, layer.finish(hidden, context)
@@ -183,29 +183,14 @@ class _Seen:
 
     def outcomes(self) -> tuple[Outcome, ...]:
         """Of each sequence."""
-        outcomes = np.full(len(self.hits), Outcome.MISS, dtype=object)
-        outcomes[np.isnan(self.similarities).all(axis=1)] = Outcome.NOT_SEARCHED
-        outcomes[self.hits.any(axis=1)] = Outcome.HIT
-        return tuple(outcomes)
+        return tuple(map(_outcome, self.hits, self.similarities))
 
 
-def _context(
-    number: int, layer: AttentionLayer, x: torch.Tensor, batch: TokenBatch, hits: HitRecords
-) -> torch.Tensor:
-    """maps @ V [tokens, heads, head_dim] of a layer, for x [tokens, hidden]: Algorithm 2."""
-    value, query, key = layer.project(x)
-    context = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    stored = layer.reused_heads
-    if stored < layer.heads:
-        layer.attend(query, key, value[:, stored:], batch.offsets, context[:, stored:])
-    if stored:
-        hits.apply(number, value[:, :stored], context[:, :stored])
-    if stored and hits.count < len(batch.lengths):
-        first = int(batch.offsets[hits.count])
-        query, key = layer.project_reused(x[first:])
-        offsets = batch.offsets[hits.count :] - first
-        layer.attend(query, key, value[first:, :stored], offsets, context[first:, :stored])
-    return context
+def _outcome(hits: np.ndarray, similarities: np.ndarray) -> Outcome:
+    """Of one sequence, from what happened in its layers."""
+    if hits.any():
+        return Outcome.HIT
+    return Outcome.NOT_SEARCHED if np.isnan(similarities).all() else Outcome.MISS
 
 
 def _hits_first(
@@ -234,7 +219,7 @@ def _layer_inputs(model: PackedModel, recorded: Recorded) -> Iterator[dict[int, 
     """For each layer in turn the records' input by length, [records, L, hidden], everything computed."""
     batches = [pack(part) for sequences in recorded.values() for part in _passes(sequences)]
     states = [model.embed(batch) for batch in batches]
-    no_hits = HitRecords([])
+    none = HitRecords([])
     for number, layer in enumerate(model.layers):
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
         for batch, hidden in zip(batches, states, strict=True):
@@ -242,7 +227,7 @@ def _layer_inputs(model: PackedModel, recorded: Recorded) -> Iterator[dict[int, 
             parts[length].append(hidden.unflatten(0, (-1, length)))
         yield {length: torch.cat(of_length) for length, of_length in parts.items()}
         states = [
-            layer.finish(hidden, _context(number, layer, layer.attention_input(hidden), batch, no_hits))
+            layer.finish(hidden, attention_context(number, layer, layer.attention_input(hidden), batch, none))
             for batch, hidden in zip(batches, states, strict=True)
         ]
 

@@ -133,9 +133,8 @@ class SharedMapsEngine:
         batch = pack(sequences)
         hidden, attention_seconds = self._forward(batch, self.model.embed(batch))
         outputs = self.model.outputs(hidden, batch)
-        rows = outputs.representation if outputs.logits is None else outputs.logits
         return PrefillResult(
-            outputs=batch.in_callers_order(rows.numpy()),
+            outputs=batch.in_callers_order(outputs.rows.numpy()),
             outcomes=(Outcome.NOT_SEARCHED,) * len(sequences),
             similarities=np.full(len(sequences), np.nan, dtype=np.float32),
             tokens=len(batch.ids),

@@ -13,6 +13,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from attncache_core.engine import PrefillEngine
+from attncache_core.errors import InvalidInput
 from attncache_core.outputs import Judge, cosines
 
 Sequences = list[list[int]]
@@ -80,8 +81,9 @@ class ClassificationTask:
         column = {label: place for place, label in enumerate(engine.labels or ())}
         unknown = sorted(set(labels) - set(column))
         if unknown:
-            raise ValueError(
-                f"{len(unknown)} labels of the data are none of the model's {len(column)} classes"
+            raise InvalidInput(
+                f"{len(unknown)} labels of the data are none of the model's {len(column)} classes",
+                field="data",
             )
         self._truth = np.array([column[label] for label in labels])
 
