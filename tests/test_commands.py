@@ -1,47 +1,15 @@
 """The commands from files to files: databases built, shown and verified, classifiers fitted."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
 
 from attncache_core import AttentionDatabase, LinearClassifier, PrefillEngine
 from attncache_core.corpus.reading import read_labelled
-from service.cli import main
-
-PRIVATE = "zanzibar"
-
-
-def run(*arguments: object, standard_input: bytes | None = None) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=standard_input)
-
-
-def succeeded(result: Result) -> str:
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
-
-
-def assert_one_line(result: Result, *words: str) -> None:
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    assert PRIVATE not in result.stderr
-    (line,) = without_progress(result.stderr)
-    assert line.startswith("attncache: ")
-    for word in words:
-        assert word in line
-
-
-def without_progress(stderr: str) -> list[str]:
-    return [line for line in stderr.splitlines() if not re.fullmatch(r"[a-z ]+: \d+/\d+", line)]
-
-
-def model_arguments(checkpoint) -> tuple[str, ...]:
-    return "--model", str(checkpoint.folder), "--dtype", "float32"
 
 
 @pytest.fixture(scope="module")

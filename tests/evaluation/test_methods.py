@@ -50,12 +50,7 @@ def methods(tiny_engine, tiny_checkpoint, tiny_database, corpus):
 @pytest.fixture
 def few_steps(monkeypatch):
     """AttnCache-f trains a projector for each layer; here hardly."""
-    train = PerLayerEngine.train.__func__
-    monkeypatch.setattr(
-        PerLayerEngine,
-        "train",
-        classmethod(lambda cls, *args, **options: train(cls, *args, steps=5, **options)),
-    )
+    monkeypatch.setitem(PerLayerEngine.train.__func__.__kwdefaults__, "steps", 5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,505 @@
+"""`attncache evaluate` from files to tables, reports and plots."""
+
+import csv
+import json
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
+from core_models import random_text
+from scipy.stats import spearmanr
+from sklearn.linear_model import LogisticRegression
+
+from attncache_core import AttentionDatabase, BuildOptions, PrefillEngine, fit_classifier
+from attncache_core.attention_maps.builder import build_database
+from attncache_core.attention_maps.policy import Preset
+from attncache_core.evaluation.curves import THRESHOLDS
+from attncache_core.evaluation.methods import METHODS
+from attncache_core.evaluation.per_layer_search import PerLayerEngine
+from service.commands import evaluate as evaluate_command
+from service.plots import Plots
+
+
+@pytest.fixture(autouse=True)
+def searched_always(monkeypatch):
+    """Whether reuse pays depends on the machine."""
+    monkeypatch.setattr(PrefillEngine, "weigh_costs", lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def unseen(tiny_corpus) -> list[str]:
+    """60 texts that are recorded nowhere, of 3 to 8 words."""
+    random = np.random.default_rng(83)
+    texts = [random_text(random, words) for words in np.repeat(np.arange(3, 9), 10)]
+    assert len(set(texts) - {sentence.text for sentence in tiny_corpus}) == 60
+    return texts
+
+
+def label_of(text: str) -> str:
+    return "card" if {"card", "account", "bank"} & set(text.split()) else "other"
+
+
+def write_table(path: Path, header: str, rows) -> Path:
+    path.write_text("\n".join([header, *("\t".join(row) for row in rows)]) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tiny_corpus, unseen, tmp_path_factory) -> Path:
+    """corpus.txt: what is recorded. pairs.tsv, more.tsv, test.tsv, texts.csv: to be evaluated on."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    recorded = [sentence.text for sentence in tiny_corpus]
+    (folder / "corpus.txt").write_text("\n".join(recorded) + "\n", encoding="utf-8")
+    scores = np.random.default_rng(82).integers(0, 6, 40).tolist()
+    # Nine recorded texts, one of them in two rows and one of them in capitals.
+    left = [recorded[0], recorded[0], *recorded[10:16], *unseen[:12]]
+    right = [recorded[50].upper(), recorded[60], *unseen[20:38]]
+    pairs = [(str(score), *texts) for score, *texts in zip(scores, left, right, strict=False)]
+    write_table(folder / "pairs.tsv", "score\tsentence1\tsentence2", pairs)
+    more = zip(unseen[40:50], unseen[50:60], map(str, scores[20:30]), strict=True)
+    write_table(folder / "more.tsv", "a\tb\trating", more)
+    labelled = [(text, label_of(text)) for text in [*recorded[:8], *unseen]]
+    write_table(folder / "test.tsv", "text\tlabel", labelled)
+    write_table(folder / "train.tsv", "text\tlabel", [(text, label_of(text)) for text in recorded])
+    rows = zip([*recorded[:5], *unseen[:25]], unseen[30:], strict=True)
+    lines = ["query,answer", *(",".join(row) for row in rows)]
+    (folder / "texts.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def evaluate(kind: str, checkpoint, *arguments: object):
+    return run("evaluate", kind, *model_arguments(checkpoint), *arguments, "--rounds", "1")
+
+
+def report_of(path: Path):
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def table_of(path: Path) -> dict[str, list[str]]:
+    """Rows of a Markdown table by their first cell."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")] for line in lines]
+    assert {len(row) for row in rows} == {len(rows[0])}
+    assert all(re.fullmatch("-+:?", cell) for cell in rows[1])
+    return {row[0]: row[1:] for row in (rows[0], *rows[2:])}
+
+
+def test_similarity_is_scored_over_each_file_and_evaluated_texts_are_left_out(
+    tiny_checkpoint, tiny_engine, tiny_database, files, tmp_path
+):
+    given = (
+        *("--database", tiny_database, "--corpus", files / "corpus.txt", "--data", files / "pairs.tsv"),
+        *("--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md"),
+    )
+    text = succeeded(evaluate("sts", tiny_checkpoint, *given))
+    assert "9 of 240 texts of the corpus are evaluated and left out" in text
+    assert "9 of 240 records are of evaluated texts and left out" in text
+    assert "build with --without" in " ".join(text.split())
+    full, reusing = report_of(tmp_path / "a.json")["methods"]
+    with (files / "pairs.tsv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    left, right = (tiny_engine.embed([row[name] for row in rows]) for name in ("sentence1", "sentence2"))
+    expected = spearmanr((left * right).sum(axis=1), [float(row["score"]) for row in rows]).statistic
+    assert full["scores"] == {"pairs": pytest.approx(expected, abs=1e-6)}
+    assert (full["hit_rate"], full["recorded"], full["cosine"]) == (0, 0, None)
+    assert (reusing["hit_rate"], reusing["recorded"]) == (1, 0)
+    assert 0 < reusing["cosine"] < 1
+    table = table_of(tmp_path / "a.md")
+    assert table[""] == ["full", "attncache"]
+    assert table["Spearman pairs"] == [f"{each['score']:.4f}" for each in (full, reusing)]
+    assert table["recorded texts"] == ["0", "0"]
+    assert table["hits"] == ["0.000", "1.000"]
+    assert table["cosine of the hits"] == ["", f"{reusing['cosine']:.4f}"]
+
+
+def test_several_files_have_a_score_each_and_their_mean(tiny_checkpoint, files, tmp_path):
+    given = ("--methods", "full", "--score-column", "rating", "--columns", "a,b")
+    folder = tmp_path / "other"
+    folder.mkdir()
+    # Another set in a file of the same name.
+    lines = (files / "more.tsv").read_text(encoding="utf-8").splitlines()
+    (folder / "more.tsv").write_text("\n".join([lines[0], *lines[4:]]) + "\n", encoding="utf-8")
+    data = ("--data", files / "more.tsv", "--data", folder / "more.tsv", "--json", tmp_path / "a.json")
+    succeeded(evaluate("sts", tiny_checkpoint, *given, *data, "--markdown", tmp_path / "a.md"))
+    (full,) = report_of(tmp_path / "a.json")["methods"]
+    assert set(full["scores"]) == {"more", str(folder / "more.tsv")}
+    assert full["score"] == pytest.approx(np.mean(list(full["scores"].values())))
+    assert table_of(tmp_path / "a.md")["Spearman, mean"] == [f"{full['score']:.4f}"]
+
+
+def test_correlation_that_does_not_exist_is_null(tiny_checkpoint, tmp_path):
+    path = write_table(
+        tmp_path / "flat.tsv", "score\tsentence1\tsentence2", [("3", "my card", "the bank")] * 4
+    )
+    succeeded(
+        evaluate("sts", tiny_checkpoint, "--methods", "full", "--data", path, "--json", tmp_path / "a.json")
+    )
+    (full,) = report_of(tmp_path / "a.json")["methods"]
+    assert full["scores"] == {"flat": None}
+    assert full["score"] is None
+
+
+def test_accuracy_is_that_of_the_classifier_fitted_on_the_spot(
+    tiny_checkpoint, tiny_engine, tiny_database, files, tmp_path
+):
+    given = ("--database", tiny_database, "--train", files / "train.tsv", "--data", files / "test.tsv")
+    text = succeeded(evaluate("classification", tiny_checkpoint, *given, "--json", tmp_path / "a.json"))
+    assert "8 of 240 records are of evaluated texts and left out" in text
+    report = report_of(tmp_path / "a.json")
+    train, test = (
+        [line.split("\t") for line in (files / name).read_text(encoding="utf-8").splitlines()[1:]]
+        for name in ("train.tsv", "test.tsv")
+    )
+    oracle = LogisticRegression(C=30.0, max_iter=2000)
+    oracle.fit(tiny_engine.embed([text for text, _ in train]), [label for _, label in train])
+    decided = oracle.predict(tiny_engine.embed([text for text, _ in test]))
+    full, reusing = report["methods"]
+    assert report["metric"] == "accuracy"
+    assert full["scores"] == {"test": pytest.approx(np.mean(decided == [label for _, label in test]))}
+    assert reusing["recorded"] == 0
+    assert 0 <= reusing["agreement"] <= 1
+    low, high = reusing["difference_interval"]
+    assert low <= reusing["score"] - full["score"] <= high
+
+
+def test_fitted_classifier_decides_as_the_one_fitted_on_the_spot(tiny_checkpoint, files, tmp_path):
+    succeeded(
+        run(
+            *("fit-classifier", *model_arguments(tiny_checkpoint)),
+            *("--data", files / "train.tsv", "--output", tmp_path / "classifier"),
+        )
+    )
+    scores = []
+    for given in (("--train", files / "train.tsv"), ("--classifier", tmp_path / "classifier")):
+        data = ("--methods", "full", "--data", files / "test.tsv", "--json", tmp_path / "a.json")
+        succeeded(evaluate("classification", tiny_checkpoint, *given, *data))
+        scores.append(report_of(tmp_path / "a.json")["methods"][0]["score"])
+    assert scores[0] == scores[1] > 0.5
+
+
+def test_numbers_stand_for_the_models_classes(tiny_classifier_checkpoint, files, tmp_path):
+    engine = PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
+    texts = (files / "corpus.txt").read_text(encoding="utf-8").splitlines()[::8]
+    logits = engine.run(engine.tokenize(texts), [False] * len(texts)).outputs
+    for labels in (map(str, logits.argmax(axis=1)), (engine.labels[row.argmax()] for row in logits)):
+        data = write_table(tmp_path / "data.tsv", "text\tlabel", zip(texts, labels, strict=True))
+        given = ("--methods", "full", "--data", data, "--json", tmp_path / "a.json")
+        succeeded(evaluate("classification", tiny_classifier_checkpoint, *given))
+        assert report_of(tmp_path / "a.json")["methods"][0]["scores"] == {"data": 1.0}
+
+
+def test_agreement_reads_the_columns_it_is_told(tiny_checkpoint, tiny_database, files, tmp_path):
+    given = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
+    outputs = ("--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md")
+    text = succeeded(evaluate("agreement", tiny_checkpoint, *given, *outputs))
+    assert "5 of 240 records are of evaluated texts and left out" in text
+    report = report_of(tmp_path / "a.json")
+    full, reusing = report["methods"]
+    assert report["metric"] == "cosine"
+    assert report["machine"]["texts"] == 60
+    assert report["machine"]["reused_heads"] == "12 of 12"
+    assert full["score"] == pytest.approx(1)
+    # All hit: the score of all is that of the hits.
+    assert reusing["score"] == reusing["scores"]["texts"] == pytest.approx(reusing["cosine"])
+    assert (reusing["recorded"], reusing["agreement"]) == (0, None)
+    assert table_of(tmp_path / "a.md")["recorded texts"] == ["0", "0"]
+
+
+def test_agreement_is_of_decisions_where_there_are_classes(tiny_classifier_checkpoint, files, tmp_path):
+    given = ("--methods", "lazyformer", "--data", files / "corpus.txt", "--json", tmp_path / "a.json")
+    succeeded(evaluate("agreement", tiny_classifier_checkpoint, *given))
+    report = report_of(tmp_path / "a.json")
+    full, lazyformer = report["methods"]
+    assert report["metric"] == "agreement"
+    assert report["machine"]["reused_heads"] is None
+    assert full["score"] == 1
+    assert lazyformer["score"] == lazyformer["agreement"]
+
+
+def test_every_method_has_a_column_in_the_order_asked_for(
+    tiny_checkpoint, tiny_database, files, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(PerLayerEngine.train.__func__.__kwdefaults__, "steps", 5)
+    names = ["full", "san", "attncache-f", "attncache:moderate", "lazyformer"]
+    given = (
+        "--database",
+        tiny_database,
+        "--corpus",
+        files / "corpus.txt",
+        "--data",
+        f"{files / 'more.tsv'}:a",
+    )
+    outputs = ("--markdown", tmp_path / "a.md", "--methods", ",".join(names[1:]))
+    text = succeeded(evaluate("agreement", tiny_checkpoint, *given, *outputs))
+    assert "0 of 240 texts of the corpus" in text
+    assert "0 of 240 records" in text
+    assert "--without" not in text
+    table = table_of(tmp_path / "a.md")
+    assert table[""] == names
+    assert all(table["cosine more"])
+    assert set(names) < set(METHODS)
+
+
+def test_override_of_heads_and_threshold_reaches_the_database(
+    tiny_checkpoint, tiny_database, files, tmp_path
+):
+    given = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a", "--json", tmp_path / "a.json")
+    succeeded(evaluate("agreement", tiny_checkpoint, *given, "--heads", "layers:1", "--threshold", "2"))
+    report = report_of(tmp_path / "a.json")
+    assert report["machine"]["reused_heads"] == "4 of 12"
+    assert report["methods"][1]["hit_rate"] == 0
+    assert report["methods"][1]["cosine"] is None
+
+
+def test_longest_text_is_what_the_option_says(tiny_checkpoint, tiny_database, files, tmp_path):
+    given = (
+        "--database",
+        tiny_database,
+        "--data",
+        f"{files / 'more.tsv'}:a,b",
+        "--json",
+        tmp_path / "a.json",
+    )
+    succeeded(evaluate("agreement", tiny_checkpoint, *given, "--max-tokens", "4"))
+    # The database has no records of so few tokens.
+    assert report_of(tmp_path / "a.json")["methods"][1]["hit_rate"] == 0
+
+
+def test_database_that_is_not_there_is_built_from_the_corpus_without_the_evaluated_texts(
+    tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(evaluate_command, "BuildOptions", partial(BuildOptions, training_steps=20))
+    folder = tmp_path / "new.db"
+    given = ("--database", folder, "--corpus", files / "corpus.txt", "--data", f"{files / 'texts.csv'}:query")
+    text = succeeded(evaluate("agreement", tiny_checkpoint, *given, "--json", tmp_path / "a.json"))
+    assert "5 of 240 texts of the corpus are evaluated and left out" in text
+    assert "0 of 235 records are of evaluated texts and left out" in text
+    assert "--without" not in text
+    database = AttentionDatabase.open(folder)
+    recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
+    held = [database.search.store.record_of(ids) is not None for ids in recorded]
+    assert held == [False] * 5 + [True] * 235
+    assert report_of(tmp_path / "a.json")["methods"][1]["recorded"] == 0
+    # The second time it is there, and is not built again.
+    before = (folder / "manifest.json").read_bytes()
+    assert "0 of 235 records" in succeeded(evaluate("agreement", tiny_checkpoint, *given))
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+SCORED = "score\tsentence1\tsentence2\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "options", "words"),
+    [
+        ("sts", f"rating\tsentence1\tsentence2\n1\t{PRIVATE}\tx\n", (), ("no column 'score'", "'rating'")),
+        ("sts", f"{SCORED}1\tx\tx\n{PRIVATE}\t{PRIVATE}\tx\n", (), ("row 2", "'score' is no number")),
+        ("sts", SCORED, (), ("data.tsv has no pairs",)),
+        ("sts", f"{SCORED}1\t{PRIVATE}\n", (), ("line 2", "2 columns where 3 belong")),
+        (
+            "sts",
+            f"{SCORED}1\t{PRIVATE}\tx\n",
+            ("--methods", "fast"),
+            ("methods are full", "'fast'"),
+        ),
+        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--rounds", "0"), ("--rounds",)),
+        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--batch-size", "x"), ("--batch-size",)),
+        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--max-tokens", "1"), ("--max-tokens",)),
+        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", (), ("attncache needs a database",)),
+        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--methods", "san"), ("san", "give a corpus")),
+        ("sts", f"{SCORED}1\t{PRIVATE}\tx\n", ("--database", "no.db"), ("no database in no.db", "--corpus")),
+        ("agreement", "text\n", (), ("the data has no texts",)),
+        ("agreement", f"query\n{PRIVATE}\n", (), ("no column 'text'", "'query'")),
+        ("agreement", f"text\n{PRIVATE}\n", ("--classifier", "no"), ("there is no classifier in no",)),
+        ("classification", "text\tlabel\n", (), ("data.tsv has no texts",)),
+        ("classification", f"text\tlabel\n{PRIVATE}\tx\n", (), ("--train or --classifier",)),
+        ("classification", f"text\tlabel\n{PRIVATE}\tx\n", ("--train", "no.tsv"), ("no.tsv cannot be read",)),
+    ],
+)
+def test_bad_data_or_option_is_one_line(
+    tiny_checkpoint, tmp_path, kind, content, options, words, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.tsv").write_text(content, encoding="utf-8")
+    command = ("evaluate", kind, *model_arguments(tiny_checkpoint), "--data", tmp_path / "data.tsv")
+    assert_one_line(run(*command, *options), *words)
+
+
+def test_labels_that_are_no_classes_are_one_line(tiny_classifier_checkpoint, tmp_path):
+    data = write_table(tmp_path / "data.tsv", "text\tlabel", [("a card", PRIVATE), (PRIVATE, "card")])
+    result = evaluate("classification", tiny_classifier_checkpoint, "--methods", "full", "--data", data)
+    assert_one_line(result, "1 labels of the data are none of the model's 3 classes")
+
+
+@pytest.mark.parametrize("kind", ["classification", "agreement"])
+def test_classifier_of_another_model_is_one_line(tiny_checkpoint, files, tmp_path, kind):
+    random = np.random.default_rng(1)
+    fit_classifier(
+        random.normal(size=(9, 32)).astype(np.float32), ["card", "other", "x"] * 3, fingerprint="f", model="m"
+    ).save(tmp_path / "classifier")
+    given = ("--methods", "full", "--data", files / "test.tsv", "--classifier", tmp_path / "classifier")
+    assert_one_line(evaluate(kind, tiny_checkpoint, *given), "was fitted for m", "fit a classifier")
+
+
+def test_heads_that_the_records_do_not_hold_are_one_line(tiny_checkpoint, tiny_database, files):
+    given = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a", "--heads", "layers:9")
+    assert_one_line(evaluate("agreement", tiny_checkpoint, *given), "layers 0 to 2")
+
+
+# Curves.
+
+PLOTS = ("damage", "presets", "quality_against_time", "similarity", "thresholds")
+
+
+def curves(checkpoint, database: Path, data: object, output: Path, *options: object):
+    given = ("--database", database, "--data", data, "--output", output, *options)
+    return run("evaluate", "curves", *model_arguments(checkpoint), *given)
+
+
+@pytest.fixture(scope="module")
+def plotted(tiny_checkpoint, tiny_prototypes_database, files, tmp_path_factory):
+    """(folder of the plots, what the command printed);"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefillEngine, "weigh_costs", lambda _: None)
+        folder = tmp_path_factory.mktemp("plots") / "new" / "folder"
+        data = f"{files / 'test.tsv'}:text"
+        text = succeeded(curves(tiny_checkpoint, tiny_prototypes_database, data, folder, "--most", 40))
+    return folder, text
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_five_plots_and_their_data_are_written_and_named(plotted):
+    folder, text = plotted
+    names = sorted(f"{name}.{ending}" for name in PLOTS for ending in ("csv", "png"))
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert text == f"{folder}: {', '.join(names)}\n"
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_plot_is_a_picture_with_something_on_it(plotted, name):
+    content = (plotted[0] / f"{name}.png").read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert content.rstrip(b"\0")[-8:-4] == b"IEND"
+    width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
+    assert (width, height) == (840, 540)
+    assert len(content) > 5000
+
+
+def test_data_of_quality_against_time_are_all_points(plotted):
+    rows = rows_of(plotted[0] / "quality_against_time.csv")
+    assert list(rows[0]) == ["family", "heads", "hit_rate", "saved", "quality"]
+    counts = {}
+    for row in rows:
+        counts[row["family"]] = counts.get(row["family"], 0) + 1
+        assert 0 < float(row["hit_rate"]) <= 1
+        assert -1 <= float(row["quality"]) <= 1 + 1e-6
+        assert float(row["saved"]) >= 0
+    assert counts == {
+        "mildest heads, better kind": 240,
+        "whole layers": 40,
+        "all heads": 20,
+        "prototypes only": 240,
+        "best stored record": 240,
+    }
+
+
+def test_data_of_the_damage_are_the_manifests(plotted, tiny_prototypes_database):
+    rows = rows_of(plotted[0] / "damage.csv")
+    assert list(rows[0]) == ["layer", "head", "damage"]
+    damage = AttentionDatabase.open(tiny_prototypes_database).manifest.damage
+    assert [(int(row["layer"]), int(row["head"]), float(row["damage"])) for row in rows] == [
+        (layer, head, damage[layer][head]) for layer in range(3) for head in range(4)
+    ]
+
+
+def test_data_of_the_similarities_are_of_every_text_and_kind(plotted):
+    rows = rows_of(plotted[0] / "similarity.csv")
+    assert list(rows[0]) == ["kind", "predicted", "true"]
+    kinds = [row["kind"] for row in rows]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"stored": 40, "prototype": 40, "mean": 40}
+    for row in rows:
+        assert 0.8 <= float(row["true"]) < 1  # the distance is at most 1, and α 0.2
+        assert float(row["predicted"]) < 1
+
+
+def test_data_of_the_thresholds_are_of_both_masks(plotted):
+    rows = rows_of(plotted[0] / "thresholds.csv")
+    columns = ["mask", "heads", "threshold", "hit_rate", "quality_of_hits", "quality_of_all"]
+    assert list(rows[0]) == columns
+    masks = [row["mask"] for row in rows]
+    assert masks == ["all heads"] * len(THRESHOLDS) + ["the policy's heads"] * len(THRESHOLDS)
+    assert [float(row["threshold"]) for row in rows] == 2 * THRESHOLDS.tolist()
+    for row in rows:
+        assert (row["quality_of_hits"] == "") == (float(row["hit_rate"]) == 0)
+        assert 0 < float(row["quality_of_all"]) <= 1 + 1e-6
+
+
+def test_data_of_the_presets_are_of_the_policy_and_of_each_preset(plotted):
+    rows = rows_of(plotted[0] / "presets.csv")
+    assert list(rows[0]) == ["method", "hit_rate", "score", "speedup", "attention_speedup"]
+    assert [row["method"] for row in rows] == ["full", "attncache", *(f"attncache:{each}" for each in Preset)]
+    full, policy, *_ = rows
+    assert [float(full[name]) for name in ("hit_rate", "speedup", "attention_speedup")] == [0, 1, 1]
+    assert float(full["score"]) == pytest.approx(1)
+    assert float(policy["hit_rate"]) == 1  # its θ is 0
+    for row in rows:
+        assert float(row["speedup"]) > 0
+
+
+def test_without_matplotlib_the_extra_is_named(
+    tiny_checkpoint, tiny_prototypes_database, files, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    data = f"{files / 'test.tsv'}:text"
+    result = curves(tiny_checkpoint, tiny_prototypes_database, data, tmp_path / "out")
+    assert_one_line(result, "matplotlib", "pip install 'attncache[plots]'")
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_unseen_texts_for_curves_are_one_line(
+    tiny_checkpoint, tiny_prototypes_database, files, tmp_path
+):
+    result = curves(tiny_checkpoint, tiny_prototypes_database, files / "corpus.txt", tmp_path / "out")
+    assert_one_line(result, "0 of the texts are not in the database", "20 are needed")
+
+
+def test_curves_of_another_models_database_are_one_line(
+    tiny_classifier_checkpoint, tiny_prototypes_database, files, tmp_path
+):
+    data = f"{files / 'test.tsv'}:text"
+    result = curves(tiny_classifier_checkpoint, tiny_prototypes_database, data, tmp_path / "out")
+    assert_one_line(result, "fingerprint", "build a database")
+
+
+def test_output_that_is_a_file_is_one_line(tiny_checkpoint, tiny_prototypes_database, files, tmp_path):
+    (tmp_path / "out").touch()
+    data = f"{files / 'test.tsv'}:text"
+    result = curves(tiny_checkpoint, tiny_prototypes_database, data, tmp_path / "out")
+    assert result.exit_code == 2
+    assert "out" in without_progress(result.stderr)[-1]
+
+
+def test_heads_without_any_damage_are_plotted(tmp_path):
+    Plots(tmp_path, "cosine").damage(np.zeros((3, 4)))
+    assert (tmp_path / "damage.png").stat().st_size > 5000
+
+
+def test_records_that_hold_some_heads_alone_give_no_curves(
+    tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path
+):
+    options = BuildOptions(heads="layers:0-1", threshold=0.0, prototypes=0, training_steps=5)
+    build_database(tiny_engine, tiny_corpus, tmp_path / "some.db", options)
+    result = curves(tiny_checkpoint, tmp_path / "some.db", f"{files / 'test.tsv'}:text", tmp_path / "out")
+    assert_one_line(result, "8 of 12 heads", "build a database without --heads")
+    assert not (tmp_path / "out").exists()
