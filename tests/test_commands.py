@@ -3,13 +3,24 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
 
-from attncache_core import AttentionDatabase, LinearClassifier, PrefillEngine
+from attncache_core import AttentionDatabase, BuildOptions, LinearClassifier, PrefillEngine
 from attncache_core.corpus.reading import read_labelled
+from attncache_core.tokens import pack
+from service.commands import build as build_command
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_steps():
+    """The projector is hardly trained."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_command, "BuildOptions", partial(BuildOptions, training_steps=20))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +101,76 @@ def test_build_from_standard_input_records_its_lines(tiny_checkpoint, tmp_path):
     arguments = ("--corpus", "-", "--database", tmp_path / "a.db")
     succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments, standard_input=lines))
     assert AttentionDatabase.open(tmp_path / "a.db").manifest.records == {5: 2, 6: 2}
+
+
+def recorded(engine, folder, texts) -> list[bool]:
+    store = AttentionDatabase.open(folder).search.store
+    return [store.record_of(ids) is not None for ids in engine.tokenize(texts)]
+
+
+def test_texts_to_leave_out_of_a_database_are_not_in_it_whatever_their_spelling(
+    tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path
+):
+    texts = [sentence.text for sentence in tiny_corpus]
+    lines = ["query,answer", f"{texts[0]},{texts[100].upper()}", f"{texts[200]},nowhere to be found"]
+    (tmp_path / "evaluated.csv").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "more.txt").write_text(f"{texts[7]}\n{texts[0]}\n", encoding="utf-8")
+    without = (
+        *("--without", f"{tmp_path / 'evaluated.csv'}:query,answer"),
+        *("--without", tmp_path / "more.txt"),
+    )
+    arguments = ("--corpus", files / "corpus.tsv", "--database", tmp_path / "a.db", *without)
+    result = run("build", *model_arguments(tiny_checkpoint), *arguments, "--heads", "all")
+    succeeded(result)
+    assert "4 of 240 texts left out" in result.stderr.splitlines()
+    held = recorded(tiny_engine, tmp_path / "a.db", texts)
+    assert [place for place, is_held in enumerate(held) if not is_held] == [0, 7, 100, 200]
+    assert AttentionDatabase.open(tmp_path / "a.db").manifest.build["texts"] == 236
+
+
+def test_several_files_and_columns_are_one_corpus(tiny_checkpoint, tiny_engine, tiny_corpus, tmp_path):
+    texts = [sentence.text for sentence in tiny_corpus]
+    pairs = zip(texts[:60], texts[60:120], strict=True)
+    lines = ["left,right", *(",".join(pair) for pair in pairs)]
+    (tmp_path / "pairs.csv").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "more.txt").write_text("\n".join(texts[120:200]), encoding="utf-8")
+    arguments = (
+        *("--corpus", f"{tmp_path / 'pairs.csv'}:right,left", "--corpus", tmp_path / "more.txt"),
+        *("--database", tmp_path / "a.db", "--heads", "all"),
+    )
+    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments))
+    assert recorded(tiny_engine, tmp_path / "a.db", texts) == [True] * 200 + [False] * 40
+
+
+def test_prototypes_dimensions_and_longest_text_are_what_the_options_say(
+    tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path
+):
+    options = ("--prototypes", "0", "--dimensions", "24", "--max-tokens", "7", "--heads", "all")
+    arguments = ("--corpus", files / "corpus.tsv", "--database", tmp_path / "a.db", *options)
+    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments))
+    database = AttentionDatabase.open(tmp_path / "a.db")
+    manifest = database.manifest
+    assert manifest.prototypes == {}
+    assert (manifest.build["prototypes"], manifest.build["dimensions"]) == (0, 24)
+    # Longer texts are cut, not left out.
+    assert sum(manifest.records.values()) == len(
+        {tuple(sentence.text.split()[:5]) for sentence in tiny_corpus}
+    )
+    assert max(manifest.records) == 7
+    batch = pack([[2, 7, 8, 9, 3]])
+    (features,) = database.search.projector.project(tiny_engine.model.embed(batch), batch.groups())
+    assert features.shape == (1, 24)
+
+
+def test_leaving_out_the_whole_corpus_is_one_line(tiny_checkpoint, files, tmp_path):
+    source = f"{files / 'corpus.tsv'}:text"
+    arguments = ("--corpus", source, "--without", source, "--database", tmp_path / "a.db")
+    result = run("build", *model_arguments(tiny_checkpoint), *arguments)
+    assert result.exit_code == 2
+    told, line = without_progress(result.stderr)
+    assert told == "240 of 240 texts left out"
+    assert line.startswith("attncache: the corpus has 0 distinct texts")
+    assert not (tmp_path / "a.db").exists()
 
 
 def test_inspect_shows_records_and_bytes_per_length_mask_threshold_and_quality(built):
@@ -193,6 +274,10 @@ def test_build_into_a_folder_that_is_there_is_one_line(tiny_checkpoint, built, f
         (f"text\n{PRIVATE}\ncard\n", ("--min-cosine", "2"), ("--min-cosine",)),
         (f"text\n{PRIVATE}\ncard\n", ("--format", "xml"), ("--format", "jsonl")),
         (f"text\n{PRIVATE}\ncard\n", ("--max-length", "1"), ("--max-length",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--dimensions", "1"), ("--dimensions",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--prototypes", "-1"), ("--prototypes",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--max-tokens", "1"), ("--max-tokens",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--without", "no.txt"), ("no.txt cannot be read",)),
     ],
 )
 def test_bad_corpus_or_option_of_build_is_one_line(tiny_checkpoint, tmp_path, content, options, words):
