@@ -217,6 +217,12 @@ class PrefillEngine:
         """How near outputs [n, d] of `run` with reuse are to those in full, float64 [n]; see Judge."""
         return self.judge(measure).fidelity(with_reuse, full)
 
+    def search_always(self) -> None:
+        """From now on, compare every sequence with the records, also where that does not pay."""
+        self.costs = None
+        if self._search:
+            self._search = replace(self._search, policy=self._search.policy.searched_everywhere())
+
     def weigh_costs(self) -> None:
         """From now on, leave lengths unsearched where reuse cannot pay on this machine.
 

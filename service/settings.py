@@ -54,7 +54,7 @@ class Settings(BaseModel):
         description="Heads to reuse (all, layers:0-3), instead of the database's own.",
     )
     search_always: bool = Field(
-        False, description="Search every text, also of lengths at which reuse is measured not to pay."
+        False, description="Compare every text with the records, also where that is measured not to pay."
     )
     verify_rate: float = Field(
         0.01, ge=0, le=1, description="Share of hits that are computed in full too, once answered."

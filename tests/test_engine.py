@@ -1,6 +1,7 @@
 """The engine's results: outputs in the caller's order, outcomes, counts, classes, and what it refuses."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncache_core import native
+from attncache_core.attention_maps.builder import BuildOptions, build_database
 from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.search import Outcome
 from attncache_core.checkpoint import read_checkpoint
@@ -230,3 +232,20 @@ def test_agreement_of_an_encoder_needs_a_classifier(tiny_engine):
     outputs = run(tiny_engine, random_sequences([5])).outputs
     with pytest.raises(NoClassifier):
         tiny_engine.fidelity(outputs, outputs, Measure.AGREEMENT)
+
+
+def test_search_always_compares_what_the_mean_would_have_served(
+    tiny_checkpoint, tiny_engine, tiny_corpus, tmp_path
+):
+    options = BuildOptions(heads="all", threshold=0.0, training_steps=3)
+    build_database(tiny_engine, tiny_corpus, tmp_path / "a.db", options)
+    database = AttentionDatabase.open(tmp_path / "a.db")
+    groups = tuple(replace(group, searched=False) for group in database.search.policy.groups)
+    policy = replace(database.search.policy, groups=groups)
+    database = replace(database, search=replace(database.search, policy=policy))
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    sequences = random_sequences([5, 7, 9])
+    assert set(run(engine, sequences).outcomes) == {Outcome.PROTOTYPE_HIT}
+    assert np.isnan(run(engine, sequences).similarities).all()
+    engine.search_always()
+    assert np.isfinite(run(engine, sequences).similarities).all()

@@ -55,6 +55,10 @@ class CostModel:
         """Whether a hit saves more than a search costs; between measured lengths, on the straight line."""
         return bool(np.interp(length, self.lengths, self._gains) > 0)
 
+    def saved(self, lengths: np.ndarray) -> np.ndarray:
+        """Microseconds that a hit of these lengths [n] saves, the search left out: float64 [n]."""
+        return np.interp(lengths, self.lengths, np.subtract(self.compute, self.fetch))
+
     def saved_per_head(self, lengths: np.ndarray, heads: int) -> np.ndarray:
         """Microseconds that a hit of these lengths [n] saves for each of its `heads` measured heads, [n].
 

@@ -203,6 +203,10 @@ class ReusePolicy:
         groups = tuple(group.with_threshold(threshold) for group in self.groups)
         return ReusePolicy(replace(self.budget, least=0.0), groups)
 
+    def searched_everywhere(self) -> ReusePolicy:
+        """The same with a search in every group: what is asked is compared, and the thresholds decide."""
+        return replace(self, groups=tuple(replace(group, searched=True) for group in self.groups))
+
     def tightened(self, place: int) -> ReusePolicy:
         """The same with group number `place` one step tighter."""
         groups = list(self.groups)

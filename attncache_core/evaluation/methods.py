@@ -69,6 +69,7 @@ class Methods:
         """
         self._full, self._checkpoint, self._database = full, checkpoint, database
         self._corpus, self._dtype, self._san_threshold = corpus, dtype, san_threshold
+        self.engines: dict[str, PrefillEngine] = {}  # of the methods with a database that were made
 
     def make(self, name: str) -> Method:
         """The method of this name. Raises InvalidInput where it needs a database or a corpus and has none."""
@@ -87,7 +88,7 @@ class Methods:
         if preset:
             policy = database.search.policy.with_threshold(Preset(preset).threshold)
             database = replace(database, search=replace(database.search, policy=policy))
-        engine = self.reusing(database)
+        engine = self.engines[name] = self.reusing(database)
         return lambda sequences: engine.run(sequences, [True] * len(sequences))
 
     def reusing(self, database: AttentionDatabase) -> PrefillEngine:

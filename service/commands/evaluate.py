@@ -23,7 +23,7 @@ from attncache_core import (
 )
 from attncache_core.corpus.reading import read_labelled, read_rated, read_texts
 from attncache_core.engine import Dtype
-from attncache_core.evaluation.comparison import compare
+from attncache_core.evaluation.comparison import MethodReport, compare
 from attncache_core.evaluation.methods import METHODS, Methods, parse_methods
 from attncache_core.evaluation.tasks import (
     AgreementTask,
@@ -113,7 +113,11 @@ def evaluation_options(command: Callable[..., None]) -> Callable[..., None]:
 def sts(data: tuple[str, ...], score_column: str, columns: str, **options: Any) -> None:
     """Semantic textual similarity: Spearman's correlation over all pairs of each file."""
     first, _, second = columns.partition(",")
-    rated = {Path(path).stem: read_rated(path, first, second, score_column) for path in data}
+    rated = {}
+    for path in data:
+        # Files of one name in different folders are different sets.
+        name = path if Path(path).stem in rated else Path(path).stem
+        rated[name] = read_rated(path, first, second, score_column)
     evaluation = _Evaluation(Request(**options))
     sets = {
         name: RatedPairs(evaluation.tokenize(left), evaluation.tokenize(right), ratings)
@@ -143,7 +147,7 @@ def classification(
     texts, labels = read_labelled(data, text_column, label_column)
     evaluation = _Evaluation(Request(**options))
     if classifier:
-        evaluation.full.classifier = LinearClassifier.load(classifier)
+        evaluation.take_classifier(classifier)
     elif train:
         evaluation.fit(*read_labelled(train, text_column, label_column))
     if evaluation.full.labels is None:
@@ -163,7 +167,7 @@ def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) ->
         raise InvalidInput("the data has no texts", field="data")
     evaluation = _Evaluation(Request(**options))
     if classifier:
-        evaluation.full.classifier = LinearClassifier.load(classifier)
+        evaluation.take_classifier(classifier)
     evaluation.run_agreement(Path(data[0].partition(":")[0]).stem, evaluation.tokenize(texts))
 
 
@@ -219,6 +223,12 @@ class _Evaluation:
         """Token ids of each text."""
         return self.full.tokenize(texts)
 
+    def take_classifier(self, folder: Path) -> None:
+        """Give the full engine a fitted classifier, which must be of its model."""
+        classifier = LinearClassifier.load(folder)
+        classifier.require_fingerprint(self.checkpoint.embedding_fingerprint(), self.checkpoint.name)
+        self.full.classifier = classifier
+
     def fit(self, texts: Sequence[str], labels: Sequence[str]) -> None:
         """Give the full engine a linear classifier on its embeddings."""
         sequences = self.tokenize(texts)
@@ -269,6 +279,9 @@ class _Evaluation:
             "reused_heads": f"{database.mask.total} of {database.mask.heads}" if database else None,
         }
         show_comparison(task.metric, facts, reports, request.json_file, request.markdown)
+        for name, engine in methods.engines.items():
+            report = next(report for report in reports if report.method == name)
+            click.echo(f"{name}: {_time_saved(report, reports[0], engine, task.sequences)}")
 
     def _corpus_and_database(self, task: Task) -> tuple[Sequences, AttentionDatabase | None]:
         """The corpus and the database without the evaluated texts; says how many those were."""
@@ -311,6 +324,17 @@ class _Evaluation:
         )
         with shown_progress() as progress:
             build_database(engine, sentences, folder, options, progress)
+
+
+def _time_saved(report: MethodReport, full: MethodReport, engine: PrefillEngine, sequences: Sequences) -> str:
+    """How much of the time was saved, beside what hits save at best: by the cost model, nothing searched."""
+    assert engine.costs is not None
+    lengths = np.array([len(ids) for ids in sequences])
+    at_best = report.hit_rate * float(engine.costs.saved(lengths).sum()) / 1e6 / full.seconds
+    return (
+        f"{1 - 1 / report.speedup:+.3f} of the time saved; Q, K and softmax of the hits' reused heads are "
+        f"{at_best:.3f} of it"
+    )
 
 
 def _label_names(labels: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -36,6 +36,12 @@ def plot_curves(
     """Measure on at most so many sequences that the database does not hold; write all plots to `output`."""
     database.require_fingerprint(full.checkpoint.fingerprint(), full.checkpoint.name)
     store, manifest = database.search.store, database.manifest
+    if sum(store.layout.stored_heads) < database.mask.heads:
+        raise InvalidInput(
+            f"the records hold {sum(store.layout.stored_heads)} of {database.mask.heads} heads, and curves "
+            "compare masks of all: build a database without --heads layers",
+            field="database",
+        )
     unseen = [
         list(ids)
         for ids in dict.fromkeys(map(tuple, sequences))

@@ -67,6 +67,10 @@ def _number(value: float) -> str:
     return "" if value != value else f"{value:.4f}"
 
 
-def _without_nan(report: dict[str, Any]) -> dict[str, Any]:
+def _without_nan(value: Any) -> Any:
     """JSON has no NaN: what could not be measured is null."""
-    return {name: None if value != value else value for name, value in report.items()}
+    if isinstance(value, dict):
+        return {name: _without_nan(of_name) for name, of_name in value.items()}
+    if isinstance(value, tuple):
+        return [_without_nan(each) for each in value]
+    return None if value != value else value

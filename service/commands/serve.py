@@ -56,7 +56,9 @@ def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
         fetch=settings.fetch,
         max_tokens=settings.max_tokens,
     )
-    if not settings.search_always:
+    if settings.search_always:
+        engine.search_always()
+    else:
         engine.weigh_costs()
     return engine
 
