@@ -1,8 +1,19 @@
-"""A database that several tests evaluate with."""
+"""What several tests evaluate with."""
 
 import pytest
 
+from attncache_core import engine
 from attncache_core.attention_maps.builder import BuildOptions, build_database
+from attncache_core.attention_maps.cost import CostModel
+
+
+@pytest.fixture(scope="module")
+def reuse_pays():
+    """Whether reuse pays depends on the machine; here every hit saves a millisecond, and a search nothing."""
+    costs = CostModel(lengths=(1, 99), search=(0.0, 0.0), fetch=(0.0, 0.0), compute=(1000.0, 1000.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "cost_model", lambda *_: costs)
+        yield
 
 
 @pytest.fixture(scope="session")

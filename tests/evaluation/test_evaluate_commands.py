@@ -23,11 +23,7 @@ from attncache_core.evaluation.per_layer_search import PerLayerEngine
 from service.commands import evaluate as evaluate_command
 from service.plots import Plots
 
-
-@pytest.fixture(autouse=True)
-def searched_always(monkeypatch):
-    """Whether reuse pays depends on the machine."""
-    monkeypatch.setattr(PrefillEngine, "weigh_costs", lambda _: None)
+pytestmark = pytest.mark.usefixtures("reuse_pays")
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +130,7 @@ def test_several_files_have_a_score_each_and_their_mean(tiny_checkpoint, files, 
     assert table_of(tmp_path / "a.md")["Spearman, mean"] == [f"{full['score']:.4f}"]
 
 
+@pytest.mark.filterwarnings("ignore:An input array is constant")
 def test_correlation_that_does_not_exist_is_null(tiny_checkpoint, tmp_path):
     path = write_table(
         tmp_path / "flat.tsv", "score\tsentence1\tsentence2", [("3", "my card", "the bank")] * 4
@@ -210,6 +207,20 @@ def test_agreement_reads_the_columns_it_is_told(tiny_checkpoint, tiny_database, 
     assert reusing["score"] == reusing["scores"]["texts"] == pytest.approx(reusing["cosine"])
     assert (reusing["recorded"], reusing["agreement"]) == (0, None)
     assert table_of(tmp_path / "a.md")["recorded texts"] == ["0", "0"]
+
+
+def test_time_saved_stands_beside_what_hits_save_at_best(tiny_checkpoint, tiny_database, files, tmp_path):
+    given = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
+    outputs = ("--json", tmp_path / "a.json", "--methods", "attncache,attncache:moderate,lazyformer")
+    text = " ".join(succeeded(evaluate("agreement", tiny_checkpoint, *given, *outputs)).split())
+    reports = {report["method"]: report for report in report_of(tmp_path / "a.json")["methods"]}
+    for name in ("attncache", "attncache:moderate"):
+        saved = 1 - 1 / reports[name]["speedup"]
+        # Each of the 60 texts saves a millisecond if it hits.
+        at_best = reports[name]["hit_rate"] * 60 / 1000 / reports["full"]["seconds"]
+        assert f"{name}: {saved:+.3f} of the time saved" in text
+        assert f"{at_best:.3f} of it" in text
+    assert text.count("of the time saved") == 2
 
 
 def test_agreement_is_of_decisions_where_there_are_classes(tiny_classifier_checkpoint, files, tmp_path):
@@ -364,13 +375,11 @@ def curves(checkpoint, database: Path, data: object, output: Path, *options: obj
 
 
 @pytest.fixture(scope="module")
-def plotted(tiny_checkpoint, tiny_prototypes_database, files, tmp_path_factory):
+def plotted(tiny_checkpoint, tiny_prototypes_database, files, tmp_path_factory, reuse_pays):  # noqa: ARG001 - it decides
     """(folder of the plots, what the command printed);"""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefillEngine, "weigh_costs", lambda _: None)
-        folder = tmp_path_factory.mktemp("plots") / "new" / "folder"
-        data = f"{files / 'test.tsv'}:text"
-        text = succeeded(curves(tiny_checkpoint, tiny_prototypes_database, data, folder, "--most", 40))
+    folder = tmp_path_factory.mktemp("plots") / "new" / "folder"
+    data = f"{files / 'test.tsv'}:text"
+    text = succeeded(curves(tiny_checkpoint, tiny_prototypes_database, data, folder, "--most", 40))
     return folder, text
 
 

@@ -29,10 +29,7 @@ from attncache_core.evaluation.shared_maps import (
 SEQUENCES = random_sequences([5, 6, 7, 8, 9, 10] * 4, seed=51)
 
 
-@pytest.fixture(autouse=True)
-def searched_always(monkeypatch):
-    """Whether reuse pays depends on the machine."""
-    monkeypatch.setattr(PrefillEngine, "weigh_costs", lambda _: None)
+pytestmark = pytest.mark.usefixtures("reuse_pays")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,19 @@ def test_costs_are_weighed_unless_every_text_is_to_be_searched(
 ) -> None:
     engine = engine_of(tiny_checkpoint, tiny_database, search_always=search_always)
     assert weighed == ([] if search_always else [engine])
+
+
+def test_every_text_is_compared_where_that_was_asked_for(
+    tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+    manifest = AttentionDatabase.open(folder).manifest
+    groups = tuple(group.recorded_only() for group in manifest.policy.groups)
+    replace(manifest, policy=replace(manifest.policy, groups=groups)).write(folder)
+    for search_always in (False, True):
+        policy = engine_of(tiny_checkpoint, folder, search_always=search_always).policy
+        assert policy
+        assert {group.searched for group in policy.groups} == {search_always}
 
 
 def test_without_reuse_no_database_is_opened(tiny_checkpoint: Checkpoint) -> None:
