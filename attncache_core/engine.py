@@ -209,8 +209,16 @@ class PrefillEngine:
                 keep_tightened(self.database.folder, self.database.manifest.policy, policy)
 
     def judge(self, measure: Measure) -> Judge:
-        """What compares outputs of `run` with reuse with those in full. Agreement needs classes."""
+        """What compares outputs of `run` with reuse with those in full.
+
+        Raises NoClassifier for agreement where neither the model nor a classifier has classes.
+        """
         by_class = measure is Measure.AGREEMENT or self.task == "classify"
+        if by_class and self.labels is None:
+            raise NoClassifier(
+                "agreement is of decisions, and neither the model nor a classifier has classes",
+                field="classifier",
+            )
         return Judge(measure, self.class_logits if by_class else None)
 
     def fidelity(self, with_reuse: np.ndarray, full: np.ndarray, measure: Measure) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 from attncache_core.attention_maps.choice import FEWEST_PROBES, Savings, choose_policy, report
 from attncache_core.attention_maps.cost import measure_costs, search_cost
 from attncache_core.attention_maps.damage import damage_of_each, joint_damage, reuse_rank
-from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.database import AttentionDatabase, keep_calibration_texts
 from attncache_core.attention_maps.mask import ReuseMask, head_order, mildest_mask, parse_heads
 from attncache_core.attention_maps.policy import Budget, ReusePolicy, uniform_policy
 from attncache_core.attention_maps.probes import Probes, find_probes, measure, stored_batches
@@ -20,6 +20,7 @@ from attncache_core.attention_maps.search import SearchEngine
 from attncache_core.attention_maps.tightened import forget_tightened
 from attncache_core.engine import PrefillEngine
 from attncache_core.errors import InvalidInput
+from attncache_core.files import locked
 from attncache_core.models import load_model
 
 # Called as work goes on: what is being done, how much of it is done, how much there is.
@@ -105,15 +106,18 @@ def calibrate_database(
         engine, database.search, probes, rank, budget, on_pass=partial(progress, "measuring masks")
     )
     quality["left_out"] = len(sequences) - len(unseen)
-    replace(
+    calibrated = replace(
         manifest,
         damage=tuple(map(tuple, damage.tolist())),
         rank=tuple(map(tuple, rank.tolist())),
         reused_heads=mask.reused,
         policy=policy,
         quality=quality,
-    ).write(database.folder)
-    forget_tightened(database.folder)
+    )
+    with locked(database.folder, on_wait=lambda: progress("waiting for another process", 0, 1)):
+        keep_calibration_texts(database.folder, unseen)
+        calibrated.write(database.folder)
+        forget_tightened(database.folder)
     return quality
 
 

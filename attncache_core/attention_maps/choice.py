@@ -114,6 +114,10 @@ def mean_keeps(rows: np.ndarray, probes: Probes, mean: Measured, budget: Budget)
     """Whether the mean of each length may serve all of the probes `rows` (places), unsearched."""
     if (probes.records[RecordKind.MEAN][rows] < 0).any():
         return False
+    # Short ones of a group must not pay for its long ones.
+    thirds = [part for part in np.array_split(rows, 3) if len(part)]
+    if any(mean.fidelity[part].mean() < budget.least for part in thirds):
+        return False
     return bool(upper_bounds(1 - mean.fidelity[rows], budget.measure)[-1] <= 1 - budget.least)
 
 

@@ -7,9 +7,10 @@
     DIR/maps/<length>.maps        records
 
     DIR/cost.json                 the cost model on this machine, written by `cost.cost_model`
+    DIR/calibrated_on.json        digests of the texts it was calibrated on after its build
     DIR/tightened.json            what a server found too loose, written by `tightened.keep_tightened`
 
-`builder.build_database` writes all but the last two. `calibration.calibrate_database` changes mask, policy
+`builder.build_database` writes all but the last three. `calibration.calibrate_database` changes mask, policy
 and quality in the manifest; nothing else is ever changed.
 """
 
@@ -33,7 +34,7 @@ from attncache_core.attention_maps.policy import ReusePolicy
 from attncache_core.attention_maps.projector import FeatureProjector
 from attncache_core.attention_maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.attention_maps.search import SearchEngine
-from attncache_core.attention_maps.store import AttentionMapStore, RecordKind, RecordLayout
+from attncache_core.attention_maps.store import AttentionMapStore, RecordKind, RecordLayout, token_digest
 from attncache_core.attention_maps.tightened import as_tightened
 from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.files import write_whole
@@ -155,10 +156,12 @@ class AttentionDatabase:
         manifest = Manifest.read(folder)
         _check_files(folder, manifest)
         mask = parse_heads(heads, np.array(manifest.rank)) if heads else manifest.mask
-        if threshold is None:
-            policy = as_tightened(folder, manifest.policy)
-        else:
+        policy = as_tightened(folder, manifest.policy)
+        if threshold is not None:
             policy = manifest.policy.with_threshold(threshold)
+        elif heads:
+            # Calibrated for another mask: it keeps no budget for this one.
+            policy = manifest.policy.without_budget()
         layout = RecordLayout(manifest.stored_heads, getattr(torch, manifest.dtype))
         search = SearchEngine(
             FeatureProjector.load(folder / "projector.safetensors"),
@@ -220,6 +223,21 @@ class AttentionDatabase:
             if not np.isin(segment.kinds, list(RecordKind)).all():
                 wrong.append(f"length {length}: a record of an unknown kind")
         return wrong
+
+
+def keep_calibration_texts(folder: Path, sequences: Iterable[Sequence[int]]) -> None:
+    """Keep digests of what the database was calibrated on, for an evaluation to know its own texts by."""
+    content = json.dumps([token_digest(ids).hex() for ids in sequences])
+    write_whole(folder / "calibrated_on.json", content.encode())
+
+
+def calibrated_on(folder: Path, sequences: Iterable[Sequence[int]]) -> int:
+    """How many of these token sequences the database was calibrated on, after its build."""
+    try:
+        digests = set(json.loads((folder / "calibrated_on.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return 0
+    return sum(token_digest(ids).hex() in digests for ids in sequences)
 
 
 def file_digest(path: Path) -> str:

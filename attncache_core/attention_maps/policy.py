@@ -201,7 +201,11 @@ class ReusePolicy:
     def with_threshold(self, threshold: float) -> ReusePolicy:
         """The same with one θ for all lengths and kinds; an operator's, or a preset's, keeps no budget."""
         groups = tuple(group.with_threshold(threshold) for group in self.groups)
-        return ReusePolicy(replace(self.budget, least=0.0), groups)
+        return replace(self, groups=groups).without_budget()
+
+    def without_budget(self) -> ReusePolicy:
+        """The same with nothing to keep: hits may be verified, but nothing is tightened."""
+        return replace(self, budget=replace(self.budget, least=0.0))
 
     def searched_everywhere(self) -> ReusePolicy:
         """The same with a search in every group: what is asked is compared, and the thresholds decide."""

@@ -128,12 +128,12 @@ class SearchEngine:
         for group in batch.groups():
             if not self.can_serve(group.length) or not allowed[group.sequences].any():
                 continue
-            if not pays(group.length):
-                plan.cannot_pay[group.sequences] = allowed[group.sequences]
-            elif self.policy.group_of(group.length).searched or group.length not in self.prototypes:
+            if not self._is_searched(group.length):
+                taken.append(group)
+            elif pays(group.length):
                 compared.append(group)
             else:
-                taken.append(group)
+                plan.cannot_pay[group.sequences] = allowed[group.sequences]
         if compared:
             self._decide(batch, compared, self.nearest(batch, hidden, compared), plan)
         for values, untouched in ((plan.records, -1), (plan.similarities, np.nan)):
@@ -142,6 +142,11 @@ class SearchEngine:
         for group in taken:
             corrupt += self._take_unsearched(batch, group, allowed, plan)
         return replace(plan, corrupt_records=corrupt)
+
+    def _is_searched(self, length: int) -> bool:
+        """Whether sequences of this length are compared; those that nobody calibrated for always are."""
+        uncalibrated = length > self.policy.groups[-1].longest or length not in self.prototypes
+        return uncalibrated or self.policy.group_of(length).searched
 
     def can_serve(self, length: int) -> bool:
         """Whether there are records of this length, and the policy ever lets one serve."""

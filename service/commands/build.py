@@ -178,7 +178,8 @@ def show_database(database: AttentionDatabase) -> None:
         thresholds = ", ".join(
             f"{kind.name.lower()} {of_kind.threshold:.4f}" for kind, of_kind in group.kinds.items()
         )
-        unsearched = "" if group.searched else "no search, the mean serves; else "
+        serves = "the mean serves" if group.mean_serves else "only recorded texts hit"
+        unsearched = "" if group.searched else f"no search, {serves}; else "
         console.print(f"threshold θ  {name} tokens: {unsearched}{thresholds}")
     console.print(f"quality      {_quality(manifest.quality)}")
     distances = manifest.quality.get("map_distance")

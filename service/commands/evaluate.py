@@ -21,6 +21,7 @@ from attncache_core import (
     find_checkpoint,
     fit_classifier,
 )
+from attncache_core.attention_maps.database import calibrated_on
 from attncache_core.corpus.reading import read_labelled, read_rated, read_texts
 from attncache_core.engine import Dtype
 from attncache_core.evaluation.comparison import MethodReport, compare
@@ -307,6 +308,12 @@ class _Evaluation:
         opened = AttentionDatabase.open(request.database, heads=request.heads, threshold=request.threshold)
         database, gone = opened.without(evaluated)
         click.echo(f"{gone} of {opened.info()['records']} records are of evaluated texts and left out")
+        known = calibrated_on(request.database, evaluated)
+        if known:
+            click.echo(
+                f"{known} evaluated texts are among those the database was calibrated on; calibrate with "
+                "--without for an honest figure"
+            )
         if gone:
             click.echo(
                 "prototypes and thresholds were made with them; to keep them out of these too, build with "

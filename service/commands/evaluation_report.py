@@ -43,7 +43,7 @@ def _rows(metric: str, reports: Sequence[MethodReport]) -> list[list[str]]:
         "less the full model's, from": lambda report: _end(report, 0),
         "to (95 %, paired)": lambda report: _end(report, 1),
         "hits": lambda report: f"{report.hit_rate:.3f}",
-        "of them by prototypes": lambda report: f"{report.prototype_hit_rate:.3f}",
+        "hits by prototypes": lambda report: f"{report.prototype_hit_rate:.3f}",
         "recorded texts": lambda report: str(report.recorded),
         "cosine of the hits": lambda report: _number(report.cosine),
         "5th percentile": lambda report: _number(report.cosine_5th_percentile),
