@@ -23,6 +23,7 @@ from attncache_core.outputs import Measure
 _KEPT_WHEN_TIGHTENED = 0.75
 _MOST_TIGHTENED = 6
 _NEVER = 2.0
+_ANY_LENGTH = 10**9
 
 
 class Preset(StrEnum):
@@ -221,4 +222,4 @@ class ReusePolicy:
 def uniform_policy(budget: Budget, threshold: float) -> ReusePolicy:
     """One group for all lengths, one θ for all kinds, no curves: what stands before any calibration."""
     kinds = {kind: KindPolicy(threshold) for kind in RecordKind}
-    return ReusePolicy(budget, (LengthGroup(longest=1, kinds=kinds),))
+    return ReusePolicy(budget, (LengthGroup(longest=_ANY_LENGTH, kinds=kinds),))

@@ -51,7 +51,7 @@ def known(tiny_engine, tiny_corpus):
 
 def policy_of(stored=NEVER, prototype=NEVER, mean=NEVER, searched=True) -> ReusePolicy:
     kinds = {STORED: stored, PROTOTYPE: prototype, MEAN: mean}
-    return ReusePolicy(Budget(Measure.COSINE, 0.9), (LengthGroup(1, kinds, searched),))
+    return ReusePolicy(Budget(Measure.COSINE, 0.9), (LengthGroup(10, kinds, searched),))
 
 
 def engine_of(checkpoint, folder, policy: ReusePolicy, heads=None) -> PrefillEngine:

@@ -108,9 +108,9 @@ def test_operators_own_threshold_knows_nothing_of_it(tiny_checkpoint, folder, ov
     assert {each.tightened for each in policy.groups} == {0}
 
 
-def test_operators_own_heads_stay_tight(tiny_checkpoint, folder):
+def test_operators_own_heads_keep_no_budget_and_are_not_tightened(tiny_checkpoint, folder):
     engine_of(tiny_checkpoint, folder).tighten(1)
-    assert AttentionDatabase.open(folder, heads="3").search.policy == after(POLICY, [1])
+    assert AttentionDatabase.open(folder, heads="3").search.policy == POLICY.without_budget()
 
 
 def test_another_policy_is_not_tightened_by_what_was_kept_for_this_one(tmp_path):
