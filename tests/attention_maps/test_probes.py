@@ -195,6 +195,7 @@ def test_decisions_are_compared_where_the_budget_is_agreement(
     class FirstTwo:
         """Decides by which of the first two numbers is larger."""
 
+        labels = ("first", "second")
         logits = staticmethod(lambda outputs: outputs[:, :2])
 
     engine = type(tiny_engine).load(tiny_checkpoint, dtype="float32")
