@@ -176,7 +176,7 @@ class PrefillEngine:
         batch = pack(sequences)
         hidden = self.model.embed(batch)
         searched = time.perf_counter()
-        plan = self._plan(batch, hidden, np.asarray(reuse, dtype=bool)[batch.order])
+        plan = self._plan(batch, self.model.search_input(hidden), np.asarray(reuse, dtype=bool)[batch.order])
         search_seconds = time.perf_counter() - searched
         batch, hidden, plan = hits_first(batch, hidden, plan)
         hidden, attention_seconds = forward(self.model, batch, hidden, plan, self._segments, self.fetch)

@@ -64,16 +64,18 @@ def attention_context(
     number: int, layer: AttentionLayer, x: torch.Tensor, batch: TokenBatch, records: HitRecords
 ) -> torch.Tensor:
     """maps @ V of all heads, [tokens, heads, head_dim], for x [tokens, hidden]."""
-    value, query, key = layer.project(x)
+    value, query, key = layer.project(x, batch.positions)
     context = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     mask = layer.reused_heads
     if mask < layer.heads:
-        layer.attend(query, key, value[:, mask:], batch.offsets, context[:, mask:])
+        computed = slice(mask, layer.heads)
+        layer.attend(query, key, value[:, computed], batch.offsets, computed, context[:, computed])
     if mask:
         records.apply(number, value[:, :mask], context[:, :mask])
         if records.count < len(batch.lengths):
             first = int(batch.offsets[records.count])
-            query, key = layer.project_reused(x[first:])
+            query, key = layer.project_reused(x[first:], batch.positions[first:])
             offsets = batch.offsets[records.count :] - first
-            layer.attend(query, key, value[first:, :mask], offsets, context[first:, :mask])
+            reused = slice(mask)
+            layer.attend(query, key, value[first:, reused], offsets, reused, context[first:, reused])
     return context

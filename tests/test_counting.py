@@ -40,26 +40,26 @@ class Counted:
     def __getattr__(self, name):
         return getattr(self.layer, name)
 
-    def project(self, x):
-        value, query, key = projection = self.layer.project(x)
+    def project(self, x, positions):
+        value, query, key = projection = self.layer.project(x, positions)
         self.values.append(tuple(value.shape[:2]))
         self.computed.append(tuple(query.shape[:2]))
         assert query.shape == key.shape
         return projection
 
-    def project_reused(self, x):
-        query, key = self.layer.project_reused(x)
+    def project_reused(self, x, positions):
+        query, key = self.layer.project_reused(x, positions)
         self.reused.append(tuple(query.shape[:2]))
         self.reused_inputs.append(x.clone())
         return query, key
 
-    def attend(self, query, key, value, offsets, context):
+    def attend(self, query, key, value, offsets, heads, context):
         tokens = int(offsets[-1] - offsets[0])
         # All of what is handed over is attended.
         assert query.shape[:2] == key.shape[:2] == value.shape[:2] == context.shape[:2]
         assert len(query) == tokens
         self.attended.append((tokens, query.shape[1]))
-        self.layer.attend(query, key, value, offsets, context)
+        self.layer.attend(query, key, value, offsets, heads, context)
 
     @property
     def attended_tokens_times_heads(self):

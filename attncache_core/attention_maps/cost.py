@@ -126,7 +126,7 @@ def search_cost(
         batch = pack([sequences[place] for place in chosen[at : at + _BATCH_SEQUENCES]])
         groups = [group for group in batch.groups() if group.length in lengths]
         if groups:
-            hidden = model.embed(batch)
+            hidden = model.search_input(model.embed(batch))
             started = time.perf_counter()
             search.nearest(batch, hidden, groups)
             taken.append((time.perf_counter() - started) / sum(group.count for group in groups))
@@ -140,8 +140,8 @@ def _measure(
     """Microseconds a sequence of search, fetch and compute at one length."""
     count = max(1, min(_BATCH_SEQUENCES, _BATCH_TOKENS // length))
     batch = pack([[0] * length] * count)
-    hidden = model.embed(batch)
-    values = [layer.project(hidden).value[:, : layer.reused_heads] for layer in model.layers]
+    hidden = model.search_input(model.embed(batch))
+    values = [layer.project(hidden, batch.positions).value[:, : layer.reused_heads] for layer in model.layers]
     segment = search.store.segments[length]
     records = HitRecords([RecordGroup(segment, np.arange(count) % len(segment))], fetch)
     steps: dict[str, Callable[[], object]] = {
@@ -173,8 +173,9 @@ def _fetch(model: PackedModel, values: Sequence[torch.Tensor], records: HitRecor
 def _compute(model: PackedModel, x: torch.Tensor, values: Sequence[torch.Tensor], batch: TokenBatch) -> None:
     for layer, value in zip(model.layers, values, strict=True):
         if layer.reused_heads:
-            query, key = layer.project_reused(x)
-            layer.attend(query, key, value, batch.offsets, torch.empty(value.shape, dtype=value.dtype))
+            query, key = layer.project_reused(x, batch.positions)
+            context = torch.empty(value.shape, dtype=value.dtype)
+            layer.attend(query, key, value, batch.offsets, slice(layer.reused_heads), context)
 
 
 @dataclass(frozen=True)

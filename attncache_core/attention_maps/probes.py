@@ -69,7 +69,7 @@ def find_probes(model: PackedModel, search: SearchEngine, sequences: Sequence[Se
     for places in token_passes([len(sequence) for sequence in ordered]):
         batch = pack([ordered[place] for place in places])
         groups = batch.groups()
-        found = search.nearest(batch, model.embed(batch), groups)
+        found = search.nearest(batch, model.search_input(model.embed(batch)), groups)
         for kind in RecordKind:
             records[kind][places] = found.records[kind]
             similarities[kind][places] = found.similarities[kind]

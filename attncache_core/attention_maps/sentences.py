@@ -49,14 +49,14 @@ class Sentences:
         return np.flatnonzero(self.held_out[list(indices)] == held_out).tolist()
 
     def inputs(self, model: PackedModel, indices: Sequence[int]) -> torch.Tensor:
-        """The first layer's input of sequences of one length, float32 [n, L, hidden]."""
+        """What the projector reads of sequences of one length, float32 [n, L, hidden]."""
         return first_inputs(model, [self.sequences[index] for index in indices])
 
 
 def first_inputs(model: PackedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The first layer's input of sequences of one length, float32 [n, L, hidden]."""
+    """What the projector reads of sequences of one length, float32 [n, L, hidden]."""
     with torch.inference_mode():
-        hidden = model.embed(pack(sequences))
+        hidden = model.search_input(model.embed(pack(sequences)))
     return hidden.float().view(len(sequences), -1, model.hidden_size).clone()
 
 

@@ -101,10 +101,10 @@ def _layer(
     on_maps: Callable[[Group, torch.Tensor], None],
 ) -> torch.Tensor:
     """One layer by way of explicit maps, which `on_maps` sees, and may change, before they are used."""
-    value, query, key = layer.project(layer.attention_input(hidden))
+    value, query, key = layer.project(layer.attention_input(hidden), batch.positions)
     context = torch.empty_like(value)
     for group in batch.groups():
-        maps = layer.attention_maps(by_sequence(query, group), by_sequence(key, group))
+        maps = layer.attention_maps(by_sequence(query, group), by_sequence(key, group), slice(layer.heads))
         on_maps(group, maps)
         found = apply_maps(maps, by_sequence(value, group))
         by_sequence(context, group).copy_(found)

@@ -23,7 +23,8 @@ from attncache_core.checkpoint import Checkpoint
 from attncache_core.engine import Dtype, resolve_dtype
 from attncache_core.memory import keep_freed_memory
 from attncache_core.models import AttentionLayer, PackedModel, load_model, model_shape
-from attncache_core.models.attention import apply_maps, attention_maps
+from attncache_core.models.attention import apply_maps
+from attncache_core.models.blocks import PlainAttention
 from attncache_core.threads import limit_threads
 from attncache_core.tokenizer import TextTokenizer
 from attncache_core.tokens import Group, TokenBatch, by_sequence, pack
@@ -146,7 +147,7 @@ class SharedMapsEngine:
 
     def _forward(self, batch: TokenBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, float]:
         """The last layer's output [tokens, hidden], and the seconds that attention took in all layers."""
-        maps = _block_maps(batch, hidden, self.model.layers[0].heads)
+        maps = _block_maps(batch, hidden, self.model.layers[0])
         attention_seconds = 0.0
         for block in self.blocks:
             for number in block:
@@ -162,15 +163,14 @@ def _context(
     layer: AttentionLayer, x: torch.Tensor, batch: TokenBatch, maps: BlockMaps, block: int
 ) -> torch.Tensor:
     """maps @ V [tokens, heads, head_dim] of a layer in a block of so many layers, for x [tokens, hidden]."""
-    value, query, key = layer.project(x)
+    value, query, key = layer.project(x, batch.positions)
     context = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     if layer.reused_heads:
         maps.apply(value, context)
     elif block > 1:
-        # As all families served scale their scores.
-        maps.attend(query, key, value, value.shape[2] ** -0.5, context)
+        maps.attend(layer, query, key, value, context)
     else:
-        layer.attend(query, key, value, batch.offsets, context)
+        layer.attend(query, key, value, batch.offsets, slice(layer.heads), context)
     return context
 
 
@@ -178,7 +178,12 @@ class BlockMaps(Protocol):
     """A batch's maps, kept for the layers of a block. All tensors are [tokens, heads, head_dim]."""
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, context: torch.Tensor
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: torch.Tensor,
     ) -> None:
         """Compute the maps, keep them until the next call, and write maps @ V to `context`."""
         ...
@@ -202,9 +207,15 @@ class KernelMaps:
         self._addresses = self._maps.data_ptr() + starts[:-1] * self._maps.element_size()
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, context: torch.Tensor
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: torch.Tensor,
     ) -> None:
         """See BlockMaps."""
+        scale = layer.pattern.scale
         self._kernel.attend(query, key, value, self._offsets, scale, context, kept=self._addresses)
 
     def apply(self, value: torch.Tensor, context: torch.Tensor) -> None:
@@ -222,11 +233,16 @@ class OperatorMaps:
         self._maps: list[torch.Tensor] = []  # of each group, [n, heads, L, L]
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, context: torch.Tensor
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: torch.Tensor,
     ) -> None:
         """See BlockMaps."""
         self._maps = [
-            attention_maps(by_sequence(query, group), by_sequence(key, group), scale)
+            layer.attention_maps(by_sequence(query, group), by_sequence(key, group), slice(layer.heads))
             for group in self._groups
         ]
         self.apply(value, context)
@@ -237,9 +253,9 @@ class OperatorMaps:
             by_sequence(context, group).copy_(apply_maps(maps, by_sequence(value, group)))
 
 
-def _block_maps(batch: TokenBatch, hidden: torch.Tensor, heads: int) -> BlockMaps:
-    """By the kernel where it computes on the dtype and device of the hidden states."""
+def _block_maps(batch: TokenBatch, hidden: torch.Tensor, layer: AttentionLayer) -> BlockMaps:
+    """By the kernel where it computes what the layers do, on the dtype and device of the hidden states."""
     kernel = native.kernel()
-    if kernel and kernel.takes(hidden):
-        return KernelMaps(kernel, batch, heads, hidden.dtype)
+    if kernel and kernel.takes(hidden) and isinstance(layer, PlainAttention):
+        return KernelMaps(kernel, batch, layer.heads, hidden.dtype)
     return OperatorMaps(batch)

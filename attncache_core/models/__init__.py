@@ -3,36 +3,67 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.errors import UnsupportedModel
-from attncache_core.models.bert import BertEncoder
-from attncache_core.models.layer import AttentionLayer, Outputs, PackedModel, Projection
+from attncache_core.models.bert import bert
+from attncache_core.models.decoder import decoder
+from attncache_core.models.layer import AttentionLayer, LayerHeads, Outputs, PackedModel, Pool, Projection
 from attncache_core.outputs import pool
 
 # transformers sets the process' default dtype while it loads: two models at once would mix theirs.
 _LOADING = threading.Lock()
-FAMILIES = {"bert": BertEncoder}
 
-__all__ = ["FAMILIES", "AttentionLayer", "Outputs", "PackedModel", "Projection", "load_model", "model_shape"]
+Family = Callable[[Any, Sequence[LayerHeads], Pool], PackedModel]
+ENCODERS: dict[str, Family] = {"bert": bert}
+DECODERS: dict[str, Family] = dict.fromkeys(
+    (
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+    ),
+    decoder,
+)
+FAMILIES = ENCODERS | DECODERS
+
+__all__ = [
+    "DECODERS",
+    "FAMILIES",
+    "AttentionLayer",
+    "LayerHeads",
+    "Outputs",
+    "PackedModel",
+    "Projection",
+    "load_model",
+    "model_shape",
+]
 
 
 def model_shape(checkpoint: Checkpoint) -> tuple[int, int]:
     """(layers, heads) of a supported checkpoint. Raises UnsupportedModel for another family."""
     family = checkpoint.config.get("model_type")
-    if family not in FAMILIES or checkpoint.config.get("is_decoder"):
+    # An encoder that was trained to decode has other maps than its family.
+    if family not in FAMILIES or (family in ENCODERS and checkpoint.config.get("is_decoder")):
         raise UnsupportedModel(
             f"model {checkpoint.name} is of the family {family!r}; served are: {', '.join(sorted(FAMILIES))}",
             field="model",
         )
-    return checkpoint.config["num_hidden_layers"], checkpoint.config["num_attention_heads"]
+    config = AutoConfig.from_pretrained(checkpoint.folder)
+    return config.num_hidden_layers, config.num_attention_heads
 
 
 def load_model(
@@ -50,10 +81,13 @@ def load_model(
     """
     layers, heads = model_shape(checkpoint)
     model = _read_weights(checkpoint, dtype).eval().requires_grad_(False)
+    orders = head_order or [range(heads)] * layers
     return FAMILIES[checkpoint.config["model_type"]](
         model,
-        head_order or [range(heads)] * layers,
-        reused_heads or [0] * layers,
+        [
+            LayerHeads(list(order), own)
+            for order, own in zip(orders, reused_heads or [0] * layers, strict=True)
+        ],
         partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens),
     )
 

@@ -5,8 +5,8 @@ The engine runs Algorithm 2 over `layers`; a family file supplies them from Hugg
     hidden = model.embed(batch)
     for layer in model.layers:
         x = layer.attention_input(hidden)
-        V of every head, Q and K of the computed heads  = layer.project(x)
-        Q and K of the reused heads                     = layer.project_reused(x of the misses)
+        V of every head, Q and K of the computed heads  = layer.project(x, positions)
+        Q and K of the reused heads                     = layer.project_reused(x, positions of the misses)
         context                                         = maps @ V, head by head
         hidden = layer.finish(hidden, context)
     outputs = model.outputs(hidden, batch)
@@ -19,20 +19,35 @@ every sequence. With `reused_heads` = 0 all heads are computed ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from attncache_core.models.attention import Pattern
 from attncache_core.tokens import TokenBatch
 
 
-class Projection(NamedTuple):
-    """What every sequence needs in one layer."""
+@dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """How one layer keeps its heads: the order of damage, and how many of the first are reused."""
 
-    value: torch.Tensor  # [tokens, heads, head_dim]
-    query: torch.Tensor  # [tokens, computed heads, head_dim]
-    key: torch.Tensor  # [tokens, computed heads, head_dim]
+    order: Sequence[int]  # a permutation of the checkpoint's head numbers
+    reused: int
+
+    @property
+    def computed(self) -> Sequence[int]:
+        """The heads that every sequence computes."""
+        return self.order[self.reused :]
+
+
+class Projection(NamedTuple):
+    """What every sequence needs in one layer. Q and K have one width, V may have another."""
+
+    value: torch.Tensor  # [tokens, heads, d_v]
+    query: torch.Tensor  # [tokens, computed heads, d]
+    key: torch.Tensor  # [tokens, computed heads, d]
 
 
 class AttentionLayer(Protocol):
@@ -40,23 +55,28 @@ class AttentionLayer(Protocol):
 
     heads: int
     reused_heads: int
+    pattern: Pattern
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """What attention reads: the norm of a pre-norm layer, else `hidden` itself. [tokens, hidden]."""
         ...
 
-    def project(self, x: torch.Tensor) -> Projection:
-        """V of all heads, Q and K of the computed heads, for tokens x [tokens, hidden]."""
+    def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
+        """V of all heads, Q and K of the computed heads, for tokens x [tokens, hidden].
+
+        positions: int64 [tokens], of each token in its own sequence.
+        """
         ...
 
-    def project_reused(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Q and K of the reused heads, each [tokens, reused heads, head_dim]; asked for misses only."""
+    def project_reused(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Q and K of the reused heads, each [tokens, reused heads, d]; asked for misses only."""
         ...
 
-    def attention_maps(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def attention_maps(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
         """Post-softmax maps [n, h, L, L] of n sequences of one length from their Q and K [n, L, h, d].
 
-        In attention.product_dtype, which may be wider than the model's dtype.
+        heads: which of the layer's heads, in its order, Q and K are of. In attention.product_dtype, which
+        may be wider than the model's dtype.
         """
         ...
 
@@ -66,16 +86,17 @@ class AttentionLayer(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         offsets: np.ndarray,
+        heads: slice,
         context: torch.Tensor,
     ) -> None:
-        """Write maps @ V of packed sequences to `context`, the maps computed; all tensors [tokens, h, d].
+        """Write maps @ V of packed sequences to `context`, the maps computed; all tensors [tokens, h, ...].
 
-        offsets: int64 [sequences + 1], the first token of each sequence.
+        offsets: int64 [sequences + 1], the first token of each sequence. heads: as attention_maps has it.
         """
         ...
 
     def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """The layer's output from its input and the context [tokens, heads, head_dim]: [tokens, hidden]."""
+        """The layer's output from its input and the context [tokens, heads, d_v]: [tokens, hidden]."""
         ...
 
 
@@ -95,20 +116,16 @@ class Outputs(NamedTuple):
 Pool = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
 
 
-class PackedModel(Protocol):
+@dataclass
+class PackedModel:
     """A model whose forward pass runs on packed tokens."""
 
     hidden_size: int
+    embed: Callable[[TokenBatch], torch.Tensor]  # the input of the first layer, [tokens, hidden]
+    layers: Sequence[AttentionLayer]  # first to last
+    # From the last layer's [tokens, hidden], in packed order.
+    outputs: Callable[[torch.Tensor, TokenBatch], Outputs]
 
-    @property
-    def layers(self) -> Sequence[AttentionLayer]:
-        """The attention layers, first to last."""
-        ...
-
-    def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """The input of the first layer, [tokens, hidden]."""
-        ...
-
-    def outputs(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
-        """The model's outputs from the last layer's [tokens, hidden], in packed order."""
-        ...
+    def search_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the projector reads: the first layer's input `hidden` as its attention sees it."""
+        return self.layers[0].attention_input(hidden)

@@ -14,11 +14,17 @@ from torch import nn
 from torch.nn import functional
 
 # Our name of an activation -> oneDNN's name and algorithm.
-_FUSED = {"gelu": ("gelu", "none"), "gelu_pytorch_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
+_FUSED = {
+    "gelu": ("gelu", "none"),
+    "gelu_pytorch_tanh": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+    "silu": ("swish", ""),
+}
 _PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
+    "silu": functional.silu,
 }
 # Named by overload: left to choose, torch tries each in turn and takes tensors apart element by element.
 _UNARY = torch.ops.mkldnn._linear_pointwise.default
@@ -90,6 +96,13 @@ class ModuleLinear:
 Linear = PackedLinear | ModuleLinear
 
 
+def packed_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+) -> Linear:
+    """A linear layer of plain weights, with the activation called so (one of those that can be fused)."""
+    return PackedLinear(weight, bias, activation)
+
+
 def packed(
     module: nn.Module,
     name: str | None = None,
@@ -101,5 +114,5 @@ def packed(
     """
     # A subclass may compute something else: only the very class is taken apart.
     if type(module) is nn.Linear and (name is None or name in _FUSED):
-        return PackedLinear(module.weight, module.bias, name)
+        return packed_linear(module.weight, module.bias, name)
     return ModuleLinear(module, activation)

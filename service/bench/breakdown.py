@@ -20,7 +20,7 @@ from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine
 from attncache_core.attention_maps.fetch import HitRecords, RecordGroup
 from attncache_core.models import AttentionLayer
 from attncache_core.models.linear import Norm, PackedLinear
-from attncache_core.tokens import pack
+from attncache_core.tokens import TokenBatch, pack
 from service.bench.synthetic import random_sequence, write_database
 
 _ROUNDS = 30
@@ -66,7 +66,7 @@ def _break_down(
     layer, hit_layer = full.model.layers[0], hits.model.layers[0]
     assert hits.database is not None
     search = hits.database.search
-    value, query, key = layer.project(hidden)
+    value, query, key = layer.project(hidden, batch.positions)
     context = torch.empty(value.shape, dtype=value.dtype)
     width, inner = full.model.hidden_size, checkpoint.config["intermediate_size"]
     sizes = ((width, width), (width, inner), (inner, width))
@@ -86,13 +86,15 @@ def _break_down(
                 "project": lambda: search.projector.project(hidden, batch.groups()),
                 "plan": lambda: search.plan(batch, hidden, everything),
                 "one projection": lambda: output(hidden),
-                "attend": lambda: layer.attend(query, key, value, batch.offsets, context),
+                "attend": lambda: layer.attend(query, key, value, batch.offsets, slice(layer.heads), context),
                 "fetch": lambda: records.apply(0, value, context),
                 "multiply": lambda: one_record.apply(0, value, context),
                 "output": lambda: norm(output(hidden, hidden)),
                 "mlp": lambda: norm(down(up(hidden), hidden)),
-                "layer": lambda: layer.finish(hidden, _attended(layer, hidden, batch.offsets, context)),
-                "hit layer": lambda: hit_layer.finish(hidden, _fetched(hit_layer, hidden, records, context)),
+                "layer": lambda: layer.finish(hidden, _attended(layer, hidden, batch, context)),
+                "hit layer": lambda: hit_layer.finish(
+                    hidden, _fetched(hit_layer, hidden, batch, records, context)
+                ),
                 "pool": lambda: full.model.outputs(hidden, batch),
                 "run": lambda: full.run(sequences, [False] * count),
                 "hit run": lambda: hits.run(sequences, [True] * count),
@@ -125,17 +127,17 @@ def _break_down(
 
 
 def _attended(
-    layer: AttentionLayer, hidden: torch.Tensor, offsets: np.ndarray, context: torch.Tensor
+    layer: AttentionLayer, hidden: torch.Tensor, batch: TokenBatch, context: torch.Tensor
 ) -> torch.Tensor:
-    value, query, key = layer.project(hidden)
-    layer.attend(query, key, value, offsets, context)
+    value, query, key = layer.project(hidden, batch.positions)
+    layer.attend(query, key, value, batch.offsets, slice(layer.heads), context)
     return context
 
 
 def _fetched(
-    layer: AttentionLayer, hidden: torch.Tensor, records: HitRecords, context: torch.Tensor
+    layer: AttentionLayer, hidden: torch.Tensor, batch: TokenBatch, records: HitRecords, context: torch.Tensor
 ) -> torch.Tensor:
-    records.apply(0, layer.project(hidden).value, context)
+    records.apply(0, layer.project(hidden, batch.positions).value, context)
     return context
 
 

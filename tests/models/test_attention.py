@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attncache_core import native
-from attncache_core.models.attention import apply_maps, attend, attention_maps, product_dtype
+from attncache_core.models.attention import Pattern, apply_maps, attend, attention_maps, product_dtype
 
 SCALE = 0.3
 # Rows of a map sum to 1, contexts are of size 1; float32 in another order of sums.
@@ -48,7 +48,7 @@ def contexts_by_formula(query, key, value, offsets):
 
 def attended(query, key, value, offsets):
     context = torch.full(value.shape, CANARY, dtype=value.dtype)
-    attend(query, key, value, offsets, SCALE, context)
+    attend(query, key, value, offsets, Pattern(SCALE), context)
     return context
 
 
@@ -75,7 +75,7 @@ def test_context_goes_to_the_heads_it_is_given_and_to_no_others(computing):
     query, key, value = projected(20)
     whole = torch.full((20, 7, 4), CANARY)
     with attention_by(computing):
-        attend(query, key, value, offsets_of([12, 8]), SCALE, whole[:, 2:5])
+        attend(query, key, value, offsets_of([12, 8]), Pattern(SCALE), whole[:, 2:5])
     expected = contexts_by_formula(query, key, value, offsets_of([12, 8]))
     torch.testing.assert_close(whole[:, 2:5].double(), expected, atol=FLOAT32, rtol=0)
     assert (whole[:, [0, 1, 5, 6]] == CANARY).all()
@@ -122,7 +122,7 @@ def test_what_the_kernel_does_not_take_is_computed_by_operators(monkeypatch):
 @given(st.integers(1, 3), LENGTHS)
 def test_maps_that_are_kept_follow_the_formula_and_so_does_what_is_made_of_them(n, length):
     query, key, value = (part.unflatten(0, (n, length)) for part in projected(n * length))
-    found = attention_maps(query, key, SCALE)
+    found = attention_maps(query, key, Pattern(SCALE))
     context = apply_maps(found, value)
     for row in range(n):
         maps, expected = by_formula(query[row], key[row], value[row])
@@ -144,7 +144,7 @@ def test_maps_that_are_kept_follow_the_formula_and_so_does_what_is_made_of_them(
 def test_sixteen_bit_maps_are_close_and_in_the_product_dtype_of_their_length(length, dtype):
     query, key, value = projected(length, dtype=torch.bfloat16)
     maps, context = by_formula(query, key, value)
-    found = attention_maps(query[None], key[None], SCALE)
+    found = attention_maps(query[None], key[None], Pattern(SCALE))
     made = apply_maps(found, value[None])
     assert found.dtype is made.dtype is product_dtype(length, value.dtype) is dtype
     torch.testing.assert_close(found[0].double(), maps, atol=BFLOAT16, rtol=0)

@@ -46,7 +46,7 @@ def test_model_has_the_activation_of_its_checkpoint(tmp_path, activation):
     assert_is_reference(model, Reference(folder), random_sequences([3, 12, 30]))
 
 
-@pytest.mark.parametrize(("activation", "kind"), [("gelu", PackedLinear), ("silu", ModuleLinear)])
+@pytest.mark.parametrize(("activation", "kind"), [("silu", PackedLinear), ("swish", ModuleLinear)])
 def test_only_an_activation_that_can_be_fused_is_packed(tmp_path, activation, kind):
     model = load_model(read_checkpoint(write_model(tmp_path, hidden_act=activation)), torch.float32)
     assert {type(layer._up) for layer in model.layers} == {kind}
@@ -73,10 +73,10 @@ def test_sizes_are_read_from_the_checkpoint(tmp_path, changes):
 
 def test_projections_have_all_values_and_queries_and_keys_of_computed_heads_alone(tiny_checkpoint):
     layer = load_model(tiny_checkpoint, torch.float32, head_order=ORDERS, reused_heads=(3, 3, 3)).layers[0]
-    value, query, key = layer.project(torch.randn(6, 32))
+    value, query, key = layer.project(torch.randn(6, 32), torch.arange(6))
     assert value.shape == (6, 4, 8)
     assert query.shape == key.shape == (6, 1, 8)
-    query, key = layer.project_reused(torch.randn(2, 32))
+    query, key = layer.project_reused(torch.randn(2, 32), torch.arange(2))
     assert query.shape == key.shape == (2, 3, 8)
 
 
@@ -87,11 +87,14 @@ def test_first_layers_maps_are_the_references_in_the_layers_order(tiny_checkpoin
     batch, layer = pack([ids]), model.layers[0]
     x = layer.attention_input(model.embed(batch))
     group = batch.groups()[0]
-    _, *computed = layer.project(x)
+    _, *computed = layer.project(x, batch.positions)
     maps = torch.cat(
         [
-            layer.attention_maps(*(by_sequence(part, group) for part in parts))
-            for parts in (layer.project_reused(x), computed)
+            layer.attention_maps(*(by_sequence(part, group) for part in parts), heads)
+            for parts, heads in (
+                (layer.project_reused(x, batch.positions), slice(2)),
+                (computed, slice(2, 4)),
+            )
         ],
         dim=1,
     )[0]

@@ -1,0 +1,179 @@
+"""Decoders of Llama's kind: norms before each half, rotary positions, causal attention, grouped queries.
+
+Llama, Mistral, Qwen2, Qwen3 and Gemma differ in what their modules carry: biases, a norm of each head's Q and
+K, a sliding window in some or all layers, norms after each half, a block of experts instead of one
+feed-forward network. Each is used where it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from attncache_core.errors import UnsupportedModel
+from attncache_core.models import attention
+from attncache_core.models.attention import Pattern
+from attncache_core.models.blocks import PlainAttention, QueryKeyValue, build_layers, output_linear
+from attncache_core.models.layer import LayerHeads, Outputs, PackedModel, Pool
+from attncache_core.models.linear import packed
+from attncache_core.models.projections import Place, Projections, Rows
+from attncache_core.models.rotary import Rotary
+from attncache_core.tokens import TokenBatch
+
+# What scales angles by the longest sequence of a batch would give a text other maps in other company.
+_ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+
+FeedForward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class DecoderLayer(PlainAttention):
+    """One decoder layer around any way of making Q, K and V."""
+
+    def __init__(
+        self, module: Any, projections: QueryKeyValue, pattern: Pattern, heads: LayerHeads, config: Any
+    ) -> None:
+        super().__init__(projections, pattern, heads)
+        self._input_norm: nn.Module = module.input_layernorm
+        self._output = output_linear(module.self_attn.o_proj, heads)
+        self._feed_forward = feed_forward(module.mlp, config)
+        # With norms on both sides of the feed-forward half, the one "after attention" is of its output.
+        between = getattr(module, "pre_feedforward_layernorm", None)
+        self._attention_norm: nn.Module | None = module.post_attention_layernorm if between else None
+        self._between_norm: nn.Module = between or module.post_attention_layernorm
+        self._output_norm: nn.Module | None = getattr(module, "post_feedforward_layernorm", None)
+
+    def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See AttentionLayer."""
+        return self._input_norm(hidden)
+
+    def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """See AttentionLayer."""
+        if self._attention_norm is None:
+            hidden = self._output(context.flatten(1), hidden)
+        else:
+            hidden = hidden + self._attention_norm(self._output(context.flatten(1)))
+        changed = self._feed_forward(self._between_norm(hidden))
+        return hidden + (changed if self._output_norm is None else self._output_norm(changed))
+
+
+class CappedLayer(DecoderLayer):
+    """A layer whose scores are capped, c tanh(score / c), as Gemma 2 does."""
+
+    def __init__(self, *arguments: Any, cap: float) -> None:
+        super().__init__(*arguments)
+        self._cap = cap
+
+    def attention_maps(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:  # noqa: ARG002
+        """See AttentionLayer."""
+        scores = attention.attention_scores(query, key, self.pattern.scale)
+        return attention.maps_from_scores((scores / self._cap).tanh() * self._cap, self.pattern)
+
+    def attend(self, query, key, value, offsets, heads, context) -> None:  # type: ignore[no-untyped-def]
+        """See AttentionLayer."""
+        attention.attend_by_maps(
+            partial(self.attention_maps, heads=heads), query, key, value, offsets, context
+        )
+
+
+def feed_forward(module: Any, config: Any) -> FeedForward:
+    """A layer's feed-forward half: packed if it is gate, up and down; else the module, called as it is."""
+    parts = {name for name, _ in module.named_children()}
+    if parts != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return lambda x: module(x[None])[0]
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    gate = packed(module.gate_proj, name, module.act_fn)
+    up, down = packed(module.up_proj), packed(module.down_proj)
+    return lambda x: down(gate(x).mul_(up(x)))
+
+
+def decoder(model: Any, heads: Sequence[LayerHeads], pool: Pool) -> PackedModel:
+    """A decoder's checkpoint: hidden states pooled, or the class scores of the last token."""
+    base = getattr(model, "model", model)
+    config = base.config
+    rotary = RotaryOfLayers(base.rotary_emb, config)
+
+    def build(module: Any, number: int, own: LayerHeads) -> DecoderLayer:
+        attend = module.self_attn
+        pattern = Pattern(attend.scaling, before=sliding_window(config, number), after=0)
+        query, key, value = (Rows.of(part) for part in (attend.q_proj, attend.k_proj, attend.v_proj))
+        projections = Projections(
+            query,
+            key,
+            value,
+            own,
+            key_heads=config.num_key_value_heads,
+            place_query=rotary.place(number, getattr(attend, "q_norm", None)),
+            place_key=rotary.place(number, getattr(attend, "k_norm", None)),
+        )
+        cap = getattr(attend, "attn_logit_softcapping", None)
+        if cap:
+            return CappedLayer(module, projections, pattern, own, config, cap=cap)
+        return DecoderLayer(module, projections, pattern, own, config)
+
+    return assembled(model, build_layers(base.layers, heads, build), pool)
+
+
+def assembled(model: Any, layers: Sequence[DecoderLayer], pool: Pool) -> PackedModel:
+    """A decoder of these layers, with the embeddings, the last norm and the head of `model`."""
+    base = getattr(model, "model", model)
+    embed_tokens: nn.Module = base.embed_tokens
+    return PackedModel(
+        hidden_size=base.config.hidden_size,
+        embed=lambda batch: embed_tokens(batch.ids),
+        layers=layers,
+        outputs=_Outputs(base.norm, getattr(model, "score", None), pool),
+    )
+
+
+class _Outputs:
+    """The last norm, then pooled embeddings, or the class scores of the last token."""
+
+    def __init__(self, norm: nn.Module, score: nn.Module | None, pool: Pool) -> None:
+        self._norm, self._score, self._pool = norm, score, pool
+
+    def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
+        if self._score is None:
+            return Outputs(self._pool(self._norm(hidden), batch), None)
+        last = self._norm(hidden[torch.from_numpy(batch.offsets[1:] - 1)])
+        return Outputs(last.float(), self._score(last).float())
+
+
+class RotaryOfLayers:
+    """The rotary embedding of each layer of a model; layers of one type share its table."""
+
+    def __init__(self, module: nn.Module, config: Any) -> None:
+        """Raises UnsupportedModel for angles that depend on the batch."""
+        self._types: list[str] = getattr(config, "layer_types", None) or []
+        # Some models have one set of angles for layers with a window and one for the others.
+        parameters = config.rope_parameters
+        self._by_type = "rope_theta" not in parameters
+        for own in parameters.values() if self._by_type else [parameters]:
+            if own["rope_type"] not in _ROTARY_TYPES:
+                raise UnsupportedModel(
+                    f"rotary positions of the type {own['rope_type']!r} are not served; "
+                    f"served are: {', '.join(_ROTARY_TYPES)}",
+                    field="model",
+                )
+        self._module = module
+        self._rotaries: dict[str, Rotary] = {}
+
+    def place(self, number: int, norm: nn.Module | None) -> Place:
+        """What layer `number` does to Q or K: its norm of each head, if there is one, and the rotation."""
+        arguments = (self._types[number],) if self._by_type else ()
+        rotary = self._rotaries.setdefault(
+            "".join(arguments), Rotary(lambda positions: self._module(torch.empty(0), positions, *arguments))
+        )
+        return rotary if norm is None else lambda x, positions: rotary(norm(x), positions)
+
+
+def sliding_window(config: Any, number: int) -> int | None:
+    """How many tokens before it a token of layer `number` sees, itself not counted; None: all."""
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if window is None or (types and types[number] != "sliding_attention"):
+        return None
+    return window - 1

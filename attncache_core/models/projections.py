@@ -1,0 +1,149 @@
+"""Q, K and V of a layer's heads, in the order and the two blocks in which reuse needs them.
+
+    block one, for every sequence   V of all heads, Q and K of the computed heads: one product
+    block two, for misses           Q and K of the reused heads: one product
+
+With grouped queries (Ainslie et al. 2023) several heads share keys and values. Both are computed once for a
+group, K only if one of its heads needs it, and then given to each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, Self
+
+import torch
+from torch import nn
+
+from attncache_core.models.layer import LayerHeads, Projection
+from attncache_core.models.linear import Linear, packed_linear
+
+
+class Rows(NamedTuple):
+    """A linear layer's weight [outputs, inputs] and bias [outputs], or a part of its rows."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, module: nn.Linear) -> Self:
+        """All rows of a linear layer."""
+        return cls(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+    def heads(self, chosen: Sequence[int], count: int) -> Rows:
+        """The rows of the chosen ones of `count` heads, in this order."""
+        rows = head_rows(chosen, len(self.weight) // count)
+        return Rows(self.weight[rows], None if self.bias is None else self.bias[rows])
+
+
+def head_rows(chosen: Sequence[int], head_dim: int) -> torch.Tensor:
+    """The rows of these heads, in this order: int64 [heads * head_dim]."""
+    first = torch.tensor(chosen, dtype=torch.int64)[:, None] * head_dim
+    return (first + torch.arange(head_dim)).flatten()
+
+
+# Makes a linear layer of a weight and a bias.
+Pack = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+
+
+class Place(Protocol):
+    """What is done to Q or K after its projection: a norm of each head, a rotation by its position."""
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, h, d], positions: int64 [tokens] -> [tokens, h, d]."""
+        ...
+
+
+def as_it_is(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    """Nothing is done to Q and K."""
+    return x
+
+
+class SharedHeads:
+    """Which heads of K or V a list of query heads uses."""
+
+    def __init__(self, used: Sequence[int]) -> None:
+        """used: for each query head the head of K or V that it shares."""
+        self.chosen = list(dict.fromkeys(used))
+        places = {head: place for place, head in enumerate(self.chosen)}
+        self._index = torch.tensor([places[head] for head in used], dtype=torch.int64)
+
+    def given(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, chosen heads, d] -> [tokens, query heads, d]."""
+        return x if len(self.chosen) == len(self._index) else x.index_select(1, self._index)
+
+
+class Projections:
+    """The projections of one layer."""
+
+    def __init__(
+        self,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        heads: LayerHeads,
+        *,
+        key_heads: int | None = None,
+        place_query: Place = as_it_is,
+        place_key: Place = as_it_is,
+        pack: Pack = packed_linear,
+    ) -> None:
+        """key_heads: heads of K and V, if they are shared; place_query, place_key: see Place."""
+        count = len(heads.order)
+        shared = key_heads or count
+        group = count // shared
+        self._values = SharedHeads([head // group for head in heads.order])
+        self._value_rows = value.heads(self._values.chosen, shared)
+        self._computed, self._reused = (
+            _QueryKey(query, key, chosen, count, shared, place_query, place_key)
+            for chosen in (heads.computed, heads.order[: heads.reused])
+        )
+        self._always = joined([self._value_rows, *self._computed.rows], pack)
+        self._misses = joined(self._reused.rows, pack) if heads.reused else None
+
+    def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
+        """See AttentionLayer."""
+        value, rest = self._always(x).tensor_split([len(self._value_rows.weight)], dim=1)
+        value = value.unflatten(1, (len(self._values.chosen), -1))
+        return Projection(self._values.given(value), *self._computed.divided(rest, positions))
+
+    def project_reused(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionLayer."""
+        assert self._misses is not None
+        return self._reused.divided(self._misses(x), positions)
+
+
+class _QueryKey:
+    """Q and K of some heads."""
+
+    def __init__(
+        self,
+        query: Rows,
+        key: Rows,
+        chosen: Sequence[int],
+        count: int,
+        shared: int,
+        place_query: Place,
+        place_key: Place,
+    ) -> None:
+        self._heads, self._width = len(chosen), len(query.weight) // count
+        self._keys = SharedHeads([head // (count // shared) for head in chosen])
+        self._place_query, self._place_key = place_query, place_key
+        self.rows = (query.heads(chosen, count), key.heads(self._keys.chosen, shared))
+
+    def divided(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product of `rows` as Q and K, each [tokens, heads, d]."""
+        heads = x.unflatten(1, (self._heads + len(self._keys.chosen), self._width))
+        query, key = heads.tensor_split([self._heads], dim=1)
+        if not self._heads:
+            return query, key
+        return self._place_query(query, positions), self._keys.given(self._place_key(key, positions))
+
+
+def joined(parts: Sequence[Rows], pack: Pack) -> Linear:
+    """Several linear layers of one input as one."""
+    weight = torch.cat([part.weight for part in parts])
+    if all(part.bias is None for part in parts):
+        return pack(weight, None)
+    biases = [weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
+    return pack(weight, torch.cat(biases))

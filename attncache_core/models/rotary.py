@@ -1,0 +1,50 @@
+"""Rotary positions (Su et al. 2021), from the table that the checkpoint's own module makes.
+
+    rotated[i]       = x[i] cos(p θ_i) - x[i + r/2] sin(p θ_i)
+    rotated[i + r/2] = x[i + r/2] cos(p θ_i) + x[i] sin(p θ_i)        for i < r/2; r numbers of a head turn
+
+However the angles were scaled (linear, Llama 3, YaRN), the module has done it. A layout that turns
+neighbours instead of halves becomes this one by a permutation of the rows of Q and K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# positions int64 [1, L] -> (cos, sin), each [1, L, r]: the second half repeats the first.
+Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+_FIRST_TABLE = 512
+
+
+class Rotary:
+    """Turns Q and K by their positions. Its table grows with the longest sequence met."""
+
+    def __init__(self, angles: Angles) -> None:
+        self._angles = angles
+        self._cos = self._sin = torch.empty(0, 0)
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, h, d], positions: int64 [tokens] -> x with the first r numbers of each head turned."""
+        cos, sin = (table[positions][:, None] for table in self._tables(int(positions.max()) + 1))
+        half = cos.shape[-1]
+        first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+        return torch.cat(
+            [
+                (first * cos - second * sin).to(x.dtype),
+                (second * cos + first * sin).to(x.dtype),
+                rest,
+            ],
+            dim=-1,
+        )
+
+    def _tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin for positions up to `length` at least: float32 [positions, r/2]."""
+        cos, sin = self._cos, self._sin
+        if len(cos) < length:
+            size = max(_FIRST_TABLE, 1 << (length - 1).bit_length())
+            cos, sin = (table[0].chunk(2, dim=-1)[0] for table in self._angles(torch.arange(size)[None]))
+            # Another thread may read them meanwhile: whole tables take each other's place.
+            self._cos, self._sin = cos, sin = cos.contiguous(), sin.contiguous()
+        return cos, sin
