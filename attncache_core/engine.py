@@ -211,19 +211,19 @@ class PrefillEngine:
     def judge(self, measure: Measure) -> Judge:
         """What compares outputs of `run` with reuse with those in full.
 
-        Raises NoClassifier for agreement where neither the model nor a classifier has classes.
+        Decisions are those of the model or the classifier, else of what the database was calibrated for.
+        Raises NoClassifier for agreement where there is none of these.
         """
-        by_class = measure is Measure.AGREEMENT or self.task == "classify"
-        if by_class and self.labels is None:
-            raise NoClassifier(
-                "agreement is of decisions, and neither the model nor a classifier has classes",
-                field="classifier",
-            )
-        return Judge(measure, self.class_logits if by_class else None)
-
-    def fidelity(self, with_reuse: np.ndarray, full: np.ndarray, measure: Measure) -> np.ndarray:
-        """How near outputs [n, d] of `run` with reuse are to those in full, float64 [n]; see Judge."""
-        return self.judge(measure).fidelity(with_reuse, full)
+        if measure is Measure.COSINE and self.task != "classify":
+            return Judge(measure, None)
+        if self.labels is not None:
+            return Judge(measure, self.class_logits)
+        if self.database and self.database.decisions:
+            return Judge(measure, self.database.decisions.logits)
+        raise NoClassifier(
+            "agreement is of decisions, and neither the model nor a classifier has classes",
+            field="classifier",
+        )
 
     def search_always(self) -> None:
         """From now on, compare every sequence with the records, also where that does not pay."""

@@ -17,7 +17,7 @@ import click
 import numpy as np
 
 from attncache_core import AttentionDatabase, PrefillEngine, find_checkpoint
-from attncache_core.attention_maps.calibration import candidate_masks, measure_savings
+from attncache_core.attention_maps.calibration import candidate_masks, measure_savings, unrecorded
 from attncache_core.attention_maps.choice import FEWEST_PROBES, Calibrated, apply_policy, choose_policy
 from attncache_core.attention_maps.policy import Budget
 from attncache_core.attention_maps.probes import Measured, Probes, find_probes, measure
@@ -54,12 +54,7 @@ def main(
     sets = {}
     for source in filter(None, (data, other)):
         sequences = engine.tokenize(read_texts(source))
-        unseen = [
-            list(ids)
-            for ids in dict.fromkeys(map(tuple, sequences))
-            if len(ids) in opened.search.store.segments and opened.search.store.record_of(ids) is None
-        ]
-        probes = find_probes(engine.model, opened.search, unseen)
+        probes = find_probes(engine.model, opened.search, unrecorded(opened, sequences, field="data"))
         measured = measure(engine.model, opened.search.store, probes, masks, engine.judge(budget.measure))
         sets[Path(source.partition(":")[0]).stem] = (probes, measured)
     first, _ = next(iter(sets.values()))

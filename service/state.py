@@ -75,6 +75,7 @@ class ServiceState:
         started = time.perf_counter()
         try:
             engine = self._load_engine()
+            verifier = self._verifier(engine)
         except BaseException as error:
             if not isinstance(error, AttnCacheError):
                 # With its message: no client has been served, so it can quote none.
@@ -82,20 +83,20 @@ class ServiceState:
             self._tell(loop, self._failed, error)
             return
         logger.info("loaded in %.1f s", time.perf_counter() - started)
-        self._tell(loop, self._loaded, engine)
+        self._tell(loop, self._loaded, engine, verifier)
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, hear: Callable[..., None], news: object) -> None:
+    def _tell(self, loop: asyncio.AbstractEventLoop, hear: Callable[..., None], *news: object) -> None:
         # A loop that was closed meanwhile does not care any more.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(hear, news)
+            loop.call_soon_threadsafe(hear, *news)
 
-    def _loaded(self, engine: PrefillEngine) -> None:
+    def _loaded(self, engine: PrefillEngine, verifier: Verifier | None) -> None:
         limits = Limits(
             batch_tokens=self.settings.max_batch_tokens,
             batch_sequences=self.settings.max_batch_sequences,
             queue_sequences=self.settings.max_queue_sequences,
         )
-        batcher = Batcher(engine, limits, self.metrics, self._verifier(engine))
+        batcher = Batcher(engine, limits, self.metrics, verifier)
         self.metrics.watch(lambda: batcher.waiting_sequences, engine.info)
         self._serving = Serving(engine, batcher, LabelMemory())
 

@@ -58,7 +58,7 @@ class Verifier:
     ) -> None:
         """`policy`: the engine's, as loaded; `rate`: the share of hits to verify; `chance` picks them.
 
-        Raises NoClassifier if the budget is of decisions and the engine takes none.
+        Raises NoClassifier if the budget is of decisions and nobody takes any; see PrefillEngine.judge.
         """
         self._engine = engine
         self._rate = rate

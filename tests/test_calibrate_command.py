@@ -9,7 +9,7 @@ import pytest
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded
 from core_models import random_text
 
-from attncache_core import AttentionDatabase, Outcome, PrefillEngine, fit_classifier
+from attncache_core import AttentionDatabase, LinearClassifier, Outcome, PrefillEngine, fit_classifier
 from attncache_core.attention_maps.builder import BuildOptions, build_database
 from attncache_core.attention_maps.policy import Budget
 from attncache_core.outputs import Measure
@@ -81,7 +81,7 @@ def test_calibrated_database_is_sound_and_serves(
     full = tiny_engine.run(sequences, [False] * 91)
     hits = np.array([outcome.is_hit for outcome in result.outcomes])
     assert hits.mean() > 0
-    assert engine.fidelity(result.outputs, full.outputs, Measure.COSINE)[hits].mean() >= 0.8
+    assert engine.judge(Measure.COSINE).fidelity(result.outputs, full.outputs)[hits].mean() >= 0.8
     assert result.outcomes[-1] is Outcome.HIT
 
 
@@ -123,6 +123,8 @@ def test_budget_may_be_the_decisions_among_labels(tiny_checkpoint, tiny_engine, 
     assert manifest.policy.budget == Budget(Measure.AGREEMENT, 0.3)
     assert manifest.quality["lower_bound"] >= 0.3
     assert "mean agreement of the hits at least 0.3" in text
+    kept = AttentionDatabase.open(database).decisions
+    assert kept.labels == ("my card", "the bank", "help")
     # What it measured is what becomes of the nearest label.
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
     labels = tiny_engine.embed(["my card", "the bank", "help"])
@@ -149,6 +151,12 @@ def test_budget_may_be_the_decisions_of_a_classifier(
     given = ("--texts", files / "texts.txt", "--classifier", classifier, "--min-agreement", "0.5")
     succeeded(calibrate(tiny_checkpoint, database, *given))
     assert AttentionDatabase.open(database).manifest.policy.budget == Budget(Measure.AGREEMENT, 0.5)
+    kept = AttentionDatabase.open(database).decisions
+    np.testing.assert_array_equal(kept.weight, LinearClassifier.load(classifier).weight)
+    # A budget of embeddings needs none.
+    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt"))
+    assert AttentionDatabase.open(database).decisions is None
+    assert not (database / "decisions").exists()
 
 
 def assert_refused(result, database: Path, calibratable: Path, *words: str) -> None:
@@ -192,7 +200,7 @@ def test_too_few_texts_are_refused_with_how_many_are_needed(
     texts = tmp_path / "few.txt"
     texts.write_text("\n".join([*unseen[:19], *unseen[:5], tiny_corpus[0].text, PRIVATE]), encoding="utf-8")
     result = calibrate(tiny_checkpoint, database, "--texts", texts)
-    assert_refused(result, database, calibratable, "19 of the texts", "20 at the least")
+    assert_refused(result, database, calibratable, "19 of the texts", "20 are needed at the least")
 
 
 @pytest.mark.parametrize(

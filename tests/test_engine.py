@@ -1,7 +1,9 @@
 """The engine's results: outputs in the caller's order, outcomes, counts, classes, and what it refuses."""
 
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from attncache_core.attention_maps.search import Outcome
 from attncache_core.checkpoint import read_checkpoint
 from attncache_core.classifier import LinearClassifier
 from attncache_core.engine import PrefillEngine, resolve_dtype
-from attncache_core.errors import DatabaseRefused, InvalidInput, NoClassifier
+from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput, NoClassifier
 from attncache_core.outputs import Measure, class_scores
 from attncache_core.threads import limit_threads
 
@@ -223,15 +225,79 @@ def test_an_encoders_outputs_are_compared_as_embeddings_and_a_classifiers_by_cla
     logits = run(classifier, random_sequences([5, 9])).outputs
     roots = np.sqrt(class_scores(logits))
     np.testing.assert_allclose(classifier.judge(Measure.COSINE).comparable(logits), roots, atol=1e-6)
-    assert classifier.fidelity(logits, logits[:, ::-1], Measure.AGREEMENT).tolist() == [
+    judge = classifier.judge(Measure.AGREEMENT)
+    assert judge.fidelity(logits, logits[:, ::-1]).tolist() == [
         float(first == 2 - second) for first, second in zip(*[logits.argmax(axis=1)] * 2, strict=True)
     ]
 
 
 def test_agreement_of_an_encoder_needs_a_classifier(tiny_engine):
-    outputs = run(tiny_engine, random_sequences([5])).outputs
     with pytest.raises(NoClassifier):
-        tiny_engine.fidelity(outputs, outputs, Measure.AGREEMENT)
+        tiny_engine.judge(Measure.AGREEMENT)
+
+
+def signs(dimensions: int, **changes) -> LinearClassifier:
+    """Two classes, by the sign of the first number."""
+    weight = np.zeros((2, dimensions), np.float32)
+    weight[:, 0] = (-1, 1)
+    return replace(
+        LinearClassifier(("minus", "plus"), weight, np.zeros(2, np.float32), "f", "m", {}), **changes
+    )
+
+
+@pytest.fixture
+def deciding(tiny_checkpoint, tiny_engine, tiny_database, tmp_path) -> PrefillEngine:
+    """An engine whose database was calibrated for decisions."""
+    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+    database = AttentionDatabase.open(folder)
+    files = database.keep_decisions(signs(tiny_engine.model.hidden_size))
+    replace(database.manifest, files=files).write(folder)
+    return PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
+
+
+def test_agreement_of_an_encoder_is_of_what_its_database_was_calibrated_for(deciding):
+    outputs = run(deciding, random_sequences([5, 9])).outputs
+    outputs[:, 0] = (-1, 1)
+    judge = deciding.judge(Measure.AGREEMENT)
+    assert judge.fidelity(outputs, outputs[::-1]).tolist() == [0, 0]
+    assert judge.fidelity(outputs, 2 * outputs).tolist() == [1, 1]
+    # It is for nothing else.
+    assert deciding.labels is None
+    assert deciding.judge(Measure.COSINE).class_logits is None
+
+
+def test_an_engines_own_classifier_goes_before_what_its_database_keeps(deciding):
+    outputs = run(deciding, random_sequences([5])).outputs
+    outputs[:, 0] = 1
+    assert deciding.judge(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [0]
+    deciding.classifier = signs(outputs.shape[1], bias=np.array([9, 0], np.float32))
+    assert deciding.judge(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "classifier.safetensors").write_bytes(b"none"),
+        lambda folder: (folder / "classifier.json").write_bytes(b"{}"),
+        lambda folder: (folder / "classifier.json").unlink(),
+        lambda folder: (folder / "classifier.safetensors").unlink(),
+        lambda folder: shutil.rmtree(folder),
+        lambda folder: signs(32, labels=("of another", "database")).save(folder),
+    ],
+)
+def test_decisions_that_the_database_was_not_calibrated_for_are_refused(deciding, spoil):
+    spoil(deciding.database.folder / "decisions")
+    with pytest.raises(CorruptDatabase, match=r"a\.db.*decisions.* calibrate ") as refused:
+        deciding.judge(Measure.AGREEMENT)
+    assert refused.value.field == "database"
+
+
+def test_decisions_that_no_manifest_names_decide_nothing(deciding, tiny_checkpoint, tiny_database):
+    folder = deciding.database.folder
+    AttentionDatabase.open(tiny_database).manifest.write(folder)
+    engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
+    with pytest.raises(NoClassifier):
+        engine.judge(Measure.AGREEMENT)
 
 
 def test_search_always_compares_what_the_mean_would_have_served(

@@ -22,6 +22,7 @@ from attncache_core.engine import PrefillEngine
 from attncache_core.errors import InvalidInput
 from attncache_core.files import locked
 from attncache_core.models import load_model
+from attncache_core.outputs import Measure
 
 # Called as work goes on: what is being done, how much of it is done, how much there is.
 Progress = Callable[[str, int, int], None]
@@ -81,14 +82,7 @@ def calibrate_database(
     """
     database.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
     store, manifest = database.search.store, database.manifest
-    distinct = [list(ids) for ids in dict.fromkeys(map(tuple, sequences))]
-    unseen = [ids for ids in distinct if len(ids) in store.segments and store.record_of(ids) is None]
-    if len(unseen) < FEWEST_PROBES:
-        raise InvalidInput(
-            f"{len(unseen)} of the texts are not in the database and have a length it holds; calibration "
-            f"needs {FEWEST_PROBES} at the least, and some hundreds to be of use",
-            field="texts",
-        )
+    unseen = unrecorded(database, sequences, field="texts")
     probes = find_probes(engine.model, database.search, unseen)
     sample = probes.sample(MOST_DAMAGE_PROBES)
     order = manifest.mask.order
@@ -115,10 +109,30 @@ def calibrate_database(
         quality=quality,
     )
     with locked(database.folder, on_wait=lambda: progress("waiting for another process", 0, 1)):
+        files = database.keep_decisions(engine.classifier if budget.measure is Measure.AGREEMENT else None)
         keep_calibration_texts(database.folder, unseen)
-        calibrated.write(database.folder)
+        replace(calibrated, files=files).write(database.folder)
         forget_tightened(database.folder)
     return quality
+
+
+def unrecorded(
+    database: AttentionDatabase, sequences: Sequence[Sequence[int]], *, field: str
+) -> list[list[int]]:
+    """The distinct sequences that are not recorded, of lengths that the database holds: to measure on.
+
+    Raises InvalidInput, naming `field`, if they are too few.
+    """
+    store = database.search.store
+    distinct = [list(ids) for ids in dict.fromkeys(map(tuple, sequences))]
+    unseen = [ids for ids in distinct if len(ids) in store.segments and store.record_of(ids) is None]
+    if len(unseen) < FEWEST_PROBES:
+        raise InvalidInput(
+            f"{len(unseen)} of the texts are not in the database and have a length it holds; "
+            f"{FEWEST_PROBES} are needed at the least, and some hundreds to be of use",
+            field=field,
+        )
+    return unseen
 
 
 def _held_first(rank: np.ndarray, held: np.ndarray) -> np.ndarray:

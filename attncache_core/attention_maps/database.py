@@ -7,11 +7,12 @@
     DIR/maps/<length>.maps        records
 
     DIR/cost.json                 the cost model on this machine, written by `cost.cost_model`
+    DIR/decisions/                the classifier whose decisions it was calibrated to keep, if for one
     DIR/calibrated_on.json        digests of the texts it was calibrated on after its build
     DIR/tightened.json            what a server found too loose, written by `tightened.keep_tightened`
 
-`builder.build_database` writes all but the last three. `calibration.calibrate_database` changes mask, policy
-and quality in the manifest; nothing else is ever changed.
+`builder.build_database` writes all but the last four. `calibration.calibrate_database` writes decisions, and
+changes mask, policy and quality in the manifest; nothing else is ever changed.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -36,10 +39,13 @@ from attncache_core.attention_maps.prototypes import PrototypeIndex, prototypes_
 from attncache_core.attention_maps.search import SearchEngine
 from attncache_core.attention_maps.store import AttentionMapStore, RecordKind, RecordLayout, token_digest
 from attncache_core.attention_maps.tightened import as_tightened
+from attncache_core.classifier import LinearClassifier
 from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.files import write_whole
 
 FORMAT_VERSION = 2
+# It holds the weights' digest, so its own is that of both.
+_DECISIONS = "decisions/classifier.json"
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,41 @@ class AttentionDatabase:
         )
         _require_equal_counts(folder, manifest, search)
         return cls(folder, manifest, search, within_stored(mask, manifest.stored_heads))
+
+    @cached_property
+    def decisions(self) -> LinearClassifier | None:
+        """What decides where the budget is of decisions that the model does not take itself; None: nothing.
+
+        Raises CorruptDatabase if it is not what the database was calibrated for.
+        """
+        digest = self.manifest.files.get(_DECISIONS)
+        if digest is None:
+            return None
+        path = self.folder / _DECISIONS
+        try:
+            if file_digest(path) == digest:
+                return LinearClassifier.load(path.parent)
+        except (OSError, DatabaseRefused) as error:
+            raise CorruptDatabase(
+                f"{path.parent} cannot be read; calibrate the database again", field="database"
+            ) from error
+        raise CorruptDatabase(
+            f"{path} was changed since the database was calibrated; calibrate it again", field="database"
+        )
+
+    def keep_decisions(self, classifier: LinearClassifier | None) -> dict[str, str]:
+        """Keep the classifier whose decisions the database is calibrated for, or none.
+
+        Returns what the manifest is to say of its files. Raises OSError.
+        """
+        path = self.folder / _DECISIONS
+        files = {name: digest for name, digest in self.manifest.files.items() if name != _DECISIONS}
+        if classifier:
+            classifier.save(path.parent)
+            files[_DECISIONS] = file_digest(path)
+        elif path.parent.exists():
+            shutil.rmtree(path.parent)
+        return files
 
     def without(self, sequences: Iterable[Sequence[int]]) -> tuple[AttentionDatabase, int]:
         """The database without the records of these token sequences, and how many those are.

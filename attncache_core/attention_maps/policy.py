@@ -20,7 +20,7 @@ from attncache_core.attention_maps.store import RecordKind
 from attncache_core.outputs import Measure
 
 # What is left of 1 - θ when a length group is tightened, and how often before it is switched off.
-_KEPT_WHEN_TIGHTENED = 0.75
+_KEPT_WHEN_TIGHTENED = 0.5
 _MOST_TIGHTENED = 6
 _NEVER = 2.0
 _ANY_LENGTH = 10**9
@@ -48,6 +48,11 @@ class Budget:
     measure: Measure
     least: float
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a quality that no mean can have."""
+        if not 0 <= self.least <= 1:
+            raise ValueError("a budget lies between 0 and 1")
+
 
 @dataclass(frozen=True)
 class KindPolicy:
@@ -64,10 +69,12 @@ class KindPolicy:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a curve that is none."""
-        if len(self.similarities) != len(self.damages) or list(self.similarities) != sorted(
-            self.similarities
-        ):
-            raise ValueError("a curve needs as many damages as similarities, and these rising")
+        rises = list(self.similarities) == sorted(self.similarities)
+        falls = list(self.damages) == sorted(self.damages, reverse=True)
+        if len(self.similarities) != len(self.damages) or not (rises and falls):
+            raise ValueError("a curve needs as many damages, falling, as similarities, rising")
+        if not np.isfinite((*self.similarities, *self.damages)).all():
+            raise ValueError("a curve of what is no number")
 
     def expected_damage(self, similarities: np.ndarray) -> np.ndarray:
         """Of hits with these similarities [n]: float64 [n]. A record of the very tokens (1) does none."""
@@ -106,7 +113,7 @@ class LengthGroup:
         return self.kinds[RecordKind.MEAN].threshold <= 1
 
     def one_tighter(self) -> LengthGroup:
-        """The same with every θ a quarter nearer to 1; after the sixth time none is ever reached.
+        """The same with every θ half as far from 1; after the sixth time none is ever reached.
 
         Where nothing was searched, a search is the first step.
         """

@@ -48,6 +48,7 @@ class Recording:
         self._model, self._sentences, self.layout = model, sentences, layout
         self._most_prototypes = prototypes
         self.by_length = sentences.by_length()
+        self._members: dict[int, list[list[int]]] = {}
         self._clusters: dict[int, np.ndarray] = {}
 
     @cached_property
@@ -63,10 +64,12 @@ class Recording:
         """The sequences that prototypes of `length` are means of; none if there are to be no prototypes."""
         if not self._most_prototypes:
             return []
-        sentences = self._sentences_of(length)
-        own = [sentences[row] for row in self._training_rows(length)]
-        missing = _ENOUGH_MEMBERS - len(own)
-        return own + self._sentences.cut_to(length, missing) if missing > 0 else own
+        if length not in self._members:
+            sentences = self._sentences_of(length)
+            own = [sentences[row] for row in self._training_rows(length)]
+            missing = _ENOUGH_MEMBERS - len(own)
+            self._members[length] = own + (self._sentences.cut_to(length, missing) if missing > 0 else [])
+        return self._members[length]
 
     def clusters(self, length: int) -> np.ndarray:
         """The prototype that each member belongs to, int64 [members]."""

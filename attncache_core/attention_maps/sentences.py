@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -36,13 +38,15 @@ class Sentences:
 
         The last token stays, which in most models is a special one.
         """
-        longer = [
-            ids
-            for ids, held_out in zip(self.sequences, self.held_out.tolist(), strict=True)
-            if len(ids) > length and not held_out
-        ]
-        nearest = sorted(longer, key=len)[:most]
+        by_length = self._training_by_length
+        first = bisect_right(by_length, length, key=len)
+        nearest = by_length[first : first + most]
         return [list(ids) for ids in dict.fromkeys((*ids[: length - 1], ids[-1]) for ids in nearest)]
+
+    @cached_property
+    def _training_by_length(self) -> list[list[int]]:
+        trained = zip(self.sequences, self.held_out.tolist(), strict=True)
+        return sorted((ids for ids, held_out in trained if not held_out), key=len)
 
     def rows(self, indices: Sequence[int], *, held_out: bool) -> list[int]:
         """Places within a length's `indices` (their record numbers) of those held out, or of the others."""

@@ -37,7 +37,7 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     """A table on the terminal: the first column is text, the others are figures."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(str, row))
     Console(highlight=False).print(table)

@@ -14,6 +14,7 @@ from attncache_core import (
     PrefillEngine,
     calibrate_database,
     find_checkpoint,
+    normalize,
 )
 from attncache_core.attention_maps.builder import MIN_AGREEMENT, MIN_COSINE, default_budget
 from attncache_core.corpus.reading import read_texts
@@ -22,6 +23,7 @@ from service.commands.build import show_database
 from service.commands.options import max_tokens_option, model_options
 from service.commands.progress import shown_progress
 from service.commands.texts import places_without
+from service.routes.classify import SIMILARITY_TEMPERATURE
 
 
 @click.command("calibrate")
@@ -80,7 +82,10 @@ def calibrate(
     )
     if labels:
         engine.classifier = nearest_label(engine, labels)
-    asked = [asked[place] for place in places_without(engine, asked, without)]
+    kept = places_without(engine, asked, without)
+    if without:
+        click.echo(f"{len(asked) - len(kept)} of {len(asked)} texts left out", err=True)
+    asked = [asked[place] for place in kept]
     budget = default_budget(engine, min_cosine, min_agreement)
     with shown_progress() as progress:
         calibrate_database(engine, opened, engine.tokenize(asked), budget, progress)
@@ -88,13 +93,13 @@ def calibrate(
 
 
 def nearest_label(engine: PrefillEngine, labels: str) -> LinearClassifier:
-    """Decides for the label with the nearest embedding, as /classify does. Raises InvalidInput."""
+    """Decides for the label with the nearest embedding, as surely as /classify. Raises InvalidInput."""
     names = [name.strip() for name in labels.split(",")]
     if len(names) < 2 or len(set(names)) < len(names) or not all(names):
         raise InvalidInput("labels must be two or more different names with commas between", field="labels")
     return LinearClassifier(
         labels=tuple(names),
-        weight=engine.embed(names, reuse=False),
+        weight=normalize(engine.embed(names, reuse=False)) / SIMILARITY_TEMPERATURE,
         bias=np.zeros(len(names), dtype=np.float32),
         fingerprint=engine.checkpoint.embedding_fingerprint(),
         model=engine.checkpoint.name,

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from attncache_core import AttentionDatabase, InvalidInput, PrefillEngine, Progress
-from attncache_core.attention_maps.calibration import measure_savings
-from attncache_core.attention_maps.choice import FEWEST_PROBES
+from attncache_core.attention_maps.calibration import measure_savings, unrecorded
 from attncache_core.attention_maps.policy import Preset
 from attncache_core.attention_maps.probes import find_probes
 from attncache_core.evaluation.comparison import FULL, compare
@@ -42,17 +41,7 @@ def plot_curves(
             "compare masks of all: build a database without --heads layers",
             field="database",
         )
-    unseen = [
-        list(ids)
-        for ids in dict.fromkeys(map(tuple, sequences))
-        if len(ids) in store.segments and store.record_of(ids) is None
-    ]
-    if len(unseen) < FEWEST_PROBES:
-        raise InvalidInput(
-            f"{len(unseen)} of the texts are not in the database and have a length it holds; "
-            f"{FEWEST_PROBES} are needed at the least",
-            field="data",
-        )
+    unseen = unrecorded(database, sequences, field="data")
     judge = full.judge(Measure.AGREEMENT if full.labels else Measure.COSINE)
     plots = Plots(output, str(judge.measure))
     probes = find_probes(full.model, database.search, unseen).sample(most)

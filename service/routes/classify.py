@@ -22,7 +22,7 @@ router = APIRouter()
 
 _CLASSIFIER_TEMPERATURE = 1.0
 # Cosines lie close together; a twentieth spreads them as a classifier's scores are spread.
-_SIMILARITY_TEMPERATURE = 0.05
+SIMILARITY_TEMPERATURE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Choice:
         """[sequences, labels], rows that sum to 1."""
         if self.embeddings is not None:
             cosines = normalize(outputs) @ self.embeddings.T
-            return class_scores(cosines, temperature or _SIMILARITY_TEMPERATURE)
+            return class_scores(cosines, temperature or SIMILARITY_TEMPERATURE)
         logits = serving.engine.class_logits(outputs)[:, self.columns]
         return class_scores(logits, temperature or _CLASSIFIER_TEMPERATURE)
 

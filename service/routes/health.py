@@ -16,6 +16,7 @@ router = APIRouter()
 
 _SHOWN_SETTINGS = {
     "reuse",
+    "verify_rate",
     "truncate",
     "max_batch_tokens",
     "max_batch_sequences",

@@ -102,7 +102,7 @@ def test_calibrated_database_serves_what_the_report_says(tiny_checkpoint, tiny_e
     reused, full = (each.run(texts, [True] * len(texts)) for each in (engine, tiny_engine))
     hits = np.array([outcome.is_hit for outcome in reused.outcomes])
     assert hits.mean() == pytest.approx(report["hit_rate"])
-    cosines = engine.fidelity(reused.outputs, full.outputs, Measure.COSINE)[hits]
+    cosines = engine.judge(Measure.COSINE).fidelity(reused.outputs, full.outputs)[hits]
     # Measured one mask on another's heads, with maps in 16 bits on both sides.
     assert cosines.mean() == pytest.approx(report["mean"], abs=2e-3)
 
@@ -210,7 +210,7 @@ def test_mask_never_holds_heads_that_the_records_lack(
     before = AttentionDatabase.open(folder).manifest
     # Everything keeps this budget: the largest mask would be taken.
     report = calibrate_database(
-        tiny_engine, AttentionDatabase.open(folder), texts, Budget(Measure.COSINE, -1.0)
+        tiny_engine, AttentionDatabase.open(folder), texts, Budget(Measure.COSINE, 0.0)
     )
     database = AttentionDatabase.open(folder)
     assert report["heads"] == 8

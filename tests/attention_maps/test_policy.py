@@ -183,9 +183,9 @@ def test_tightening_admits_no_more_and_switches_off_at_the_sixth_time(policy, fo
         policy, served = tighter, now
 
 
-def test_tightening_takes_a_quarter_of_what_is_left_and_lets_recorded_sequences_hit():
+def test_tightening_takes_half_of_what_is_left_and_lets_recorded_sequences_hit():
     policy = uniform_policy(BUDGET, 0.9)
-    for threshold in (0.925, 0.94375, 0.9578125, 0.968359375, 0.97626953125):
+    for threshold in (0.95, 0.975, 0.9875, 0.99375, 0.996875):
         policy = policy.tightened(0)
         assert policy.groups[0].kinds[STORED].threshold == pytest.approx(threshold)
         own = {STORED: np.ones(1, np.float32), PROTOTYPE: np.zeros(1, np.float32)}
@@ -272,11 +272,31 @@ def test_groups_that_do_not_rise_are_refused(longest):
 
 
 @pytest.mark.parametrize(
-    ("xs", "ys"), [((0.5,), ()), ((), (0.5,)), ((0.5, 0.4), (0.2, 0.1)), ((0.4, 0.5), (0.1,))]
+    ("xs", "ys"),
+    [
+        ((0.5,), ()),
+        ((), (0.5,)),
+        ((0.5, 0.4), (0.2, 0.1)),
+        ((0.4, 0.5), (0.1,)),
+        ((0.4, 0.5), (0.1, 0.2)),
+    ],
 )
 def test_curve_that_is_none_is_refused(xs, ys):
     with pytest.raises(ValueError, match="a curve needs"):
         KindPolicy(1.0, xs, ys)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_curve_through_no_number_is_refused(number):
+    for xs, ys in (((number,), (0.5,)), ((0.5,), (number,))):
+        with pytest.raises(ValueError, match="what is no number"):
+            KindPolicy(1.0, xs, ys)
+
+
+@pytest.mark.parametrize("least", [-0.01, 1.01, math.nan, math.inf])
+def test_budget_that_no_mean_can_have_is_refused(least):
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Budget(Measure.COSINE, least)
 
 
 @pytest.mark.parametrize(

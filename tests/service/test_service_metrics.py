@@ -129,7 +129,7 @@ async def test_thresholds_of_length_groups_are_there_once_the_engine_is_loaded()
         ("attncache_reuse_off", "1-8"): 0,
         ("attncache_reuse_off", "9-"): 0,
     }
-    assert tightened["attncache_threshold", "stored", "9-"] == pytest.approx(0.925)
+    assert tightened["attncache_threshold", "stored", "9-"] == pytest.approx(0.95)
     assert tightened["attncache_threshold", "stored", "1-8"] == 0.9
 
 

@@ -17,13 +17,20 @@ import httpx
 import numpy as np
 import pytest
 from core_models import random_text
-from fake_engine import FakeEngine, policy_of, serving
+from fake_engine import FakeEngine, policy_of, serving, starting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_batcher import hold, queued, submit
 from test_service_metrics import samples
 
-from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine, PrefillResult
+from attncache_core import (
+    AttentionDatabase,
+    Checkpoint,
+    CorruptDatabase,
+    LinearClassifier,
+    PrefillEngine,
+    PrefillResult,
+)
 from attncache_core.attention_maps.policy import Budget
 from attncache_core.outputs import Measure
 from service.batcher import Batcher, Limits
@@ -178,7 +185,7 @@ def test_group_below_the_budget_is_tightened_counted_and_told(caplog: pytest.Log
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
         "sequences of 1-8 tokens: mean cosine 0.9840 of the last 50 verified hits is below the budget 0.9850;"
-        " thresholds are now stored 0.9250, prototype 0.9625"
+        " thresholds are now stored 0.9500, prototype 0.9750"
     )
 
 
@@ -504,6 +511,49 @@ async def test_cosines_are_those_between_answers_with_reuse_and_without(real_eng
     cosines = (np.array(with_reuse.json()) * np.array(full.json())).sum(axis=1)
     assert cosines.min() < 0.999  # else this would show nothing
     assert values[("attncache_verify_cosine_sum",)] == pytest.approx(cosines.sum(), abs=1e-4)
+
+
+@pytest.fixture
+def deciding_engine(tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path) -> PrefillEngine:
+    """As above, against a budget of decisions that its database keeps: for the embedding's largest number."""
+    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+    database = AttentionDatabase.open(folder)
+    weight, bias = np.eye(32, dtype=np.float32), np.zeros(32, np.float32)
+    files = database.keep_decisions(LinearClassifier(tuple(map(str, range(32))), weight, bias, "f", "m", {}))
+    policy = replace(database.manifest.policy, budget=Budget(Measure.AGREEMENT, 1.0))
+    replace(database.manifest, files=files, policy=policy).write(folder)
+    return PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
+
+
+async def test_budget_of_decisions_that_a_database_keeps_is_verified(
+    deciding_engine: PrefillEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"inputs": new_texts(60)}
+    async with serving(deciding_engine, verify_rate=1) as client:
+        with_reuse = await client.post("/embed", json=body)
+        while not (await values_of(client))[(FAILURES,)]:
+            await asyncio.sleep(0.001)
+        full = await client.post("/embed", json=body, headers={"X-AttnCache-Reuse": "off"})
+    decisions = [np.argmax(answer.json(), axis=1)[:56] for answer in (with_reuse, full)]
+    same = np.equal(*decisions).mean()
+    assert same < 1  # else this would show nothing
+    assert f"mean agreement {same:.4f} of the last 56 verified hits" in caplog.text
+
+
+@pytest.mark.parametrize("verify_rate", [0, 1])
+async def test_damaged_decisions_are_refused_at_the_start_where_hits_are_to_be_verified(
+    deciding_engine: PrefillEngine, verify_rate: float
+) -> None:
+    assert deciding_engine.database is not None
+    (deciding_engine.database.folder / "decisions" / "classifier.json").unlink()
+    failures: list[BaseException] = []
+    ready = False
+    async with starting(lambda: deciding_engine, failures.append, verify_rate=verify_rate) as client:
+        while not failures and not ready:
+            await asyncio.sleep(0.001)
+            ready = (await client.get("/ready")).status_code == 200
+    assert ready == (verify_rate == 0)
+    assert [type(failure) for failure in failures] == [CorruptDatabase] * (verify_rate == 1)
 
 
 async def test_thresholds_of_a_real_engine_rise_until_fewer_hit(real_engine: PrefillEngine) -> None:
