@@ -1,6 +1,7 @@
 """The commands from files to files: databases built, shown and verified, classifiers fitted."""
 
 import json
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -171,6 +172,14 @@ def test_leaving_out_the_whole_corpus_is_one_line(tiny_checkpoint, files, tmp_pa
     assert told == "240 of 240 texts left out"
     assert line.startswith("attncache: the corpus has 0 distinct texts")
     assert not (tmp_path / "a.db").exists()
+
+
+def test_inspecting_a_quality_that_lacks_what_is_shown_is_one_line(built, tmp_path):
+    folder = Path(shutil.copytree(built[0], tmp_path / "a.db"))
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    del manifest["quality"]["hit_rate"]
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert_one_line(run("inspect", folder), "manifest.json cannot be read", "build it again")
 
 
 def test_inspect_shows_records_and_bytes_per_length_mask_threshold_and_quality(built):

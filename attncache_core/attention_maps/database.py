@@ -89,13 +89,14 @@ class Manifest:
             raise ValueError("a threshold that is no number")
         if any(set(group.kinds) != set(RecordKind) for group in self.policy.groups):
             raise ValueError("a kind of record without a policy")
-        if "measured" not in self.quality:
-            raise ValueError("no quality")
+        _require_quality(self.quality)
         layers, heads = len(self.rank), len(self.rank[0])
         if {len(self.damage), len(self.reused_heads), len(self.stored_heads)} != {layers}:
             raise ValueError("layers are counted differently")
         if any(len(row) != heads for row in (*self.damage, *self.rank)):
             raise ValueError("heads are counted differently")
+        if not np.isfinite(self.damage).all():
+            raise ValueError("a damage that is no number")
         if sorted(place for row in self.rank for place in row) != list(range(layers * heads)):
             raise ValueError("two heads of one rank")
         if any(not 0 <= count <= heads for count in (*self.reused_heads, *self.stored_heads)):
@@ -127,6 +128,18 @@ class Manifest:
             ) from error
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptDatabase(f"{folder / 'manifest.json'} cannot be read", field="database") from error
+
+
+def _require_quality(quality: dict[str, Any]) -> None:
+    """Raise ValueError, KeyError or TypeError unless people can be shown what was measured."""
+    names = ["measured"]
+    if quality["measured"]:
+        names += ["hit_rate", "prototype_hit_rate"]
+        if quality["mean"] is not None:
+            names += ["mean", "mean_cosine", "cosine_5th_percentile"]
+    figures = [*(quality[name] for name in names), *dict(quality.get("map_distance") or {}).values()]
+    if not all(map(math.isfinite, figures)):
+        raise ValueError("a quality that is no number")
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,26 @@ def change_manifest(folder: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
-def policy_of(*kinds: str, longest: tuple[object, ...] = (9,), **changes: object) -> dict[str, object]:
+QUALITY = {
+    "measured": 30,
+    "hit_rate": 0.5,
+    "prototype_hit_rate": 0.25,
+    "mean": 0.9,
+    "mean_cosine": 0.9,
+    "cosine_5th_percentile": 0.8,
+}
+
+
+def policy_of(
+    *kinds: str, longest: tuple[object, ...] = (9,), least: float = 0.9, **changes: object
+) -> dict[str, object]:
     """A policy as the manifest holds it: a group for each of `longest`, each with these kinds of record."""
     kind = {"threshold": 0.5, "similarities": [], "damages": [], **changes}
     groups = [
         {"longest": tokens, "kinds": dict.fromkeys(kinds or ("0", "1", "2"), kind), "tightened": 0}
         for tokens in longest
     ]
-    return {"policy": {"budget": {"measure": "cosine", "least": 0.9}, "groups": groups}}
+    return {"policy": {"budget": {"measure": "cosine", "least": least}, "groups": groups}}
 
 
 def thresholds(database: AttentionDatabase) -> set[float]:
@@ -182,6 +194,19 @@ def test_manifest_with_an_unknown_entry_is_corrupt(folder):
         {"damage": []},
         {"records": {}},
         {"quality": {}},
+        {"quality": {"measured": 30}},
+        {"quality": {"measured": "many"}},
+        {"quality": QUALITY | {"hit_rate": None}},
+        {"quality": QUALITY | {"mean_cosine": "0.9"}},
+        {"quality": QUALITY | {"mean": float("nan")}},
+        {"quality": {"measured": 0, "map_distance": {"nearest": "0.1"}}},
+        {"quality": {"measured": 0, "map_distance": [0.1]}},
+        {"damage": [[0.1, 0.2, 0.3, float("nan")]] * 3},
+        policy_of(similarities=[0.4, 0.5], damages=[0.1, 0.2]),
+        policy_of(similarities=[0.4, 0.5], damages=[0.1, float("nan")]),
+        policy_of(similarities=[0.4, float("nan")], damages=[0.2, 0.1]),
+        policy_of(least=float("nan")),
+        policy_of(least=1.5),
     ],
     ids=str,
 )
@@ -228,6 +253,12 @@ def test_verify_names_the_length_and_the_first_damaged_record(folder):
 def test_policy_of_the_wrong_entries_is_itself_sound(folder):
     change_manifest(folder, **policy_of(longest=(5, 9), similarities=[0.4, 0.5], damages=[0.2, 0.1]))
     assert thresholds(AttentionDatabase.open(folder)) == {0.5}
+
+
+@pytest.mark.parametrize("quality", [QUALITY, QUALITY | {"mean": None, "mean_cosine": None}, {"measured": 0}])
+def test_quality_of_the_wrong_entries_is_itself_sound(folder, quality):
+    change_manifest(folder, quality=quality)
+    assert AttentionDatabase.open(folder).info()["quality"] == quality
 
 
 def test_rank_that_is_no_permutation_is_corrupt(folder):
