@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class MethodReport:
     difference_interval: tuple[float, float] | None  # 95 %, of the score less the full model's, paired
     hit_rate: float  # hits of any kind / all sequences
     prototype_hit_rate: float
+    hit_lengths: dict[int, int]  # length in tokens -> hits of any kind
     recorded: int  # hits of similarity 1: their very tokens are in the database
     cosine: float  # mean over the sequences that differ: the hits, or all where a method changes all
     cosine_5th_percentile: float
@@ -128,6 +130,7 @@ def _report(
         difference_interval=_interval(task.items(run.outputs), task.items(full.outputs)),
         hit_rate=float(hits.mean()),
         prototype_hit_rate=float(np.mean([outcome is Outcome.PROTOTYPE_HIT for outcome in run.outcomes])),
+        hit_lengths=dict(Counter(len(ids) for ids, hit in zip(task.sequences, hits, strict=True) if hit)),
         recorded=int((run.similarities == 1.0).sum()),
         cosine=float(cosine.mean()) if changed.any() else float("nan"),
         cosine_5th_percentile=float(np.percentile(cosine, 5)) if changed.any() else float("nan"),

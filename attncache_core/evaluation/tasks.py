@@ -19,6 +19,14 @@ from attncache_core.outputs import Judge, cosines
 Sequences = list[list[int]]
 
 
+def full_outputs(
+    engine: PrefillEngine, sequences: Sequence[Sequence[int]], batch_size: int = 64
+) -> np.ndarray:
+    """What the engine gives for at least one sequence with everything computed, float32 [sequences, d]."""
+    batches = [sequences[at : at + batch_size] for at in range(0, len(sequences), batch_size)]
+    return np.concatenate([engine.run(batch, [False] * len(batch)).outputs for batch in batches])
+
+
 class Task(Protocol):
     """Token sequences and the scores of outputs for them."""
 

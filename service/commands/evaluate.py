@@ -33,6 +33,7 @@ from attncache_core.evaluation.tasks import (
     Sequences,
     SimilarityTask,
     Task,
+    full_outputs,
 )
 from attncache_core.outputs import Measure
 from service.bench.report import machine
@@ -146,10 +147,8 @@ def classification(
 ) -> None:
     """Accuracy of the model's classes, or of a linear classifier on its embeddings."""
     texts, labels = read_labelled(data, text_column, label_column)
-    evaluation = _Evaluation(Request(**options))
-    if classifier:
-        evaluation.take_classifier(classifier)
-    elif train:
+    evaluation = _Evaluation(Request(**options), classifier)
+    if train and not classifier:
         evaluation.fit(*read_labelled(train, text_column, label_column))
     if evaluation.full.labels is None:
         raise InvalidInput("the model has no classes: give --train or --classifier", field="train")
@@ -166,9 +165,7 @@ def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) ->
     texts = [text for source in data for text in read_texts(source)]
     if not texts:
         raise InvalidInput("the data has no texts", field="data")
-    evaluation = _Evaluation(Request(**options))
-    if classifier:
-        evaluation.take_classifier(classifier)
+    evaluation = _Evaluation(Request(**options), classifier)
     evaluation.run_agreement(Path(data[0].partition(":")[0]).stem, evaluation.tokenize(texts))
 
 
@@ -212,41 +209,32 @@ def curves(
 class _Evaluation:
     """One run: an engine that computes in full, methods beside it, one table."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, classifier: Path | None = None) -> None:
+        """classifier: folder of a fitted one, which must be of the model; its decisions are then compared."""
         self.request = request
         self.names = parse_methods(request.methods)
         self.checkpoint = find_checkpoint(request.model)
         self.full = PrefillEngine.load(
-            self.checkpoint, dtype=request.dtype, threads=request.threads, max_tokens=request.max_tokens
+            self.checkpoint,
+            dtype=request.dtype,
+            threads=request.threads,
+            max_tokens=request.max_tokens,
+            classifier=LinearClassifier.load(classifier) if classifier else None,
         )
 
     def tokenize(self, texts: Sequence[str]) -> Sequences:
         """Token ids of each text."""
         return self.full.tokenize(texts)
 
-    def take_classifier(self, folder: Path) -> None:
-        """Give the full engine a fitted classifier, which must be of its model."""
-        classifier = LinearClassifier.load(folder)
-        classifier.require_fingerprint(self.checkpoint.embedding_fingerprint(), self.checkpoint.name)
-        self.full.classifier = classifier
-
     def fit(self, texts: Sequence[str], labels: Sequence[str]) -> None:
         """Give the full engine a linear classifier on its embeddings."""
-        sequences = self.tokenize(texts)
-        parts = [
-            self.full.run(part, [False] * len(part)).outputs
-            for part in (sequences[at : at + 64] for at in range(0, len(sequences), 64))
-        ]
-        self.full.classifier = fit_classifier(
-            np.concatenate(parts), labels, fingerprint="", model=self.checkpoint.name
-        )
+        outputs = full_outputs(self.full, self.tokenize(texts))
+        self.full.classifier = fit_classifier(outputs, labels, fingerprint="", model=self.checkpoint.name)
 
     def run_agreement(self, name: str, sequences: Sequences) -> None:
         """Evaluate likeness to the full model."""
         judge = self.full.judge(Measure.AGREEMENT if self.full.labels else Measure.COSINE)
-        size = self.request.batch_size
-        batches = [sequences[at : at + size] for at in range(0, len(sequences), size)]
-        outputs = np.concatenate([self.full.run(batch, [False] * len(batch)).outputs for batch in batches])
+        outputs = full_outputs(self.full, sequences, self.request.batch_size)
         self.run(AgreementTask(name, judge, sequences, outputs))
 
     def run(self, task: Task) -> None:
@@ -282,7 +270,7 @@ class _Evaluation:
         show_comparison(task.metric, facts, reports, request.json_file, request.markdown)
         for name, engine in methods.engines.items():
             report = next(report for report in reports if report.method == name)
-            click.echo(f"{name}: {_time_saved(report, reports[0], engine, task.sequences)}")
+            click.echo(f"{name}: {_time_saved(report, reports[0], engine)}")
 
     def _corpus_and_database(self, task: Task) -> tuple[Sequences, AttentionDatabase | None]:
         """The corpus and the database without the evaluated texts; says how many those were."""
@@ -333,11 +321,13 @@ class _Evaluation:
             build_database(engine, sentences, folder, options, progress)
 
 
-def _time_saved(report: MethodReport, full: MethodReport, engine: PrefillEngine, sequences: Sequences) -> str:
+def _time_saved(report: MethodReport, full: MethodReport, engine: PrefillEngine) -> str:
     """How much of the time was saved, beside what hits save at best: by the cost model, nothing searched."""
     assert engine.costs is not None
-    lengths = np.array([len(ids) for ids in sequences])
-    at_best = report.hit_rate * float(engine.costs.saved(lengths).sum()) / 1e6 / full.seconds
+    lengths, hits = (
+        np.array(list(part)) for part in (report.hit_lengths.keys(), report.hit_lengths.values())
+    )
+    at_best = float(engine.costs.saved(lengths) @ hits) / 1e6 / full.seconds
     return (
         f"{1 - 1 / report.speedup:+.3f} of the time saved; Q, K and softmax of the hits' reused heads are "
         f"{at_best:.3f} of it"

@@ -16,11 +16,10 @@ from attncache_core.attention_maps.probes import find_probes
 from attncache_core.evaluation.comparison import FULL, compare
 from attncache_core.evaluation.curves import measure_curves
 from attncache_core.evaluation.methods import Methods
-from attncache_core.evaluation.tasks import AgreementTask
+from attncache_core.evaluation.tasks import AgreementTask, full_outputs
 from attncache_core.outputs import Measure
 from service.plots import Plots
 
-_BATCH = 64
 _ROUNDS = 3
 
 
@@ -63,7 +62,7 @@ def plot_curves(
     plots.thresholds(curves)
     methods = Methods(full, full.checkpoint, database, [])
     names = (FULL, "attncache", *(f"attncache:{preset}" for preset in Preset))
-    task = AgreementTask("texts", judge, unseen[:most], _outputs(full, unseen[:most]))
+    task = AgreementTask("texts", judge, unseen[:most], full_outputs(full, unseen[:most]))
     plots.presets(
         compare(
             {name: methods.make(name) for name in names},
@@ -75,16 +74,11 @@ def plot_curves(
     )
 
 
-def _outputs(full: PrefillEngine, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    batches = [sequences[at : at + _BATCH] for at in range(0, len(sequences), _BATCH)]
-    return np.concatenate([full.run(batch, [False] * len(batch)).outputs for batch in batches])
-
-
 def _full_microseconds(full: PrefillEngine, sequences: Sequence[Sequence[int]]) -> float:
     """The full model's time for one of these sequences, on average, in full batches."""
     seconds = []
     for _ in range(_ROUNDS):
         started = time.perf_counter()
-        _outputs(full, sequences)
+        full_outputs(full, sequences)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds) / len(sequences) * 1e6

@@ -121,6 +121,18 @@ def test_hits_of_both_kinds_and_recorded_texts_are_counted(clock):
     assert (full.hit_rate, full.prototype_hit_rate, full.recorded) == (0, 0, 0)
 
 
+def test_hits_are_counted_by_length():
+    sequences = [[number] * (1 + number % 3) for number in range(8)]
+    fake = Fake(hits=[0, 1, 4, 7], prototype_hits=[3], kind=Outcome.MISS)
+
+    def reusing(batch):
+        return fake([ids[:1] for ids in batch])
+
+    task = AgreementTask("texts", COSINE, sequences, FULL)
+    (report,) = compare({"full": reusing}, task, COSINE, batch_size=3)
+    assert report.hit_lengths == {1: 2, 2: 3}
+
+
 def test_cosines_are_those_of_the_hits_alone(clock):
     # A miss that differs, by rounding or not, tells nothing of reuse.
     outputs = turned(turned(turned(FULL, [0], 0.1), [3], 0.4), [7], 1.0)

@@ -216,8 +216,11 @@ def test_time_saved_stands_beside_what_hits_save_at_best(tiny_checkpoint, tiny_d
     reports = {report["method"]: report for report in report_of(tmp_path / "a.json")["methods"]}
     for name in ("attncache", "attncache:moderate"):
         saved = 1 - 1 / reports[name]["speedup"]
-        # Each of the 60 texts saves a millisecond if it hits.
-        at_best = reports[name]["hit_rate"] * 60 / 1000 / reports["full"]["seconds"]
+        hits = {int(length): count for length, count in reports[name]["hit_lengths"].items()}
+        assert sum(hits.values()) == pytest.approx(reports[name]["hit_rate"] * 60)
+        # Each text that hits saves ten microseconds a token.
+        tokens = sum(length * count for length, count in hits.items())
+        at_best = tokens / 1e5 / reports["full"]["seconds"]
         assert f"{name}: {saved:+.3f} of the time saved" in text
         assert f"{at_best:.3f} of it" in text
     assert text.count("of the time saved") == 2
