@@ -15,13 +15,21 @@ from attncache_core.checkpoint import Checkpoint
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models.bert import bert
 from attncache_core.models.decoder import decoder
-from attncache_core.models.layer import AttentionLayer, LayerHeads, Outputs, PackedModel, Pool, Projection
+from attncache_core.models.layer import (
+    AttentionLayer,
+    Dropped,
+    LayerHeads,
+    Outputs,
+    PackedModel,
+    Pool,
+    Projection,
+)
 from attncache_core.outputs import pool
 
 # transformers sets the process' default dtype while it loads: two models at once would mix theirs.
 _LOADING = threading.Lock()
 
-Family = Callable[[Any, Sequence[LayerHeads], Pool], PackedModel]
+Family = Callable[[Any, Sequence[LayerHeads | Dropped], Pool], PackedModel]
 ENCODERS: dict[str, Family] = {"bert": bert}
 DECODERS: dict[str, Family] = dict.fromkeys(
     (

@@ -10,7 +10,7 @@ from torch import nn
 
 from attncache_core.models.attention import Pattern
 from attncache_core.models.blocks import PlainAttention, build_layers, output_linear
-from attncache_core.models.layer import LayerHeads, Outputs, PackedModel, Pool
+from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, Outputs, PackedModel, Pool
 from attncache_core.models.linear import Norm, packed
 from attncache_core.models.projections import Projections, Rows
 from attncache_core.tokens import TokenBatch
@@ -19,26 +19,38 @@ from attncache_core.tokens import TokenBatch
 class BertLayer(PlainAttention):
     """One encoder layer: attention, its norm, the feed-forward half, its norm."""
 
-    def __init__(self, module: Any, heads: LayerHeads) -> None:
+    def __init__(self, module: Any, heads: LayerHeads, feed_forward: FeedForward) -> None:
         attend, output = module.attention.self, module.attention.output
         query, key, value = (Rows.of(part) for part in (attend.query, attend.key, attend.value))
         super().__init__(
-            Projections(query, key, value, heads), Pattern(attend.attention_head_size**-0.5), heads
+            Projections(query, key, value, heads),
+            Pattern(attend.attention_head_size**-0.5),
+            heads,
+            feed_forward,
         )
         self._output = output_linear(output.dense, heads)
-        self._attention_norm = Norm(output.LayerNorm)
-        activation, name = module.intermediate.intermediate_act_fn, attend.config.hidden_act
-        self._up = packed(module.intermediate.dense, name, activation)
-        self._down = packed(module.output.dense)
-        self._norm = Norm(module.output.LayerNorm)
+        self._norm = Norm(output.LayerNorm)
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` itself: BERT normalises after attention."""
         return hidden
 
-    def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """See AttentionLayer."""
-        hidden = self._attention_norm(self._output(context.flatten(1), hidden))
+        return self._norm(self._output(context.flatten(1), hidden))
+
+
+class _FeedForward:
+    """The second half of a layer: up, the activation, down, the residual, its norm."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        """name: of the activation."""
+        self._up = packed(module.intermediate.dense, name, module.intermediate.intermediate_act_fn)
+        self._down = packed(module.output.dense)
+        self._norm = Norm(module.output.LayerNorm)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
         return self._norm(self._down(self._up(hidden), hidden))
 
 
@@ -75,12 +87,19 @@ class _Outputs:
         return Outputs(pooled.float(), self._classifier(pooled).float())
 
 
-def bert(model: Any, heads: Sequence[LayerHeads], pool: Pool) -> PackedModel:
+def bert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
     """A BERT checkpoint, for embeddings (pooled) or with its sequence-classification head."""
     base = getattr(model, "bert", model)
+    embed, layers = build_layers(
+        _Embeddings(base.embeddings),
+        base.encoder.layer,
+        heads,
+        lambda module: _FeedForward(module, base.config.hidden_act),
+        lambda module, _, own, half: BertLayer(module, own, half),
+    )
     return PackedModel(
         hidden_size=base.config.hidden_size,
-        embed=_Embeddings(base.embeddings),
-        layers=build_layers(base.encoder.layer, heads, lambda module, _, own: BertLayer(module, own)),
+        embed=embed,
+        layers=layers,
         outputs=_Outputs(model, base.pooler, pool),
     )

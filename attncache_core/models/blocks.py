@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -11,11 +12,11 @@ from torch import nn
 
 from attncache_core.models import attention
 from attncache_core.models.attention import Pattern
-from attncache_core.models.layer import AttentionLayer, LayerHeads, Projection
+from attncache_core.models.layer import AttentionLayer, Dropped, Embed, FeedForward, LayerHeads, Projection
 from attncache_core.models.linear import Linear, packed_linear
 from attncache_core.models.projections import head_rows
 
-Layer = TypeVar("Layer", bound=AttentionLayer)
+Input = TypeVar("Input")
 
 
 class QueryKeyValue(Protocol):
@@ -30,12 +31,15 @@ class QueryKeyValue(Protocol):
         ...
 
 
-class PlainAttention:
+class PlainAttention(ABC):
     """The attention of a layer whose scores are scale Q Kᵀ within its pattern, and nothing else."""
 
-    def __init__(self, projections: QueryKeyValue, pattern: Pattern, heads: LayerHeads) -> None:
+    def __init__(
+        self, projections: QueryKeyValue, pattern: Pattern, heads: LayerHeads, feed_forward: FeedForward
+    ) -> None:
         self.heads, self.reused_heads = len(heads.order), heads.reused
         self.pattern = pattern
+        self.feed_forward = feed_forward
         self._projections = projections
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
@@ -62,6 +66,14 @@ class PlainAttention:
         """See AttentionLayer."""
         attention.attend(query, key, value, offsets, self.pattern, context)
 
+    @abstractmethod
+    def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """See AttentionLayer."""
+
+    def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """See AttentionLayer."""
+        return self.feed_forward(self.add_attention(hidden, context))
+
 
 def output_linear(module: nn.Linear, heads: LayerHeads) -> Linear:
     """The projection of a layer's context, its columns in the order of the heads."""
@@ -70,10 +82,31 @@ def output_linear(module: nn.Linear, heads: LayerHeads) -> Linear:
 
 
 def build_layers(
-    modules: nn.ModuleList, heads: Sequence[LayerHeads], build: Callable[[Any, int, LayerHeads], Layer]
-) -> list[Layer]:
-    """build(module, number, heads) for each layer; the modules' own weights are let go one by one."""
-    layers = []
-    for number, own in enumerate(heads):
-        layers.append(build(modules.pop(0), number, own))
-    return layers
+    embed: Embed,
+    modules: nn.ModuleList,
+    layers: Sequence[LayerHeads | Dropped],
+    feed_forward: Callable[[Any], FeedForward],
+    build: Callable[[Any, int, LayerHeads, FeedForward], AttentionLayer],
+) -> tuple[Embed, list[AttentionLayer]]:
+    """`embed` and the layers that attend, each followed by the feed-forward halves of those that don't.
+
+    feed_forward(module) makes a layer's second half; build(module, number, heads, second half) makes a layer.
+    The modules' own weights are let go one by one.
+    """
+    built: list[AttentionLayer] = []
+    for number, own in enumerate(layers):
+        module = modules.pop(0)
+        if own is Dropped.BLOCK:
+            continue
+        half = feed_forward(module)
+        if isinstance(own, LayerHeads):
+            built.append(build(module, number, own, half))
+        elif built:
+            built[-1].feed_forward = _followed(built[-1].feed_forward, half)
+        else:
+            embed = _followed(embed, half)
+    return embed, built
+
+
+def _followed(first: Callable[[Input], torch.Tensor], second: FeedForward) -> Callable[[Input], torch.Tensor]:
+    return lambda x: second(first(x))

@@ -18,7 +18,15 @@ from attncache_core.errors import UnsupportedModel
 from attncache_core.models import attention
 from attncache_core.models.attention import Pattern
 from attncache_core.models.blocks import PlainAttention, QueryKeyValue, build_layers, output_linear
-from attncache_core.models.layer import LayerHeads, Outputs, PackedModel, Pool
+from attncache_core.models.layer import (
+    AttentionLayer,
+    Dropped,
+    FeedForward,
+    LayerHeads,
+    Outputs,
+    PackedModel,
+    Pool,
+)
 from attncache_core.models.linear import packed
 from attncache_core.models.projections import Place, Projections, Rows
 from attncache_core.models.rotary import Rotary
@@ -27,37 +35,34 @@ from attncache_core.tokens import TokenBatch
 # What scales angles by the longest sequence of a batch would give a text other maps in other company.
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 
-FeedForward = Callable[[torch.Tensor], torch.Tensor]
-
 
 class DecoderLayer(PlainAttention):
     """One decoder layer around any way of making Q, K and V."""
 
     def __init__(
-        self, module: Any, projections: QueryKeyValue, pattern: Pattern, heads: LayerHeads, config: Any
+        self,
+        module: Any,
+        projections: QueryKeyValue,
+        pattern: Pattern,
+        heads: LayerHeads,
+        feed_forward: FeedForward,
     ) -> None:
-        super().__init__(projections, pattern, heads)
+        super().__init__(projections, pattern, heads, feed_forward)
         self._input_norm: nn.Module = module.input_layernorm
         self._output = output_linear(module.self_attn.o_proj, heads)
-        self._feed_forward = feed_forward(module.mlp, config)
         # With norms on both sides of the feed-forward half, the one "after attention" is of its output.
         between = getattr(module, "pre_feedforward_layernorm", None)
-        self._attention_norm: nn.Module | None = module.post_attention_layernorm if between else None
-        self._between_norm: nn.Module = between or module.post_attention_layernorm
-        self._output_norm: nn.Module | None = getattr(module, "post_feedforward_layernorm", None)
+        self._output_norm: nn.Module | None = module.post_attention_layernorm if between else None
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """See AttentionLayer."""
         return self._input_norm(hidden)
 
-    def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """See AttentionLayer."""
-        if self._attention_norm is None:
-            hidden = self._output(context.flatten(1), hidden)
-        else:
-            hidden = hidden + self._attention_norm(self._output(context.flatten(1)))
-        changed = self._feed_forward(self._between_norm(hidden))
-        return hidden + (changed if self._output_norm is None else self._output_norm(changed))
+        if self._output_norm is None:
+            return self._output(context.flatten(1), hidden)
+        return hidden + self._output_norm(self._output(context.flatten(1)))
 
 
 class CappedLayer(DecoderLayer):
@@ -79,8 +84,23 @@ class CappedLayer(DecoderLayer):
         )
 
 
+class _FeedForward:
+    """The second half of a layer: its norm, the network, a norm of what comes out if there is one."""
+
+    def __init__(self, module: Any, config: Any) -> None:
+        self._network = feed_forward(module.mlp, config)
+        between = getattr(module, "pre_feedforward_layernorm", None)
+        self._input_norm: nn.Module = between or module.post_attention_layernorm
+        self._output_norm: nn.Module | None = getattr(module, "post_feedforward_layernorm", None)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        changed = self._network(self._input_norm(hidden))
+        return hidden + (changed if self._output_norm is None else self._output_norm(changed))
+
+
 def feed_forward(module: Any, config: Any) -> FeedForward:
-    """A layer's feed-forward half: packed if it is gate, up and down; else the module, called as it is."""
+    """A feed-forward network: packed if it is gate, up and down; else the module, called as it is."""
     parts = {name for name, _ in module.named_children()}
     if parts != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return lambda x: module(x[None])[0]
@@ -90,13 +110,13 @@ def feed_forward(module: Any, config: Any) -> FeedForward:
     return lambda x: down(gate(x).mul_(up(x)))
 
 
-def decoder(model: Any, heads: Sequence[LayerHeads], pool: Pool) -> PackedModel:
+def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
     """A decoder's checkpoint: hidden states pooled, or the class scores of the last token."""
     base = getattr(model, "model", model)
     config = base.config
     rotary = RotaryOfLayers(base.rotary_emb, config)
 
-    def build(module: Any, number: int, own: LayerHeads) -> DecoderLayer:
+    def build(module: Any, number: int, own: LayerHeads, half: FeedForward) -> DecoderLayer:
         attend = module.self_attn
         pattern = Pattern(attend.scaling, before=sliding_window(config, number), after=0)
         query, key, value = (Rows.of(part) for part in (attend.q_proj, attend.k_proj, attend.v_proj))
@@ -111,19 +131,31 @@ def decoder(model: Any, heads: Sequence[LayerHeads], pool: Pool) -> PackedModel:
         )
         cap = getattr(attend, "attn_logit_softcapping", None)
         if cap:
-            return CappedLayer(module, projections, pattern, own, config, cap=cap)
-        return DecoderLayer(module, projections, pattern, own, config)
+            return CappedLayer(module, projections, pattern, own, half, cap=cap)
+        return DecoderLayer(module, projections, pattern, own, half)
 
-    return assembled(model, build_layers(base.layers, heads, build), pool)
+    return assembled(model, heads, build, pool)
 
 
-def assembled(model: Any, layers: Sequence[DecoderLayer], pool: Pool) -> PackedModel:
-    """A decoder of these layers, with the embeddings, the last norm and the head of `model`."""
+def assembled(
+    model: Any,
+    heads: Sequence[LayerHeads | Dropped],
+    build: Callable[[Any, int, LayerHeads, FeedForward], AttentionLayer],
+    pool: Pool,
+) -> PackedModel:
+    """A decoder of the layers that `build` makes, with the embeddings, last norm and head of `model`."""
     base = getattr(model, "model", model)
     embed_tokens: nn.Module = base.embed_tokens
+    embed, layers = build_layers(
+        lambda batch: embed_tokens(batch.ids),
+        base.layers,
+        heads,
+        lambda module: _FeedForward(module, base.config),
+        build,
+    )
     return PackedModel(
         hidden_size=base.config.hidden_size,
-        embed=lambda batch: embed_tokens(batch.ids),
+        embed=embed,
         layers=layers,
         outputs=_Outputs(base.norm, getattr(model, "score", None), pool),
     )

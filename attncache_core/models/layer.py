@@ -14,12 +14,18 @@ The engine runs Algorithm 2 over `layers`; a family file supplies them from Hugg
 A layer keeps its heads in the order of the damage that reusing them does, mildest first. Its first
 `reused_heads` are the reuse mask's: a hit takes their maps from a record. The others are computed for
 every sequence. With `reused_heads` = 0 all heads are computed ones.
+
+A layer is two halves, finish(hidden, context) = feed_forward(add_attention(hidden, context)), so that either
+can be left out (AttnDrop and BlockDrop, He et al. 2024: the residual passes through). A family says how each
+is made; blocks.build_layers leaves out what is dropped. A layer without attention is no AttentionLayer: its
+feed-forward half becomes the end of the layer before it, and whatever counts layers counts those that attend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -42,6 +48,13 @@ class LayerHeads:
         return self.order[self.reused :]
 
 
+class Dropped(Enum):
+    """What a model is run without at one of its layers, which then has no heads."""
+
+    ATTENTION = "attention"
+    BLOCK = "block"  # attention and feed-forward
+
+
 class Projection(NamedTuple):
     """What every sequence needs in one layer. Q and K have one width, V may have another."""
 
@@ -50,12 +63,17 @@ class Projection(NamedTuple):
     key: torch.Tensor  # [tokens, computed heads, d]
 
 
+# The second half of a layer with its residual and its norms: [tokens, hidden] -> [tokens, hidden].
+FeedForward = Callable[[torch.Tensor], torch.Tensor]
+
+
 class AttentionLayer(Protocol):
     """One layer on packed tokens."""
 
     heads: int
     reused_heads: int
     pattern: Pattern
+    feed_forward: FeedForward  # followed by those of the next layers whose attention is dropped
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """What attention reads: the norm of a pre-norm layer, else `hidden` itself. [tokens, hidden]."""
@@ -95,8 +113,15 @@ class AttentionLayer(Protocol):
         """
         ...
 
+    def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """The layer's input and, added to it, the projected context [tokens, heads, d_v]: [tokens, hidden].
+
+        With the norm that follows, in a family that normalises after attention.
+        """
+        ...
+
     def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """The layer's output from its input and the context [tokens, heads, d_v]: [tokens, hidden]."""
+        """The layer's output from its input and the context: feed_forward(add_attention(...))."""
         ...
 
 
@@ -116,12 +141,16 @@ class Outputs(NamedTuple):
 Pool = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
 
 
+# The input of the first layer, [tokens, hidden].
+Embed = Callable[[TokenBatch], torch.Tensor]
+
+
 @dataclass
 class PackedModel:
     """A model whose forward pass runs on packed tokens."""
 
     hidden_size: int
-    embed: Callable[[TokenBatch], torch.Tensor]  # the input of the first layer, [tokens, hidden]
+    embed: Embed
     layers: Sequence[AttentionLayer]  # first to last
     # From the last layer's [tokens, hidden], in packed order.
     outputs: Callable[[torch.Tensor, TokenBatch], Outputs]
