@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -77,15 +78,15 @@ class Checkpoint:
         """SHA-256 over what decides the attention maps: architecture, weights and tokenizer.
 
         Not the compute dtype, the pooling or the prompt: they leave the maps of given tokens alone.
-        Reads every weight file once.
+        Reads every weight file once in the life of the process, and again should it change.
         """
         digest = hashlib.sha256()
         tokenizer = [self.folder / name for name in _TOKENIZER_FILES]
         for path in sorted([*self.folder.glob("*.safetensors"), *tokenizer]):
             if path.is_file():
+                state = path.stat()
                 digest.update(path.name.encode())
-                with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
+                digest.update(_file_digest(path, state.st_size, state.st_mtime_ns))
         architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}
         digest.update(json.dumps(architecture, sort_keys=True).encode())
         return digest.hexdigest()
@@ -142,6 +143,13 @@ def read_checkpoint(folder: Path, *, name: str | None = None, source: str = "fol
         lowercase=bool(settings.get("do_lower_case", False)),
         default_prompt=default_prompt,
     )
+
+
+@cache
+def _file_digest(path: Path, size: int, changed: int) -> bytes:  # noqa: ARG001
+    """SHA-256 of a file; size in bytes and time of change in ns tell another content apart."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _modules(folder: Path) -> dict[str, str]:

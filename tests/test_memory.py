@@ -1,11 +1,16 @@
-"""Freed memory is kept for the next batch, unless the operator has said what becomes of it."""
+"""Freed memory is kept for the next batch, unless told otherwise; mapped weights are given back."""
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from attncache_core import engine, memory
 from attncache_core.engine import PrefillEngine
+from attncache_core.memory import release_mapped_weights
 
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 # The C library's numbers of what mallopt sets.
@@ -73,3 +78,24 @@ def test_an_engine_that_is_loaded_keeps_freed_memory(tiny_checkpoint, monkeypatc
     monkeypatch.setattr(engine, "keep_freed_memory", lambda: calls.append(True))
     PrefillEngine.load(tiny_checkpoint, dtype="float32")
     assert calls == [True]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped")
+def test_mapped_weights_are_given_back_and_read_again(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.arange(2**22, dtype=torch.float32)}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # what is not on the disk yet stays in memory
+    weight = load_file(path)["weight"]
+    assert float(weight.double().sum()) == sum(range(2**22))
+    assert mapped_bytes(path) >= weight.nbytes
+    release_mapped_weights()
+    assert mapped_bytes(path) < weight.nbytes / 2
+    assert float(weight.double().sum()) == sum(range(2**22))
+
+
+def mapped_bytes(path):
+    """Bytes of the file that are in this process' memory."""
+    lines = Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines()
+    places = [number for number, line in enumerate(lines) if line.endswith(str(path))]
+    return sum(int(lines[place + 4].split()[1]) * 1024 for place in places)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from attncache_core.memory import release_mapped_weights
 from attncache_core.models import attention
 from attncache_core.models.attention import Pattern
 from attncache_core.models.layer import AttentionLayer, Dropped, Embed, FeedForward, LayerHeads, Projection
@@ -95,6 +96,8 @@ def build_layers(
     """
     built: list[AttentionLayer] = []
     for number, own in enumerate(layers):
+        # What the layer before read from the weights' file is packed by now.
+        release_mapped_weights()
         module = modules.pop(0)
         if own is Dropped.BLOCK:
             continue
