@@ -1,7 +1,7 @@
 """A process of its own for test_native_kernel: a page that may not be touched lies on each side of all
 tensors, which end, or begin, right at its border.
 
-    python kernel_at_the_edge.py LEVEL LIBRARY records|computed|"one row too many"|"one row too few"
+    python kernel_at_the_edge.py LEVEL LIBRARY records|packed|computed|"one row too many"|"one row too few"
 """
 
 import ctypes
@@ -59,7 +59,29 @@ def records(kernel, heads, width, dtype, map_dtype, lengths, at_the_end, shift=0
         torch.testing.assert_close(context.double(), expected, atol=0.02, rtol=0.01)
 
 
-def computed(kernel, heads, width, dtype, lengths, at_the_end):
+def packed(kernel, heads, width, dtype, map_dtype, lengths, at_the_end):
+    """Lower triangles of maps at the edge; all heads take the one head of V."""
+    for length in lengths:
+        guarded = Guarded(at_the_end)
+        maps = torch.rand(heads, length, length, dtype=torch.float32).softmax(-1).to(map_dtype).tril()
+        held = guarded.tensor(maps[:, torch.ones(length, length, dtype=torch.bool).tril()])
+        value = guarded.tensor(torch.randn(length, 1, width).to(dtype))
+        context = guarded.tensor(torch.zeros(length, heads, width, dtype=dtype))
+        kernel.apply_maps(
+            np.array([held.data_ptr()], dtype=np.uint64),
+            map_dtype,
+            np.arange(2),
+            value,
+            np.array([0, length]),
+            context,
+            packed=True,
+            value_heads=np.zeros(heads, dtype=np.int32),
+        )
+        expected = torch.einsum("hpq,qd->phd", maps.double(), value[:, 0].double())
+        torch.testing.assert_close(context.double(), expected, atol=0.02, rtol=0.01)
+
+
+def computed(kernel, heads, width, dtype, lengths, at_the_end, before=None, after=None):
     for length in lengths:
         guarded = Guarded(at_the_end)
         query, key, value, context = (
@@ -67,8 +89,24 @@ def computed(kernel, heads, width, dtype, lengths, at_the_end):
         )
         kept = guarded.tensor(torch.zeros(heads, length, length, dtype=dtype))
         places = np.array([kept.data_ptr()], dtype=np.uint64)
-        kernel.attend(query, key, value, np.array([0, length]), width**-0.5, context, kept=places)
-        maps = torch.einsum("phd,qhd->hpq", query.double(), key.double()).mul(width**-0.5).softmax(-1)
+        kernel.attend(
+            query,
+            key,
+            value,
+            np.array([0, length]),
+            width**-0.5,
+            context,
+            kept=places,
+            before=before,
+            after=after,
+        )
+        scores = torch.einsum("phd,qhd->hpq", query.double(), key.double()).mul(width**-0.5)
+        inside = torch.ones(length, length, dtype=torch.bool)
+        if before is not None:
+            inside = inside.triu(-before)
+        if after is not None:
+            inside = inside.tril(after)
+        maps = scores.masked_fill(~inside, float("-inf")).softmax(-1)
         expected = torch.einsum("hpq,qhd->phd", maps, value.double())
         torch.testing.assert_close(context.double(), expected, atol=0.05, rtol=0.02)
         torch.testing.assert_close(kept.double(), maps, atol=0.01, rtol=0.02)
@@ -83,9 +121,13 @@ def main(level, library, what):
     if what == "records":
         for (heads, width, dtype), map_dtype, at_the_end in product(sizes, sixteen_bits, (True, False)):
             records(kernel, heads, width, dtype, map_dtype, lengths, at_the_end)
+    elif what == "packed":
+        for (heads, width, dtype), map_dtype, at_the_end in product(sizes, sixteen_bits, (True, False)):
+            packed(kernel, heads, width, dtype, map_dtype, lengths, at_the_end)
     elif what == "computed":
         for (heads, width, dtype), at_the_end in product(sizes, (True, False)):
-            computed(kernel, heads, width, dtype, lengths, at_the_end)
+            for before, after in ((None, None), (None, 0), (9, 20)):
+                computed(kernel, heads, width, dtype, lengths, at_the_end, before, after)
     else:
         beyond = what == "one row too many"
         records(kernel, 1, 32, torch.bfloat16, torch.bfloat16, [33], beyond, shift=1 if beyond else -1)

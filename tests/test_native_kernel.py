@@ -35,7 +35,9 @@ lengths_of_sequences = st.lists(st.integers(1, 200), min_size=1, max_size=6)
 widths = st.sampled_from([8, 24, 32, 64, 96])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 map_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-
+reaches = st.one_of(st.none(), st.integers(0, 5), st.integers(6, 250))
+# How far a token attends: before it and after it.
+bands = st.one_of(st.just((None, None)), st.just((None, 0)), st.tuples(reaches, reaches))
 
 NATIVE_FOLDER = Path(native.__file__).parent
 
@@ -86,12 +88,19 @@ def canaries(tokens, heads, width, dtype):
     return whole, whole[:, 1:-1]
 
 
-def own_maps(query, key, offsets, scale):
+def band_of(length, before=None, after=None):
+    """[L, L]: whether a token attends to another."""
+    ones = torch.ones(length, length, dtype=torch.bool)
+    return ones.triu(-length if before is None else -before).tril(length if after is None else after)
+
+
+def own_maps(query, key, offsets, scale, before=None, after=None):
     """The maps [heads, L, L] of each sequence, in float64."""
     query, key = query.double(), key.double()
     for first, end in pairwise(offsets.tolist()):
         scores = torch.einsum("phd,qhd->hpq", query[first:end], key[first:end])
-        yield torch.softmax(scale * scores, dim=-1)
+        beyond = ~band_of(end - first, before, after)
+        yield torch.softmax((scale * scores).masked_fill(beyond, float("-inf")), dim=-1)
 
 
 def products(maps, value, offsets):
@@ -115,15 +124,126 @@ def assert_near(found, exact, sizes, rounded_maps=False):
     assert bool((beyond <= 0).all()), f"off by {beyond.max().item()} more than allowed"
 
 
-def rounds_maps(kernel, dtype, width):
+def rounds_maps(kernel, dtype, *widths):
     """Whether computed maps are rounded to bfloat16 before they meet V."""
-    return kernel.level == "avx512_bf16" and dtype is torch.bfloat16 and width % 32 == 0
+    whole = all(width % 32 == 0 for width in widths)
+    return kernel.level == "avx512_bf16" and dtype is torch.bfloat16 and whole
 
 
-def attend(kernel, query, key, value, offsets, scale=SCALE):
-    context = torch.full(value.shape, CANARY, dtype=value.dtype)
-    kernel.attend(query, key, value, offsets, scale, context)
+def attend(kernel, query, key, value, offsets, scale=SCALE, **more):
+    shape = (*query.shape[:2], value.shape[2])
+    context = torch.full(shape, CANARY, dtype=value.dtype)
+    kernel.attend(query, key, value, offsets, scale, context, **more)
     return context
+
+
+@st.composite
+def attentions(draw):
+    """What `attend` is given: heads of any widths that take any heads of K and of V, and a band."""
+    lengths, dtype = draw(lengths_of_sequences), draw(dtypes)
+    key_width, width = draw(st.sampled_from([8, 24, 32, 64, 96, 192])), draw(widths)
+    heads, key_heads, value_heads = (draw(st.integers(1, 4)) for _ in range(3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    tensors = [
+        # One head more on each side: neither tokens nor heads lie as close as they could.
+        torch.randn(sum(lengths), count + 2, size + 8, generator=generator).to(dtype)[:, 1:-1, :size]
+        for count, size in ((heads, key_width), (key_heads, key_width), (value_heads, width))
+    ]
+    before, after = draw(bands)
+    taken = {
+        name: np.array(draw(st.lists(st.integers(0, count - 1), min_size=heads, max_size=heads)), np.int32)
+        for name, count in (("key_heads", key_heads), ("value_heads", value_heads))
+    }
+    scale = 2 * key_width**-0.5
+    return tensors, offsets_of(lengths), scale, {"before": before, "after": after, **taken}
+
+
+def formula(query, key, value, offsets, scale, *, before, after, key_heads, value_heads):
+    """The maps of each sequence; the context, and the sums of the products' sizes."""
+    maps = list(own_maps(query, key[:, key_heads], offsets, scale, before, after))
+    return maps, products(maps, value[:, value_heads], offsets)
+
+
+@settings(max_examples=100)
+@given(attention=attentions(), count=st.sampled_from([1, 2]))
+def test_bands_widths_and_shared_heads_are_the_formulas(kernel, attention, count):
+    (query, key, value), offsets, scale, more = attention
+    kept = [torch.full((query.shape[1], n, n), CANARY, dtype=value.dtype) for n in np.diff(offsets)]
+    with threads(count):
+        found = attend(kernel, query, key, value, offsets, scale, kept=addresses(kept), **more)
+        unkept = attend(kernel, query, key, value, offsets, scale, **more)
+    assert torch.equal(found, unkept)
+    maps, (exact, sizes) = formula(query, key, value, offsets, scale, **more)
+    rounded = rounds_maps(kernel, value.dtype, query.shape[2], value.shape[2])
+    assert_near(found, exact, sizes, rounded)
+    for own, expected in zip(kept, maps, strict=True):
+        allowed = FLOAT32 + BFLOAT16 * ((value.dtype is torch.bfloat16) + rounded) * expected
+        assert bool(((own.double() - expected).abs() <= allowed).all())
+        # Exactly nothing.
+        assert (own[:, ~band_of(own.shape[1], more["before"], more["after"])] == 0).all()
+
+
+@settings(max_examples=40)
+@given(attention=attentions())
+def test_band_that_reaches_beyond_the_length_is_none(kernel, attention):
+    (query, key, value), offsets, scale, more = attention
+    longest = int(np.diff(offsets).max())
+    wide, unbound = (
+        attend(kernel, query, key, value, offsets, scale, **more | {"before": reach, "after": reach})
+        for reach in (longest - 1, None)
+    )
+    assert torch.equal(wide, unbound)
+    for reach in (longest, 2**31 - 1, 2**40):
+        more |= {"before": reach, "after": reach}
+        assert torch.equal(attend(kernel, query, key, value, offsets, scale, **more), unbound)
+
+
+@settings(max_examples=40)
+@given(attention=attentions(), data=st.data())
+def test_batch_of_bands_is_one_by_one_and_head_by_head_bit_for_bit(kernel, attention, data):
+    (query, key, value), offsets, scale, more = attention
+    together = attend(kernel, query, key, value, offsets, scale, **more)
+    number = data.draw(st.integers(0, len(offsets) - 2))
+    tokens = slice(*offsets[number : number + 2])
+    band = {name: more[name] for name in ("before", "after")}
+    for head, (k, v) in enumerate(zip(more["key_heads"], more["value_heads"], strict=True)):
+        parts = query[tokens, [head]], key[tokens, [k]], value[tokens, [v]]
+        alone = attend(kernel, *parts, offsets_of([tokens.stop - tokens.start]), scale, **band)
+        assert torch.equal(alone[:, 0], together[tokens, head])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("before", "after"), [(None, 0), (20, 0), (0, 30), (0, 0), (33, 16)])
+@pytest.mark.parametrize("place", [0, 40, 119])
+def test_tokens_beyond_the_band_are_left_out(kernel, place, before, after, dtype):
+    offsets, own = offsets_of([120]), joined_projection(120, 1, 32, dtype)
+    band = {"before": before, "after": after}
+    query, key, value = (part.clone() for part in own)
+    key[place] = float("nan")
+    found = attend(kernel, query, key, own[2], offsets, **band).isnan().all(dim=-1).flatten()
+    attended = band_of(120, before, after)[:, place]
+    assert torch.equal(found, attended)
+    value[place] = float("nan")
+    found = attend(kernel, query, own[1], value, offsets, **band).isnan().all(dim=-1).flatten()
+    assert found[attended].all()
+    # Rows that meet V together share their tokens, rounded to vectors.
+    near = band_of(120, None if before is None else before + 24, after + 8)[:, place]
+    assert not found[~near].any()
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({}, "missing"),
+        ({"key_heads": np.zeros(4, np.int32)}, "missing"),
+        ({"key_heads": np.zeros(4, np.int64)}, "int64"),
+        ({"key_heads": np.zeros(3, np.int32)}, "3"),
+    ],
+)
+def test_heads_that_are_not_there_are_refused(kernel, more, name):
+    query, key, value = torch.zeros(5, 4, 32), torch.zeros(5, 2, 32), torch.zeros(5, 2, 32)
+    with pytest.raises(ValueError, match=name):
+        attend(kernel, query, key, value, offsets_of([5]), **more)
 
 
 @settings(max_examples=60)
@@ -269,10 +389,70 @@ def run_starts(copies):
     return offsets_of(copies)
 
 
-def apply_maps(kernel, maps, runs, value, offsets):
-    context = torch.full(value.shape, CANARY, dtype=value.dtype)
-    kernel.apply_maps(addresses(maps), maps[0].dtype, runs, value, offsets, context)
+def apply_maps(kernel, maps, runs, value, offsets, heads=None, **more):
+    context = torch.full((len(value), heads or value.shape[1], value.shape[2]), CANARY, dtype=value.dtype)
+    kernel.apply_maps(addresses(maps), maps[0].dtype, runs, value, offsets, context, **more)
     return context
+
+
+def packed(maps):
+    """The lower triangles of maps [heads, L, L], row by row."""
+    return maps[:, torch.ones(maps.shape[1:], dtype=torch.bool).tril()]
+
+
+@settings(max_examples=100)
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 200), st.integers(1, 3)), min_size=1, max_size=4),
+    taken=st.lists(st.integers(0, 2), min_size=1, max_size=5),
+    width=widths,
+    dtype=dtypes,
+    map_dtype=map_dtypes,
+    before=reaches,
+    count=st.sampled_from([1, 2]),
+)
+@example([(199, 3), (1, 2), (17, 1), (32, 3)], [1, 1, 0], 32, torch.bfloat16, torch.bfloat16, None, 2)
+def test_packed_maps_are_square_ones_bit_for_bit(kernel, runs, taken, width, dtype, map_dtype, before, count):
+    run_lengths, copies = map(list, zip(*runs, strict=True))
+    lengths = np.repeat(run_lengths, copies).tolist()
+    _, _, value = joined_projection(sum(lengths), 3, width, dtype, seed=sum(lengths))
+    made = [
+        maps.masked_fill(~band_of(maps.shape[1], before, 0), 0)
+        for maps in made_maps(run_lengths, len(taken), map_dtype)
+    ]
+    maps = [own for own, number in zip(made, copies, strict=True) for _ in range(number)]
+    triangles = [packed(own) for own in made]
+    shared = [own for own, number in zip(triangles, copies, strict=True) for _ in range(number)]
+    offsets, heads = offsets_of(lengths), np.array(taken, np.int32)
+    with threads(count):
+        square, stopped, from_triangles, from_bands = (
+            apply_maps(
+                kernel, held, run_starts(copies), value, offsets, len(taken), value_heads=heads, **more
+            )
+            for held, more in (
+                (maps, {}),
+                (maps, {"before": before, "after": 0}),
+                (shared, {"packed": True}),
+                (shared, {"packed": True, "before": before}),
+            )
+        )
+    assert_near(square, *products(maps, value[:, taken], offsets))
+    assert torch.equal(stopped, square)
+    assert torch.equal(from_triangles, square)
+    assert torch.equal(from_bands, square)
+
+
+@settings(max_examples=40)
+@given(length=st.integers(1, 200), band=bands, width=widths, dtype=dtypes, map_dtype=map_dtypes)
+def test_maps_that_are_zero_beyond_a_band_are_whole_maps_bit_for_bit(
+    kernel, length, band, width, dtype, map_dtype
+):
+    _, _, value = joined_projection(length, 2, width, dtype, seed=length)
+    before, after = band
+    (made,) = made_maps([length], 2, map_dtype)
+    maps = [made.masked_fill(~band_of(length, before, after), 0)]
+    offsets, runs = offsets_of([length]), np.arange(2)
+    whole = apply_maps(kernel, maps, runs, value, offsets)
+    assert torch.equal(apply_maps(kernel, maps, runs, value, offsets, before=before, after=after), whole)
 
 
 @settings(max_examples=60)
@@ -443,7 +623,7 @@ def at_the_edge(kernel, what):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is protected by mprotect")
-@pytest.mark.parametrize("what", ["records", "computed"])
+@pytest.mark.parametrize("what", ["records", "packed", "computed"])
 def test_nothing_is_read_or_written_beyond_a_record_or_a_tensor(kernel, what):
     assert at_the_edge(kernel, what) == (0, "")
 

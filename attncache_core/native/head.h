@@ -11,12 +11,7 @@
 #define NUMBERS 1
 #endif
 
-// Rows of a tile: sixteen sums, in registers. Two vectors of columns.
-#ifdef __AVX512F__
-#define ROWS 8
-#else
-#define ROWS 2
-#endif
+#include "layout.h"
 
 // sum + a . b in every lane, a the same word for all.
 INLINE floats NAME(multiplied)(floats sum, const char *a, words b) {
@@ -61,175 +56,168 @@ INLINE void NAME(product)(const char *a, size_t a_bytes, int rows, const int32_t
         NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, columns, 1);
 }
 
-// Rows [rows, width numbers] of Q, each of whole words.
-static void NAME(copy_rows)(const char *from, size_t from_bytes, number_type type, int rows, int width,
-                            int32_t *to, int to_row) {
-    for (int r = 0; r < rows; r++, from += from_bytes, to += to_row) {
+INLINE void NAME(store_weights)(char *weights, int at, floats weight) {
 #if PAIRS
-        (void)type;
-        memcpy(to, from, (size_t)width * 2);
+    *(__m256bh *)(weights + 2 * at) = _mm512_cvtneps_pbh((__m512)weight);
 #else
-        for (int at = 0; at < width; at += LANES)
-            *(floats *)(to + at) = load_some(from + (size_t)at * number_bytes(type), type, width - at);
+    *(floats *)(weights + 4 * at) = weight;
 #endif
+}
+
+// exp(scale (score - the row's largest)) of columns from .. to - 1, else 0, as words that multiply V; returns
+// their sum. All but the first and the last vector of columns hold some of these: rows of a tile are so near.
+INLINE float NAME(weigh)(const float *scores, int from, int to, int columns, float scale, char *weights) {
+    const int start = from / LANES * LANES, last = (to - 1) / LANES * LANES;
+    const words behind = ~lanes_below(from - start), before = lanes_below(to - last);
+    const floats lowest = every(-__builtin_inff());
+    floats most = lowest;
+    for (int at = start; at <= last; at += LANES) {
+        floats score = *(const floats *)(scores + at);
+        if (at == start) score = either(behind, score, lowest);
+        if (at == last) score = either(before, score, lowest);
+        most = larger(most, score);
     }
-}
-
-// K [length, width] -> [steps, columns]: a step's words of all tokens side by side.
-static void NAME(lay_out_key)(const char *from, size_t from_bytes, number_type type, int length, int width,
-                              int32_t *to, int columns) {
-    const int steps = width / NUMBERS;
-    for (int token = 0; token < length; token += LANES)
-        for (int step = 0; step < steps; step += LANES) {
-            words block[LANES];
-            for (int i = 0; i < LANES; i++) {
-                if (token + i >= length) {
-                    block[i] = (words){0};
-                    continue;
-                }
-                const char *at = from + (size_t)(token + i) * from_bytes + (size_t)step * (PAIRS ? 4 : number_bytes(type));
-#if PAIRS
-                block[i] = *(const words_unaligned *)at;
-#else
-                block[i] = (words)load_some(at, type, steps - step);
-#endif
-            }
-            transpose(block);
-            for (int i = 0; i < LANES && step + i < steps; i++)
-                *(words *)(to + (size_t)(step + i) * columns + token) = block[i];
-        }
-}
-
-// V [length, width] -> [steps, columns]: with PAIRS, two tokens' numbers interleaved, the last one's with 0.
-static void NAME(lay_out_value)(const char *from, size_t from_bytes, number_type type, int length, int width,
-                                int32_t *to, int columns) {
-#if PAIRS
-    (void)type;
-    for (int token = 0; token < length; token += 2, to += columns) {
-        const char *first = from + (size_t)token * from_bytes, *second = first + from_bytes;
-        for (int at = 0; at < width; at += LANES) {
-            const words low = __builtin_convertvector(*(const halves_unaligned *)(first + 2 * at), words);
-            words both = low;
-            if (token + 1 < length)
-                both |= __builtin_convertvector(*(const halves_unaligned *)(second + 2 * at), words) << 16;
-            *(words *)(to + at) = both;
-        }
-    }
-#else
-    NAME(copy_rows)(from, from_bytes, type, length, width, to, columns);
-#endif
-}
-
-// exp(scale (score - the row's largest)) as words that multiply V; returns their sum.
-INLINE float NAME(weigh)(const float *scores, int length, int columns, float scale, char *weights) {
-    floats most = every(-__builtin_inff());
-    const words last = lanes_below(length - (columns - LANES));
-    for (int at = 0; at < columns - LANES; at += LANES) most = larger(most, *(const floats *)(scores + at));
-    most = larger(most, either(last, *(const floats *)(scores + columns - LANES), most));
     const float largest = largest_lane(most);
     floats sum = every(0);
-    for (int at = 0; at < columns; at += LANES) {
+    NAME(store_weights)(weights, 0, sum);
+    NAME(store_weights)(weights, columns - LANES, sum);
+    for (int at = start; at <= last; at += LANES) {
         floats weight = exponential((*(const floats *)(scores + at) - largest) * scale);
-        if (at == columns - LANES) weight = either(last, weight, every(0));
+        if (at == start) weight = either(behind, weight, every(0));
+        if (at == last) weight = either(before, weight, every(0));
         sum += weight;
-#if PAIRS
-        *(__m256bh *)(weights + 2 * at) = _mm512_cvtneps_pbh((__m512)weight);
-#else
-        *(floats *)(weights + 4 * at) = weight;
-#endif
+        NAME(store_weights)(weights, at, weight);
     }
     return sum_of_lanes(sum);
 }
 
-// A row of weights, each its share of their sum: a row of the map, as numbers of `type`.
-static void NAME(keep_row)(const char *weights, float share, int length, char *to, number_type type) {
-    for (int at = 0; at < length; at += LANES) {
-        const floats weight = load(weights + 4 / NUMBERS * at, PAIRS ? BFLOAT16 : FLOAT32);
-        store_some(to + (size_t)at * number_bytes(type), type, weight * share, length - at);
+// Numbers from .. to - 1 of a row of weights, each its share of their sum, between zeros: a row of the map, as
+// `length` numbers of `type`.
+static void NAME(keep_row)(const char *weights, float share, int from, int to, int length, char *kept,
+                           number_type type) {
+    const size_t bytes = number_bytes(type);
+    memset(kept, 0, (size_t)from * bytes);
+    for (int at = from; at < to; at += LANES, weights += LANES * 4 / NUMBERS) {
+        const floats weight = load(weights, PAIRS ? BFLOAT16 : FLOAT32);
+        store_some(kept + (size_t)at * bytes, type, weight * share, to - at);
+    }
+    memset(kept + (size_t)to * bytes, 0, (size_t)(length - to) * bytes);
+}
+
+// One head of one run: where things are in the scratch memory.
+typedef struct {
+    int head, first_sequence, sequences, length, columns, value_columns;
+    size_t value_words;               // of one sequence
+    int64_t first_token;
+    float *result, *scores;           // [ROWS, value_columns], [ROWS, columns]
+    int32_t *weights, *query;         // [ROWS, columns], [ROWS, key columns]
+    int32_t *key, *value;             // [key steps, columns], [sequences, map steps, value_columns]
+} NAME(task);
+
+// ROWS rows of the map, at most, and the columns that any of them may fill: others are left out.
+typedef struct {
+    int row, rows, first, columns;    // a whole number of vectors, the first of which begins at `first`
+    int steps;                        // words that meet V
+    const char *left;                 // [rows, steps]
+    size_t left_bytes;                // from one row to the next
+    float share[ROWS];                // what a row's words are to be multiplied by
+} NAME(tile_of_map);
+
+static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAME(tile_of_map) *tile) {
+    const int key_columns = rounded_up(job->key_width, LANES), length = task->length;
+    const size_t bytes = number_bytes(job->type);
+    NAME(copy_rows)(head_of(job->query, task->first_token + tile->row, task->head, bytes),
+                    (size_t)job->query.token * bytes, job->type, tile->rows, job->key_width, task->query, key_columns);
+    NAME(product)((const char *)task->query, (size_t)key_columns * 4, tile->rows, task->key + tile->first,
+                  task->columns, job->key_width / NUMBERS, task->scores, tile->columns);
+    tile->left = (const char *)task->weights;
+    tile->left_bytes = (size_t)tile->columns * 4 / NUMBERS;
+    for (int r = 0; r < tile->rows; r++) {
+        const int token = tile->row + r, from = band_start(job, token), to = band_end(job, token, length);
+        char *weights = (char *)task->weights + (size_t)r * tile->left_bytes;
+        tile->share[r] = 1 / NAME(weigh)(task->scores + r * tile->columns, from - tile->first, to - tile->first,
+                                         tile->columns, job->scale, weights);
+        if (job->kept)
+            NAME(keep_row)(weights + (size_t)(from - tile->first) * 4 / NUMBERS, tile->share[r], from, to, length,
+                           job->kept[task->first_sequence] + map_row(job, task->head, token, length) * bytes,
+                           job->type);
     }
 }
 
-// Rows of a record's maps as words; whole rows only, so that nothing beyond the record is read.
-static void NAME(copy_maps)(const char *from, number_type type, int rows, int length, int row_words,
-                            int32_t *to) {
-    const size_t row_bytes = (size_t)length * number_bytes(type);
-#if PAIRS
-    for (int r = 0; r < rows; r++) {
-        to[r * row_words + length / 2] = 0;
-        memcpy(to + r * row_words, from + r * row_bytes, row_bytes);
+static void NAME(read_rows)(const attention *job, const NAME(task) *task, NAME(tile_of_map) *tile) {
+    const int length = task->length, end = tile->row + tile->rows;
+    const size_t bytes = number_bytes(job->map_type);
+    const char *maps = job->maps[task->first_sequence] + (size_t)tile->first * bytes;
+    for (int r = 0; r < tile->rows; r++) tile->share[r] = 1;
+    // In place, unless the rows are of another type or the last word would reach beyond the record.
+    if (PAIRS && !job->packed && (tile->first + tile->steps * NUMBERS <= length || end < length)) {
+        tile->left = maps + map_row(job, task->head, tile->row, length) * bytes;
+        tile->left_bytes = (size_t)length * bytes;
+        return;
     }
-#else
-    NAME(copy_rows)(from, row_bytes, type, rows, length, to, row_words);
-#endif
+    tile->left = (const char *)task->weights;
+    tile->left_bytes = (size_t)tile->columns * 4 / NUMBERS;
+    for (int r = 0; r < tile->rows; r++) {
+        const int token = tile->row + r, count = band_end(job, token, length) - tile->first;
+        NAME(copy_map_row)(maps + map_row(job, task->head, token, length) * bytes, job->map_type, count,
+                           tile->columns, (char *)task->weights + (size_t)r * tile->left_bytes);
+    }
 }
 
-static void NAME(head)(const attention *job, int run, int head) {
-    const int first_sequence = (int)job->runs[run], sequences = (int)job->runs[run + 1] - first_sequence;
-    const int length = (int)(job->offsets[first_sequence + 1] - job->offsets[first_sequence]);
-    const int width = job->width, columns = rounded_up(length, LANES), value_columns = rounded_up(width, LANES);
-    const int steps = rounded_up(width, NUMBERS) / NUMBERS, map_steps = rounded_up(length, NUMBERS) / NUMBERS;
-    const int weight_words = columns / NUMBERS;
-    const size_t bytes = number_bytes(job->type), head_bytes = (size_t)head * width * bytes;
-    const size_t query_bytes = (size_t)job->query_row * bytes, value_bytes = (size_t)job->value_row * bytes;
-    const size_t value_words = (size_t)map_steps * value_columns;
+static NAME(task) NAME(task_of)(const attention *job, int run, int head, laid_out *ready) {
+    const int first = (int)job->runs[run], sequences = (int)job->runs[run + 1] - first;
+    const int length = (int)(job->offsets[first + 1] - job->offsets[first]);
+    const int columns = rounded_up(length, LANES), value_columns = rounded_up(job->width, LANES);
+    const int key_steps = job->key_width / NUMBERS, key_columns = rounded_up(job->key_width, LANES);
+    const size_t value_words = (size_t)rounded_up(length, NUMBERS) / NUMBERS * value_columns;
+    const size_t bytes = number_bytes(job->type);
+    NAME(task) task = {head, first, sequences, length, columns, value_columns, value_words, job->offsets[first]};
 
     // Every part is a whole number of vectors, so each begins on a vector's border.
-    float *result = (float *)scratch_of(4 * ((size_t)ROWS * (value_columns + 2 * columns + value_columns) +
-                                             (size_t)steps * columns + (size_t)sequences * value_words));
-    float *scores = result + ROWS * value_columns;
-    int32_t *weights = (int32_t *)(scores + ROWS * columns);
-    int32_t *query = weights + ROWS * columns;
-    int32_t *value = query + ROWS * value_columns;
-    int32_t *key = value + (size_t)sequences * value_words;
+    task.result = (float *)scratch_of(4 * ((size_t)ROWS * (value_columns + 2 * columns + key_columns) +
+                                           (size_t)key_steps * columns + (size_t)sequences * value_words));
+    task.scores = task.result + ROWS * value_columns;
+    task.weights = (int32_t *)(task.scores + ROWS * columns);
+    task.query = task.weights + ROWS * columns;
+    task.value = task.query + ROWS * key_columns;
+    task.key = task.value + (size_t)sequences * value_words;
 
-    const int64_t first_token = job->offsets[first_sequence];
-    if (!job->maps)
-        NAME(lay_out_key)((const char *)job->key + (size_t)first_token * query_bytes + head_bytes, query_bytes,
-                          job->type, length, width, key, columns);
-    for (int s = 0; s < sequences; s++)
-        NAME(lay_out_value)((const char *)job->value + (size_t)(first_token + s * length) * value_bytes + head_bytes,
-                            value_bytes, job->type, length, width, value + s * value_words, value_columns);
+    const int key_head = job->key_heads ? job->key_heads[head] : head;
+    const int value_head = job->value_heads ? job->value_heads[head] : head;
+    if (!job->maps && (ready->run != run || ready->key_head != key_head))
+        NAME(lay_out_key)(head_of(job->key, task.first_token, key_head, bytes), (size_t)job->key.token * bytes,
+                          job->type, length, job->key_width, task.key, columns);
+    if (ready->run != run || ready->value_head != value_head)
+        for (int s = 0; s < sequences; s++)
+            NAME(lay_out_value)(head_of(job->value, task.first_token + s * length, value_head, bytes),
+                                (size_t)job->value.token * bytes, job->type, length, job->width,
+                                task.value + s * value_words, value_columns);
+    *ready = (laid_out){run, key_head, value_head};
+    return task;
+}
 
-    const size_t map_bytes = number_bytes(job->map_type);
-    for (int row = 0; row < length; row += ROWS) {
-        const int rows = length - row < ROWS ? length - row : ROWS;
-        const char *left = (const char *)weights;
-        size_t left_bytes = (size_t)weight_words * 4;
-        float share[ROWS];
-        if (job->maps) {
-            const char *map = job->maps[first_sequence] + ((size_t)head * length + row) * length * map_bytes;
-            // In place, unless the rows are of another type or the last word would reach beyond the record.
-            if (PAIRS && (length % 2 == 0 || row + rows < length)) {
-                left = map;
-                left_bytes = (size_t)length * 2;
-            } else {
-                NAME(copy_maps)(map, job->map_type, rows, length, weight_words, weights);
-            }
-            for (int r = 0; r < rows; r++) share[r] = 1;
-        } else {
-            NAME(copy_rows)((const char *)job->query + (size_t)(first_token + row) * query_bytes + head_bytes,
-                            query_bytes, job->type, rows, width, query, value_columns);
-            NAME(product)((const char *)query, (size_t)value_columns * 4, rows, key, columns, steps, scores, columns);
-            for (int r = 0; r < rows; r++) {
-                char *row_weights = (char *)(weights + r * weight_words);
-                share[r] = 1 / NAME(weigh)(scores + r * columns, length, columns, job->scale, row_weights);
-                if (job->kept)
-                    NAME(keep_row)(row_weights, share[r], length,
-                                   job->kept[first_sequence] + ((size_t)head * length + row + r) * length * bytes,
-                                   job->type);
-            }
-        }
-        for (int s = 0; s < sequences; s++) {
-            NAME(product)(left, left_bytes, rows, value + s * value_words, value_columns, map_steps, result, value_columns);
-            char *to = (char *)job->context + ((size_t)(first_token + s * length + row) * job->context_row) * bytes + head_bytes;
-            for (int r = 0; r < rows; r++, to += (size_t)job->context_row * bytes)
-                for (int at = 0; at < width; at += LANES)
-                    store_some(to + at * bytes, job->type, *(floats *)(result + r * value_columns + at) * share[r],
-                               width - at);
+static void NAME(head)(const attention *job, int run, int head, laid_out *ready) {
+    const NAME(task) task = NAME(task_of)(job, run, head, ready);
+    const size_t bytes = number_bytes(job->type), context_bytes = (size_t)job->context.token * bytes;
+    for (int row = 0; row < task.length; row += ROWS) {
+        const int rows = smaller(task.length - row, ROWS), first = band_start(job, row) / LANES * LANES;
+        const int count = band_end(job, row + rows - 1, task.length) - first;
+        NAME(tile_of_map) tile = {row, rows, first, rounded_up(count, LANES), rounded_up(count, NUMBERS) / NUMBERS};
+        if (job->maps) NAME(read_rows)(job, &task, &tile);
+        else NAME(compute_rows)(job, &task, &tile);
+        for (int s = 0; s < task.sequences; s++) {
+            const int32_t *value = task.value + s * task.value_words + (size_t)first / NUMBERS * task.value_columns;
+            NAME(product)(tile.left, tile.left_bytes, rows, value, task.value_columns, tile.steps, task.result,
+                          task.value_columns);
+            char *to = head_of(job->context, task.first_token + s * task.length + row, head, bytes);
+            for (int r = 0; r < rows; r++, to += context_bytes)
+                for (int at = 0; at < job->width; at += LANES)
+                    store_some(to + at * bytes, job->type,
+                               *(floats *)(task.result + r * task.value_columns + at) * tile.share[r],
+                               job->width - at);
         }
     }
 }
 
 #undef NAME
 #undef NUMBERS
-#undef ROWS

@@ -1,0 +1,81 @@
+// Q, K, V and rows of maps as the products of head.h take them, which includes this.
+
+#if PAIRS
+// The first `count` numbers, sixteen at most, then zeros; nothing behind them is read.
+INLINE halves halves_some(const char *at, int count) {
+    const __mmask16 mask = (__mmask16)(count >= LANES ? 0xffff : count > 0 ? (1 << count) - 1 : 0);
+    return (halves)_mm256_maskz_loadu_epi16(mask, at);
+}
+#endif
+
+// Rows [rows, width numbers] of Q, each of whole words.
+static void NAME(copy_rows)(const char *from, size_t from_bytes, number_type type, int rows, int width,
+                            int32_t *to, int to_row) {
+    for (int r = 0; r < rows; r++, from += from_bytes, to += to_row) {
+#if PAIRS
+        (void)type;
+        memcpy(to, from, (size_t)width * 2);
+#else
+        for (int at = 0; at < width; at += LANES)
+            *(floats *)(to + at) = load_some(from + (size_t)at * number_bytes(type), type, width - at);
+#endif
+    }
+}
+
+// K [length, width] -> [steps, columns]: a step's words of all tokens side by side.
+static void NAME(lay_out_key)(const char *from, size_t from_bytes, number_type type, int length, int width,
+                              int32_t *to, int columns) {
+    const int steps = width / NUMBERS;
+    for (int token = 0; token < length; token += LANES)
+        for (int step = 0; step < steps; step += LANES) {
+            words block[LANES];
+            for (int i = 0; i < LANES; i++) {
+                if (token + i >= length) {
+                    block[i] = (words){0};
+                    continue;
+                }
+                const char *at = from + (size_t)(token + i) * from_bytes + (size_t)step * (PAIRS ? 4 : number_bytes(type));
+#if PAIRS
+                block[i] = *(const words_unaligned *)at;
+#else
+                block[i] = (words)load_some(at, type, steps - step);
+#endif
+            }
+            transpose(block);
+            for (int i = 0; i < LANES && step + i < steps; i++)
+                *(words *)(to + (size_t)(step + i) * columns + token) = block[i];
+        }
+}
+
+// V [length, width] -> [steps, columns]: with PAIRS, two tokens' numbers interleaved, the last one's with 0.
+static void NAME(lay_out_value)(const char *from, size_t from_bytes, number_type type, int length, int width,
+                                int32_t *to, int columns) {
+#if PAIRS
+    (void)type;
+    for (int token = 0; token < length; token += 2, to += columns) {
+        const char *first = from + (size_t)token * from_bytes, *second = first + from_bytes;
+        for (int at = 0; at < width; at += LANES) {
+            const words low = __builtin_convertvector(*(const halves_unaligned *)(first + 2 * at), words);
+            words both = low;
+            if (token + 1 < length)
+                both |= __builtin_convertvector(*(const halves_unaligned *)(second + 2 * at), words) << 16;
+            *(words *)(to + at) = both;
+        }
+    }
+#else
+    NAME(copy_rows)(from, from_bytes, type, length, width, to, columns);
+#endif
+}
+
+// The numbers of a row of a map from column `first` on, `count` of them, then zeros up to `columns`.
+// Nothing behind them is read: a record may end there.
+INLINE void NAME(copy_map_row)(const char *from, number_type type, int count, int columns, char *to) {
+    for (int at = 0; at < columns; at += LANES) {
+        const char *next = from + (size_t)at * number_bytes(type);
+#if PAIRS
+        *(halves *)(to + 2 * at) = halves_some(next, count - at);
+#else
+        *(floats *)(to + 4 * at) = at < count ? load_some(next, type, count - at) : every(0);
+#endif
+    }
+}
