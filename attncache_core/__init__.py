@@ -29,6 +29,7 @@ from attncache_core.errors import (
     UnsupportedModel,
 )
 from attncache_core.outputs import class_scores, normalize
+from attncache_core.variant import find_variant
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -58,6 +59,7 @@ __all__ = [
     "class_scores",
     "default_corpus",
     "find_checkpoint",
+    "find_variant",
     "fit_classifier",
     "normalize",
 ]

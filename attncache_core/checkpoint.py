@@ -59,9 +59,17 @@ class Pooling:
     include_prompt: bool = True  # False: the prompt's tokens are left out
 
 
+@dataclass(frozen=True, slots=True)
+class DroppedLayers:
+    """Layers that are run without their attention, or left out as a whole; numbered from 0."""
+
+    attention: frozenset[int] = frozenset()
+    blocks: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk, described. Nothing of its weights has been read."""
+    """A model on disk, described, and how it is to be run. Nothing of its weights has been read."""
 
     name: str
     folder: Path  # of config.json, the tokenizer and the weights
@@ -73,9 +81,16 @@ class Checkpoint:
     max_tokens: int | None  # None: what the tokenizer and the positions allow
     lowercase: bool
     default_prompt: str  # put before every text; "" for none
+    dropped: DroppedLayers = DroppedLayers()
+
+    @property
+    def variant(self) -> dict[str, Any]:
+        """What is run otherwise than the model on disk says, for JSON and people; empty for that model."""
+        layers = {"dropped_attention": self.dropped.attention, "dropped_blocks": self.dropped.blocks}
+        return {name: sorted(numbers) for name, numbers in layers.items() if numbers}
 
     def fingerprint(self) -> str:
-        """SHA-256 over what decides the attention maps: architecture, weights and tokenizer.
+        """SHA-256 over what decides the attention maps: architecture, weights, tokenizer and variant.
 
         Not the compute dtype, the pooling or the prompt: they leave the maps of given tokens alone.
         Reads every weight file once in the life of the process, and again should it change.
@@ -89,6 +104,8 @@ class Checkpoint:
                 digest.update(_file_digest(path, state.st_size, state.st_mtime_ns))
         architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}
         digest.update(json.dumps(architecture, sort_keys=True).encode())
+        if self.variant:
+            digest.update(json.dumps(self.variant, sort_keys=True).encode())
         return digest.hexdigest()
 
     def embedding_fingerprint(self) -> str:

@@ -256,6 +256,7 @@ class PrefillEngine:
         return {
             "model": self.checkpoint.name,
             "model_source": self.checkpoint.source,
+            "variant": self.checkpoint.variant,
             "task": self.task,
             "labels": list(self.labels or ()),
             "max_tokens": self.max_tokens,

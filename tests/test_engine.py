@@ -164,6 +164,7 @@ def test_info_names_model_dtype_threads_and_database(tiny_checkpoint, tiny_engin
     assert engine.info() == {
         "model": "tiny-bert",
         "model_source": "folder",
+        "variant": {},
         "task": "embed",
         "labels": [],
         "max_tokens": 512,

@@ -358,6 +358,7 @@ class _Build:
             quality=quality,
             build={
                 **asdict(self.options),
+                "variant": self.engine.checkpoint.variant,
                 "texts": self.given,
                 "held_out": int(self.sentences.held_out.sum()),
                 "seconds": round(seconds, 1),

@@ -246,7 +246,7 @@ class AttentionDatabase:
             raise DatabaseRefused(
                 f"database {self.folder} was built for {self.manifest.model} with fingerprint "
                 f"{self.manifest.fingerprint[:12]}, and model {model} has {fingerprint[:12]} (other weights, "
-                "tokenizer or architecture); build a database for this model",
+                "tokenizer, architecture or layers dropped); build a database for this model",
                 field="database",
             )
 

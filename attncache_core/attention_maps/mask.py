@@ -56,7 +56,7 @@ def parse_heads(text: str, rank: np.ndarray) -> ReuseMask:
     if text == "all":
         return ReuseMask(head_order(rank), (heads,) * layers)
     if text.startswith("layers:"):
-        chosen = _parse_layers(text.removeprefix("layers:"), layers)
+        chosen = parse_layers(text.removeprefix("layers:"), layers, field="heads")
         return ReuseMask(head_order(rank), tuple(heads if layer in chosen else 0 for layer in range(layers)))
     if is_count(text) and 0 < int(text) <= rank.size:
         return mildest_mask(rank, int(text))
@@ -68,19 +68,20 @@ def is_count(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
 
-def _parse_layers(text: str, layers: int) -> set[int]:
+def parse_layers(text: str, layers: int, *, field: str) -> frozenset[int]:
+    """The numbers in `0-3` or `0,2,4-5`, each below `layers`. Raises InvalidInput of that field."""
     chosen: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.partition("-")
         last = last if dash else first
         if not (is_count(first) and is_count(last)):
-            raise InvalidInput("layers are written like 0-3 or 0,2,4-5", field="heads")
+            raise InvalidInput(f"{field}: layers are written like 0-3 or 0,2,4-5", field=field)
         if int(last) >= layers:
-            raise InvalidInput(f"the model has layers 0 to {layers - 1}", field="heads")
+            raise InvalidInput(f"{field}: the model has layers 0 to {layers - 1}", field=field)
         chosen.update(range(int(first), int(last) + 1))
     if not chosen:
-        raise InvalidInput("a range of layers counts upwards, like 0-3", field="heads")
-    return chosen
+        raise InvalidInput(f"{field}: a range of layers counts upwards, like 0-3", field=field)
+    return frozenset(chosen)
 
 
 def natural_rank(layers: int, heads: int) -> np.ndarray:

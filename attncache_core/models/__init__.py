@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from transformers.utils import logging
 
 from attncache_core.checkpoint import Checkpoint
-from attncache_core.errors import UnsupportedModel
+from attncache_core.errors import InvalidInput, UnsupportedModel
 from attncache_core.models.bert import bert
 from attncache_core.models.decoder import decoder
 from attncache_core.models.layer import (
@@ -62,16 +62,12 @@ __all__ = [
 
 
 def model_shape(checkpoint: Checkpoint) -> tuple[int, int]:
-    """(layers, heads) of a supported checkpoint. Raises UnsupportedModel for another family."""
-    family = checkpoint.config.get("model_type")
-    # An encoder that was trained to decode has other maps than its family.
-    if family not in FAMILIES or (family in ENCODERS and checkpoint.config.get("is_decoder")):
-        raise UnsupportedModel(
-            f"model {checkpoint.name} is of the family {family!r}; served are: {', '.join(sorted(FAMILIES))}",
-            field="model",
-        )
-    config = AutoConfig.from_pretrained(checkpoint.folder)
-    return config.num_hidden_layers, config.num_attention_heads
+    """(layers that attend, heads of each) of a supported checkpoint.
+
+    Raises UnsupportedModel for another family, InvalidInput for dropped layers that it cannot do without.
+    """
+    layers, heads = _layers_and_heads(checkpoint)
+    return layers.count(None), heads
 
 
 def load_model(
@@ -82,22 +78,55 @@ def load_model(
     head_order: Sequence[Sequence[int]] | None = None,
     reused_heads: Sequence[int] | None = None,
 ) -> PackedModel:
-    """The checkpoint's model with its weights in `dtype`, packed.
+    """The checkpoint's model with its weights in `dtype`, packed, without the layers that are dropped.
 
-    head_order: for each layer its heads, mildest to reuse first (default: as the checkpoint has them);
-    reused_heads: for each layer how many of these are the reuse mask's (default: none).
+    head_order: for each layer that attends its heads, mildest to reuse first (default: as the checkpoint has
+    them); reused_heads: for each how many of these are the reuse mask's (default: none). Raises as
+    model_shape does, and UnsupportedModel for weights that cannot be read.
     """
-    layers, heads = model_shape(checkpoint)
+    layers, heads = _layers_and_heads(checkpoint)
     model = _read_weights(checkpoint, dtype).eval().requires_grad_(False)
-    orders = head_order or [range(heads)] * layers
+    attending = layers.count(None)
+    orders = zip(head_order or [range(heads)] * attending, reused_heads or [0] * attending, strict=True)
+    of_layers = iter([LayerHeads(list(order), reused) for order, reused in orders])
     return FAMILIES[checkpoint.config["model_type"]](
         model,
-        [
-            LayerHeads(list(order), own)
-            for order, own in zip(orders, reused_heads or [0] * layers, strict=True)
-        ],
+        [dropped or next(of_layers) for dropped in layers],
         partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens),
     )
+
+
+def _layers_and_heads(checkpoint: Checkpoint) -> tuple[list[Dropped | None], int]:
+    """What each of the checkpoint's layers is run without, and how many heads one that attends has."""
+    family = checkpoint.config.get("model_type")
+    # An encoder that was trained to decode has other maps than its family.
+    if family not in FAMILIES or (family in ENCODERS and checkpoint.config.get("is_decoder")):
+        raise UnsupportedModel(
+            f"model {checkpoint.name} is of the family {family!r}; served are: {', '.join(sorted(FAMILIES))}",
+            field="model",
+        )
+    config = AutoConfig.from_pretrained(checkpoint.folder)
+    attention, blocks = checkpoint.dropped.attention, checkpoint.dropped.blocks
+    _require_droppable(attention, blocks, config.num_hidden_layers)
+    dropped = dict.fromkeys(attention, Dropped.ATTENTION) | dict.fromkeys(blocks, Dropped.BLOCK)
+    return [dropped.get(number) for number in range(config.num_hidden_layers)], config.num_attention_heads
+
+
+def _require_droppable(attention: frozenset[int], blocks: frozenset[int], layers: int) -> None:
+    """Raise InvalidInput unless a model of so many layers can do without these."""
+    for field, numbers in (("drop_attention", attention), ("drop_block", blocks)):
+        if not numbers <= set(range(layers)):
+            raise InvalidInput(f"{field}: the model has layers 0 to {layers - 1}", field=field)
+    if attention & blocks:
+        raise InvalidInput(
+            f"drop_attention: layer {min(attention & blocks)} is dropped with its whole block; name it once",
+            field="drop_attention",
+        )
+    if len(attention | blocks) == layers:
+        field = "drop_attention" if attention else "drop_block"
+        raise InvalidInput(
+            f"{field}: one layer at least must keep its attention, or tokens would never meet", field=field
+        )
 
 
 def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:

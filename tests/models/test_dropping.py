@@ -1,0 +1,226 @@
+"""A model without some of its attention modules or blocks is Hugging Face's with those modules bypassed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from core_models import random_sequences, write_sentence_transformer
+from core_reference import FLOAT32, SIXTEEN_BITS, Reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    DatabaseRefused,
+    InvalidInput,
+    Outcome,
+    PrefillEngine,
+    UnsupportedModel,
+    build_database,
+    find_checkpoint,
+    find_variant,
+)
+from attncache_core.checkpoint import DroppedLayers
+from attncache_core.evaluation.shared_maps import SharedMapsEngine, lazyformer_blocks
+from attncache_core.models import load_model, model_shape
+from attncache_core.models.linear import PackedLinear
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def variant(tiny_checkpoint):
+    """The tiny model without these layers, written as an operator does."""
+    return lambda attention="", blocks="": find_variant(
+        str(tiny_checkpoint.folder), drop_attention=attention, drop_block=blocks
+    )
+
+
+@pytest.fixture(scope="module")
+def pruned(variant, tiny_corpus, tmp_path_factory):
+    """A model without the attention of layer 1, its engine in full, and a database of it."""
+    checkpoint = variant("1")
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    folder = tmp_path_factory.mktemp("databases") / "pruned.db"
+    options = BuildOptions(heads="all", threshold=0.0, prototypes=0, training_steps=20)
+    build_database(engine, tiny_corpus, folder, options)
+    return checkpoint, engine, folder
+
+
+def bypassed(folder, attention, blocks):
+    """Hugging Face's model whose modules give back what they are given."""
+    reference = Reference(folder)
+    layers = reference.model.encoder.layer
+    for number in attention:
+        layers[number].attention.forward = lambda hidden, *_, **__: (hidden, None)
+    for number in blocks:
+        layers[number].forward = lambda hidden, *_, **__: hidden
+    return reference
+
+
+def embeddings(checkpoint, sequences):
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    return engine.run(sequences, [False] * len(sequences)).outputs
+
+
+# What becomes of each layer; one at least attends.
+kinds = st.tuples(*[st.sampled_from(["whole", "attention", "block"])] * LAYERS).filter(
+    lambda chosen: "whole" in chosen
+)
+
+
+@settings(max_examples=20)
+@given(chosen=kinds, lengths=st.lists(st.integers(1, 24), min_size=1, max_size=4))
+def test_outputs_are_the_references_with_the_modules_bypassed(tiny_checkpoint, chosen, lengths):
+    attention, blocks = (
+        frozenset(number for number in range(LAYERS) if chosen[number] == kind)
+        for kind in ("attention", "block")
+    )
+    checkpoint = replace(tiny_checkpoint, dropped=DroppedLayers(attention, blocks))
+    assert model_shape(checkpoint) == (chosen.count("whole"), 4)
+    sequences = random_sequences(lengths)
+    expected = bypassed(tiny_checkpoint.folder, attention, blocks).means(sequences)
+    np.testing.assert_allclose(embeddings(checkpoint, sequences), expected, atol=FLOAT32, rtol=0)
+
+
+def test_nothing_dropped_is_the_model_itself(variant, tiny_checkpoint, tiny_reference):
+    checkpoint = variant()
+    assert checkpoint == find_checkpoint(str(tiny_checkpoint.folder))
+    assert checkpoint.variant == {}
+    assert checkpoint.fingerprint() == tiny_checkpoint.fingerprint()
+    sequences = random_sequences([5, 17, 5])
+    expected = tiny_reference.means(sequences)
+    np.testing.assert_allclose(embeddings(checkpoint, sequences), expected, atol=FLOAT32, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("attention", "blocks", "part"),
+    [("1", "", "layer.1.attention."), ("", "1", "layer.1."), ("0,2", "", "layer.2.attention.")],
+)
+def test_what_is_dropped_is_never_computed(tmp_path, attention, blocks, part):
+    """Its weights are no numbers, which would spread to every output."""
+    write_sentence_transformer(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, weight in weights.items():
+        if part in name:
+            weight.fill_(torch.nan)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    sequences = random_sequences([4, 11])
+    assert np.isnan(embeddings(find_variant(str(tmp_path)), sequences)).any()
+    checkpoint = find_variant(str(tmp_path), drop_attention=attention, drop_block=blocks)
+    assert np.isfinite(embeddings(checkpoint, sequences)).all()
+
+
+@pytest.mark.parametrize(
+    ("attention", "blocks", "packs"), [("", "", 12), ("0", "", 10), ("", "2", 8), ("0", "2", 6)]
+)
+def test_nothing_that_is_dropped_is_packed(variant, monkeypatch, attention, blocks, packs):
+    """A layer packs its projections, its output, up and down."""
+    packed = []
+    make = PackedLinear.__init__
+    monkeypatch.setattr(PackedLinear, "__init__", lambda *given: packed.append(given) or make(*given))
+    load_model(variant(attention, blocks), torch.float32)
+    assert len(packed) == packs
+
+
+@pytest.mark.parametrize("written", ["1,0", "0,1", "0-1", "0,0-1,1"])
+def test_a_list_of_layers_is_a_set(variant, written):
+    assert variant(written).variant == {"dropped_attention": [0, 1]}
+    assert variant(written).fingerprint() == variant("0,1").fingerprint()
+
+
+def test_every_variant_has_a_fingerprint_of_its_own(variant):
+    variants = [variant(), variant("1"), variant("2"), variant("", "1"), variant("1", "2"), variant("1,2")]
+    assert len({checkpoint.fingerprint() for checkpoint in variants}) == len(variants)
+    assert len({checkpoint.embedding_fingerprint() for checkpoint in variants}) == len(variants)
+
+
+@pytest.mark.parametrize(
+    ("attention", "blocks", "field", "words"),
+    [
+        ("3", "", "drop_attention", "layers 0 to 2"),
+        ("", "0-7", "drop_block", "layers 0 to 2"),
+        ("-1", "", "drop_attention", "written like"),
+        ("", "1,", "drop_block", "written like"),
+        ("first", "", "drop_attention", "written like"),
+        ("2-1", "", "drop_attention", "upwards"),
+        ("0,1", "1,2", "drop_attention", "layer 1 is dropped with its whole block"),
+        ("0-2", "", "drop_attention", "at least must keep its attention"),
+        ("", "0-2", "drop_block", "at least must keep its attention"),
+        ("0", "1,2", "drop_attention", "at least must keep its attention"),
+    ],
+)
+def test_layers_that_cannot_be_dropped_are_refused_by_name(variant, attention, blocks, field, words):
+    with pytest.raises(InvalidInput, match=words) as caught:
+        variant(attention, blocks)
+    assert caught.value.field == field
+
+
+def test_layers_that_are_not_there_are_refused_by_whatever_loads_the_model(tiny_checkpoint):
+    checkpoint = replace(tiny_checkpoint, dropped=DroppedLayers(blocks=frozenset({-1})))
+    with pytest.raises(InvalidInput, match="layers 0 to 2"):
+        load_model(checkpoint, torch.float32)
+
+
+def test_recorded_texts_hit_themselves_and_give_what_the_pruned_model_gives(pruned, tiny_corpus):
+    checkpoint, full, folder = pruned
+    database = AttentionDatabase.open(folder)
+    assert database.mask.reused == (4, 4)
+    assert database.verify() == []
+    engine = PrefillEngine.load(checkpoint, database=database, dtype="float32")
+    sequences = engine.tokenize([sentence.text for sentence in tiny_corpus[::12]])
+    served = engine.run(sequences, [True] * len(sequences))
+    assert set(served.outcomes) == {Outcome.HIT}
+    expected = full.run(sequences, [False] * len(sequences)).outputs
+    np.testing.assert_allclose(served.outputs, expected, atol=SIXTEEN_BITS, rtol=0)
+    reference = bypassed(checkpoint.folder, {1}, ()).means(sequences)
+    np.testing.assert_allclose(served.outputs, reference, atol=SIXTEEN_BITS, rtol=0)
+
+
+def test_a_text_that_takes_anothers_maps_is_no_longer_the_models(pruned):
+    checkpoint, full, folder = pruned
+    engine = PrefillEngine.load(checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
+    sequences = random_sequences([7, 8], seed=5)
+    served = engine.run(sequences, [True, True])
+    assert served.outcomes == (Outcome.HIT, Outcome.HIT)
+    assert abs(served.outputs - full.run(sequences, [False, False]).outputs).max() > 10 * SIXTEEN_BITS
+
+
+@pytest.mark.parametrize(("attention", "blocks"), [("", ""), ("2", ""), ("", "1"), ("1", "2"), ("1,2", "")])
+def test_a_database_serves_the_variant_it_was_built_for_and_no_other(pruned, variant, attention, blocks):
+    database = AttentionDatabase.open(pruned[2])
+    with pytest.raises(DatabaseRefused, match="layers dropped"):
+        PrefillEngine.load(variant(attention, blocks), database=database, dtype="float32")
+
+
+def test_a_database_of_the_whole_model_is_refused_by_a_pruned_one(tiny_database, variant):
+    with pytest.raises(DatabaseRefused, match="layers dropped"):
+        PrefillEngine.load(variant("1"), database=AttentionDatabase.open(tiny_database), dtype="float32")
+
+
+def test_neighbouring_layers_of_a_pruned_model_can_share_maps(variant):
+    """The layers that attend are what is counted: 0 and 2 are neighbours."""
+    checkpoint = variant("1")
+    sequences = random_sequences([9, 4])
+    alone, shared = (
+        SharedMapsEngine.load(checkpoint, lazyformer_blocks(2, size), dtype="float32").run(sequences).outputs
+        for size in (1, 2)
+    )
+    np.testing.assert_allclose(alone, embeddings(checkpoint, sequences), atol=FLOAT32, rtol=0)
+    assert abs(alone - shared).max() > 100 * FLOAT32
+
+
+def test_engine_and_database_say_what_is_dropped(pruned):
+    checkpoint, engine, folder = pruned
+    assert engine.info()["variant"] == {"dropped_attention": [1]} == checkpoint.variant
+    assert AttentionDatabase.open(folder).manifest.build["variant"] == {"dropped_attention": [1]}
+
+
+def test_family_that_is_not_served_is_refused_before_its_layers_are_read(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bart"}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UnsupportedModel, match="family 'bart'"):
+        find_variant(str(tmp_path), drop_attention="1")
