@@ -44,10 +44,10 @@ from attncache_core.attention_maps.probes import find_probes
 from attncache_core.attention_maps.projector import DIMENSIONS, FeatureProjector
 from attncache_core.attention_maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.attention_maps.quality import donor_distances, masked_maps
-from attncache_core.attention_maps.recording import Recording
+from attncache_core.attention_maps.recording import Recording, smallest_form
 from attncache_core.attention_maps.search import SearchEngine
 from attncache_core.attention_maps.sentences import split
-from attncache_core.attention_maps.store import AttentionMapStore, RecordLayout
+from attncache_core.attention_maps.store import AttentionMapStore, MapForm, RecordLayout
 from attncache_core.attention_maps.substitution import paired
 from attncache_core.attention_maps.training import TRAINING_STEPS, PairGroup, map_distances, train_projector
 from attncache_core.corpus import CorpusSentence
@@ -75,6 +75,7 @@ class BuildOptions:
     heads: str | None = None  # see mask.parse_heads; None: chosen by damage, inside the budget
     threshold: float | None = None  # θ; None: chosen with the mask
     prototypes: int = PROTOTYPES  # at most so many synthetic records of each length; 0: none
+    form: MapForm | None = None  # of the records' maps; None: packed where the model is causal
     max_length: int = MAX_LENGTH  # tokens; longer sentences are not recorded
     dimensions: int = DIMENSIONS  # of the feature vectors
     training_steps: int = TRAINING_STEPS
@@ -149,7 +150,9 @@ class _Build:
         self.rank, self.damage = natural_rank(layers, heads), np.zeros((layers, heads))
         self.budget = default_budget(engine, options.min_cosine, options.min_agreement)
         layout = RecordLayout(
-            self._stored_heads(), torch.bfloat16 if engine.dtype is torch.bfloat16 else torch.float16
+            self._stored_heads(),
+            torch.bfloat16 if engine.dtype is torch.bfloat16 else torch.float16,
+            self._form(),
         )
         self.recording = Recording(self.model, self.sentences, layout, options.prototypes)
 
@@ -176,6 +179,17 @@ class _Build:
         given = parse_heads(self.options.heads or "all", self.rank)
         movable = self.options.heads is None or is_count(self.options.heads)
         return (heads,) * layers if movable else given.reused
+
+    def _form(self) -> MapForm:
+        """As the operator chose, else as little as the model's maps need."""
+        smallest = smallest_form(self.model)
+        if self.options.form is MapForm.PACKED and smallest is MapForm.SQUARE:
+            raise InvalidInput(
+                "maps can be packed only of causal models; this one's tokens attend to later ones: leave "
+                "--maps out or choose square",
+                field="maps",
+            )
+        return self.options.form or smallest
 
     def _resume_or_start(self) -> None:
         """Keep what a stopped build of the very same database left; else begin with an empty folder."""
@@ -351,6 +365,7 @@ class _Build:
             records=records,
             prototypes=prototypes.counts(),
             stored_heads=layout.stored_heads,
+            form=layout.form,
             damage=tuple(map(tuple, self.damage.tolist())),
             rank=tuple(map(tuple, self.rank.tolist())),
             reused_heads=mask.reused,

@@ -37,7 +37,13 @@ from attncache_core.attention_maps.policy import ReusePolicy
 from attncache_core.attention_maps.projector import FeatureProjector
 from attncache_core.attention_maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.attention_maps.search import SearchEngine
-from attncache_core.attention_maps.store import AttentionMapStore, RecordKind, RecordLayout, token_digest
+from attncache_core.attention_maps.store import (
+    AttentionMapStore,
+    MapForm,
+    RecordKind,
+    RecordLayout,
+    token_digest,
+)
 from attncache_core.attention_maps.tightened import as_tightened
 from attncache_core.classifier import LinearClassifier
 from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
@@ -67,6 +73,7 @@ class Manifest:
     quality: dict[str, Any]  # as measured when mask and policy were chosen
     build: dict[str, Any]  # how it was made
     files: dict[str, str] = field(default_factory=dict)  # path -> SHA-256, all but the segments
+    form: MapForm = MapForm.SQUARE  # of the records' maps
     format_version: int = FORMAT_VERSION
 
     @property
@@ -181,7 +188,7 @@ class AttentionDatabase:
         elif heads:
             # Calibrated for another mask: it keeps no budget for this one.
             policy = manifest.policy.without_budget()
-        layout = RecordLayout(manifest.stored_heads, getattr(torch, manifest.dtype))
+        layout = RecordLayout(manifest.stored_heads, getattr(torch, manifest.dtype), manifest.form)
         search = SearchEngine(
             FeatureProjector.load(folder / "projector.safetensors"),
             FeatureIndex.read(folder, sorted(manifest.records)),

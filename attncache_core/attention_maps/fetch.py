@@ -7,7 +7,8 @@ Records lie scattered in their files. There are four ways to multiply them:
     views      a product for each record, on a view of the file: no copy, many small products
     mapped     the papers' way: each record's pages are mapped side by side in one range of addresses
 
-All give the same values. `Fetch.AUTO` takes what is fastest (docs/benchmarks.md).
+All give the same values. Packed maps of causal models are unpacked as they are read: by the kernel row by row
+in the processor's cache, elsewhere into squares. `Fetch.AUTO` takes what is fastest (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from attncache_core import native
 from attncache_core.attention_maps.mapped import map_side_by_side
-from attncache_core.attention_maps.store import Segment
+from attncache_core.attention_maps.store import MapForm, Segment
 from attncache_core.models.attention import apply_maps
 
 # Where nothing is compiled: a product costs some 15 µs to start, so that short maps are gathered sooner.
@@ -72,7 +73,8 @@ class HitRecords:
             return
         hits = [len(group.records) for group in groups]
         lengths = np.repeat(np.array([g.segment.length for g in groups], dtype=np.int64), hits)
-        self._squares = lengths**2
+        self._layout = groups[0].segment.layout
+        self._cells = self._layout.cells(lengths)
         self._offsets = np.concatenate(([0], np.cumsum(lengths)))
         self._addresses = np.concatenate([g.segment.addresses(g.records) for g in groups])
         # Hits of one record are neighbours, and each run of them is one product.
@@ -116,10 +118,12 @@ class HitRecords:
         if not self._groups:
             return
         if self._kernel and self._kernel.takes(value):
-            layout = self._groups[0].segment.layout
-            start = 2 * layout.heads_before(layer)
-            addresses = self._addresses + start * self._squares
-            self._kernel.apply_maps(addresses, layout.dtype, self._runs, value, self._offsets, context)
+            layout = self._layout
+            addresses = self._addresses + 2 * layout.heads_before(layer) * self._cells
+            packed = layout.form is MapForm.PACKED
+            self._kernel.apply_maps(
+                addresses, layout.dtype, self._runs, value, self._offsets, context, packed=packed
+            )
             return
         first = 0
         for number, group in enumerate(self._groups):
@@ -133,7 +137,7 @@ class HitRecords:
         segment, records = self._groups[number]
         heads = value.shape[2]
         if number in self._mapped:
-            return _product_by_head(segment.part(self._mapped[number], layer, heads), value)
+            return _product_by_head(segment.squares(self._mapped[number], layer, heads), value)
         if self._fetch is Fetch.VIEWS or (self._fetch is not Fetch.GATHER and segment.length >= _VIEWS_FROM):
             return torch.cat(
                 [

@@ -15,6 +15,7 @@ from attncache_core.attention_maps.prototypes import MeanMaps, PrototypeIndex, c
 from attncache_core.attention_maps.sentences import Sentences, first_inputs
 from attncache_core.attention_maps.store import (
     AttentionMapStore,
+    MapForm,
     RecordKind,
     RecordLayout,
     SegmentWriter,
@@ -28,6 +29,12 @@ from attncache_core.tokens import pack
 # Where a length has fewer sentences than this, longer ones are cut to it to make up its prototypes.
 _ENOUGH_MEMBERS = 128
 _SEQUENCES_PER_PASS = 256
+
+
+def smallest_form(model: PackedModel) -> MapForm:
+    """What a record must hold of a model's maps: a causal one's upper triangles are zeros."""
+    causal = all(layer.pattern.is_causal for layer in model.layers)
+    return MapForm.PACKED if causal else MapForm.SQUARE
 
 
 class Recording:

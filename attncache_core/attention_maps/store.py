@@ -5,9 +5,9 @@ A segment holds the records of one sequence length:
     [header, one page | record table, whole pages | record 0 | record 1 | ...]
 
 A record is all stored maps of one sequence, layer after layer, in each layer the stored heads in the order
-of damage, each an L x L matrix of 16-bit floats; it begins on a page and is padded to whole pages. The
-record table says of each record its kind, the CRC-32 of its maps and a digest of its token ids. The header
-is written last: a segment without one was never finished.
+of damage, each an L x L matrix of 16-bit floats, or of a causal model only its lower triangle, row by row;
+it begins on a page and is padded to whole pages. The record table says of each record its kind, the CRC-32 of
+its maps and a digest of its token ids. The header is written last: a segment without one was never finished.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from functools import cached_property
+from enum import IntEnum, StrEnum
+from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -50,16 +50,28 @@ class RecordKind(IntEnum):
     MEAN = 2  # synthetic: the mean of all of its length
 
 
+class MapForm(StrEnum):
+    """How a map lies in its record."""
+
+    SQUARE = "square"  # L x L numbers
+    PACKED = "packed"  # the lower triangle, row by row: all that a causal map has
+
+
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """Where a layer's maps stand in a record."""
+    """Where a layer's maps stand in a record, and in which form."""
 
     stored_heads: tuple[int, ...]  # layer -> heads held
     dtype: torch.dtype  # torch.bfloat16 or torch.float16
+    form: MapForm = MapForm.SQUARE
+
+    def cells(self, length: int | np.ndarray) -> Any:
+        """Numbers of one map of `length` tokens, or of each length of an array."""
+        return length * (length + 1) // 2 if self.form is MapForm.PACKED else length * length
 
     def elements(self, length: int) -> int:
         """Numbers in a record of sequences of `length` tokens."""
-        return sum(self.stored_heads) * length * length
+        return sum(self.stored_heads) * self.cells(length)
 
     def record_bytes(self, length: int) -> int:
         """Bytes of a record in its file, padding included."""
@@ -96,6 +108,8 @@ class SegmentWriter:
 
     def append(self, maps: Sequence[torch.Tensor], ids: Sequence[int], kind: RecordKind) -> None:
         """One record: for each layer its maps [stored heads, L, L], of the layout's dtype."""
+        if self._layout.form is MapForm.PACKED:
+            maps = [layer.flatten(1)[:, _triangle(self._length)] for layer in maps]
         flat = torch.cat([layer.reshape(-1) for layer in maps])
         if flat.dtype != self._layout.dtype or len(flat) != self._layout.elements(self._length):
             raise ValueError(f"a record of {len(flat)} {flat.dtype} does not fit this segment")
@@ -216,23 +230,36 @@ class Segment:
         return self._maps.data_ptr() + records * self.layout.record_bytes(self.length)
 
     def layer_maps(self, record: int, layer: int, heads: int) -> torch.Tensor:
-        """The first `heads` stored maps of a layer of one record, [heads, L, L]: a view on the file."""
-        return self.part(self._maps[record, None], layer, heads)[0]
+        """The first `heads` stored maps of a layer of one record, [heads, L, L].
+
+        A view on the file, if maps are held as squares.
+        """
+        return self.squares(self._maps[record, None], layer, heads)[0]
 
     def gather_layer_maps(self, records: torch.Tensor, layer: int, heads: int) -> torch.Tensor:
         """Those of several records (int64 [n]) as one tensor [n, heads, L, L]: one copy out of the file."""
-        return (
-            self.part(self._maps, layer, heads)
-            .flatten(1)
-            .index_select(0, records)
-            .unflatten(1, (heads, self.length, self.length))
-        )
+        maps = self._part(self._maps, layer, heads).flatten(1).index_select(0, records)
+        return self._squares(maps.unflatten(1, (heads, self.layout.cells(self.length))))
 
-    def part(self, records: torch.Tensor, layer: int, heads: int) -> torch.Tensor:
-        """The first `heads` maps of a layer in whole records [n, numbers]: a view [n, heads, L, L]."""
-        square = self.length**2
-        start = self.layout.heads_before(layer) * square
-        return records[:, start : start + heads * square].unflatten(1, (heads, self.length, self.length))
+    def squares(self, records: torch.Tensor, layer: int, heads: int) -> torch.Tensor:
+        """The first `heads` maps of a layer in whole records [n, numbers]: [n, heads, L, L].
+
+        A view on the records, if maps are held as squares.
+        """
+        return self._squares(self._part(records, layer, heads))
+
+    def _part(self, records: torch.Tensor, layer: int, heads: int) -> torch.Tensor:
+        """The first `heads` maps of a layer in whole records [n, numbers]: a view [n, heads, cells]."""
+        cells = self.layout.cells(self.length)
+        start = self.layout.heads_before(layer) * cells
+        return records[:, start : start + heads * cells].unflatten(1, (heads, cells))
+
+    def _squares(self, maps: torch.Tensor) -> torch.Tensor:
+        """Maps [n, heads, cells] as they lie in records, as [n, heads, L, L]."""
+        if self.layout.form is MapForm.PACKED:
+            squares = maps.new_zeros(*maps.shape[:2], self.length**2)
+            maps = squares.index_copy_(2, _triangle(self.length), maps)
+        return maps.unflatten(2, (self.length, self.length))
 
 
 class AttentionMapStore:
@@ -257,6 +284,13 @@ class AttentionMapStore:
     def record_of(self, ids: Sequence[int]) -> int | None:
         """The number, in the segment of its length, of the record of exactly these token ids, if any."""
         return self.segments[len(ids)].record_of(ids) if len(ids) in self.segments else None
+
+
+@cache
+def _triangle(length: int) -> torch.Tensor:
+    """Where each number of a packed map stands in the square of [L * L] numbers: int64 [cells]."""
+    rows, columns = torch.tril_indices(length, length)
+    return rows * length + columns
 
 
 def is_finished(path: Path, length: int, records: int, layout: RecordLayout) -> bool:

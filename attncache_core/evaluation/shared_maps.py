@@ -215,8 +215,17 @@ class KernelMaps:
         context: torch.Tensor,
     ) -> None:
         """See BlockMaps."""
-        scale = layer.pattern.scale
-        self._kernel.attend(query, key, value, self._offsets, scale, context, kept=self._addresses)
+        self._kernel.attend(
+            query,
+            key,
+            value,
+            self._offsets,
+            layer.pattern.scale,
+            context,
+            kept=self._addresses,
+            before=layer.pattern.before,
+            after=layer.pattern.after,
+        )
 
     def apply(self, value: torch.Tensor, context: torch.Tensor) -> None:
         """See BlockMaps."""

@@ -90,9 +90,9 @@ def attend(
     offsets: int64 [sequences + 1], the first token of each sequence.
     """
     kernel = native.kernel()
-    plain = pattern.before is None and pattern.after is None and query.shape == value.shape
-    if plain and kernel and kernel.takes(value):
-        kernel.attend(query, key, value, offsets, pattern.scale, context)
+    if kernel and kernel.takes(value):
+        bounds = {"before": pattern.before, "after": pattern.after}
+        kernel.attend(query, key, value, offsets, pattern.scale, context, **bounds)
         return
     for tokens, shape in _equal_lengths(offsets):
         q, k, v = (x[tokens].unflatten(0, shape).transpose(1, 2) for x in (query, key, value))

@@ -15,6 +15,7 @@ from attncache_core.attention_maps.mask import natural_rank
 from attncache_core.attention_maps.policy import Budget, uniform_policy
 from attncache_core.attention_maps.projector import FeatureProjector
 from attncache_core.attention_maps.prototypes import PrototypeIndex, prototypes_path
+from attncache_core.attention_maps.recording import smallest_form
 from attncache_core.attention_maps.store import RecordKind, RecordLayout, SegmentWriter, segment_path
 from attncache_core.attention_maps.substitution import collect_maps
 from attncache_core.checkpoint import Checkpoint
@@ -35,7 +36,7 @@ def write_database(folder: Path, checkpoint: Checkpoint, lengths: Sequence[int])
     model, random = engine.model, np.random.default_rng(0)
     layers, heads = len(model.layers), model.layers[0].heads
     dtype = torch.bfloat16 if engine.dtype is torch.bfloat16 else torch.float16
-    layout = RecordLayout((heads,) * layers, dtype)
+    layout = RecordLayout((heads,) * layers, dtype, smallest_form(model))
     projector = FeatureProjector(model.hidden_size, max(lengths))
     index = FeatureIndex()
     records = {}
@@ -62,6 +63,7 @@ def write_database(folder: Path, checkpoint: Checkpoint, lengths: Sequence[int])
         dtype="bfloat16" if dtype is torch.bfloat16 else "float16",
         records=records,
         stored_heads=layout.stored_heads,
+        form=layout.form,
         prototypes={},
         damage=((0.0,) * heads,) * layers,
         rank=tuple(map(tuple, rank.tolist())),

@@ -19,6 +19,7 @@ from attncache_core import (
     build_database,
     find_checkpoint,
 )
+from attncache_core.attention_maps.store import MapForm
 from attncache_core.corpus.reading import FORMATS, read_rows, read_texts
 from attncache_core.engine import Dtype
 from service.commands.options import max_tokens_option, model_options
@@ -75,6 +76,13 @@ _defaults = BuildOptions()
 )
 @click.option(
     "--threshold", type=float, help="θ, the least similarity of a hit. Default: chosen with the heads."
+)
+@click.option(
+    "--maps",
+    "form",
+    type=click.Choice(MapForm),
+    help="square: whole maps; packed: the lower triangles of a causal model's, half the bytes. Default: "
+    "packed where the model is causal.",
 )
 @click.option(
     "--max-length",
@@ -164,7 +172,9 @@ def show_database(database: AttentionDatabase) -> None:
     console.print(f"[bold]{database.folder}[/bold]")
     console.print(f"model        {manifest.model} (fingerprint {manifest.fingerprint[:12]})")
     store = database.search.store
-    console.print(f"records      {store.records:,} in {manifest.dtype}, {_size(store.file_bytes)}")
+    console.print(
+        f"records      {store.records:,} in {manifest.dtype}, {manifest.form} maps, {_size(store.file_bytes)}"
+    )
     layers = ", ".join(
         f"{layer}: {' '.join(map(str, sorted(order[:reused]))) or 'none'}"
         for layer, (order, reused) in enumerate(zip(database.mask.order, database.mask.reused, strict=True))

@@ -18,7 +18,7 @@ from attncache_core import native
 from attncache_core.attention_maps import fetch
 from attncache_core.attention_maps.fetch import Fetch, HitRecords, RecordGroup
 from attncache_core.attention_maps.mapped import map_side_by_side
-from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment, SegmentWriter
+from attncache_core.attention_maps.store import MapForm, RecordKind, RecordLayout, Segment, SegmentWriter
 
 STORED, RECORDS, WIDTH = (4, 2, 3), 5, 8
 LAYERS = range(len(STORED))
@@ -36,30 +36,31 @@ BFLOAT16 = 2**-8
 FLOAT32 = 1e-5
 
 
-def random_maps(length, dtype):
+def random_maps(length, dtype, form=MapForm.SQUARE):
     """layer -> [records, heads, L, L]."""
     generator = torch.Generator().manual_seed(length)
-    return [
+    maps = [
         (3 * torch.randn(RECORDS, heads, length, length, generator=generator)).softmax(-1).to(dtype)
         for heads in STORED
     ]
+    return [layer.tril() for layer in maps] if form is MapForm.PACKED else maps
 
 
 @pytest.fixture(scope="module")
 def segment(tmp_path_factory):
-    """A function from (length, dtype) to a segment of random maps, made once."""
+    """A function from (length, dtype, form) to a segment of random maps, made once."""
     made = {}
 
-    def segment(length, dtype=torch.bfloat16):
-        if (length, dtype) not in made:
+    def segment(length, dtype=torch.bfloat16, form=MapForm.SQUARE):
+        if (length, dtype, form) not in made:
             path = tmp_path_factory.mktemp("segments") / "random.maps"
-            layout = RecordLayout(STORED, dtype)
+            layout = RecordLayout(STORED, dtype, form)
             with SegmentWriter(path, length, RECORDS, layout) as writer:
                 for record, ids in enumerate(random_sequences([length] * RECORDS)):
-                    maps = [layer[record] for layer in random_maps(length, dtype)]
+                    maps = [layer[record] for layer in random_maps(length, dtype, form)]
                     writer.append(maps, ids, RecordKind.STORED)
-            made[length, dtype] = Segment(path, length, layout)
-        return made[length, dtype]
+            made[length, dtype, form] = Segment(path, length, layout)
+        return made[length, dtype, form]
 
     return segment
 
@@ -78,7 +79,8 @@ def assert_plain_products(found, groups, layer, value):
     """`found` is maps @ V of each hit, and no further off than the rounding of 16-bit numbers allows."""
     first = 0
     for segment, records in groups:
-        maps = random_maps(segment.length, segment.layout.dtype)[layer].double()
+        layout = segment.layout
+        maps = random_maps(segment.length, layout.dtype, layout.form)[layer].double()
         for record in records:
             tokens = slice(first, first + segment.length)
             own, v = maps[record, : value.shape[1]], value[tokens].double()
@@ -113,15 +115,33 @@ def fetched(groups, way, layer, value):
     misses=st.integers(0, 9),
     layer_heads=st.sampled_from([(0, 4), (0, 1), (1, 2), (1, 1), (2, 3), (2, 2)]),
     map_dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    form=st.sampled_from(MapForm),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     width=st.sampled_from([WIDTH, 32]),
 )
-@example({7: [0, 0, 3], MIDDLE: [4, 4], LONG: [2, 0, 2]}, 5, (2, 3), torch.bfloat16, torch.bfloat16, 32)
-@example({8: [1, 1, 1, 1], LONG: [3, 3]}, 0, (0, 4), torch.float16, torch.float32, 8)
+@example(
+    {7: [0, 0, 3], MIDDLE: [4, 4], LONG: [2, 0, 2]},
+    5,
+    (2, 3),
+    torch.bfloat16,
+    MapForm.SQUARE,
+    torch.bfloat16,
+    32,
+)
+@example(
+    {7: [0, 0, 3], MIDDLE: [4, 4], LONG: [2, 0]},
+    5,
+    (2, 3),
+    torch.bfloat16,
+    MapForm.PACKED,
+    torch.bfloat16,
+    32,
+)
+@example({8: [1, 1, 1, 1], LONG: [3, 3]}, 0, (0, 4), torch.float16, MapForm.SQUARE, torch.float32, 8)
 def test_context_of_hits_of_any_lengths_is_the_plain_products_of_their_records(
-    segment, way, computing, hits, misses, layer_heads, map_dtype, dtype, width
+    segment, way, computing, hits, misses, layer_heads, map_dtype, form, dtype, width
 ):
-    groups = [group_of(segment(length, map_dtype), records) for length, records in hits.items()]
+    groups = [group_of(segment(length, map_dtype, form), records) for length, records in hits.items()]
     layer, heads = layer_heads
     value = values(sum(group.tokens for group in groups) + misses, heads, dtype, width)
     with attention_by(computing):
@@ -163,9 +183,9 @@ class SpiedKernel:
     def takes(self, tensor):
         return self.kernel.takes(tensor)
 
-    def apply_maps(self, maps, map_dtype, runs, value, offsets, context):
+    def apply_maps(self, maps, map_dtype, runs, *arguments, **options):
         self.runs.append(np.diff(runs).tolist())
-        self.kernel.apply_maps(maps, map_dtype, runs, value, offsets, context)
+        self.kernel.apply_maps(maps, map_dtype, runs, *arguments, **options)
 
 
 @pytest.fixture
@@ -240,9 +260,10 @@ def test_three_ways_copy_not_one_map_and_make_no_tensor_of_its_size(segment, way
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("map_dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("way", [Fetch.IN_PLACE, Fetch.MAPPED])
-def test_the_kernel_copies_no_maps_of_another_dtype_either(segment, way, map_dtype, dtype):
+@pytest.mark.parametrize("form", MapForm)
+def test_the_kernel_copies_no_maps_of_another_dtype_or_form_either(segment, way, map_dtype, dtype, form):
     with attention_by("kernel"):
-        events = profiled([group_of(segment(LONG, map_dtype), [4, 0, 2])], way, 2, dtype)
+        events = profiled([group_of(segment(LONG, map_dtype, form), [4, 0, 2])], way, 2, dtype)
     assert copies_of(events, LONG**2) == []
     assert tensors_of(events, LONG**2) == []
 
@@ -271,7 +292,7 @@ def test_a_clone_that_matmul_makes_by_itself_is_seen_by_the_count_of_tensors(seg
     held = segment(LONG)
     value = values(3 * LONG, 4, torch.bfloat16).unflatten(0, (3, LONG))
     with map_side_by_side(held, np.array([4, 0, 2])) as mapped:
-        maps = held.part(mapped, 0, 4)
+        maps = held.squares(mapped, 0, 4)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler:
             _ = maps @ value.transpose(1, 2)
     assert tensors_of(profiler.events(), LONG**2) == [3 * 4]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from attncache_core.attention_maps.store import (
     AttentionMapStore,
+    MapForm,
     RecordKind,
     RecordLayout,
     Segment,
@@ -25,6 +26,7 @@ from attncache_core.attention_maps.store import (
     segment_path,
     token_digest,
 )
+from attncache_core.errors import CorruptDatabase
 
 PAGE = 4096
 HEADER = struct.Struct("<8sIIQQ16sI")
@@ -41,12 +43,13 @@ class Record(NamedTuple):
 def made_records(layout: RecordLayout, length: int, count: int, seed: int = 0) -> list[Record]:
     """Records of random 16-bit patterns, numbers or not: the store must not care."""
     random = np.random.default_rng(seed)
+    form = np.tril if layout.form is MapForm.PACKED else np.asarray
     return [
         Record(
             [number, *random.integers(0, 30_000, length - 1).tolist()],
             [
                 torch.from_numpy(
-                    random.integers(-(2**15), 2**15, (heads, length, length), dtype=np.int16)
+                    form(random.integers(-(2**15), 2**15, (heads, length, length), dtype=np.int16))
                 ).view(layout.dtype)
                 for heads in layout.stored_heads
             ],
@@ -90,6 +93,7 @@ layouts = st.builds(
     RecordLayout,
     st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any).map(tuple),
     st.sampled_from([torch.bfloat16, torch.float16]),
+    st.sampled_from(MapForm),
 )
 
 
@@ -117,7 +121,8 @@ def test_file_is_header_table_and_page_aligned_records_with_layers_in_a_row(layo
     records = made_records(layout, length, count, seed)
     with tempfile.TemporaryDirectory() as folder:
         content = write_segment(Path(folder) / "a.maps", length, layout, records).read_bytes()
-    size = sum(layout.stored_heads) * length**2 * 2
+    packed = layout.form is MapForm.PACKED
+    size = sum(layout.stored_heads) * (length * (length + 1) // 2 if packed else length**2) * 2
     table = content[PAGE : PAGE + count * TABLE_ROW.size]
     magic, version, held, number, record_bytes, dtype, checksum = HEADER.unpack_from(content)
     assert (magic, version, held, number, record_bytes) == (b"ATTNMAPS", 1, length, count, size)
@@ -127,7 +132,8 @@ def test_file_is_header_table_and_page_aligned_records_with_layers_in_a_row(layo
     assert len(content) == first + count * pages(size)
     for row, (place, record) in zip(TABLE_ROW.iter_unpack(table), enumerate(records), strict=True):
         start = first + place * pages(size)
-        maps = b"".join(bits(layer) for layer in record.maps)
+        rows = [row for layer in record.maps for head in layer for row in enumerate(head, 1)]
+        maps = b"".join(bits(row[:number] if packed else row) for number, row in rows)
         assert start % PAGE == 0
         assert content[start : start + size] == maps
         assert not any(content[start + size : start + pages(size)])
@@ -225,3 +231,10 @@ def test_maps_that_do_not_fit_the_layout_are_not_written(tmp_path, maps):
         SegmentWriter(tmp_path / "a.maps", LENGTH, 1, LAYOUT) as writer,
     ):
         writer.append(maps, [1] * LENGTH, RecordKind.STORED)
+
+
+def test_packed_segment_is_not_taken_for_a_square_one(tmp_path):
+    packed = RecordLayout((1,), torch.float16, MapForm.PACKED)
+    path = write_segment(tmp_path / "a.maps", 5, packed, made_records(packed, 5, 2))
+    with pytest.raises(CorruptDatabase):
+        Segment(path, 5, RecordLayout((1,), torch.float16))

@@ -10,7 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attncache_core import native
-from attncache_core.models.attention import Pattern, apply_maps, attend, attention_maps, product_dtype
+from attncache_core.models.attention import (
+    Pattern,
+    apply_maps,
+    attend,
+    attend_by_maps,
+    attention_maps,
+    product_dtype,
+)
 
 SCALE = 0.3
 # Rows of a map sum to 1, contexts are of size 1; float32 in another order of sums.
@@ -68,6 +75,61 @@ def test_context_of_each_sequence_is_the_formulas_and_no_other_token_is_written(
     torch.testing.assert_close(context[before : tokens - after].double(), expected, atol=FLOAT32, rtol=0)
     assert (context[:before] == CANARY).all()
     assert (context[tokens - after :] == CANARY).all()
+
+
+BOUNDS = st.one_of(st.none(), st.integers(0, 30))
+
+
+def cells_of(length, before, after):
+    """Whether token p sees token q, bool [L, L]."""
+    distance = np.arange(length) - np.arange(length)[:, None]  # q - p
+    seen = np.ones((length, length), dtype=bool)
+    if before is not None:
+        seen &= distance >= -before
+    if after is not None:
+        seen &= distance <= after
+    return torch.from_numpy(seen)
+
+
+@pytest.mark.parametrize("computing", COMPUTING)
+@settings(max_examples=40)
+@given(lengths=st.lists(LENGTHS, min_size=1, max_size=4), before=BOUNDS, after=BOUNDS)
+@example([1, 40, 79], None, 0)
+@example([1, 40, 200], 15, 0)
+@example([1, 200], 16, 16)
+def test_a_token_attends_to_those_of_its_pattern_only(computing, lengths, before, after):
+    query, key, value = projected(sum(lengths))
+    pattern, offsets = Pattern(SCALE, before, after), offsets_of(lengths)
+    context = torch.empty(value.shape)
+    with attention_by(computing):
+        attend(query, key, value, offsets, pattern, context)
+    for first, last in pairwise(offsets.tolist()):
+        q, k, v = (x[first:last].double() for x in (query, key, value))
+        scores = SCALE * torch.einsum("phd,qhd->hpq", q, k)
+        maps = scores.masked_fill(~cells_of(last - first, before, after), -torch.inf).softmax(dim=-1)
+        expected = torch.einsum("hpq,qhd->phd", maps, v)
+        torch.testing.assert_close(context[first:last].double(), expected, atol=FLOAT32, rtol=0)
+        kept = attention_maps(query[None, first:last], key[None, first:last], pattern)[0]
+        torch.testing.assert_close(kept.double(), maps, atol=FLOAT32, rtol=0)
+
+
+@given(st.integers(1, 40), BOUNDS, BOUNDS)
+def test_what_a_pattern_hides_is_told_only_where_something_is_hidden(length, before, after):
+    hidden = Pattern(SCALE, before, after).hidden(length)
+    expected = ~cells_of(length, before, after)
+    assert (hidden is None) == (not expected.any())
+    assert hidden is None or torch.equal(hidden, expected)
+
+
+@settings(max_examples=20)
+@given(st.lists(LENGTHS, min_size=1, max_size=5))
+def test_attention_by_way_of_maps_is_attention(lengths):
+    query, key, value = projected(sum(lengths))
+    context, expected = torch.empty(value.shape), torch.empty(value.shape)
+    pattern, offsets = Pattern(SCALE, after=0), offsets_of(lengths)
+    attend_by_maps(lambda q, k: attention_maps(q, k, pattern), query, key, value, offsets, context)
+    attend(query, key, value, offsets, pattern, expected)
+    torch.testing.assert_close(context, expected, atol=FLOAT32, rtol=0)
 
 
 @pytest.mark.parametrize("computing", COMPUTING)
