@@ -91,8 +91,16 @@ def attend(
     """
     kernel = native.kernel()
     if kernel and kernel.takes(value):
-        bounds = {"before": pattern.before, "after": pattern.after}
-        kernel.attend(query, key, value, offsets, pattern.scale, context, **bounds)
+        kernel.attend(
+            query,
+            key,
+            value,
+            offsets,
+            pattern.scale,
+            context,
+            before=pattern.before,
+            after=pattern.after,
+        )
         return
     for tokens, shape in _equal_lengths(offsets):
         q, k, v = (x[tokens].unflatten(0, shape).transpose(1, 2) for x in (query, key, value))

@@ -13,9 +13,9 @@ import pytest
 import torch
 from core_models import COMPUTING, attention_by, random_sequences
 from core_reference import rounded
+from families import CASES, HEADS, SIZES, Case, write_family
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models.families import CASES, HEADS, SIZES, Case, write_family
 from models.family_reference import FamilyReference
 
 from attncache_core import models
