@@ -5,7 +5,6 @@ A new family is a line or more in CASES; everything else follows from its config
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from core_models import VOCABULARY, write_tokenizer
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
     Gemma2Config,
@@ -50,22 +50,31 @@ class Case:
     # Whether Hugging Face's model calls attention by its interface, so that maps can be replaced in it.
     interface: bool = True
     experts: bool = False  # whether some layers have experts
+    saved_as: Any = AutoModel  # what is in the checkpoint: an encoder by itself, or a decoder with a head
 
     def made(self) -> PreTrainedConfig:
         """The configuration itself."""
         return self.config(**SIZES | self.changes)
 
 
-def write_family(folder: Path, config: PreTrainedConfig, labels: Sequence[str] = (), seed: int = 0) -> Path:
+def write_family(
+    folder: Path,
+    config: PreTrainedConfig,
+    labels: Sequence[str] = (),
+    *,
+    saved_as: Any = AutoModel,
+    seed: int = 0,
+) -> Path:
     """A model with random weights and its tokenizer in `folder`: a classifier if there are labels.
 
-    Weights are strong, as in core_models.write_model. Norms and biases lie around what they begin with.
+    saved_as: the transformers class of a model without labels. Weights are strong, as in
+    core_models.write_model. Norms and biases lie around what they begin with.
     """
     if labels:
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     torch.manual_seed(seed)
-    model = (AutoModelForSequenceClassification if labels else AutoModel).from_config(config)
+    model = (AutoModelForSequenceClassification if labels else saved_as).from_config(config)
     with torch.no_grad():
         for values in (*model.parameters(), *saved_buffers(model)):
             if values.dim() > 1:
@@ -83,17 +92,20 @@ def saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
     return [values for name, values in model.named_buffers() if name in saved and values.is_floating_point()]
 
 
-def change_config(folder: Path, **changes: Any) -> None:
-    """Write other entries into a saved model's config.json."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def decoder(
+    config: type[PreTrainedConfig], changes: dict[str, Any] | None = None, experts: bool = False
+) -> Case:
+    """A decoder as it is published: with the head that predicts tokens."""
+    return Case(config, changes or {}, experts=experts, saved_as=AutoModelForCausalLM)
 
 
 GROUPED = {"num_key_value_heads": 2, "pad_token_id": None}
 ONE_KEY = {"num_key_value_heads": 1, "pad_token_id": None}
+# The activation under the name of the first Gemma and of the others.
 GEMMA = {"head_dim": 8, "pad_token_id": None, "hidden_activation": "gelu_pytorch_tanh"}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
-# Frequencies above, between and below the bounds that it scales by, at 8 numbers a head.
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}
+# Some of the frequencies of 8 numbers a head are scaled, some not, some in between.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,
@@ -102,89 +114,88 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+TWO_ROTARIES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
 }
+GEMMA3 = (
+    GEMMA
+    | {"num_key_value_heads": 2, "sliding_window": 4, "query_pre_attn_scalar": 12}
+    | {"layer_types": WINDOWS, "rope_parameters": TWO_ROTARIES}
+)
 
-CASES = {
-    "bert": Case(BertConfig),
-    "llama": Case(LlamaConfig),
-    "llama-grouped-biased": Case(LlamaConfig, GROUPED | {"attention_bias": True, "mlp_bias": True}),
-    "llama-one-key-tied-wide-heads": Case(
-        LlamaConfig, ONE_KEY | {"tie_word_embeddings": True, "head_dim": 16}
+DECODERS = {
+    "llama": decoder(LlamaConfig),
+    "llama-grouped-biased": decoder(LlamaConfig, GROUPED | {"attention_bias": True, "mlp_bias": True}),
+    "llama-one-key-tied-wide-heads": decoder(
+        LlamaConfig, ONE_KEY | {"tie_word_embeddings": True, "head_dim": 16, "hidden_act": "gelu"}
     ),
-    "llama-linear": Case(
-        LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}}
+    "llama-linear": decoder(LlamaConfig, {"rope_parameters": LINEAR}),
+    "llama-llama3": decoder(LlamaConfig, GROUPED | {"rope_parameters": LLAMA3}),
+    "llama-yarn": decoder(LlamaConfig, GROUPED | {"rope_parameters": YARN}),
+    "llama-both-ways": decoder(LlamaConfig, GROUPED | {"is_causal": False}),
+    "mistral": decoder(MistralConfig, GROUPED | {"sliding_window": None}),
+    "mistral-window-narrow-heads": decoder(MistralConfig, GROUPED | {"sliding_window": 4, "head_dim": 6}),
+    "mistral-window-both-ways": decoder(MistralConfig, GROUPED | {"sliding_window": 3, "is_causal": False}),
+    "qwen2": decoder(Qwen2Config, GROUPED),
+    "qwen2-tied-windows-from-layer-1": decoder(
+        Qwen2Config,
+        GROUPED
+        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+        | {"tie_word_embeddings": True},
     ),
-    "llama-llama3": Case(LlamaConfig, GROUPED | {"rope_parameters": LLAMA3}),
-    "llama-yarn": Case(LlamaConfig, GROUPED | {"rope_parameters": YARN}),
-    "mistral": Case(MistralConfig, GROUPED | {"sliding_window": None}),
-    "mistral-window-narrow-heads": Case(MistralConfig, GROUPED | {"sliding_window": 4, "head_dim": 6}),
-    "qwen2": Case(Qwen2Config, GROUPED),
-    "qwen2-windows-from-layer-1": Case(
-        Qwen2Config, GROUPED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    ),
-    "qwen2-windows-by-layer": Case(
+    "qwen2-windows-by-layer": decoder(
         Qwen2Config, ONE_KEY | {"use_sliding_window": True, "sliding_window": 3, "layer_types": WINDOWS}
     ),
-    "qwen3": Case(Qwen3Config, GROUPED | {"head_dim": 16}),
-    "qwen3-biased-windows-yarn": Case(
+    "qwen3": decoder(Qwen3Config, GROUPED | {"head_dim": 16}),
+    "qwen3-biased-windows-yarn": decoder(
         Qwen3Config,
         GROUPED
         | {"head_dim": 8, "attention_bias": True, "rope_parameters": YARN}
         | {"use_sliding_window": True, "sliding_window": 4, "layer_types": WINDOWS},
     ),
-    "gemma": Case(GemmaConfig, GEMMA | {"num_key_value_heads": 1, "head_dim": 16}),
-    "gemma2": Case(
+    # transformers' class takes the activation by the older name and ignores the other.
+    "gemma": decoder(
+        GemmaConfig, GEMMA | {"num_key_value_heads": 1, "head_dim": 16, "hidden_activation": "relu"}
+    ),
+    "gemma2": decoder(
         Gemma2Config,
         GEMMA
         | {"num_key_value_heads": 2, "sliding_window": 4, "query_pre_attn_scalar": 5, "layer_types": WINDOWS}
-        | {"attn_logit_softcapping": 2.0},
+        | {"attn_logit_softcapping": 2.0, "hidden_act": "relu"},
     ),
-    "gemma2-without-caps": Case(
+    "gemma2-without-caps": decoder(
         Gemma2Config, GEMMA | {"num_key_value_heads": 4, "attn_logit_softcapping": None}
     ),
-    "gemma3": Case(
-        Gemma3TextConfig,
-        GEMMA
-        | {"num_key_value_heads": 2, "sliding_window": 4, "query_pre_attn_scalar": 12, "layer_types": WINDOWS}
-        | {
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
-                "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
-            }
-        },
-    ),
-    "mixtral": Case(
+    "gemma3": decoder(Gemma3TextConfig, GEMMA3),
+    "gemma3-both-ways": decoder(Gemma3TextConfig, GEMMA3 | {"use_bidirectional_attention": True}),
+    "mixtral": decoder(
         MixtralConfig, GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True
     ),
-    "mixtral-window": Case(
+    "mixtral-window": decoder(
         MixtralConfig,
         GROUPED | {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 4},
         experts=True,
     ),
-    "qwen2-moe-dense-layer": Case(
+    "qwen2-moe-dense-layer": decoder(
         Qwen2MoeConfig,
-        GROUPED
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-        | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+        GROUPED | EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
         experts=True,
     ),
-    "qwen2-moe-windows": Case(
+    "qwen2-moe-windows": decoder(
         Qwen2MoeConfig,
         GROUPED
-        | {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
-        | {"shared_expert_intermediate_size": 16, "use_sliding_window": True, "sliding_window": 4},
+        | EXPERTS
+        | {"norm_topk_prob": True, "shared_expert_intermediate_size": 16}
+        | {"use_sliding_window": True, "sliding_window": 4},
         experts=True,
     ),
-    "qwen3-moe-sparse-steps": Case(
+    "qwen3-moe-sparse-steps": decoder(
         Qwen3MoeConfig,
-        GROUPED
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
-        | {"decoder_sparse_step": 2, "norm_topk_prob": True},
+        GROUPED | EXPERTS | {"head_dim": 16, "decoder_sparse_step": 2, "norm_topk_prob": True},
         experts=True,
     ),
 }
+CASES = {"bert": Case(BertConfig)} | DECODERS

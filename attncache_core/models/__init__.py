@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -129,12 +130,23 @@ def _require_droppable(attention: frozenset[int], blocks: frozenset[int], layers
         )
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers says nothing of weights without a use: a decoder's head is always one."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The Hugging Face module. Raises UnsupportedModel if weights are unreadable or some are not there."""
     loader: Any = AutoModelForSequenceClassification if checkpoint.task == "classify" else AutoModel
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with _LOADING:
+        with _LOADING, _quiet():
             model, report = loader.from_pretrained(
                 checkpoint.folder, dtype=dtype, use_safetensors=True, output_loading_info=True
             )

@@ -104,7 +104,8 @@ def feed_forward(module: Any, config: Any) -> FeedForward:
     parts = {name for name, _ in module.named_children()}
     if parts != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return lambda x: module(x[None])[0]
-    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    # A checkpoint may carry both names; the one that the configuration's class declares is used.
+    name = config.hidden_activation if hasattr(type(config), "hidden_activation") else config.hidden_act
     gate = packed(module.gate_proj, name, module.act_fn)
     up, down = packed(module.up_proj), packed(module.down_proj)
     return lambda x: down(gate(x).mul_(up(x)))
@@ -118,7 +119,7 @@ def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> Pa
 
     def build(module: Any, number: int, own: LayerHeads, half: FeedForward) -> DecoderLayer:
         attend = module.self_attn
-        pattern = Pattern(attend.scaling, before=sliding_window(config, number), after=0)
+        pattern = attention_pattern(config, number, attend.scaling)
         query, key, value = (Rows.of(part) for part in (attend.q_proj, attend.k_proj, attend.v_proj))
         projections = Projections(
             query,
@@ -186,8 +187,8 @@ class RotaryOfLayers:
         for own in parameters.values() if self._by_type else [parameters]:
             if own["rope_type"] not in _ROTARY_TYPES:
                 raise UnsupportedModel(
-                    f"rotary positions of the type {own['rope_type']!r} are not served; "
-                    f"served are: {', '.join(_ROTARY_TYPES)}",
+                    f"rotary positions of the type {own['rope_type']!r} (rope_type in config.json) depend on "
+                    f"the longest text of a batch and are not served; served are: {', '.join(_ROTARY_TYPES)}",
                     field="model",
                 )
         self._module = module
@@ -202,10 +203,26 @@ class RotaryOfLayers:
         return rotary if norm is None else lambda x, positions: rotary(norm(x), positions)
 
 
-def sliding_window(config: Any, number: int) -> int | None:
-    """How many tokens before it a token of layer `number` sees, itself not counted; None: all."""
+def attention_pattern(config: Any, number: int, scale: float) -> Pattern:
+    """What tokens of layer `number` attend to: all before them, or a window; both sides if config says so.
+
+    Raises UnsupportedModel for a flag that transformers itself reads in two ways.
+    """
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
-    if window is None or (types and types[number] != "sliding_attention"):
-        return None
-    return window - 1
+    if types and types[number] != "sliding_attention":
+        window = None
+    # Of a window of w tokens a token sees itself and w - 1 others; only where a decoder of another kind is
+    # told to look both ways, w others on each side.
+    last = None if window is None else window - 1
+    if getattr(config, "use_bidirectional_attention", False):
+        if config.model_type != "gemma3_text":
+            raise UnsupportedModel(
+                f"use_bidirectional_attention is not served for {config.model_type} models: what it does in "
+                "transformers depends on how attention is computed",
+                field="model",
+            )
+        return Pattern(scale, before=last, after=last)
+    if not getattr(config, "is_causal", True):
+        return Pattern(scale, before=window, after=window)
+    return Pattern(scale, before=last, after=0)

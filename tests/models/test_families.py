@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import COMPUTING, attention_by, random_sequences
+from core_models import COMPUTING, attention_by, needs_bfloat16, random_sequences
 from core_reference import rounded
 from families import CASES, HEADS, SIZES, Case, write_family
 from hypothesis import example, given, settings
@@ -51,21 +51,19 @@ class Family:
 
     @cached_property
     def checkpoint(self):
-        return read_checkpoint(write_family(self.folder, self.case.made()))
+        return read_checkpoint(write_family(self.folder, self.case.made(), saved_as=self.case.saved_as))
 
     @cached_property
     def reference(self):
         return FamilyReference(self.checkpoint.folder)
 
-    def model(self, reused=(0, 0, 0), orders=None):
+    def model(self, reused=(0, 0, 0), orders=None, dtype=torch.float32):
         """The packed model, whose outputs are all tokens' last hidden states."""
         orders = orders or [range(HEADS)] * LAYERS
-        key = (reused, tuple(map(tuple, orders)))
+        key = (reused, tuple(map(tuple, orders)), dtype)
         if key not in self.loaded:
             with mock.patch.object(models, "pool", lambda hidden, batch, **_: hidden):  # noqa: ARG005
-                self.loaded[key] = load_model(
-                    self.checkpoint, torch.float32, head_order=orders, reused_heads=reused
-                )
+                self.loaded[key] = load_model(self.checkpoint, dtype, head_order=orders, reused_heads=reused)
         return self.loaded[key]
 
 
@@ -124,6 +122,16 @@ def test_hidden_states_are_those_of_hugging_face_one_sequence_at_a_time(family, 
     with attention_by(computing):
         found = last_hidden(family.model(), sequences)
     assert_near(found, map(family.reference.hidden, sequences), FLOAT32)
+
+
+@needs_bfloat16
+def test_sixteen_bit_activations_keep_the_direction_of_most_hidden_states(family):
+    sequences = random_sequences([5, 17, 90, 40])
+    expected = torch.cat([family.reference.hidden(ids) for ids in sequences])
+    found = torch.cat(last_hidden(family.model(dtype=torch.bfloat16), sequences))
+    assert found.dtype is torch.bfloat16
+    # Now and then a token meets another expert than in float32.
+    assert torch.cosine_similarity(found.float(), expected, dim=1).median() >= 0.999
 
 
 @settings(max_examples=6)

@@ -1,0 +1,56 @@
+"""What decoders alone have: class scores of the last token, and settings that are refused."""
+
+import logging
+
+import pytest
+import torch
+from core_models import random_sequences
+from core_reference import reference_logits
+from models.families import DECODERS, SIZES, write_family
+from transformers import Gemma2Config, GemmaConfig, LlamaConfig
+
+from attncache_core.checkpoint import read_checkpoint
+from attncache_core.engine import PrefillEngine
+from attncache_core.errors import UnsupportedModel
+from attncache_core.models import load_model
+
+
+@pytest.mark.parametrize("name", ["llama-grouped-biased", "qwen2", "qwen3", "gemma3", "mixtral"])
+def test_class_scores_are_hugging_faces_for_any_company(tmp_path, name):
+    checkpoint = read_checkpoint(write_family(tmp_path, DECODERS[name].made(), labels=["a", "b", "c"]))
+    sequences = random_sequences([4, 17, 1, 17, 30])
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    assert engine.task == "classify"
+    assert engine.labels == ("a", "b", "c")
+    found = torch.from_numpy(engine.run(sequences, [False] * 5).outputs)
+    expected = torch.from_numpy(reference_logits(tmp_path, sequences))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaling"), [("dynamic", {"factor": 2.0}), ("longrope", {"factor": 2.0, **LONG})]
+)
+def test_angles_that_depend_on_the_batch_are_refused(tmp_path, kind, scaling):
+    rotary = {"rope_type": kind, "rope_theta": 100.0, **scaling}
+    checkpoint = read_checkpoint(write_family(tmp_path, LlamaConfig(**SIZES, rope_parameters=rotary)))
+    with pytest.raises(UnsupportedModel, match=f"type '{kind}' .*served are: default, linear") as caught:
+        load_model(checkpoint, torch.float32)
+    assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize("config", [GemmaConfig, Gemma2Config])
+def test_a_flag_with_two_meanings_is_refused(tmp_path, config):
+    sizes = SIZES | {"head_dim": 8, "num_key_value_heads": 4, "pad_token_id": None}
+    checkpoint = read_checkpoint(write_family(tmp_path, config(**sizes, use_bidirectional_attention=True)))
+    with pytest.raises(UnsupportedModel, match="use_bidirectional_attention is not served"):
+        load_model(checkpoint, torch.float32)
+
+
+def test_a_decoders_unused_head_is_not_complained_about(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
+    case = DECODERS["llama"]
+    load_model(read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as)), torch.float32)
+    assert caplog.messages == []
