@@ -6,7 +6,7 @@ import pytest
 import torch
 from core_models import random_sequences
 from core_reference import reference_logits
-from models.families import DECODERS, SIZES, write_family
+from families import DECODERS, SIZES, write_family
 from transformers import Gemma2Config, GemmaConfig, LlamaConfig
 
 from attncache_core.checkpoint import read_checkpoint
