@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -51,6 +52,14 @@ _POOLING_FLAGS = {
 }
 
 
+class Quantization(StrEnum):
+    """In how many bits a model's linear layers are kept and multiplied; models/quantized.py says how."""
+
+    INT8 = "int8"  # weights and activations: less time and memory
+    INT8_WEIGHT_ONLY = "int8-weight-only"  # less memory, nearly exact
+    INT4 = "int4"  # weights: least memory
+
+
 @dataclass(frozen=True, slots=True)
 class Pooling:
     """How token vectors become one: the modes, joined in this order."""
@@ -82,12 +91,14 @@ class Checkpoint:
     lowercase: bool
     default_prompt: str  # put before every text; "" for none
     dropped: DroppedLayers = DroppedLayers()
+    quantization: Quantization | None = None  # of the layers' linear weights, once they are read
 
     @property
     def variant(self) -> dict[str, Any]:
         """What is run otherwise than the model on disk says, for JSON and people; empty for that model."""
         layers = {"dropped_attention": self.dropped.attention, "dropped_blocks": self.dropped.blocks}
-        return {name: sorted(numbers) for name, numbers in layers.items() if numbers}
+        variant: dict[str, Any] = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
+        return variant | ({"quantization": self.quantization} if self.quantization else {})
 
     def fingerprint(self) -> str:
         """SHA-256 over what decides the attention maps: architecture, weights, tokenizer and variant.
@@ -119,7 +130,7 @@ class Checkpoint:
 _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 
 
-def find_checkpoint(model: str) -> Checkpoint:
+def find_checkpoint(model: str, quantization: Quantization | None = None) -> Checkpoint:
     """The model named `model`: a folder, a model carried by an installed package, or a Hub id.
 
     Raises ModelNotFound, which lists what was tried, and UnsupportedModel for a folder of another kind.
@@ -129,7 +140,7 @@ def find_checkpoint(model: str) -> Checkpoint:
         found = find(model)
         if isinstance(found, tuple):
             folder, source = found
-            return read_checkpoint(folder, name=model, source=source)
+            return replace(read_checkpoint(folder, name=model, source=source), quantization=quantization)
         tried.append(found)
     raise ModelNotFound(f"model {model!r} was not found: {'; '.join(tried)}", field="model")
 

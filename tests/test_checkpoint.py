@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from dataclasses import replace
 
 import pytest
 from core_models import VOCABULARY, write_json, write_model, write_sentence_transformer, write_tokenizer
@@ -10,7 +11,7 @@ from core_reference import FLOAT32
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
-from attncache_core.checkpoint import Checkpoint, Pooling, read_checkpoint
+from attncache_core.checkpoint import Checkpoint, Pooling, Quantization, read_checkpoint
 from attncache_core.engine import PrefillEngine
 from attncache_core.errors import UnsupportedModel
 
@@ -194,6 +195,12 @@ def test_fingerprint_changes_with_what_decides_the_maps(copied, change):
     before = checkpoint.fingerprint()
     change(copied)
     assert Checkpoint.fingerprint(reread(checkpoint)) != before
+
+
+def test_fingerprint_tells_quantisations_from_each_other_and_from_none(tiny_checkpoint):
+    checkpoints = [replace(tiny_checkpoint, quantization=kind) for kind in (None, *Quantization)]
+    assert len({checkpoint.fingerprint() for checkpoint in checkpoints}) == 4
+    assert len({checkpoint.embedding_fingerprint() for checkpoint in checkpoints}) == 4
 
 
 def reread(checkpoint):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import nn
 
-from attncache_core.models.linear import PackedLinear
+from attncache_core.models.prepacked import PackedLinear
 from attncache_core.tokens import Group
 
 _TOKEN_FEATURES = 32

@@ -25,6 +25,7 @@ from attncache_core.models.layer import (
     Pool,
     Projection,
 )
+from attncache_core.models.linear import quantizing
 from attncache_core.outputs import pool
 
 # transformers sets the process' default dtype while it loads: two models at once would mix theirs.
@@ -81,6 +82,8 @@ def load_model(
 ) -> PackedModel:
     """The checkpoint's model with its weights in `dtype`, packed, without the layers that are dropped.
 
+    Those of the layers' linear layers are quantised, if the checkpoint says so.
+
     head_order: for each layer that attends its heads, mildest to reuse first (default: as the checkpoint has
     them); reused_heads: for each how many of these are the reuse mask's (default: none). Raises as
     model_shape does, and UnsupportedModel for weights that cannot be read.
@@ -90,11 +93,12 @@ def load_model(
     attending = layers.count(None)
     orders = zip(head_order or [range(heads)] * attending, reused_heads or [0] * attending, strict=True)
     of_layers = iter([LayerHeads(list(order), reused) for order, reused in orders])
-    return FAMILIES[checkpoint.config["model_type"]](
-        model,
-        [dropped or next(of_layers) for dropped in layers],
-        partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens),
-    )
+    with quantizing(checkpoint.quantization):
+        return FAMILIES[checkpoint.config["model_type"]](
+            model,
+            [dropped or next(of_layers) for dropped in layers],
+            partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens),
+        )
 
 
 def _layers_and_heads(checkpoint: Checkpoint) -> tuple[list[Dropped | None], int]:

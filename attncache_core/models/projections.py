@@ -93,17 +93,18 @@ class Projections:
         shared = key_heads or count
         group = count // shared
         self._values = SharedHeads([head // group for head in heads.order])
-        self._value_rows = value.heads(self._values.chosen, shared)
+        value_rows = value.heads(self._values.chosen, shared)
+        self._value_numbers = len(value_rows.weight)  # of a token
         self._computed, self._reused = (
             _QueryKey(query, key, chosen, count, shared, place_query, place_key)
             for chosen in (heads.computed, heads.order[: heads.reused])
         )
-        self._always = joined([self._value_rows, *self._computed.rows], pack)
+        self._always = joined([value_rows, *self._computed.rows], pack)
         self._misses = joined(self._reused.rows, pack) if heads.reused else None
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
         """See AttentionLayer."""
-        value, rest = self._always(x).tensor_split([len(self._value_rows.weight)], dim=1)
+        value, rest = self._always(x).tensor_split([self._value_numbers], dim=1)
         value = value.unflatten(1, (len(self._values.chosen), -1))
         return Projection(self._values.given(value), *self._computed.divided(rest, positions))
 

@@ -19,7 +19,8 @@ from torch import nn
 from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine
 from attncache_core.attention_maps.fetch import HitRecords, RecordGroup
 from attncache_core.models import AttentionLayer
-from attncache_core.models.linear import Norm, PackedLinear
+from attncache_core.models.linear import Norm
+from attncache_core.models.prepacked import PackedLinear
 from attncache_core.tokens import TokenBatch, pack
 from service.bench.synthetic import random_sequence, write_database
 

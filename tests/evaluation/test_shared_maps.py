@@ -22,7 +22,7 @@ from attncache_core.evaluation.shared_maps import (
     lazyformer_blocks,
     san_blocks,
 )
-from attncache_core.models.linear import PackedLinear
+from attncache_core.models.prepacked import PackedLinear
 from attncache_core.outputs import cosines
 
 LAYERS, HEADS, HIDDEN, INTERMEDIATE = 3, 4, 32, 64

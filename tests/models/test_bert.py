@@ -11,7 +11,8 @@ from attncache_core.checkpoint import read_checkpoint
 from attncache_core.errors import UnsupportedModel
 from attncache_core.forward import forward
 from attncache_core.models import load_model, model_shape
-from attncache_core.models.linear import ModuleLinear, PackedLinear
+from attncache_core.models.linear import ModuleLinear
+from attncache_core.models.prepacked import PackedLinear
 from attncache_core.tokens import by_sequence, pack
 
 ORDERS = [(2, 0, 3, 1), (3, 2, 1, 0), (1, 3, 0, 2)]

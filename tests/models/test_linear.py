@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from attncache_core.models.linear import ModuleLinear, PackedLinear, packed
+from attncache_core.models.linear import ModuleLinear, packed
+from attncache_core.models.prepacked import PackedLinear
 
 # Sums of 24 products of numbers of size 1, in another order.
 TOLERANCE = 1e-5

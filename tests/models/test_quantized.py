@@ -1,0 +1,260 @@
+"""A quantised layer computes what its formula says, and says it of each row of its own."""
+
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from core_models import needs_bfloat16
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from attncache_core.checkpoint import Quantization
+from attncache_core.errors import UnsupportedModel
+from attncache_core.models import load_model, quantized
+from attncache_core.models.linear import packed, packed_linear, quantizing
+from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
+from attncache_core.models.quantized import (
+    Int4Linear,
+    Int8Linear,
+    Int8WeightOnlyLinear,
+    multiplies_integers,
+)
+from attncache_core.outputs import cosines
+from attncache_core.tokens import pack
+
+needs_integers = pytest.mark.skipif(
+    not multiplies_integers(), reason="this processor does not multiply 8-bit integers exactly"
+)
+LAYERS = [pytest.param(Int8Linear, marks=needs_integers), Int8WeightOnlyLinear, Int4Linear]
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]
+# Sums of at most 200 products of numbers of size 1, in another order.
+TOLERANCE = 1e-4
+# Of bfloat16's 8 bits, for sums of size 10 and below.
+COARSE = 0.1
+
+shapes = st.tuples(st.integers(1, 150), st.integers(1, 200), st.integers(1, 70))  # rows, inputs, outputs
+
+
+def numbers(rows, inputs, outputs, dtype=torch.float32, seed=0):
+    """x, weight and bias; tokens and outputs differ much in size."""
+    torch.manual_seed(seed)
+    x = torch.randn(rows, inputs) * torch.logspace(-2, 1, rows)[:, None]
+    weight = torch.randn(outputs, inputs) * torch.logspace(-2, 0, outputs)[:, None] / inputs**0.5
+    return x.to(dtype), weight.to(dtype), torch.randn(outputs).to(dtype)
+
+
+def rounded_to_8_bits(x):
+    """Each row as the nearest of 255 steps between its largest number, by size, and its opposite."""
+    step = x.float().abs().max(dim=1, keepdim=True).values / 127
+    return (x.float() / step).round() * step
+
+
+@needs_integers
+@settings(max_examples=60)
+@given(shapes, st.booleans(), st.integers(0, 100))
+def test_int8_is_the_product_of_weights_and_rows_rounded_to_8_bits(shape, has_bias, seed):
+    x, weight, bias = numbers(*shape, seed=seed)
+    bias = bias if has_bias else None
+    expected = functional.linear(rounded_to_8_bits(x), rounded_to_8_bits(weight), bias)
+    torch.testing.assert_close(Int8Linear(weight, bias)(x), expected, atol=TOLERANCE, rtol=1e-5)
+
+
+@settings(max_examples=40)
+@given(shapes, st.booleans(), st.integers(0, 100))
+def test_int8_weight_only_is_the_product_with_weights_rounded_to_8_bits(shape, has_bias, seed):
+    x, weight, bias = numbers(*shape, seed=seed)
+    bias = bias if has_bias else None
+    expected = functional.linear(x, rounded_to_8_bits(weight), bias)
+    torch.testing.assert_close(Int8WeightOnlyLinear(weight, bias)(x), expected, atol=TOLERANCE, rtol=1e-5)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 200), st.integers(1, 70), st.integers(0, 100))
+def test_int4_weights_are_within_half_a_step_of_their_group(inputs, outputs, seed):
+    _, weight, _ = numbers(1, inputs, outputs, seed=seed)
+    kept = Int4Linear(weight)(torch.eye(inputs)).T  # [outputs, inputs]
+    for first in range(0, inputs, 32):
+        # The last group is filled up with zeros, which count for its range.
+        group = functional.pad(weight[:, first : first + 32], (0, max(0, first + 32 - inputs)))
+        span = group.amax(dim=1, keepdim=True) - group.amin(dim=1, keepdim=True)
+        off = (kept[:, first : first + 32] - weight[:, first : first + 32]).abs()
+        # Half of a fifteenth, and bfloat16's roundings of scale, zero and product.
+        assert (off <= span / 30 + 0.02 * group.abs().amax(dim=1, keepdim=True) + 1e-6).all()
+
+
+@settings(max_examples=40)
+@given(shapes, st.integers(0, 100))
+def test_int4_is_the_product_with_the_weights_it_keeps(shape, seed):
+    x, weight, bias = numbers(*shape, seed=seed)
+    layer = Int4Linear(weight, bias)
+    kept = Int4Linear(weight)(torch.eye(shape[1])).T
+    expected = functional.linear(x, kept, bias)
+    size = functional.linear(x.abs(), kept.abs()).clamp_(min=1e-3)
+    # x and the product are rounded to bfloat16, one part in 256 each.
+    assert ((layer(x) - expected).abs() <= 0.01 * size + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_row_of_a_batch_equals_the_row_alone(kind, dtype):
+    x, weight, bias = numbers(100, 96, 48, dtype)
+    layer = kind(weight, bias)
+    together, alone = layer(x), torch.cat([layer(row[None]) for row in x])
+    tolerance = TOLERANCE if dtype == torch.float32 else COARSE
+    torch.testing.assert_close(together, alone, atol=tolerance, rtol=tolerance)
+
+
+@needs_integers
+def test_int8_row_is_the_same_to_the_last_bit_whatever_its_company():
+    x, weight, bias = numbers(100, 96, 48)
+    layer = Int8Linear(weight, bias)
+    company = x.clone()
+    company[1:] *= 1000
+    assert torch.equal(layer(company)[:1], layer(x)[:1])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@settings(max_examples=20)
+@given(rows=st.lists(st.integers(0, 47), min_size=1, max_size=60))
+def test_choosing_rows_before_is_choosing_outputs_after(kind, rows):
+    x, weight, bias = numbers(9, 64, 48)
+    chosen = kind(weight[rows], bias[rows])(x)
+    torch.testing.assert_close(chosen, kind(weight, bias)(x)[:, rows], atol=TOLERANCE, rtol=1e-5)
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("rows", [7, 90])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_activation_is_of_the_product(kind, dtype, rows, activation):
+    x, weight, bias = numbers(rows, 64, 48, dtype)
+    expected = ACTIVATIONS[activation](kind(weight, bias)(x).float())
+    found = kind(weight, bias, activation)(x)
+    assert found.dtype == dtype
+    tolerance = TOLERANCE if dtype == torch.float32 else COARSE
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [7, 90])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_residual_is_added_and_left_alone(kind, dtype, rows):
+    x, weight, bias = numbers(rows, 64, 48, dtype)
+    residual = torch.randn(rows, 48).to(dtype)
+    before = residual.clone()
+    layer = kind(weight, bias)
+    found = layer(x, residual)
+    assert found.dtype == dtype
+    tolerance = TOLERANCE if dtype == torch.float32 else COARSE
+    torch.testing.assert_close(found, layer(x) + before, atol=tolerance, rtol=tolerance)
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("rows", [7, 90])
+@needs_bfloat16
+@pytest.mark.parametrize("kind", LAYERS)
+def test_bfloat16_is_float32_rounded(kind, rows):
+    x, weight, bias = numbers(rows, 64, 48, torch.bfloat16)
+    expected = kind(weight.float(), bias.float())(x.float())
+    found = kind(weight, bias)(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, atol=COARSE, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_zeros_give_the_bias(kind):
+    x, weight, bias = numbers(5, 64, 48)
+    weight[3] = 0
+    layer = kind(weight, bias)
+    torch.testing.assert_close(layer(torch.zeros_like(x)), bias.expand(5, -1))
+    torch.testing.assert_close(layer(x)[:, 3], bias[3].expand(5))
+
+
+@needs_integers
+def test_largest_sums_do_not_overflow():
+    x, weight = torch.full((40, 8192), 3.0), torch.full((40, 8192), -5.0)
+    torch.testing.assert_close(Int8Linear(weight)(x), torch.full((40, 40), -15.0 * 8192))
+
+
+def saturated(x, weight, scales, zeros):
+    """Products whose sums of two stop at 16 bits, as processors without VNNI make them."""
+    del scales, zeros, weight
+    return torch.full((len(x), 64), 128.0 * 32767)
+
+
+@pytest.mark.parametrize(
+    "fault", [saturated, mock.Mock(side_effect=RuntimeError), mock.Mock(side_effect=AttributeError)]
+)
+def test_processor_or_torch_without_exact_products_is_found_out(fault):
+    with mock.patch.object(quantized, "_multiplied", fault):
+        assert not multiplies_integers.__wrapped__()
+
+
+def test_int8_is_refused_where_products_are_not_exact():
+    _, weight, bias = numbers(1, 64, 48)
+    with (
+        mock.patch.object(quantized, "multiplies_integers", return_value=False),
+        pytest.raises(UnsupportedModel, match="quantize to int8-weight-only") as caught,
+    ):
+        Int8Linear(weight, bias)
+    assert caught.value.field == "quantize"
+
+
+def test_quantisation_ends_with_its_block():
+    weight = torch.randn(48, 64)
+    with quantizing(Quantization.INT4):
+        assert type(packed_linear(weight)) is Int4Linear
+        with quantizing(None):
+            assert type(packed_linear(weight)) is PackedLinear
+        assert type(packed(nn.Linear(64, 48), "relu", functional.relu)) is Int4Linear
+    assert type(packed_linear(weight)) is PackedLinear
+
+
+def embeddings(checkpoint, dtype=torch.float32, **options):
+    """Of sentences of several lengths, by a model on packed tokens."""
+    random = np.random.default_rng(0)
+    batch = pack([random.integers(5, 30, length).tolist() for length in (2, 5, 9, 9, 30, 64)])
+    model = load_model(checkpoint, dtype, **options)
+    hidden = model.embed(batch)
+    for layer in model.layers:
+        x = layer.attention_input(hidden)
+        value, query, key = layer.project(x, batch.positions)
+        if layer.reused_heads:
+            reused = layer.project_reused(x, batch.positions)
+            query, key = (torch.cat(pair, dim=1) for pair in zip(reused, (query, key), strict=True))
+        context = torch.empty_like(value)
+        layer.attend(query, key, value, batch.offsets, slice(0, layer.heads), context)
+        hidden = layer.finish(hidden, context)
+    return model.outputs(hidden, batch).rows.numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("quantization", "least"),
+    [
+        pytest.param(Quantization.INT8, 0.998, marks=needs_integers),
+        (Quantization.INT8_WEIGHT_ONLY, 0.999),
+        (Quantization.INT4, 0.95),
+    ],
+)
+@torch.inference_mode()
+def test_quantised_model_is_near_the_full_one_and_not_the_same(tiny_checkpoint, quantization, least, dtype):
+    full = embeddings(tiny_checkpoint, dtype)
+    found = embeddings(replace(tiny_checkpoint, quantization=quantization), dtype)
+    assert cosines(full, found).min() > least
+    assert (full != found).any(axis=1).all()
+
+
+@pytest.mark.parametrize(
+    "quantization", [pytest.param(Quantization.INT8, marks=needs_integers), Quantization.INT8_WEIGHT_ONLY]
+)
+@torch.inference_mode()
+def test_order_of_heads_changes_nothing(tiny_checkpoint, quantization):
+    checkpoint = replace(tiny_checkpoint, quantization=quantization)
+    orders = [[2, 0, 3, 1], [3, 2, 1, 0], [0, 2, 1, 3]]
+    ordered = embeddings(checkpoint, head_order=orders, reused_heads=(3, 4, 1))
+    np.testing.assert_allclose(ordered, embeddings(checkpoint), atol=TOLERANCE)
