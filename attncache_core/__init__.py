@@ -13,7 +13,7 @@ from attncache_core.attention_maps.database import AttentionDatabase, Manifest
 from attncache_core.attention_maps.default import build_default_database
 from attncache_core.attention_maps.fetch import Fetch
 from attncache_core.attention_maps.search import Outcome
-from attncache_core.checkpoint import DEFAULT_MODEL, Checkpoint, find_checkpoint
+from attncache_core.checkpoint import DEFAULT_MODEL, Checkpoint, Quantization, find_checkpoint
 from attncache_core.classifier import LinearClassifier, fit_classifier
 from attncache_core.corpus import CorpusSentence, default_corpus
 from attncache_core.engine import PrefillEngine, PrefillResult
@@ -52,6 +52,7 @@ __all__ = [
     "PrefillEngine",
     "PrefillResult",
     "Progress",
+    "Quantization",
     "UnsupportedModel",
     "build_database",
     "build_default_database",

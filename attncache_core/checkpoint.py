@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib import metadata
@@ -130,7 +130,7 @@ class Checkpoint:
 _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 
 
-def find_checkpoint(model: str, quantization: Quantization | None = None) -> Checkpoint:
+def find_checkpoint(model: str) -> Checkpoint:
     """The model named `model`: a folder, a model carried by an installed package, or a Hub id.
 
     Raises ModelNotFound, which lists what was tried, and UnsupportedModel for a folder of another kind.
@@ -140,7 +140,7 @@ def find_checkpoint(model: str, quantization: Quantization | None = None) -> Che
         found = find(model)
         if isinstance(found, tuple):
             folder, source = found
-            return replace(read_checkpoint(folder, name=model, source=source), quantization=quantization)
+            return read_checkpoint(folder, name=model, source=source)
         tried.append(found)
     raise ModelNotFound(f"model {model!r} was not found: {'; '.join(tried)}", field="model")
 

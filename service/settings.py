@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from attncache_core import DEFAULT_MODEL, Fetch
+from attncache_core import DEFAULT_MODEL, Fetch, Quantization
 from attncache_core.attention_maps.policy import Preset
 from attncache_core.engine import Dtype
 from service.errors import InvalidSettings
@@ -62,6 +62,9 @@ class Settings(BaseModel):
     fetch: Fetch = Field(Fetch.AUTO, description="How the maps of hits are read; auto takes the fastest.")
     classifier: Path | None = Field(None, description="Fitted classifier to serve on the embeddings.")
     dtype: Dtype = Field("auto", description="Compute dtype; auto takes what this processor is best at.")
+    quantize: Quantization | None = Field(
+        None, description="Round the layers' weights; int8 is the fast one. A database is bound to it."
+    )
     threads: int | None = Field(
         None,
         ge=1,

@@ -253,7 +253,7 @@ class AttentionDatabase:
             raise DatabaseRefused(
                 f"database {self.folder} was built for {self.manifest.model} with fingerprint "
                 f"{self.manifest.fingerprint[:12]}, and model {model} has {fingerprint[:12]} (other weights, "
-                "tokenizer, architecture or layers dropped); build a database for this model",
+                "quantisation, tokenizer, architecture or layers dropped); build a database for this model",
                 field="database",
             )
 

@@ -16,8 +16,9 @@ from attncache_core import (
     BuildOptions,
     CorpusSentence,
     PrefillEngine,
+    Quantization,
     build_database,
-    find_checkpoint,
+    find_variant,
 )
 from attncache_core.attention_maps.store import MapForm
 from attncache_core.corpus.reading import FORMATS, read_rows, read_texts
@@ -102,6 +103,7 @@ _defaults = BuildOptions()
 def build(
     model: str,
     dtype: Dtype,
+    quantize: Quantization | None,
     threads: int | None,
     max_tokens: int | None,
     corpora: tuple[str, ...],
@@ -116,7 +118,7 @@ def build(
 
     A build that was stopped goes on where it was when the same command is given again.
     """
-    checkpoint = find_checkpoint(model)
+    checkpoint = find_variant(model, quantization=quantize)
     sentences = [
         sentence
         for corpus in corpora

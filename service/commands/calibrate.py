@@ -12,8 +12,9 @@ from attncache_core import (
     InvalidInput,
     LinearClassifier,
     PrefillEngine,
+    Quantization,
     calibrate_database,
-    find_checkpoint,
+    find_variant,
     normalize,
 )
 from attncache_core.attention_maps.builder import MIN_AGREEMENT, MIN_COSINE, default_budget
@@ -52,6 +53,7 @@ from service.routes.classify import SIMILARITY_TEMPERATURE
 def calibrate(
     model: str,
     dtype: Dtype,
+    quantize: Quantization | None,
     threads: int | None,
     max_tokens: int | None,
     database: Path,
@@ -70,7 +72,7 @@ def calibrate(
     """
     if classifier and labels:
         raise InvalidInput("give a classifier or labels, not both", field="labels")
-    checkpoint = find_checkpoint(model)
+    checkpoint = find_variant(model, quantization=quantize)
     asked = [text for source in texts for text in read_texts(source)]
     opened = AttentionDatabase.open(database)
     engine = PrefillEngine.load(

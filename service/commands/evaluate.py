@@ -17,8 +17,9 @@ from attncache_core import (
     InvalidInput,
     LinearClassifier,
     PrefillEngine,
+    Quantization,
     build_database,
-    find_checkpoint,
+    find_variant,
     fit_classifier,
 )
 from attncache_core.attention_maps.database import calibrated_on
@@ -49,6 +50,7 @@ class Request:
 
     model: str
     dtype: Dtype
+    quantize: Quantization | None
     threads: int | None
     max_tokens: int | None
     database: Path | None
@@ -182,6 +184,7 @@ def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) ->
 def curves(
     model: str,
     dtype: Dtype,
+    quantize: Quantization | None,
     threads: int | None,
     max_tokens: int | None,
     database: Path,
@@ -192,7 +195,7 @@ def curves(
 ) -> None:
     """Plot quality against time for many masks and ways to choose a record, and against θ."""
     texts = [text for source in data for text in read_texts(source)]
-    checkpoint = find_checkpoint(model)
+    checkpoint = find_variant(model, quantization=quantize)
     full = PrefillEngine.load(
         checkpoint,
         dtype=dtype,
@@ -213,7 +216,7 @@ class _Evaluation:
         """classifier: folder of a fitted one, which must be of the model; its decisions are then compared."""
         self.request = request
         self.names = parse_methods(request.methods)
-        self.checkpoint = find_checkpoint(request.model)
+        self.checkpoint = find_variant(request.model, quantization=request.quantize)
         self.full = PrefillEngine.load(
             self.checkpoint,
             dtype=request.dtype,

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from attncache_core import DEFAULT_MODEL
+from attncache_core import DEFAULT_MODEL, Quantization
 from attncache_core.engine import Dtype
 from service.settings import Settings, environment_name, option_name
 
@@ -29,9 +29,15 @@ max_tokens_option = click.option(
 
 
 def model_options(command: Any) -> Any:
-    """--model, --dtype and --threads, as every command that runs a model has them."""
+    """--model, --dtype, --quantize and --threads, as every command that runs a model has them."""
     for option in (
         click.option("--threads", type=click.IntRange(min=1), help="Threads; default: all that may be used."),
+        click.option(
+            "--quantize",
+            type=click.Choice([kind.value for kind in Quantization]),
+            callback=lambda _context, _option, value: value and Quantization(value),
+            help="Round the weights of the model's layers; default: leave them.",
+        ),
         click.option("--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True),
         click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id."),
     ):

@@ -17,7 +17,7 @@ from attncache_core import (
     LinearClassifier,
     PrefillEngine,
     build_default_database,
-    find_checkpoint,
+    find_variant,
 )
 from service.commands.options import settings_options
 from service.commands.progress import shown_progress
@@ -36,7 +36,7 @@ def serve(**values: Any) -> None:
     settings = read_settings(values)
     configure_logging(settings.log_level)
     # Before anything listens: a model that is not there is told at once.
-    checkpoint = find_checkpoint(settings.model)
+    checkpoint = find_variant(settings.model, quantization=settings.quantize)
     listener = bind(settings.host, settings.port)
     failure = run_server(settings, partial(load_engine, settings, checkpoint), listener)
     if isinstance(failure, AttnCacheError):

@@ -17,6 +17,7 @@ from service.settings import Settings, environment_name, option_name, read_setti
         ("port", "eighty", "integer"),
         ("port", "70000", "65535"),
         ("dtype", "int8", "'auto', 'bfloat16' or 'float32'"),
+        ("quantize", "int3", "'int8', 'int8-weight-only' or 'int4'"),
         ("threads", "0", "greater than or equal to 1"),
         ("threshold", "nan", "finite"),
         ("verify_rate", "1.5", "less than or equal to 1"),
