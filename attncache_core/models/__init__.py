@@ -82,7 +82,8 @@ def load_model(
 ) -> PackedModel:
     """The checkpoint's model with its weights in `dtype`, packed, without the layers that are dropped.
 
-    Those of the layers' linear layers are quantised, if the checkpoint says so.
+    The linear layers within its layers are quantised if the checkpoint says so; embeddings, norms and heads
+    of classes are not.
 
     head_order: for each layer that attends its heads, mildest to reuse first (default: as the checkpoint has
     them); reused_heads: for each how many of these are the reuse mask's (default: none). Raises as
