@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from core_reference import Maps
+from torch import nn
 from transformers import AttentionInterface, AutoModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from attncache_core.checkpoint import DroppedLayers
 
 
 class FamilyReference:
@@ -41,6 +45,52 @@ class FamilyReference:
         """The last hidden states [L, hidden] with some heads' maps replaced, by the attention interface."""
         with _substituted(self.model, replaced):
             return self.hidden(ids)
+
+    def hidden_without(self, ids: Sequence[int], dropped: DroppedLayers) -> torch.Tensor:
+        """The last hidden states [L, hidden] with some attention modules and whole layers bypassed."""
+        (layers,) = (
+            module
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.ModuleList) and re.search(r"(^|\.)layers?$", name)
+        )
+        with ExitStack() as bypassed:
+            for number in dropped.attention:
+                for module, back in _attention_with_its_norm(layers[number]):
+                    bypassed.enter_context(_giving(module, back))
+            for number in dropped.blocks:
+                bypassed.enter_context(_giving(layers[number], _input))
+            return self.hidden(ids)
+
+
+# What a bypassed module gives back of its input.
+GivenBack = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _input(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _attention_with_its_norm(layer: Any) -> list[tuple[nn.Module, GivenBack]]:
+    """A layer's modules whose bypass is that of its attention: the residual passes through."""
+    if hasattr(layer, "self_attn"):
+        # Its norms are before it or, without a bias, make nothing of nothing.
+        return [(layer.self_attn, torch.zeros_like)]
+    return [(layer.attention, _input)]
+
+
+@contextmanager
+def _giving(module: nn.Module, back: GivenBack) -> Iterator[None]:
+    """The module gives `back` of its first input; whatever else it returns stays as it is."""
+
+    def hook(_module, given, named, made):
+        x = back(given[0] if given else named["hidden_states"])
+        return (x, *made[1:]) if isinstance(made, tuple) else x
+
+    handle = module.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from unittest import mock
@@ -22,7 +22,7 @@ from attncache_core import models
 from attncache_core.attention_maps.search import ReusePlan, no_reuse
 from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment, SegmentWriter, segment_path
 from attncache_core.attention_maps.substitution import collect_maps
-from attncache_core.checkpoint import read_checkpoint
+from attncache_core.checkpoint import DroppedLayers, read_checkpoint
 from attncache_core.forward import forward, hits_first
 from attncache_core.models import load_model
 from attncache_core.models.rotary import Rotary
@@ -37,6 +37,13 @@ LAYERS = SIZES["num_hidden_layers"]
 ORDERS = [(2, 0, 3, 1), (3, 2, 1, 0), (1, 3, 0, 2)]
 # Of each layer; with two heads to a key, (2, 0) is a group in part, (3, 2) one as a whole.
 MASKS = [(4, 4, 4), (1, 2, 3), (3, 0, 2)]
+
+NOTHING = DroppedLayers()
+DROPPED = [
+    DroppedLayers(attention=frozenset({1})),
+    DroppedLayers(attention=frozenset({0}), blocks=frozenset({2})),
+    DroppedLayers(attention=frozenset({2}), blocks=frozenset({0})),
+]
 
 any_lengths = st.lists(st.one_of(st.integers(1, 24), st.sampled_from([31, 32, 80])), min_size=1, max_size=4)
 
@@ -57,13 +64,13 @@ class Family:
     def reference(self):
         return FamilyReference(self.checkpoint.folder)
 
-    def model(self, reused=(0, 0, 0), orders=None, dtype=torch.float32):
+    def model(self, reused=None, orders=None, dtype=torch.float32, dropped=NOTHING):
         """The packed model, whose outputs are all tokens' last hidden states."""
-        orders = orders or [range(HEADS)] * LAYERS
-        key = (reused, tuple(map(tuple, orders)), dtype)
+        key = (reused, tuple(map(tuple, orders or ())), dtype, dropped)
         if key not in self.loaded:
+            checkpoint = replace(self.checkpoint, dropped=dropped)
             with mock.patch.object(models, "pool", lambda hidden, batch, **_: hidden):  # noqa: ARG005
-                self.loaded[key] = load_model(self.checkpoint, dtype, head_order=orders, reused_heads=reused)
+                self.loaded[key] = load_model(checkpoint, dtype, head_order=orders, reused_heads=reused)
         return self.loaded[key]
 
 
@@ -147,6 +154,18 @@ def test_model_is_the_same_with_its_heads_in_any_order_and_any_of_them_reusable(
     sequences = random_sequences([5, 30, 5, 17])
     found = last_hidden(family.model(reused, ORDERS), sequences)
     assert_near(found, last_hidden(family.model(), sequences), FLOAT32)
+
+
+@pytest.mark.parametrize("dropped", DROPPED, ids=str)
+def test_a_model_without_some_layers_is_hugging_faces_with_them_bypassed(family, dropped):
+    sequences = random_sequences([9, 1, 30, 9])
+    found = last_hidden(family.model(dropped=dropped), sequences)
+    expected = [family.reference.hidden_without(ids, dropped) for ids in sequences]
+    assert_near(found, expected, FLOAT32)
+    assert all(
+        abs(one - family.reference.hidden(ids)).max() > 100 * FLOAT32
+        for one, ids in zip(expected, sequences, strict=True)
+    )
 
 
 @pytest.mark.usefixtures("computing")
