@@ -1,8 +1,8 @@
 """A model as an operator wants it run: a checkpoint by name, its quantisation, and what of it is left out.
 
 AttnDrop and BlockDrop (He et al. 2024, "What matters in transformers?"): the least important attention
-modules, or whole layers, are removed, and the residual passes through. `pruning.measure_importance` tells
-which those are.
+modules, or whole layers, are removed, and the residual passes through. `evaluation.importance` tells which
+those are.
 """
 
 from __future__ import annotations

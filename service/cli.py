@@ -13,6 +13,7 @@ from service.commands.build import build, inspect, verify
 from service.commands.calibrate import calibrate
 from service.commands.evaluate import evaluate
 from service.commands.fit import fit
+from service.commands.prune import prune
 from service.commands.serve import serve
 
 
@@ -45,5 +46,5 @@ def main() -> None:
     """Prefill-only transformer inference that reuses attention maps."""
 
 
-for command in (serve, build, calibrate, inspect, verify, fit, evaluate, bench):
+for command in (serve, build, calibrate, inspect, verify, fit, prune, evaluate, bench):
     main.add_command(command)

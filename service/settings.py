@@ -36,6 +36,13 @@ class Settings(BaseModel):
         min_length=1,
         description="Model: a folder, an installed one's name, or a hub id.",
     )
+    drop_attention: str = Field(
+        "",
+        description="Layers to run without their attention, like 10,12 or 8-11. A database is bound to it.",
+    )
+    drop_block: str = Field(
+        "", description="Layers to leave out as a whole, like 10,12 or 8-11. A database is bound to it."
+    )
     database: Path | None = Field(
         None, description="Attention database; without it the default one, built on the first start."
     )

@@ -14,11 +14,10 @@ from rich.table import Table
 from attncache_core import (
     AttentionDatabase,
     BuildOptions,
+    Checkpoint,
     CorpusSentence,
     PrefillEngine,
-    Quantization,
     build_database,
-    find_variant,
 )
 from attncache_core.attention_maps.store import MapForm
 from attncache_core.corpus.reading import FORMATS, read_rows, read_texts
@@ -101,9 +100,8 @@ _defaults = BuildOptions()
 )
 @click.option("--seed", type=int, default=_defaults.seed, show_default=True)
 def build(
-    model: str,
+    checkpoint: Checkpoint,
     dtype: Dtype,
-    quantize: Quantization | None,
     threads: int | None,
     max_tokens: int | None,
     corpora: tuple[str, ...],
@@ -118,7 +116,6 @@ def build(
 
     A build that was stopped goes on where it was when the same command is given again.
     """
-    checkpoint = find_variant(model, quantization=quantize)
     sentences = [
         sentence
         for corpus in corpora
@@ -173,6 +170,10 @@ def show_database(database: AttentionDatabase) -> None:
     manifest, console = database.manifest, Console(highlight=False)
     console.print(f"[bold]{database.folder}[/bold]")
     console.print(f"model        {manifest.model} (fingerprint {manifest.fingerprint[:12]})")
+    variant = manifest.build.get("variant")
+    if variant:
+        changes = ", ".join(f"{name.replace('_', ' ')} {change}" for name, change in variant.items())
+        console.print(f"variant      {changes}")
     store = database.search.store
     console.print(
         f"records      {store.records:,} in {manifest.dtype}, {manifest.form} maps, {_size(store.file_bytes)}"

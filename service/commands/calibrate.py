@@ -9,12 +9,11 @@ import numpy as np
 
 from attncache_core import (
     AttentionDatabase,
+    Checkpoint,
     InvalidInput,
     LinearClassifier,
     PrefillEngine,
-    Quantization,
     calibrate_database,
-    find_variant,
     normalize,
 )
 from attncache_core.attention_maps.builder import MIN_AGREEMENT, MIN_COSINE, default_budget
@@ -51,9 +50,8 @@ from service.routes.classify import SIMILARITY_TEMPERATURE
     help="The budget where there are classes: share of the hits' decisions that stay what they were.",
 )
 def calibrate(
-    model: str,
+    checkpoint: Checkpoint,
     dtype: Dtype,
-    quantize: Quantization | None,
     threads: int | None,
     max_tokens: int | None,
     database: Path,
@@ -72,7 +70,6 @@ def calibrate(
     """
     if classifier and labels:
         raise InvalidInput("give a classifier or labels, not both", field="labels")
-    checkpoint = find_variant(model, quantization=quantize)
     asked = [text for source in texts for text in read_texts(source)]
     opened = AttentionDatabase.open(database)
     engine = PrefillEngine.load(

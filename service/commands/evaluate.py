@@ -13,13 +13,12 @@ import numpy as np
 from attncache_core import (
     AttentionDatabase,
     BuildOptions,
+    Checkpoint,
     CorpusSentence,
     InvalidInput,
     LinearClassifier,
     PrefillEngine,
-    Quantization,
     build_database,
-    find_variant,
     fit_classifier,
 )
 from attncache_core.attention_maps.database import calibrated_on
@@ -48,9 +47,8 @@ from service.commands.progress import shown_progress
 class Request:
     """What every evaluation is told."""
 
-    model: str
+    checkpoint: Checkpoint
     dtype: Dtype
-    quantize: Quantization | None
     threads: int | None
     max_tokens: int | None
     database: Path | None
@@ -182,9 +180,8 @@ def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) ->
     "--output", type=click.Path(path_type=Path), required=True, help="Folder for plots (PNG) and data (CSV)."
 )
 def curves(
-    model: str,
+    checkpoint: Checkpoint,
     dtype: Dtype,
-    quantize: Quantization | None,
     threads: int | None,
     max_tokens: int | None,
     database: Path,
@@ -195,7 +192,6 @@ def curves(
 ) -> None:
     """Plot quality against time for many masks and ways to choose a record, and against θ."""
     texts = [text for source in data for text in read_texts(source)]
-    checkpoint = find_variant(model, quantization=quantize)
     full = PrefillEngine.load(
         checkpoint,
         dtype=dtype,
@@ -216,7 +212,7 @@ class _Evaluation:
         """classifier: folder of a fitted one, which must be of the model; its decisions are then compared."""
         self.request = request
         self.names = parse_methods(request.methods)
-        self.checkpoint = find_variant(request.model, quantization=request.quantize)
+        self.checkpoint = request.checkpoint
         self.full = PrefillEngine.load(
             self.checkpoint,
             dtype=request.dtype,
@@ -266,6 +262,7 @@ class _Evaluation:
         facts = {
             **machine(self.full.threads),
             "model": self.checkpoint.name,
+            **self.checkpoint.variant,
             "dtype": str(self.full.dtype).removeprefix("torch."),
             "texts": len(task.sequences),
             "reused_heads": f"{database.mask.total} of {database.mask.heads}" if database else None,

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from attncache_core import PrefillEngine, Quantization, find_variant, fit_classifier
+from attncache_core import Checkpoint, PrefillEngine, fit_classifier
 from attncache_core.corpus.reading import FORMATS, read_labelled
 from attncache_core.engine import Dtype
 from service.commands.options import model_options
@@ -26,9 +26,8 @@ _BATCH = 64
 @click.option("--label-column", default="label", show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 def fit(
-    model: str,
+    checkpoint: Checkpoint,
     dtype: Dtype,
-    quantize: Quantization | None,
     threads: int | None,
     data: str,
     file_format: str | None,
@@ -37,7 +36,6 @@ def fit(
     output: Path,
 ) -> None:
     """Fit a linear classifier on the full model's embeddings; serve it with --classifier."""
-    checkpoint = find_variant(model, quantization=quantize)
     texts, labels = read_labelled(data, text_column, label_column, file_format)
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
     embeddings: list[np.ndarray] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -9,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from attncache_core import DEFAULT_MODEL, Quantization
+from attncache_core import DEFAULT_MODEL, Quantization, find_variant
 from attncache_core.engine import Dtype
 from service.settings import Settings, environment_name, option_name
 
@@ -28,8 +30,34 @@ max_tokens_option = click.option(
 )
 
 
-def model_options(command: Any) -> Any:
-    """--model, --dtype, --quantize and --threads, as every command that runs a model has them."""
+def model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every command that runs a model; it is given a `checkpoint`, a `dtype` and `threads`."""
+    for name in ("drop_block", "drop_attention"):
+        field = Settings.model_fields[name]
+        command = click.option(option_name(name), default="", metavar="LAYERS", help=field.description)(
+            command
+        )
+    return whole_model_options(command)
+
+
+def whole_model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As model_options, for a command that is about all layers of a model: none can be dropped."""
+
+    @functools.wraps(command)
+    def with_checkpoint(
+        *,
+        model: str,
+        quantize: Quantization | None,
+        drop_attention: str = "",
+        drop_block: str = "",
+        **rest: Any,
+    ) -> None:
+        checkpoint = find_variant(
+            model, quantization=quantize, drop_attention=drop_attention, drop_block=drop_block
+        )
+        command(checkpoint=checkpoint, **rest)
+
+    described: Callable[..., None] = with_checkpoint
     for option in (
         click.option("--threads", type=click.IntRange(min=1), help="Threads; default: all that may be used."),
         click.option(
@@ -41,8 +69,8 @@ def model_options(command: Any) -> Any:
         click.option("--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True),
         click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id."),
     ):
-        command = option(command)
-    return command
+        described = option(described)
+    return described
 
 
 def _option(name: str, field: FieldInfo) -> click.Option:
@@ -51,7 +79,7 @@ def _option(name: str, field: FieldInfo) -> click.Option:
         "envvar": environment_name(name),
         "show_envvar": True,
         "default": field.default,
-        "show_default": field.default is not None,
+        "show_default": field.default not in (None, ""),
         "help": field.description,
     }
     if field.annotation is bool:

@@ -36,7 +36,12 @@ def serve(**values: Any) -> None:
     settings = read_settings(values)
     configure_logging(settings.log_level)
     # Before anything listens: a model that is not there is told at once.
-    checkpoint = find_variant(settings.model, quantization=settings.quantize)
+    checkpoint = find_variant(
+        settings.model,
+        quantization=settings.quantize,
+        drop_attention=settings.drop_attention,
+        drop_block=settings.drop_block,
+    )
     listener = bind(settings.host, settings.port)
     failure = run_server(settings, partial(load_engine, settings, checkpoint), listener)
     if isinstance(failure, AttnCacheError):
