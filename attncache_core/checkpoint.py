@@ -37,6 +37,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "spiece.model",
+    "spm.model",
     "sentencepiece.bpe.model",
     "added_tokens.json",
 )
@@ -100,6 +101,17 @@ class Checkpoint:
         variant: dict[str, Any] = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
         return variant | ({"quantization": self.quantization} if self.quantization else {})
 
+    @property
+    def position_limit(self) -> int | None:
+        """The most tokens that the model has positions for; None if config.json names no limit."""
+        positions: int | None = self.config.get("max_position_embeddings")
+        family = self.config.get("model_type")
+        if positions is None or family not in _POSITIONS_AFTER_PADDING:
+            return positions
+        # The model of MPNet takes 1 whatever its configuration says.
+        padding = 1 if family == "mpnet" else self.config.get("pad_token_id", 1)
+        return positions - padding - 1
+
     def fingerprint(self) -> str:
         """SHA-256 over what decides the attention maps: architecture, weights, tokenizer and variant.
 
@@ -128,6 +140,9 @@ class Checkpoint:
 
 # Entries of config.json that change when a model is saved again and say nothing about its maps.
 _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+
+# Families that count positions from the number of the padding token + 1.
+_POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "mpnet")
 
 
 def find_checkpoint(model: str) -> Checkpoint:

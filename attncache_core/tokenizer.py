@@ -26,7 +26,7 @@ class TextTokenizer:
             )
         limits = [
             checkpoint.max_tokens or loaded.model_max_length,
-            checkpoint.config.get("max_position_embeddings") or _NO_LIMIT,
+            checkpoint.position_limit or _NO_LIMIT,
             max_tokens or _NO_LIMIT,
         ]
         self.max_tokens = int(min(limits))

@@ -17,17 +17,21 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    DistilBertConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    MPNetConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    RobertaConfig,
+    XLMRobertaConfig,
 )
 
 SIZES = {
@@ -47,8 +51,6 @@ class Case:
 
     config: type[PreTrainedConfig]
     changes: dict[str, Any] = field(default_factory=dict)  # to SIZES
-    # Whether Hugging Face's model calls attention by its interface, so that maps can be replaced in it.
-    interface: bool = True
     experts: bool = False  # whether some layers have experts
     saved_as: Any = AutoModel  # what is in the checkpoint: an encoder by itself, or a decoder with a head
 
@@ -198,4 +200,18 @@ DECODERS = {
         experts=True,
     ),
 }
-CASES = {"bert": Case(BertConfig)} | DECODERS
+ENCODERS = {
+    "bert": Case(BertConfig),
+    "roberta": Case(RobertaConfig, {"max_position_embeddings": 130, "hidden_size": 48}),
+    "xlm-roberta-padding-in-texts": Case(
+        XLMRobertaConfig, {"pad_token_id": 7, "type_vocab_size": 1, "hidden_act": "relu"}
+    ),
+    "distilbert-relu": Case(
+        DistilBertConfig, {"dim": 24, "hidden_dim": 40, "n_heads": 4, "n_layers": 3, "activation": "relu"}
+    ),
+    "mpnet": Case(MPNetConfig, {"hidden_size": 48}),
+    "mpnet-wide-tables": Case(
+        MPNetConfig, {"relative_attention_num_buckets": 40, "max_position_embeddings": 100}
+    ),
+}
+CASES = ENCODERS | DECODERS

@@ -265,6 +265,7 @@ class OperatorMaps:
 def _block_maps(batch: TokenBatch, hidden: torch.Tensor, layer: AttentionLayer) -> BlockMaps:
     """By the kernel where it computes what the layers do, on the dtype and device of the hidden states."""
     kernel = native.kernel()
-    if kernel and kernel.takes(hidden) and isinstance(layer, PlainAttention):
+    products = isinstance(layer, PlainAttention) and layer.scores_are_products
+    if kernel and kernel.takes(hidden) and products:
         return KernelMaps(kernel, batch, layer.heads, hidden.dtype)
     return OperatorMaps(batch)

@@ -14,8 +14,9 @@ from transformers.utils import logging
 
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.errors import InvalidInput, UnsupportedModel
-from attncache_core.models.bert import bert
+from attncache_core.models.bert import bert, roberta
 from attncache_core.models.decoder import decoder
+from attncache_core.models.distilbert import distilbert
 from attncache_core.models.layer import (
     AttentionLayer,
     Dropped,
@@ -26,13 +27,20 @@ from attncache_core.models.layer import (
     Projection,
 )
 from attncache_core.models.linear import quantizing
+from attncache_core.models.mpnet import mpnet
 from attncache_core.outputs import pool
 
 # transformers sets the process' default dtype while it loads: two models at once would mix theirs.
 _LOADING = threading.Lock()
 
 Family = Callable[[Any, Sequence[LayerHeads | Dropped], Pool], PackedModel]
-ENCODERS: dict[str, Family] = {"bert": bert}
+ENCODERS: dict[str, Family] = {
+    "bert": bert,
+    "roberta": roberta,
+    "xlm-roberta": roberta,
+    "distilbert": distilbert,
+    "mpnet": mpnet,
+}
 DECODERS: dict[str, Family] = dict.fromkeys(
     (
         "llama",

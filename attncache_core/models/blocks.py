@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -32,16 +33,32 @@ class QueryKeyValue(Protocol):
         ...
 
 
+# Q, K [n, L, h, d] of the layer's heads in the slice, in its order -> scores [n, h, L, L] that may be written
+# to, in attention.product_dtype.
+Scores = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+
+
 class PlainAttention(ABC):
-    """The attention of a layer whose scores are scale Q Kᵀ within its pattern, and nothing else."""
+    """A layer but for its norms: attention within a pattern, of scores scale Q Kᵀ or what `scores` makes."""
 
     def __init__(
-        self, projections: QueryKeyValue, pattern: Pattern, heads: LayerHeads, feed_forward: FeedForward
+        self,
+        projections: QueryKeyValue,
+        pattern: Pattern,
+        heads: LayerHeads,
+        feed_forward: FeedForward,
+        scores: Scores | None = None,
     ) -> None:
         self.heads, self.reused_heads = len(heads.order), heads.reused
         self.pattern = pattern
         self.feed_forward = feed_forward
         self._projections = projections
+        self._scores = scores
+
+    @property
+    def scores_are_products(self) -> bool:
+        """Whether scores are scale Q Kᵀ, as the kernel computes them."""
+        return self._scores is None
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
         """See AttentionLayer."""
@@ -51,9 +68,11 @@ class PlainAttention(ABC):
         """See AttentionLayer."""
         return self._projections.project_reused(x, positions)
 
-    def attention_maps(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:  # noqa: ARG002
+    def attention_maps(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
         """See AttentionLayer."""
-        return attention.attention_maps(query, key, self.pattern)
+        if self._scores is None:
+            return attention.attention_maps(query, key, self.pattern)
+        return attention.maps_from_scores(self._scores(query, key, heads), self.pattern)
 
     def attend(
         self,
@@ -61,11 +80,15 @@ class PlainAttention(ABC):
         key: torch.Tensor,
         value: torch.Tensor,
         offsets: np.ndarray,
-        heads: slice,  # noqa: ARG002
+        heads: slice,
         context: torch.Tensor,
     ) -> None:
         """See AttentionLayer."""
-        attention.attend(query, key, value, offsets, self.pattern, context)
+        if self._scores is None:
+            attention.attend(query, key, value, offsets, self.pattern, context)
+            return
+        maps_of = partial(self.attention_maps, heads=heads)
+        attention.attend_by_maps(maps_of, query, key, value, offsets, context)
 
     @abstractmethod
     def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ feed-forward network. Each is used where it is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models import attention
 from attncache_core.models.attention import Pattern
-from attncache_core.models.blocks import PlainAttention, QueryKeyValue, build_layers, output_linear
+from attncache_core.models.blocks import PlainAttention, QueryKeyValue, Scores, build_layers, output_linear
 from attncache_core.models.layer import (
     AttentionLayer,
     Dropped,
@@ -46,8 +45,9 @@ class DecoderLayer(PlainAttention):
         pattern: Pattern,
         heads: LayerHeads,
         feed_forward: FeedForward,
+        scores: Scores | None = None,
     ) -> None:
-        super().__init__(projections, pattern, heads, feed_forward)
+        super().__init__(projections, pattern, heads, feed_forward, scores)
         self._input_norm: nn.Module = module.input_layernorm
         self._output = output_linear(module.self_attn.o_proj, heads)
         # With norms on both sides of the feed-forward half, the one "after attention" is of its output.
@@ -63,25 +63,6 @@ class DecoderLayer(PlainAttention):
         if self._output_norm is None:
             return self._output(context.flatten(1), hidden)
         return hidden + self._output_norm(self._output(context.flatten(1)))
-
-
-class CappedLayer(DecoderLayer):
-    """A layer whose scores are capped, c tanh(score / c), as Gemma 2 does."""
-
-    def __init__(self, *arguments: Any, cap: float) -> None:
-        super().__init__(*arguments)
-        self._cap = cap
-
-    def attention_maps(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:  # noqa: ARG002
-        """See AttentionLayer."""
-        scores = attention.attention_scores(query, key, self.pattern.scale)
-        return attention.maps_from_scores((scores / self._cap).tanh() * self._cap, self.pattern)
-
-    def attend(self, query, key, value, offsets, heads, context) -> None:  # type: ignore[no-untyped-def]
-        """See AttentionLayer."""
-        attention.attend_by_maps(
-            partial(self.attention_maps, heads=heads), query, key, value, offsets, context
-        )
 
 
 class _FeedForward:
@@ -131,9 +112,8 @@ def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> Pa
             place_key=rotary.place(number, getattr(attend, "k_norm", None)),
         )
         cap = getattr(attend, "attn_logit_softcapping", None)
-        if cap:
-            return CappedLayer(module, projections, pattern, own, half, cap=cap)
-        return DecoderLayer(module, projections, pattern, own, half)
+        scores = capped_scores(pattern.scale, cap) if cap else None
+        return DecoderLayer(module, projections, pattern, own, half, scores)
 
     return assembled(model, heads, build, pool)
 
@@ -173,6 +153,15 @@ class _Outputs:
             return Outputs(self._pool(self._norm(hidden), batch), None)
         last = self._norm(hidden[torch.from_numpy(batch.offsets[1:] - 1)])
         return Outputs(last.float(), self._score(last).float())
+
+
+def capped_scores(scale: float, cap: float) -> Scores:
+    """Scores that are capped, c tanh(score / c), as Gemma 2 does."""
+
+    def scores(query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:  # noqa: ARG001
+        return (attention.attention_scores(query, key, scale) / cap).tanh() * cap
+
+    return scores
 
 
 class RotaryOfLayers:

@@ -8,12 +8,14 @@ import pytest
 import torch
 from core_models import COMPUTING, attention_by, needs_bfloat16, random_sequences
 from core_reference import FLOAT32
+from families import CASES, write_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import jensenshannon
 from torch.profiler import ProfilerActivity, profile
 
 from attncache_core import native
+from attncache_core.checkpoint import read_checkpoint
 from attncache_core.engine import PrefillEngine
 from attncache_core.evaluation.shared_maps import (
     SharedMapsEngine,
@@ -83,6 +85,17 @@ def test_blocks_of_one_layer_are_the_full_model(request, model, computing):
     np.testing.assert_array_equal(found.similarities, full.similarities)
     assert (found.tokens, found.search_seconds, found.corrupt_records) == (147, 0, 0)
     assert 0 < found.attention_seconds < found.forward_seconds
+
+
+@pytest.mark.parametrize("family", ["mpnet", "gemma2"])
+def test_maps_of_scores_that_are_more_than_products_are_shared_as_the_layer_makes_them(tmp_path, family):
+    checkpoint = read_checkpoint(write_family(tmp_path, CASES[family].made()))
+    engine = SharedMapsEngine.load(checkpoint, [range(LAYERS)], dtype="float32")
+    sequences = random_sequences([12, 5, 12])
+    with attention_by("operators"):
+        expected = engine.run(sequences).outputs
+    with attention_by("kernel"):
+        np.testing.assert_allclose(engine.run(sequences).outputs, expected, atol=1e-4, rtol=0)
 
 
 @settings(max_examples=20)

@@ -42,8 +42,9 @@ class FamilyReference:
         }
 
     def hidden_with_maps(self, ids: Sequence[int], replaced: Maps) -> torch.Tensor:
-        """The last hidden states [L, hidden] with some heads' maps replaced, by the attention interface."""
-        with _substituted(self.model, replaced):
+        """The last hidden states [L, hidden] with some heads' maps replaced."""
+        by_interface = self.model._supports_attention_backend
+        with (_by_interface if by_interface else _by_dropout)(self.model, replaced):
             return self.hidden(ids)
 
     def hidden_without(self, ids: Sequence[int], dropped: DroppedLayers) -> torch.Tensor:
@@ -94,17 +95,14 @@ def _giving(module: nn.Module, back: GivenBack) -> Iterator[None]:
 
 
 @contextmanager
-def _substituted(model: Any, replaced: Maps) -> Iterator[None]:
+def _by_interface(model: Any, replaced: Maps) -> Iterator[None]:
     """The model's own eager attention, layer after layer, but for the maps of some heads."""
     calls = iter(range(model.config.num_hidden_layers))
 
     def attention(module, query, key, value, mask, **settings):
         own = sys.modules[type(module).__module__].eager_attention_forward
         _, maps = own(module, query, key, value, mask, **settings)
-        layer = next(calls)
-        for (number, head), values in replaced.items():
-            if number == layer:
-                maps[:, head] = values
+        replace_maps(maps, next(calls), replaced)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return (maps @ value).transpose(1, 2).contiguous(), maps
 
@@ -116,3 +114,27 @@ def _substituted(model: Any, replaced: Maps) -> Iterator[None]:
     finally:
         model.set_attn_implementation("eager")
     assert next(calls, None) is None, "some layer did not ask the attention interface"
+
+
+@contextmanager
+def _by_dropout(model: Any, replaced: Maps) -> Iterator[None]:
+    """The same where no interface is asked: maps pass a module that would drop some of them in training."""
+    calls = iter(range(model.config.num_hidden_layers))
+    modules = [module for module in model.modules() if type(module).__name__.endswith("SelfAttention")]
+    hooks = [
+        module.dropout.register_forward_hook(lambda _, __, maps: replace_maps(maps, next(calls), replaced))
+        for module in modules
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert next(calls, None) is None, "some layer's maps did not pass its dropout"
+
+
+def replace_maps(maps: torch.Tensor, layer: int, replaced: Maps) -> None:
+    """Write the replacements for this layer into its maps [n, heads, L, L]."""
+    for (number, head), values in replaced.items():
+        if number == layer:
+            maps[:, head] = values

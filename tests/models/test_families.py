@@ -181,8 +181,6 @@ def test_a_recorded_sequence_that_hits_itself_gives_the_full_models_output(famil
 @pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize("reused", MASKS)
 def test_a_hit_has_its_donors_maps_in_the_masks_heads_and_its_own_in_the_others(family, tmp_path, reused):
-    if not family.case.interface:
-        pytest.skip("maps cannot be replaced in Hugging Face's model")
     sequences = random_sequences([9, 6, 9, 14], seed=1)
     donors = random_sequences([9, 6, 9, 14], seed=2)
     donors[2] = None

@@ -1,0 +1,68 @@
+"""MPNet: BERT's layers, and scores with a bias for each head and distance, the same in all layers.
+
+scores[p, q] = scale Q[p] · K[q] + bias[bucket(q - p)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attncache_core.models.attention import attention_scores
+from attncache_core.models.blocks import Scores
+from attncache_core.models.encoder import EncoderParts, dense_head, encoder
+from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
+
+
+def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
+    """An MPNet checkpoint, for embeddings (pooled) or with its sequence-classification head."""
+    base = model.base_model
+    positions = base.config.max_position_embeddings
+    distances = torch.arange(1 - positions, positions)
+    buckets = base.encoder.relative_position_bucket(distances)
+    biases = base.encoder.relative_attention_bias(buckets).T  # [heads, distances]
+
+    def scores(layer: Any, own: LayerHeads) -> Scores:
+        return biased_scores(layer.attention.attn.attention_head_size**-0.5, biases[own.order])
+
+    return encoder(
+        base,
+        base.encoder.layer,
+        heads,
+        pool,
+        dense_head(getattr(model, "classifier", None)),
+        _parts,
+        activation=base.config.hidden_act,
+        scores=scores,
+    )
+
+
+def biased_scores(scale: float, biases: torch.Tensor) -> Scores:
+    """Scores with a bias by the distance q - p; biases [heads, 2 positions - 1] begin at 1 - positions."""
+    positions = (biases.shape[1] + 1) // 2
+
+    def scores(query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
+        length = query.shape[1]
+        near = biases[heads, positions - length : positions + length - 1]  # [h, 2 L - 1]
+        # Row p of the windows begins at distance p + 1 - L: those of token L - 1 - p.
+        by_token = near.unfold(1, length, 1).flip(1)  # [h, L, L]
+        made = attention_scores(query, key, scale)
+        return made.add_(by_token.to(made.dtype))
+
+    return scores
+
+
+def _parts(layer: Any) -> EncoderParts:
+    attend = layer.attention.attn
+    return EncoderParts(
+        attend.q,
+        attend.k,
+        attend.v,
+        attend.o,
+        layer.attention.LayerNorm,
+        layer.intermediate.dense,
+        layer.output.dense,
+        layer.output.LayerNorm,
+    )

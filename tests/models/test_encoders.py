@@ -1,0 +1,162 @@
+"""Encoders from a folder, with a tokenizer of their family's kind, to embeddings and classes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from core_models import PLAIN_WORDS, SPECIAL, WORDS, random_sequences, random_text
+from core_reference import reference_logits
+from families import ENCODERS, SIZES, write_family
+from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import (
+    DistilBertConfig,
+    DistilBertTokenizer,
+    MPNetConfig,
+    MPNetTokenizer,
+    RobertaConfig,
+    RobertaTokenizer,
+    XLMRobertaConfig,
+    XLMRobertaTokenizer,
+)
+
+from attncache_core import models
+from attncache_core.checkpoint import read_checkpoint
+from attncache_core.engine import PrefillEngine
+from attncache_core.models import load_model
+from attncache_core.tokenizer import TextTokenizer
+
+# float32 sums in another order, over layers whose strong weights make numbers of size 10 on the way.
+FLOAT32 = 1e-4
+SENTENCES = ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")  # special tokens of RoBERTa's kind
+
+
+def byte_pairs():
+    """A tokenizer of RoBERTa's kind: byte-level BPE."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(SENTENCES),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([f"my {word}" for word in PLAIN_WORDS], trainer)
+    trained = json.loads(tokenizer.to_str())["model"]
+    return RobertaTokenizer(
+        trained["vocab"], [tuple(merge) for merge in trained["merges"]], unk_token="[UNK]"
+    )
+
+
+def pieces(special):
+    """Scored pieces, as SentencePiece has them."""
+    scored = [(f"▁{word}", -2.0 - number / 10) for number, word in enumerate(PLAIN_WORDS)]
+    return [(token, 0.0) for token in special] + scored + [("▁", -5.0), ("s", -6.0)]
+
+
+def numbered(special):
+    """A WordPiece vocabulary."""
+    return {piece: number for number, piece in enumerate((*special, *WORDS))}
+
+
+# Model type -> its configuration and a tokenizer of its kind.
+TOKENIZED = {
+    "roberta": (RobertaConfig, byte_pairs),
+    "distilbert": (DistilBertConfig, lambda: DistilBertTokenizer(numbered(SPECIAL))),
+    "mpnet": (MPNetConfig, lambda: MPNetTokenizer(numbered(SENTENCES))),
+    "xlm-roberta": (XLMRobertaConfig, lambda: XLMRobertaTokenizer(pieces(SENTENCES), unk_token="[UNK]")),
+}
+
+
+def write_tokenized(folder, family, longest, labels=(), **changes):
+    """A plain folder of a family's model with the family's own kind of tokenizer."""
+    config, make_tokenizer = TOKENIZED[family]
+    tokenizer = make_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    write_family(folder, config(**SIZES | sizes | changes), labels)
+    tokenizer.model_max_length = longest
+    tokenizer.save_pretrained(folder)
+    return read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("family", TOKENIZED)
+def test_embeddings_of_a_plain_folder_are_those_of_sentence_transformers(tmp_path, family):
+    checkpoint = write_tokenized(tmp_path, family, longest=30)
+    random = np.random.default_rng(5)
+    texts = [random_text(random, int(words)) for words in random.integers(1, 50, size=12)]
+    padding = TextTokenizer(checkpoint)._tokenizer.id_to_token(checkpoint.config["pad_token_id"])
+    texts += ["", f"my {padding} card zebra {padding}", f"{padding} lost é"]
+    theirs = SentenceTransformer(str(checkpoint.folder), device="cpu").encode(texts)
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    assert max(map(len, engine.tokenize(texts))) == engine.max_tokens == 30
+    np.testing.assert_allclose(engine.embed(texts), theirs, atol=FLOAT32)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_classes_are_those_of_hugging_face(tmp_path, name):
+    labels = ["transfer", "card", "help"]
+    checkpoint = read_checkpoint(write_family(tmp_path, ENCODERS[name].made(), labels))
+    sequences = random_sequences([9, 1, 30, 9, 66])
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    assert engine.task == "classify"
+    assert engine.labels == tuple(labels)
+    logits = engine.run(sequences, [False] * len(sequences)).outputs
+    np.testing.assert_allclose(logits, reference_logits(tmp_path, sequences), atol=FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "longest"),
+    [
+        ("bert", {"max_position_embeddings": 514}, 514),
+        ("roberta", {"max_position_embeddings": 514, "pad_token_id": 1}, 512),
+        ("roberta", {"max_position_embeddings": 514}, 512),
+        ("roberta", {"max_position_embeddings": 514, "pad_token_id": 0}, 513),
+        ("xlm-roberta", {"max_position_embeddings": 8194, "pad_token_id": 1}, 8192),
+        ("mpnet", {"max_position_embeddings": 514, "pad_token_id": 0}, 512),
+        ("distilbert", {"max_position_embeddings": 512, "pad_token_id": 0}, 512),
+    ],
+)
+def test_positions_before_the_first_are_no_room_for_tokens(tiny_checkpoint, family, entries, longest):
+    config = {"model_type": family} | entries
+    assert replace(tiny_checkpoint, config=config).position_limit == longest
+
+
+@pytest.mark.parametrize("family", ["roberta", "mpnet"])
+def test_text_of_as_many_tokens_as_there_are_positions_is_served_and_cut_there(tmp_path, family):
+    checkpoint = write_tokenized(tmp_path, family, longest=10**30, max_position_embeddings=34)
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    assert engine.max_tokens == 32
+    texts = ["my card " * 40]
+    theirs = SentenceTransformer(str(checkpoint.folder), device="cpu")
+    theirs.max_seq_length = 32
+    np.testing.assert_allclose(engine.embed(texts), theirs.encode(texts), atol=FLOAT32)
+
+
+@pytest.mark.parametrize("labels", [(), ("a", "b")], ids=["embed", "classify"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_weights_of_a_layer_are_held_once(tmp_path, name, labels):
+    checkpoint = read_checkpoint(write_family(tmp_path, ENCODERS[name].made(), labels))
+    read, held = models._read_weights, []
+
+    def noted(*arguments):
+        model = read(*arguments)
+        held.extend(
+            weakref.ref(module)
+            for part, module in model.base_model.named_modules()
+            if isinstance(module, torch.nn.Linear) and ".layer" in f".{part}"
+        )
+        return model
+
+    with mock.patch.object(models, "_read_weights", noted):
+        model = load_model(checkpoint, torch.float32, reused_heads=[2, 0, 4])
+    gc.collect()
+    assert len(model.layers) < len(held)
+    assert not any(module() for module in held)
