@@ -76,6 +76,8 @@ def _attention_with_its_norm(layer: Any) -> list[tuple[nn.Module, GivenBack]]:
     if hasattr(layer, "self_attn"):
         # Its norms are before it or, without a bias, make nothing of nothing.
         return [(layer.self_attn, torch.zeros_like)]
+    if hasattr(layer, "sa_layer_norm"):
+        return [(layer.attention, torch.zeros_like), (layer.sa_layer_norm, _input)]
     return [(layer.attention, _input)]
 
 
