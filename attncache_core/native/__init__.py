@@ -1,6 +1,8 @@
 """The compiled attention kernel: attention.c, for the level of this processor.
 
-    kernel()  ->  attend(...)   maps @ V of packed sequences, the maps computed or read from records
+    kernel()  ->  attend(...)       maps @ V of packed sequences, the maps computed
+                  apply_maps(...)   the same, the maps read from records
+                  rotate(...)       rotary positions
 
 It is called with plain pointers, lets go of the interpreter lock, and works with the threads that torch has.
 Where it was not built, or tensors live on another device, attention runs on torch's own operators.
@@ -18,21 +20,24 @@ import numpy as np
 import torch
 
 _NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_TENSORS = ("query", "key", "value", "context")
 _POINTERS = ("key_heads", "value_heads", "offsets", "maps", "kept", "runs")
 _COUNTS = ("run_count", "heads", "key_width", "width", "type", "map_type", "before", "after", "packed")
 _NO_BOUND = 2**31 - 1
 
 
+def _tensor_fields(name: str) -> tuple[tuple[str, type], ...]:
+    """A `tensor`, field by field in the structure that holds it: so they are set sooner."""
+    return (name, ctypes.c_void_p), (f"{name}_token", ctypes.c_int64), (f"{name}_head", ctypes.c_int64)
+
+
 class _Attention(ctypes.Structure):
-    """`attention` in attention.c, field by field, those of its tensors among them: so they are set sooner."""
+    """`attention` in attention.c."""
 
     _fields_ = (
-        *(
-            (name + field, kind)
-            for name in _TENSORS
-            for field, kind in (("", ctypes.c_void_p), ("_token", ctypes.c_int64), ("_head", ctypes.c_int64))
-        ),
+        *_tensor_fields("query"),
+        *_tensor_fields("key"),
+        *_tensor_fields("value"),
+        *_tensor_fields("context"),
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int32) for name in _COUNTS),
         ("scale", ctypes.c_float),
@@ -42,16 +47,28 @@ class _Attention(ctypes.Structure):
     )
 
 
+class _Rotation(ctypes.Structure):
+    """`rotation` in rotary.h."""
+
+    _fields_ = (
+        *_tensor_fields("x"),
+        *((name, ctypes.c_void_p) for name in ("cosine", "sine", "positions")),
+        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("heads", "half", "type", "threads")),
+        ("next", ctypes.c_int64),
+    )
+
+
 class AttentionKernel:
     """One compiled level of the kernel."""
 
     def __init__(self, level: str, library: Path) -> None:
         self.level = level
         loaded = ctypes.CDLL(str(library))
-        loaded.attend.argtypes = [ctypes.c_void_p]
-        loaded.attend.restype = None
+        for function in (loaded.attend, loaded.rotate):
+            function.argtypes, function.restype = [ctypes.c_void_p], None
         loaded.set_parallel.argtypes = [ctypes.c_void_p]
-        self._attend = loaded.attend
+        self._attend, self._rotate = loaded.attend, loaded.rotate
         pool = _torch_openmp()
         if pool is not None:
             loaded.set_parallel(ctypes.cast(pool.GOMP_parallel, ctypes.c_void_p))
@@ -128,6 +145,22 @@ class AttentionKernel:
         job.runs, job.run_count = runs.ctypes.data, len(runs) - 1
         job.value_heads = _address(value_heads, value.shape[1], job.heads)
         self._attend(ctypes.addressof(job))
+
+    def rotate(
+        self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Turn the first r numbers of each head of `x` [tokens, heads, d] by its token's position, in place.
+
+        The pairs are i and i + r/2 (Su et al. 2021, in the layout of Hugging Face's `rotate_half`). cosine,
+        sine: contiguous float32 [positions, r/2]. positions: contiguous int64 [tokens], rows of theirs. The
+        numbers of a head of `x` are contiguous. Computed in float32, rounded once.
+        """
+        job = _Rotation()
+        job.x, (job.x_token, job.x_head, _) = x.data_ptr(), x.stride()
+        job.cosine, job.sine, job.positions = cosine.data_ptr(), sine.data_ptr(), positions.data_ptr()
+        job.tokens, job.heads, _ = x.shape
+        job.half, job.type, job.threads = sine.shape[1], _NUMBER_TYPES[x.dtype], torch.get_num_threads()
+        self._rotate(ctypes.addressof(job))
 
 
 def _job(

@@ -1,4 +1,4 @@
-// Attention over packed sequences of any lengths, and maps @ V straight from a mapped file.
+// Attention over packed sequences of any lengths, and maps @ V straight from a mapped file; rotary positions.
 //
 // A task is one head of one sequence (or of several that share a record). K and V of that head are laid out
 // once for the vector unit and stay in the processor's cache; eight rows of the map at a time are then
@@ -148,3 +148,5 @@ void attend(attention *job) {
     if (job->chunk < 1) job->chunk = 1;
     parallel(work, job, (unsigned)job->threads, 0);
 }
+
+#include "rotary.h"

@@ -147,21 +147,21 @@ static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAM
 static void NAME(read_rows)(const attention *job, const NAME(task) *task, NAME(tile_of_map) *tile) {
     const int length = task->length, end = tile->row + tile->rows;
     const size_t bytes = number_bytes(job->map_type);
-    const char *maps = job->maps[task->first_sequence] + (size_t)tile->first * bytes;
+    const size_t row_bytes = (size_t)(job->packed ? tile->row + 1 : length) * bytes;
+    const char *map = job->maps[task->first_sequence] +
+                      (map_row(job, task->head, tile->row, length) + tile->first) * bytes;
     for (int r = 0; r < tile->rows; r++) tile->share[r] = 1;
     // In place, unless the rows are of another type or the last word would reach beyond the record.
     if (PAIRS && !job->packed && (tile->first + tile->steps * NUMBERS <= length || end < length)) {
-        tile->left = maps + map_row(job, task->head, tile->row, length) * bytes;
-        tile->left_bytes = (size_t)length * bytes;
+        tile->left = map;
+        tile->left_bytes = row_bytes;
         return;
     }
     tile->left = (const char *)task->weights;
     tile->left_bytes = (size_t)tile->columns * 4 / NUMBERS;
-    for (int r = 0; r < tile->rows; r++) {
-        const int token = tile->row + r, count = band_end(job, token, length) - tile->first;
-        NAME(copy_map_row)(maps + map_row(job, task->head, token, length) * bytes, job->map_type, count,
-                           tile->columns, (char *)task->weights + (size_t)r * tile->left_bytes);
-    }
+    const int count = (job->packed ? tile->row + 1 : band_end(job, end - 1, length)) - tile->first;
+    NAME(copy_map_rows)(map, row_bytes, job->map_type, job->packed, tile->rows, count, tile->columns,
+                        (char *)task->weights);
 }
 
 static NAME(task) NAME(task_of)(const attention *job, int run, int head, laid_out *ready) {

@@ -67,15 +67,21 @@ static void NAME(lay_out_value)(const char *from, size_t from_bytes, number_type
 #endif
 }
 
-// The numbers of a row of a map from column `first` on, `count` of them, then zeros up to `columns`.
-// Nothing behind them is read: a record may end there.
-INLINE void NAME(copy_map_row)(const char *from, number_type type, int count, int columns, char *to) {
-    for (int at = 0; at < columns; at += LANES) {
-        const char *next = from + (size_t)at * number_bytes(type);
+// `count` numbers of each row of a map, then zeros up to `columns`; packed rows grow by one number from row to
+// row, and so does their count. Nothing behind them is read: a record may end there.
+static void NAME(copy_map_rows)(const char *from, size_t from_bytes, number_type type, int packed, int rows,
+                                int count, int columns, char *to) {
+    const size_t bytes = number_bytes(type);
+    for (int r = 0; r < rows; r++, to += (size_t)columns * 4 / NUMBERS) {
+        for (int at = 0; at < columns; at += LANES)
 #if PAIRS
-        *(halves *)(to + 2 * at) = halves_some(next, count - at);
+            *(halves *)(to + 2 * at) = at + LANES <= count ? *(const halves_unaligned *)(from + 2 * at)
+                                                           : halves_some(from + 2 * at, count - at);
 #else
-        *(floats *)(to + 4 * at) = at < count ? load_some(next, type, count - at) : every(0);
+            *(floats *)(to + 4 * at) =
+                at < count ? load_some(from + (size_t)at * bytes, type, count - at) : every(0);
 #endif
+        from += from_bytes;
+        if (packed) from_bytes += bytes, count++;
     }
 }
