@@ -262,9 +262,12 @@ def test_tokens_beyond_the_band_are_left_out(kernel, place, before, after, dtype
     offsets, own = offsets_of([120]), joined_projection(120, 1, 32, dtype)
     band = {"before": before, "after": after}
     query, key, value = (part.clone() for part in own)
+    attended = band_of(120, before, after)[:, place]
+    key[place] = query[0] * 2.0**20  # no score beyond the band is a row's largest
+    expected = attend(kernel, *own, offsets, **band)
+    assert torch.equal(attend(kernel, query, key, own[2], offsets, **band)[~attended], expected[~attended])
     key[place] = float("nan")
     found = attend(kernel, query, key, own[2], offsets, **band).isnan().all(dim=-1).flatten()
-    attended = band_of(120, before, after)[:, place]
     assert torch.equal(found, attended)
     value[place] = float("nan")
     found = attend(kernel, query, own[1], value, offsets, **band).isnan().all(dim=-1).flatten()
