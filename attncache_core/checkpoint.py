@@ -12,20 +12,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from attncache_core.errors import ModelNotFound, UnsupportedModel
+from attncache_core.errors import InvalidInput, ModelNotFound, UnsupportedModel
+from attncache_core.prompts import Template
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 Task = Literal["embed", "classify"]
+PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
@@ -41,7 +44,6 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "added_tokens.json",
 )
-_POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 # The flags that sentence-transformers wrote before version 6, in the order in which it joins the modes.
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -90,7 +92,8 @@ class Checkpoint:
     normalize: bool  # the model's own way; a request may say otherwise
     max_tokens: int | None  # None: what the tokenizer and the positions allow
     lowercase: bool
-    default_prompt: str  # put before every text; "" for none
+    template: Template  # what stands round every text, unless a request says otherwise
+    prompts: Mapping[str, str]  # by the names that a request may give; each stands before a text
     dropped: DroppedLayers = DroppedLayers()
     quantization: Quantization | None = None  # of the layers' linear weights, once they are read
 
@@ -112,10 +115,26 @@ class Checkpoint:
         padding = 1 if family == "mpnet" else self.config.get("pad_token_id", 1)
         return positions - padding - 1
 
+    def adapted(self, *, template: Template | None = None, pooling: PoolingMode | None = None) -> Checkpoint:
+        """The same model used in another way than its folder says; None leaves a matter as it is.
+
+        Raises InvalidInput where the model has no such choice.
+        """
+        if pooling and self.task == "classify":
+            raise InvalidInput(
+                f"pooling is of embeddings, and model {self.name} is a classifier; leave it out",
+                field="pooling",
+            )
+        return replace(
+            self,
+            template=template or self.template,
+            pooling=replace(self.pooling, modes=(pooling,)) if pooling else self.pooling,
+        )
+
     def fingerprint(self) -> str:
         """SHA-256 over what decides the attention maps: architecture, weights, tokenizer and variant.
 
-        Not the compute dtype, the pooling or the prompt: they leave the maps of given tokens alone.
+        Not the compute dtype, the pooling or the template: they leave the maps of given tokens alone.
         Reads every weight file once in the life of the process, and again should it change.
         """
         digest = hashlib.sha256()
@@ -132,9 +151,11 @@ class Checkpoint:
         return digest.hexdigest()
 
     def embedding_fingerprint(self) -> str:
-        """SHA-256 over what decides a text's embedding: the maps' fingerprint, pooling and prompt too."""
+        """SHA-256 over what decides a text's embedding: the maps' fingerprint, pooling and template too."""
         way = [self.fingerprint(), self.pooling.modes, self.pooling.include_prompt]
-        way += [self.max_tokens, self.lowercase, self.default_prompt]
+        way += [self.max_tokens, self.lowercase, self.template.prefix]
+        # Left out where there is none, so that classifiers fitted before there were suffixes stay good.
+        way += [self.template.suffix] if self.template.suffix else []
         return hashlib.sha256(json.dumps(way).encode()).hexdigest()
 
 
@@ -171,8 +192,8 @@ def read_checkpoint(folder: Path, *, name: str | None = None, source: str = "fol
             field="model",
         )
     settings = _read_json(transformer / "sentence_bert_config.json", {})
-    prompts = _read_json(folder / "config_sentence_transformers.json", {})
-    default_prompt = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name") or "", "")
+    prompting = _read_json(folder / "config_sentence_transformers.json", {})
+    prompts = prompting.get("prompts") or {}
     classifier = any("ForSequenceClassification" in name for name in config.get("architectures") or [])
     return Checkpoint(
         name=name or folder.name,
@@ -184,7 +205,8 @@ def read_checkpoint(folder: Path, *, name: str | None = None, source: str = "fol
         normalize="Normalize" in modules,
         max_tokens=settings.get("max_seq_length"),
         lowercase=bool(settings.get("do_lower_case", False)),
-        default_prompt=default_prompt,
+        template=Template(prefix=prompts.get(prompting.get("default_prompt_name") or "", "")),
+        prompts=prompts,
     )
 
 
@@ -213,7 +235,7 @@ def _read_pooling(folder: Path) -> Pooling:
     if modes is None:
         modes = [mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)] or ["mean"]
     modes = (modes,) if isinstance(modes, str) else tuple(modes)
-    unknown = sorted(set(modes) - set(_POOLING_MODES))
+    unknown = sorted(set(modes) - set(get_args(PoolingMode)))
     if unknown:
         raise UnsupportedModel(f"pooling {', '.join(unknown)} of {folder} is not served", field="model")
     return Pooling(modes, bool(config.get("include_prompt", True)))

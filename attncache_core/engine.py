@@ -30,6 +30,7 @@ from attncache_core.memory import keep_freed_memory
 from attncache_core.models import PackedModel, load_model
 from attncache_core.outputs import Judge, Measure, normalize
 from attncache_core.processor import processor_name
+from attncache_core.prompts import Prompt, Reading, Template
 from attncache_core.threads import limit_faiss, limit_threads
 from attncache_core.tokenizer import TextTokenizer
 from attncache_core.tokens import TokenBatch, pack
@@ -141,18 +142,43 @@ class PrefillEngine:
             return tuple(names[key] for key in sorted(names, key=int))
         return None
 
-    def tokenize(self, texts: Sequence[str], truncate: bool = True) -> list[list[int]]:
-        """Token ids of each text. Thread safe. Raises InputTooLong where `truncate` is False."""
-        return self.tokenizer.tokenize(texts, truncate=truncate)
+    @property
+    def default_prompt(self) -> Prompt:
+        """The checkpoint's template, made ready."""
+        return self.tokenizer.default_prompt
 
-    def embed(self, texts: Sequence[str], *, reuse: bool = True) -> np.ndarray:
-        """Embeddings float32 [texts, d] of a list of texts, of unit length if the model's are."""
+    def tokenize(
+        self, texts: Sequence[str], truncate: bool = True, prompt: Prompt | None = None
+    ) -> list[list[int]]:
+        """Token ids of each text, in the checkpoint's template or another prompt. Thread safe.
+
+        Raises InputTooLong where `truncate` is False.
+        """
+        return self.tokenizer.tokenize(texts, truncate=truncate, prompt=prompt)
+
+    def named_prompt(self, name: str) -> Prompt:
+        """The checkpoint's prompt of this name, instead of its default one. Raises InvalidInput."""
+        prompts = self.checkpoint.prompts
+        if name not in prompts:
+            known = f"known are: {', '.join(prompts)}" if prompts else "the model has none"
+            raise InvalidInput(f"prompt_name is none of the model's prompts; {known}", field="prompt_name")
+        return self.tokenizer.prompt(Template(prefix=prompts[name]), field="prompt_name")
+
+    def embed(
+        self, texts: Sequence[str], *, reuse: bool = True, prompt_name: str | None = None
+    ) -> np.ndarray:
+        """Embeddings float32 [texts, d] of a list of texts, of unit length if the model's are.
+
+        prompt_name: one of the checkpoint's prompts, instead of its default one.
+        """
         if self.task != "embed":
             raise InvalidInput("the model is a classifier and gives no embeddings", field="model")
         if not texts:
             return np.zeros((0, self.model.hidden_size * len(self.checkpoint.pooling.modes)), np.float32)
-        sequences = self.tokenize(texts)
-        outputs = self.run(sequences, [reuse] * len(sequences)).outputs
+        prompt = self.default_prompt if prompt_name is None else self.named_prompt(prompt_name)
+        sequences = self.tokenize(texts, prompt=prompt)
+        readings = [prompt.reading] * len(sequences)
+        outputs = self.run(sequences, [reuse] * len(sequences), readings).outputs
         return normalize(outputs) if self.checkpoint.normalize else outputs
 
     def class_logits(self, outputs: np.ndarray) -> np.ndarray:
@@ -166,14 +192,20 @@ class PrefillEngine:
         return outputs
 
     @torch.inference_mode()
-    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> PrefillResult:
+    def run(
+        self,
+        sequences: Sequence[Sequence[int]],
+        reuse: Sequence[bool],
+        readings: Sequence[Reading] | None = None,
+    ) -> PrefillResult:
         """Run token sequences through the model.
 
         reuse: for each sequence whether its attention maps may come from the database.
+        readings: of each sequence, as its prompt has it; None: all have the checkpoint's template.
         """
         started = time.perf_counter()
         limit_faiss(self.threads)  # this may be another thread than the one that loaded
-        batch = pack(sequences)
+        batch = pack(sequences, [reading.prompt_tokens for reading in readings] if readings else None)
         hidden = self.model.embed(batch)
         searched = time.perf_counter()
         plan = self._plan(batch, self.model.search_input(hidden), np.asarray(reuse, dtype=bool)[batch.order])
@@ -259,6 +291,9 @@ class PrefillEngine:
             "variant": self.checkpoint.variant,
             "task": self.task,
             "labels": list(self.labels or ()),
+            "template": str(self.checkpoint.template),
+            "prompts": list(self.checkpoint.prompts),
+            "pooling": self.checkpoint.pooling.modes if self.task == "embed" else None,
             "max_tokens": self.max_tokens,
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": self.threads,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 
 import numpy as np
 import torch
 
 from attncache_core.checkpoint import Pooling
-from attncache_core.tokens import TokenBatch
+from attncache_core.tokens import TokenBatch, by_sequence
 
 
 class Measure(StrEnum):
@@ -23,14 +24,25 @@ class Measure(StrEnum):
 def pool(hidden: torch.Tensor, batch: TokenBatch, pooling: Pooling, prompt_tokens: int = 0) -> torch.Tensor:
     """One float32 vector a sequence, [sequences, modes * hidden], from [tokens, hidden], in packed order.
 
-    As sentence-transformers pools: with `include_prompt` off, the first `prompt_tokens` of each sequence
-    are left out (of all modes but the last token's; weighted means keep their positions' weights).
+    As sentence-transformers pools: with `include_prompt` off, the first `prompt_tokens` of each sequence (or
+    the batch's own, where its prompts differ) are left out (of all modes but the last token's; weighted means
+    keep their positions' weights).
     """
-    skipped = 0 if pooling.include_prompt else prompt_tokens
+    skipped = np.full(len(batch.lengths), 0 if pooling.include_prompt else prompt_tokens)
+    if batch.prompt_tokens is not None and not pooling.include_prompt:
+        skipped = batch.prompt_tokens
+    # Where a text adds no token to its prompt's, the last one is all there is to pool.
+    skipped = np.minimum(skipped, batch.lengths - 1)
     parts = []
     for group in batch.groups():
-        vectors = hidden[group.tokens].view(group.count, group.length, -1).float()
-        parts.append(torch.cat([_pool(vectors, mode, skipped) for mode in pooling.modes], dim=1))
+        vectors = by_sequence(hidden, group).float()
+        first = 0
+        for count, alike in groupby(skipped[group.sequences].tolist()):
+            stop = first + len(list(alike))
+            parts.append(
+                torch.cat([_pool(vectors[first:stop], mode, count) for mode in pooling.modes], dim=1)
+            )
+            first = stop
     return torch.cat(parts)
 
 

@@ -8,17 +8,21 @@ from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
 
 from attncache_core.checkpoint import Checkpoint
-from attncache_core.errors import InputTooLong, UnsupportedModel
+from attncache_core.errors import InputTooLong, InvalidInput, UnsupportedModel
+from attncache_core.prompts import Prompt, Reading, Template
 
 # A tokenizer without a limit of its own says 10^30.
 _NO_LIMIT = 10**9
 
 
 class TextTokenizer:
-    """A fast tokenizer with the checkpoint's prompt, case and longest sequence. Thread safe."""
+    """A fast tokenizer with the checkpoint's template, case and longest sequence. Thread safe."""
 
     def __init__(self, checkpoint: Checkpoint, max_tokens: int | None = None) -> None:
-        """max_tokens: cut texts to so many, if that is fewer than the model takes."""
+        """max_tokens: cut texts to so many, if that is fewer than the model takes.
+
+        Raises UnsupportedModel, and InvalidInput for a template that leaves no room for a text.
+        """
         loaded = AutoTokenizer.from_pretrained(checkpoint.folder)
         if not loaded.is_fast:
             raise UnsupportedModel(
@@ -30,36 +34,75 @@ class TextTokenizer:
             max_tokens or _NO_LIMIT,
         ]
         self.max_tokens = int(min(limits))
-        self._prompt = checkpoint.default_prompt
         self._tokenizer: Tokenizer = loaded.backend_tokenizer
         if checkpoint.lowercase:
             # In the tokenizer, which leaves special tokens in a text alone.
             own = [self._tokenizer.normalizer] if self._tokenizer.normalizer else []
             self._tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
         self._tokenizer.no_padding()
-        # The special tokens at the end stay when a text is cut; what was cut off comes as `overflowing`.
-        self._tokenizer.enable_truncation(self.max_tokens)
+        # Texts are cut here: the tokenizer would cut what stands behind them.
+        self._tokenizer.no_truncation()
+        self.default_prompt = self.prompt(checkpoint.template)
 
-    def tokenize(self, texts: Sequence[str], *, truncate: bool) -> list[list[int]]:
-        """Token ids of each text, at most `max_tokens` each.
+    def prompt(self, template: Template, *, field: str = "template") -> Prompt:
+        """The template made ready. Raises InvalidInput, naming `field`, if it leaves no room for a text."""
+        if template != Template() and len(self._tokenizer.encode(template.around("")).ids) >= self.max_tokens:
+            raise _no_room(self.max_tokens, field)
+        return Prompt(template, Reading(self._front_tokens(template.prefix)))
 
+    def tokenize(
+        self, texts: Sequence[str], *, truncate: bool, prompt: Prompt | None = None
+    ) -> list[list[int]]:
+        """Token ids of each text in its template, at most `max_tokens` each.
+
+        A text is cut at its end; the template, and the tokens that open and close a sequence, stay whole.
         Raises InputTooLong, naming the text, if one is longer and `truncate` is False.
         """
-        encodings = self._tokenizer.encode_batch_fast([self._prompt + text for text in texts])
-        if not truncate:
-            for index, encoding in enumerate(encodings):
-                if encoding.overflowing:
+        template = (prompt or self.default_prompt).template
+        encodings = self._tokenizer.encode_batch_fast([template.around(text) for text in texts])
+        sequences: list[list[int]] = [encoding.ids for encoding in encodings]
+        for index, ids in enumerate(sequences):
+            if len(ids) > self.max_tokens:
+                if not truncate:
                     raise InputTooLong(
                         f"the text has more than {self.max_tokens} tokens; shorten it or allow truncation",
                         field=f"inputs[{index}]",
                     )
-        return [encoding.ids for encoding in encodings]
+                sequences[index] = self._cut(texts[index], template, len(ids) - self.max_tokens)
+        return sequences
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that the prompt takes at the front of a sequence, leading special tokens included."""
-        if not self._prompt:
+        """Tokens that the checkpoint's template takes at the front of a sequence."""
+        return self.default_prompt.reading.prompt_tokens
+
+    def _cut(self, text: str, template: Template, surplus: int) -> list[int]:
+        """The text's tokens in its template without the last `surplus` ones of the text."""
+        encoding = self._tokenizer.encode(template.around(text))
+        first, end = len(template.prefix), len(template.prefix) + len(text)
+        # A token on the border counts to the text before it, but to the template behind it.
+        own = [
+            place
+            for place, ((_, stop), special) in enumerate(
+                zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
+            )
+            if first < stop <= end and not special
+        ]
+        if surplus > len(own):
+            raise _no_room(self.max_tokens, "template")
+        gone = set(own[len(own) - surplus :])
+        return [token for place, token in enumerate(encoding.ids) if place not in gone]
+
+    def _front_tokens(self, prefix: str) -> int:
+        """Tokens that a prefix takes at the front of a sequence, leading special tokens included."""
+        if not prefix:
             return 0
-        encoded = self._tokenizer.encode(self._prompt)
-        # The token that closes every sequence is not the prompt's.
+        encoded = self._tokenizer.encode(prefix)
+        # The token that closes every sequence is not the prefix's.
         return len(encoded.ids) - encoded.special_tokens_mask[-1]
+
+
+def _no_room(max_tokens: int, field: str) -> InvalidInput:
+    return InvalidInput(
+        f"{field} leaves no room for a text within {max_tokens} tokens; shorten it", field=field
+    )

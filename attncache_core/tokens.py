@@ -45,6 +45,8 @@ class TokenBatch:
     ids: torch.Tensor  # int64 [tokens]
     lengths: np.ndarray  # int64 [sequences]
     order: np.ndarray  # int64 [sequences]
+    # int64 [sequences], tokens at the front that are a prompt's; None: as many as the model's own prompt has.
+    prompt_tokens: np.ndarray | None = None
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -76,7 +78,8 @@ class TokenBatch:
         index = torch.from_numpy(
             np.repeat(self.offsets[permutation] - starts[:-1], lengths) + np.arange(starts[-1])
         )
-        return TokenBatch(self.ids[index], lengths, self.order[permutation]), index
+        prompt_tokens = None if self.prompt_tokens is None else self.prompt_tokens[permutation]
+        return TokenBatch(self.ids[index], lengths, self.order[permutation], prompt_tokens), index
 
     def in_callers_order(self, rows: np.ndarray) -> np.ndarray:
         """Rows [sequences, ...] in packed order, returned in the order the sequences were given in."""
@@ -85,14 +88,18 @@ class TokenBatch:
         return result
 
 
-def pack(sequences: Sequence[Sequence[int]]) -> TokenBatch:
-    """Token sequences (each of at least one token) packed in order of their length."""
+def pack(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None = None) -> TokenBatch:
+    """Token sequences (each of at least one token) packed in order of their length.
+
+    prompt_tokens: of each, where prompts differ; see TokenBatch.
+    """
     lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
     if not len(lengths) or lengths.min() < 1:
         raise ValueError("a batch needs at least one sequence, and a sequence at least one token")
     order = np.argsort(lengths, kind="stable")
     ids = np.concatenate([np.asarray(sequences[i], dtype=np.int64) for i in order])
-    return TokenBatch(torch.from_numpy(ids), lengths[order], order)
+    own = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[order]
+    return TokenBatch(torch.from_numpy(ids), lengths[order], order, own)
 
 
 def by_sequence(packed: torch.Tensor, group: Group) -> torch.Tensor:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attncache_core import InvalidInput, Outcome, PrefillEngine, PrefillResult
+from attncache_core.prompts import Prompt
 from service.errors import InternalError, QueueFull, log_failure
 from service.metrics import Metrics
 from service.verifier import Verifier
@@ -69,6 +70,7 @@ class _Job:
     """One request on its way. If its future is done before its rows are there, nobody waits any more."""
 
     texts: list[str]
+    prompt: Prompt
     truncate: bool
     reuse: bool
     counted: bool
@@ -117,15 +119,24 @@ class Batcher:
         return self._waiting_sequences
 
     def submit(
-        self, texts: list[str], *, truncate: bool, reuse: bool, counted: bool = True
+        self,
+        texts: list[str],
+        *,
+        truncate: bool,
+        reuse: bool,
+        counted: bool = True,
+        prompt: Prompt | None = None,
     ) -> asyncio.Future[Rows]:
         """Rows for these texts, some time later; raises QueueFull at once if they do not fit into the queue.
 
-        Cancelling the future takes what still waits out of the queue. It fails with InputTooLong, or with
-        InternalError. With `counted` off the sequences are left out of the metric of outcomes.
+        The prompt is the checkpoint's own, unless another is given. Cancelling the future takes what still
+        waits out of the queue. It fails with InputTooLong, or with InternalError. With `counted` off the
+        sequences are left out of the metric of outcomes.
         """
         self._admit(len(texts))
-        job = _Job(texts, truncate, reuse, counted, self._loop.create_future())
+        job = _Job(
+            texts, prompt or self._engine.default_prompt, truncate, reuse, counted, self._loop.create_future()
+        )
         job.future.add_done_callback(lambda _: self._withdraw(job))
         self._tokenize_threads.submit(self._tokenize, job)
         return job.future
@@ -166,7 +177,7 @@ class Batcher:
         started = time.perf_counter()
         try:
             if not job.future.done():
-                job.sequences = self._engine.tokenize(job.texts, job.truncate)
+                job.sequences = self._engine.tokenize(job.texts, job.truncate, job.prompt)
         # A panic in a compiled tokenizer is no Exception, and the client must hear of it all the same.
         except BaseException as error:
             with self._lock:
@@ -246,7 +257,8 @@ class Batcher:
         started = time.perf_counter()
         sequences = [ids for job, start, stop in shares for ids in job.sequences[start:stop]]
         reuse = [job.reuse for job, start, stop in shares for _ in range(start, stop)]
-        result = self._engine.run(sequences, reuse)
+        readings = [job.prompt.reading for job, start, stop in shares for _ in range(start, stop)]
+        result = self._engine.run(sequences, reuse, readings)
         parts = _parts(shares, result)
         self._note_speed(result.tokens, time.perf_counter() - started)
         # Before the answers leave: who has one finds it counted. (Afterwards would be no faster, since this
@@ -258,7 +270,7 @@ class Batcher:
                 self._metrics.observe_outcomes(part.outcomes)
         self._deliver(shares, parts)
         if self._verifier:
-            self._verifier.offer(sequences, result)
+            self._verifier.offer(sequences, readings, result)
 
     def _deliver(self, shares: list[_Share], parts: list[Rows]) -> None:
         finished: list[tuple[_Job, Rows]] = []

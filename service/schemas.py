@@ -54,6 +54,9 @@ class EmbedRequest(_Request):
     """Texts to embed."""
 
     normalize: bool = Field(True, description="Bring every embedding to unit length.")
+    prompt_name: Text | None = Field(
+        None, description="One of the model's prompts (/info lists them), instead of its default one."
+    )
 
 
 class ClassifyRequest(_Request):

@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from attncache_core import DEFAULT_MODEL, Fetch, Quantization
 from attncache_core.attention_maps.policy import Preset
+from attncache_core.checkpoint import PoolingMode
 from attncache_core.engine import Dtype
 from service.errors import InvalidSettings
 
@@ -42,6 +43,14 @@ class Settings(BaseModel):
     )
     drop_block: str = Field(
         "", description="Layers to leave out as a whole, like 10,12 or 8-11. A database is bound to it."
+    )
+    template: Path | None = Field(
+        None,
+        description="File with a text that holds {} once, where each input goes, instead of the model's "
+        "default prompt.",
+    )
+    pooling: PoolingMode | None = Field(
+        None, description="How token vectors become an embedding, instead of the model's own way."
     )
     database: Path | None = Field(
         None, description="Attention database; without it the default one, built on the first start."

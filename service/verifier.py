@@ -22,6 +22,7 @@ from attncache_core import PrefillEngine, PrefillResult
 from attncache_core.attention_maps.policy import ReusePolicy
 from attncache_core.attention_maps.verification import Shortfall, VerifiedHits
 from attncache_core.outputs import Measure
+from attncache_core.prompts import Reading
 from service.errors import log_failure
 from service.metrics import Metrics
 
@@ -39,6 +40,7 @@ class _Hit(NamedTuple):
     """A hit that is to be verified. Token ids are a user's text: they live no longer than this."""
 
     ids: Sequence[int]
+    reading: Reading
     output: np.ndarray  # float32 [dimensions], what the client got
 
 
@@ -87,12 +89,15 @@ class Verifier:
         """Verify nothing more, so that a server which shuts down need not wait for it."""
         self._stopped = True
 
-    def offer(self, sequences: Sequence[Sequence[int]], result: PrefillResult) -> None:
+    def offer(
+        self, sequences: Sequence[Sequence[int]], readings: Sequence[Reading], result: PrefillResult
+    ) -> None:
         """Choose among the hits of a batch, whose answers are on their way; beyond a bound the oldest go."""
-        for ids, outcome, output in zip(sequences, result.outcomes, result.outputs, strict=True):
+        batch = zip(sequences, readings, result.outcomes, result.outputs, strict=True)
+        for ids, reading, outcome, output in batch:
             if outcome.is_hit and self._chance.random() < self._rate:
                 # A copy: a view would keep the outputs of the whole batch.
-                self._pending.append(_Hit(ids, output.copy()))
+                self._pending.append(_Hit(ids, reading, output.copy()))
         surplus = max(0, len(self._pending) - _MOST_PENDING)
         for _ in range(surplus):
             self._pending.popleft()
@@ -119,7 +124,8 @@ class Verifier:
         return taken
 
     def _verify(self, hits: list[_Hit]) -> None:
-        full = self._engine.run([hit.ids for hit in hits], [False] * len(hits)).outputs
+        sequences, readings = [hit.ids for hit in hits], [hit.reading for hit in hits]
+        full = self._engine.run(sequences, [False] * len(hits), readings).outputs
         with_reuse = np.stack([hit.output for hit in hits])
         self._metrics.observe_verified(self._cosine.fidelity(with_reuse, full))
         fidelities = self._judge.fidelity(with_reuse, full)

@@ -115,6 +115,19 @@ def write_sentence_transformer(
 ) -> Path:
     """A tiny BERT as a sentence-transformers folder: its module list, settings, prompts and pooling."""
     write_model(folder, **model)
+    write_modules(folder, pooling, settings, prompts, normalize, model.get("hidden_size", 32))
+    return folder
+
+
+def write_modules(
+    folder: Path,
+    pooling: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    prompts: dict[str, Any] | None = None,
+    normalize: bool = True,
+    dimensions: int = 32,
+) -> None:
+    """What makes a model's folder one of sentence-transformers."""
     modules = ["Transformer", "Pooling", "Normalize"] if normalize else ["Transformer", "Pooling"]
     paths = ["", "1_Pooling", "2_Normalize"]
     listed = [
@@ -124,7 +137,7 @@ def write_sentence_transformer(
     for path in paths[1 : len(modules)]:
         (folder / path).mkdir(parents=True, exist_ok=True)
     write_json(folder / "modules.json", listed)
-    flags = {"word_embedding_dimension": model.get("hidden_size", 32)}
+    flags = {"word_embedding_dimension": dimensions}
     write_json(folder / "1_Pooling/config.json", flags | (pooling or {"pooling_mode_mean_tokens": True}))
     write_json(
         folder / "sentence_bert_config.json",
@@ -133,7 +146,6 @@ def write_sentence_transformer(
     write_json(
         folder / "config_sentence_transformers.json", prompts or {"prompts": {}, "default_prompt_name": None}
     )
-    return folder
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModel
 from attncache_core.checkpoint import Checkpoint, Pooling, Quantization, read_checkpoint
 from attncache_core.engine import PrefillEngine
 from attncache_core.errors import UnsupportedModel
+from attncache_core.prompts import Template
 
 
 @pytest.fixture
@@ -45,14 +46,15 @@ def test_sentence_transformers_folder_is_described_whole(tmp_path):
         normalize=True,
         max_tokens=40,
         lowercase=True,
-        default_prompt="query: ",
+        template=Template(prefix="query: "),
+        prompts={"ask": "query: ", "none": ""},
     )
 
 
 def test_plain_encoder_is_pooled_by_its_mean_and_not_normalised(tmp_path):
     checkpoint = read_checkpoint(write_model(tmp_path))
     assert (checkpoint.task, checkpoint.pooling, checkpoint.normalize) == ("embed", Pooling(("mean",)), False)
-    assert (checkpoint.max_tokens, checkpoint.default_prompt) == (None, "")
+    assert (checkpoint.max_tokens, checkpoint.template, checkpoint.prompts) == (None, Template(), {})
 
 
 def test_sequence_classification_model_is_a_classifier(tiny_classifier_checkpoint):
@@ -232,7 +234,7 @@ def test_fingerprint_leaves_pooling_and_prompt_aside(copied):
     write_json(
         copied / "config_sentence_transformers.json", {"prompts": {"a": "my "}, "default_prompt_name": "a"}
     )
-    assert read_checkpoint(copied).default_prompt == "my "
+    assert read_checkpoint(copied).template.prefix == "my "
     assert read_checkpoint(copied).fingerprint() == before
 
 

@@ -164,6 +164,9 @@ def test_info_names_model_dtype_threads_and_database(tiny_checkpoint, tiny_engin
     assert engine.info() == {
         "model": "tiny-bert",
         "model_source": "folder",
+        "template": "{}",
+        "prompts": [],
+        "pooling": ("mean",),
         "variant": {},
         "task": "embed",
         "labels": [],

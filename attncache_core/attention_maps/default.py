@@ -16,10 +16,10 @@ from attncache_core.engine import Dtype, PrefillEngine
 
 
 def default_database_folder(checkpoint: Checkpoint, cache_dir: Path | None = None) -> Path:
-    """Where the default database of this model and format lies: one folder per fingerprint."""
+    """Where the default database of this model, used in this way, and of this format lies."""
     name = re.sub(r"[^\w.-]+", "-", Path(checkpoint.name).name)
     base = cache_dir or user_cache_path("attncache")
-    return base / "databases" / f"{name}-{checkpoint.fingerprint()[:12]}-v{FORMAT_VERSION}"
+    return base / "databases" / f"{name}-{checkpoint.embedding_fingerprint()[:12]}-v{FORMAT_VERSION}"
 
 
 def build_default_database(

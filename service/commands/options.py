@@ -12,7 +12,9 @@ import click
 from pydantic.fields import FieldInfo
 
 from attncache_core import DEFAULT_MODEL, Quantization, find_variant
+from attncache_core.checkpoint import PoolingMode
 from attncache_core.engine import Dtype
+from attncache_core.prompts import Template
 from service.settings import Settings, environment_name, option_name
 
 _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
@@ -50,12 +52,15 @@ def whole_model_options(command: Callable[..., None]) -> Callable[..., None]:
         quantize: Quantization | None,
         drop_attention: str = "",
         drop_block: str = "",
+        template: Path | None,
+        pooling: PoolingMode | None,
         **rest: Any,
     ) -> None:
         checkpoint = find_variant(
             model, quantization=quantize, drop_attention=drop_attention, drop_block=drop_block
         )
-        command(checkpoint=checkpoint, **rest)
+        written = Template.read(template) if template else None
+        command(checkpoint=checkpoint.adapted(template=written, pooling=pooling), **rest)
 
     described: Callable[..., None] = with_checkpoint
     for option in (
@@ -67,10 +72,17 @@ def whole_model_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Round the weights of the model's layers; default: leave them.",
         ),
         click.option("--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True),
+        _of_settings("pooling", click.Choice(get_args(PoolingMode))),
+        _of_settings("template", click.Path(path_type=Path)),
         click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id."),
     ):
         described = option(described)
     return described
+
+
+def _of_settings(name: str, kind: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option that says the same as that of `serve`."""
+    return click.option(option_name(name), type=kind, help=Settings.model_fields[name].description)
 
 
 def _option(name: str, field: FieldInfo) -> click.Option:
@@ -90,9 +102,9 @@ def _option(name: str, field: FieldInfo) -> click.Option:
 
 def _metavar(annotation: Any) -> str:
     """int | None -> INTEGER; Literal["a", "b"] -> a|b."""
-    if get_origin(annotation) is Literal:
-        return "|".join(get_args(annotation))
-    kinds = get_args(annotation) or (annotation,)
+    kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation) or (annotation,)
+    if get_origin(kinds[0]) is Literal:
+        return "|".join(get_args(kinds[0]))
     if issubclass(kinds[0], StrEnum):
         return "|".join(kinds[0])
     return _METAVARS[kinds[0]]

@@ -19,6 +19,7 @@ from attncache_core import (
     build_default_database,
     find_variant,
 )
+from attncache_core.prompts import Template
 from service.commands.options import settings_options
 from service.commands.progress import shown_progress
 from service.server import bind, run_server
@@ -36,12 +37,13 @@ def serve(**values: Any) -> None:
     settings = read_settings(values)
     configure_logging(settings.log_level)
     # Before anything listens: a model that is not there is told at once.
+    template = Template.read(settings.template) if settings.template else None
     checkpoint = find_variant(
         settings.model,
         quantization=settings.quantize,
         drop_attention=settings.drop_attention,
         drop_block=settings.drop_block,
-    )
+    ).adapted(template=template, pooling=settings.pooling)
     listener = bind(settings.host, settings.port)
     failure = run_server(settings, partial(load_engine, settings, checkpoint), listener)
     if isinstance(failure, AttnCacheError):

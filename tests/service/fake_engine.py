@@ -20,6 +20,7 @@ from attncache_core import InputTooLong, NoClassifier, Outcome, PrefillEngine, P
 from attncache_core.attention_maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy
 from attncache_core.attention_maps.store import RecordKind
 from attncache_core.outputs import Judge, Measure
+from attncache_core.prompts import Prompt, Reading, Template
 from service.app import create_app
 from service.settings import Settings
 
@@ -27,6 +28,7 @@ DIMENSIONS = 128
 FAILING = "the engine must fail on this text"
 CORRUPT = "the record of this text is damaged"
 SIMILARITY = 0.999  # of every hit
+OWN_PROMPT = Prompt(Template(), Reading(0))
 
 
 def embedding_of(ids: Sequence[int]) -> np.ndarray:
@@ -40,6 +42,7 @@ def policy_of(measure: Measure = Measure.COSINE) -> ReusePolicy:
 
 class FakeEngine:
     max_tokens = 64
+    default_prompt = OWN_PROMPT
 
     def __init__(
         self,
@@ -63,7 +66,11 @@ class FakeEngine:
         self.may_run.set()
         self.runs = threading.Semaphore(0)  # released as a batch begins that must wait for `may_run`
 
-    def tokenize(self, texts: list[str], truncate: bool) -> list[list[int]]:
+    def named_prompt(self, name: str) -> Prompt:
+        return Prompt(Template(prefix=f"{name}: "), Reading(len(name) + 2))
+
+    def tokenize(self, texts: list[str], truncate: bool, prompt: Prompt = OWN_PROMPT) -> list[list[int]]:
+        texts = [prompt.template.around(text) for text in texts]
         for index, text in enumerate(texts):
             if len(text) > self.max_tokens and not truncate:
                 raise InputTooLong(
@@ -71,7 +78,10 @@ class FakeEngine:
                 )
         return [[ord(character) for character in text[: self.max_tokens]] for text in texts]
 
-    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> PrefillResult:
+    def run(
+        self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], readings: Sequence[Reading]
+    ) -> PrefillResult:
+        assert len(readings) == len(sequences)
         texts = ["".join(map(chr, ids)) for ids in sequences]
         self.batches.append(texts)
         if not any(reuse):

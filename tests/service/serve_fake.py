@@ -12,9 +12,9 @@ from service.settings import Settings
 
 
 class SlowEngine(FakeEngine):
-    def run(self, sequences, reuse):  # type: ignore[no-untyped-def]
+    def run(self, *batch):  # type: ignore[no-untyped-def]
         time.sleep(0.3)
-        return super().run(sequences, reuse)
+        return super().run(*batch)
 
 
 def load_engine() -> FakeEngine:

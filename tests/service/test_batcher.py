@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,9 +167,9 @@ async def test_full_queue_refuses_at_once_and_serves_what_it_has() -> None:
 
 async def test_time_to_come_again_grows_with_what_waits() -> None:
     class SlowEngine(FakeEngine):
-        def run(self, sequences, reuse):  # type: ignore[no-untyped-def]
+        def run(self, *batch):  # type: ignore[no-untyped-def]
             time.sleep(0.05)
-            return super().run(sequences, reuse)
+            return super().run(*batch)
 
     engine = SlowEngine()
     async with batching(engine, queue=4) as batcher:
@@ -217,10 +218,10 @@ async def test_tokenizer_that_panics_fails_its_request_and_no_other() -> None:
         pass
 
     class PanickingEngine(FakeEngine):
-        def tokenize(self, texts: list[str], truncate: bool) -> list[list[int]]:
+        def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
             if texts == ["panic"]:
                 raise Panic
-            return super().tokenize(texts, truncate)
+            return super().tokenize(texts, *arguments)
 
     async with batching(PanickingEngine()) as batcher:
         with pytest.raises(InternalError):

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from core_models import write_sentence_transformer
 from fake_engine import FakeEngine, embedding_of, serving
+
+from attncache_core import PrefillEngine
+from attncache_core.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.anyio
 
@@ -93,3 +98,24 @@ async def test_many_clients_at_once_get_each_their_own() -> None:
         engine.may_run.set()
         await clients
     assert len(engine.batches) < 60
+
+
+async def test_prompt_of_the_name_asked_for_stands_before_each_text() -> None:
+    texts = ["card", "where"]
+    async with serving() as client:
+        prompted = await client.post("/embed", json={"inputs": texts, "prompt_name": "query"})
+        plain = await client.post("/embed", json={"inputs": texts, "prompt_name": None})
+    np.testing.assert_allclose(prompted.json(), expected([f"query: {text}" for text in texts]), rtol=1e-6)
+    np.testing.assert_allclose(plain.json(), expected(texts), rtol=1e-6)
+
+
+async def test_prompt_that_the_model_does_not_have_is_refused_with_those_it_has(tmp_path: Path) -> None:
+    folder = write_sentence_transformer(tmp_path, prompts={"prompts": {"ask": "my "}})
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    async with serving(engine) as client:
+        response = await client.post("/embed", json={"inputs": "card", "prompt_name": "Sesam"})
+        info = (await client.get("/info")).json()
+    error = response.json()["error"]
+    assert (response.status_code, error["field"]) == (400, "prompt_name")
+    assert error["message"] == "prompt_name is none of the model's prompts; known are: ask"
+    assert (info["prompts"], info["template"], info["pooling"]) == (["ask"], "{}", ["mean"])

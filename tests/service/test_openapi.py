@@ -17,7 +17,7 @@ def description() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/embed", {"inputs", "normalize", "truncate"}),
+        ("/embed", {"inputs", "normalize", "prompt_name", "truncate"}),
         ("/classify", {"inputs", "labels", "temperature", "truncate"}),
     ],
 )

@@ -24,13 +24,13 @@ class BrokenEngine(FakeEngine):
         super().__init__(labels=("a", "b"))
         self.breaks = breaks
 
-    def tokenize(self, texts: list[str], truncate: bool) -> list[list[int]]:
+    def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
         self._break("tokenize", texts)
-        return super().tokenize(texts, truncate)
+        return super().tokenize(texts, *arguments)
 
-    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> Any:
+    def run(self, sequences: Sequence[Sequence[int]], *arguments: Any) -> Any:
         self._break("run", ["".join(map(chr, ids)) for ids in sequences])
-        return super().run(sequences, reuse)
+        return super().run(sequences, *arguments)
 
     def class_logits(self, outputs: np.ndarray) -> np.ndarray:
         self._break("class_logits", [SECRET])
@@ -86,11 +86,11 @@ class EmbarrassedEngine(FakeEngine):
         super().__init__(stored={SECRET}, damage=0.5)
         self.failures = failures
 
-    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> Any:
+    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], *readings: Any) -> Any:
         if not any(reuse) and self.failures:
             self.failures -= 1
             raise RuntimeError(f"cannot compute {[''.join(map(chr, ids)) for ids in sequences]}")
-        return super().run(sequences, reuse)
+        return super().run(sequences, reuse, *readings)
 
 
 async def test_verification_tells_nothing_of_the_texts_and_keeps_none(

@@ -16,6 +16,7 @@ from service.settings import Settings, environment_name, option_name, read_setti
     [
         ("port", "eighty", "integer"),
         ("port", "70000", "65535"),
+        ("pooling", "median", "'mean'"),
         ("dtype", "int8", "'auto', 'bfloat16' or 'float32'"),
         ("quantize", "int3", "'int8', 'int8-weight-only' or 'int4'"),
         ("threads", "0", "greater than or equal to 1"),

@@ -53,10 +53,10 @@ class AnyText(frozenset[str]):
 class UnverifiableEngine(FakeEngine):
     """Fails at whatever is computed without reuse, and quotes it."""
 
-    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> PrefillResult:
+    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], *readings: Any) -> PrefillResult:
         if not any(reuse):
             raise RuntimeError(f"cannot compute {[''.join(map(chr, ids)) for ids in sequences]}")
-        return super().run(sequences, reuse)
+        return super().run(sequences, reuse, *readings)
 
 
 def hitting_engine(damage: float = 0.0) -> FakeEngine:
@@ -73,7 +73,8 @@ def verifier_of(
 def serve(engine: FakeEngine, verifier: Verifier, texts: Sequence[str], reuse: bool = True) -> None:
     """What the batcher does with one batch."""
     sequences = engine.tokenize(list(texts), truncate=True)
-    verifier.offer(sequences, engine.run(sequences, [reuse] * len(texts)))
+    readings = [engine.default_prompt.reading] * len(texts)
+    verifier.offer(sequences, readings, engine.run(sequences, [reuse] * len(texts), readings))
 
 
 def verify_all(verifier: Verifier) -> None:
@@ -217,7 +218,8 @@ def test_budget_of_agreement_is_kept_by_decisions_not_by_cosines() -> None:
     engine, metrics = FakeEngine(stored=AnyText(), damage=0.5, policy=policy, labels=labels), Metrics()
     verifier = verifier_of(engine, metrics)
     kept = engine.tokenize(["keeps"] * 50, truncate=True)
-    verifier.offer(kept, hitting_engine().run(kept, [True] * 50))
+    readings = [engine.default_prompt.reading] * 50
+    verifier.offer(kept, readings, hitting_engine().run(kept, [True] * 50, readings))
     verify_all(verifier)
     assert engine.policy == policy
     serve(engine, verifier, ["loses"])
@@ -275,8 +277,8 @@ class SlowlyVerifyingEngine(FakeEngine):
         self.verifies = threading.Semaphore(0)
         self.may_verify = threading.Event()
 
-    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> PrefillResult:
-        result = super().run(sequences, reuse)
+    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], *readings: Any) -> PrefillResult:
+        result = super().run(sequences, reuse, *readings)
         if not any(reuse):
             self.verifies.release()
             assert self.may_verify.wait(timeout=10)
@@ -400,10 +402,12 @@ async def test_whole_answer_has_been_sent_when_verification_begins(path: str, mo
     happened: list[str] = []
 
     class TellingEngine(FakeEngine):
-        def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool]) -> PrefillResult:
+        def run(
+            self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], *readings: Any
+        ) -> PrefillResult:
             if sequences[0] == [ord("a")]:
                 happened.append("with reuse" if any(reuse) else "in full")
-            return super().run(sequences, reuse)
+            return super().run(sequences, reuse, *readings)
 
     async with serving(TellingEngine(stored={"a"}), verify_rate=1) as client:
         transport = client._transport

@@ -1,0 +1,121 @@
+"""Templates and pooling, from the command line to what comes out."""
+
+import json
+
+import numpy as np
+import pytest
+from command_line import assert_one_line, run, succeeded
+from core_decoders import write_llama
+from core_models import random_text
+
+from attncache_core import AttentionDatabase, LinearClassifier, PrefillEngine
+from attncache_core.checkpoint import read_checkpoint
+from attncache_core.prompts import Template
+from service.commands import serve
+
+WRITTEN = 'This "{}" means:'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """model: a tiny decoder; template.txt; texts.tsv: 60 texts of 3 to 5 words with a label each."""
+    folder = tmp_path_factory.mktemp("used")
+    write_llama(folder / "model")
+    (folder / "template.txt").write_text(WRITTEN + "\n", encoding="utf-8")
+    random = np.random.default_rng(1)
+    texts = sorted({random_text(random, words) for words in np.repeat([3, 4, 5], 20)})
+    rows = [f"{text}\t{'card' if 'card' in text else 'other'}" for text in texts]
+    (folder / "texts.tsv").write_text("\n".join(["text\tlabel", *rows]) + "\n", encoding="utf-8")
+    return folder
+
+
+def options(folder):
+    used = ("--template", folder / "template.txt", "--pooling", "lasttoken")
+    return "--model", folder / "model", "--dtype", "float32", *used
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    adapted = read_checkpoint(folder / "model").adapted(template=Template.parse(WRITTEN), pooling="lasttoken")
+    return PrefillEngine.load(adapted, dtype="float32")
+
+
+def texts_of(folder):
+    return [line.split("\t")[0] for line in (folder / "texts.tsv").read_text().splitlines()[1:]]
+
+
+def test_database_records_the_prompts_that_will_be_asked(folder, engine):
+    given = (
+        "--corpus",
+        folder / "texts.tsv",
+        "--database",
+        folder / "a.db",
+        "--heads",
+        "4",
+        "--threshold",
+        "0.9",
+    )
+    succeeded(run("build", *options(folder), *given, "--prototypes", "0"))
+    store = AttentionDatabase.open(folder / "a.db").search.store
+    sequences = engine.tokenize(texts_of(folder))
+    assert all(store.record_of(ids) is not None for ids in sequences)
+    assert store.records == len(sequences)
+
+
+def test_classifier_is_fitted_on_the_embeddings_of_the_template(folder, engine):
+    succeeded(
+        run("fit-classifier", *options(folder), "--data", folder / "texts.tsv", "--output", folder / "c")
+    )
+    fitted = LinearClassifier.load(folder / "c")
+    fitted.require_fingerprint(engine.checkpoint.embedding_fingerprint(), "it")
+    plain = read_checkpoint(folder / "model").embedding_fingerprint()
+    assert fitted.fingerprint != plain
+
+
+def test_evaluation_is_of_the_template_and_the_pooling(folder, engine):
+    """The classifier fitted on the same texts is only right about embeddings of its own kind."""
+    data = (
+        "--data",
+        folder / "texts.tsv",
+        "--train",
+        folder / "texts.tsv",
+        "--methods",
+        "full",
+        "--rounds",
+        1,
+    )
+    report = folder / "report.json"
+    succeeded(run("evaluate", "classification", *options(folder), *data, "--json", report))
+    accuracy = json.loads(report.read_text())["methods"][0]["score"]
+    embeddings = engine.embed(texts_of(folder))
+    truth = ["card" if "card" in text else "other" for text in texts_of(folder)]
+    fitted = LinearClassifier.load(folder / "c").predict(embeddings)
+    assert accuracy == pytest.approx(np.mean([a == b for a, b in zip(fitted, truth, strict=True)]))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--template", "absent.txt"), ("template absent.txt cannot be read",)),
+        (("--template", "empty.txt"), ("template must hold {}", "exactly once")),
+        (("--pooling", "median"), ("--pooling", "weightedmean")),
+    ],
+)
+@pytest.mark.parametrize("command", ["build", "serve"])
+def test_bad_way_of_use_is_one_line(folder, tmp_path, monkeypatch, command, given, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("", encoding="utf-8")
+    corpus = ("--corpus", folder / "texts.tsv", "--database", tmp_path / "b.db") if command == "build" else ()
+    assert_one_line(run(command, "--model", folder / "model", *given, *corpus), *words)
+
+
+def test_info_says_how_the_model_is_used(engine):
+    assert engine.info()["template"] == WRITTEN
+    assert engine.info()["pooling"] == ("lasttoken",)
+
+
+def test_served_model_is_used_as_the_options_say(folder, engine, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(serve, "run_server", lambda _settings, load, _listener: loaded.append(load.args[1]))
+    assert run("serve", *options(folder), "--port", "0").exit_code == 0
+    assert (loaded[0].template, loaded[0].pooling) == (engine.checkpoint.template, engine.checkpoint.pooling)
