@@ -27,7 +27,7 @@ from attncache_core.classifier import LinearClassifier
 from attncache_core.errors import InvalidInput, NoClassifier
 from attncache_core.forward import forward, hits_first
 from attncache_core.memory import keep_freed_memory
-from attncache_core.models import PackedModel, load_model
+from attncache_core.models import CPU, PackedModel, load_model
 from attncache_core.outputs import Judge, Measure, normalize
 from attncache_core.processor import processor_name
 from attncache_core.prompts import Prompt, Reading, Template
@@ -37,6 +37,7 @@ from attncache_core.tokens import TokenBatch, pack
 from attncache_core.version import __version__
 
 Dtype = Literal["auto", "bfloat16", "float32"]
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class PrefillEngine:
         *,
         database: AttentionDatabase | None = None,
         dtype: Dtype = "auto",
+        device: Device = "cpu",
         threads: int | None = None,
         classifier: LinearClassifier | None = None,
         fetch: Fetch = Fetch.AUTO,
@@ -96,11 +98,13 @@ class PrefillEngine:
     ) -> PrefillEngine:
         """Load and pack the checkpoint's weights.
 
-        dtype: "auto" (bfloat16 where the processor multiplies it, else float32), "bfloat16", "float32".
+        dtype: "auto" (bfloat16 where the device multiplies it, else float32), "bfloat16", "float32".
+        device: where the model runs, "cpu" or "cuda"; records and search stay with the processor.
         threads: for torch and Faiss, of the whole process; None: all that the process may use.
         fetch: how the maps of hits get into their product.
         max_tokens: cut texts to so many, if that is fewer than the model takes.
-        Raises UnsupportedModel, and DatabaseRefused if database or classifier are of another model.
+        Raises InvalidInput where there is no such device, UnsupportedModel, and DatabaseRefused if database
+        or classifier are of another model.
         """
         keep_freed_memory()
         count = limit_threads(threads)
@@ -109,13 +113,15 @@ class PrefillEngine:
         if classifier:
             classifier.require_fingerprint(checkpoint.embedding_fingerprint(), checkpoint.name)
         tokenizer = TextTokenizer(checkpoint, max_tokens)
-        compute_dtype = resolve_dtype(dtype)
+        place = resolve_device(device)
+        compute_dtype = resolve_dtype(dtype, place)
         model = load_model(
             checkpoint,
             compute_dtype,
             prompt_tokens=tokenizer.prompt_tokens,
             head_order=database.mask.order if database else None,
             reused_heads=database.mask.reused if database else None,
+            device=place,
         )
         return cls(
             checkpoint,
@@ -205,7 +211,8 @@ class PrefillEngine:
         """
         started = time.perf_counter()
         limit_faiss(self.threads)  # this may be another thread than the one that loaded
-        batch = pack(sequences, [reading.prompt_tokens for reading in readings] if readings else None)
+        prompt_tokens = [reading.prompt_tokens for reading in readings] if readings else None
+        batch = pack(sequences, prompt_tokens).on(self.model.device)
         hidden = self.model.embed(batch)
         searched = time.perf_counter()
         plan = self._plan(batch, self.model.search_input(hidden), np.asarray(reuse, dtype=bool)[batch.order])
@@ -214,7 +221,7 @@ class PrefillEngine:
         hidden, attention_seconds = forward(self.model, batch, hidden, plan, self._segments, self.fetch)
         outputs = self.model.outputs(hidden, batch)
         return PrefillResult(
-            outputs=batch.in_callers_order(outputs.rows.numpy()),
+            outputs=batch.in_callers_order(outputs.rows.cpu().numpy()),
             outcomes=tuple(batch.in_callers_order(plan.outcomes())),
             similarities=batch.in_callers_order(plan.similarities),
             tokens=len(batch.ids),
@@ -276,6 +283,7 @@ class PrefillEngine:
                 "attention": native.level(),
                 "torch": torch.__version__,
                 "dtype": str(self.dtype),
+                "device": str(self.model.device),
                 "fetch": self.fetch.value,
                 "reused_heads": list(self.database.mask.reused),
             }
@@ -296,6 +304,7 @@ class PrefillEngine:
             "pooling": self.checkpoint.pooling.modes if self.task == "embed" else None,
             "max_tokens": self.max_tokens,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.model.device),
             "threads": self.threads,
             "attention": native.level() or "torch",
             "fetch": self.fetch,
@@ -317,8 +326,20 @@ class PrefillEngine:
         return search.plan(batch, hidden, allowed, pays)
 
 
-def resolve_dtype(name: Dtype) -> torch.dtype:
-    """The compute dtype that an operator asked for; "auto" is bfloat16 where the processor multiplies it."""
+def resolve_device(name: Device) -> torch.device:
+    """The device that an operator asked for. Raises InvalidInput where torch has none of this kind."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(
+            "device: torch finds no CUDA device here; install a CUDA build of torch, or choose cpu",
+            field="device",
+        )
+    return torch.device(name)
+
+
+def resolve_dtype(name: Dtype, device: torch.device = CPU) -> torch.dtype:
+    """The compute dtype that an operator asked for; "auto" is bfloat16 where the device multiplies it."""
+    if name == "auto" and device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if name == "auto":
         has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return torch.bfloat16 if has_bfloat16 else torch.float32

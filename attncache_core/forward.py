@@ -65,7 +65,7 @@ def attention_context(
 ) -> torch.Tensor:
     """maps @ V of all heads, [tokens, heads, head_dim], for x [tokens, hidden]."""
     value, query, key = layer.project(x, batch.positions)
-    context = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    context = torch.empty_like(value)
     mask = layer.reused_heads
     if mask < layer.heads:
         computed = slice(mask, layer.heads)

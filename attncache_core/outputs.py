@@ -61,7 +61,8 @@ def _pool(vectors: torch.Tensor, mode: str, skipped: int) -> torch.Tensor:
         case "mean_sqrt_len_tokens":
             return kept.sum(dim=1) / kept.shape[1] ** 0.5
         case "weightedmean":
-            weights = torch.arange(skipped + 1, vectors.shape[1] + 1, dtype=torch.float32)
+            places = range(skipped + 1, vectors.shape[1] + 1)
+            weights = torch.tensor(places, dtype=torch.float32, device=vectors.device)
             return torch.einsum("nld,l->nd", kept, weights / weights.sum())
     raise ValueError(f"unknown pooling mode {mode}")
 

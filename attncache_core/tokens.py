@@ -7,7 +7,7 @@ of the packed tokens and becomes [sequences, length, ...] without a copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -57,7 +57,11 @@ class TokenBatch:
     def positions(self) -> torch.Tensor:
         """Position of each token in its own sequence: int64 [tokens]."""
         starts = np.repeat(self.offsets[:-1], self.lengths)
-        return torch.from_numpy(np.arange(self.offsets[-1]) - starts)
+        return torch.from_numpy(np.arange(self.offsets[-1]) - starts).to(self.ids.device)
+
+    def on(self, device: torch.device) -> TokenBatch:
+        """The batch with its tensors on this device."""
+        return self if self.ids.device == device else replace(self, ids=self.ids.to(device))
 
     def groups(self, first: int = 0, end: int | None = None) -> list[Group]:
         """The runs of equal length among the packed sequences [first, end)."""
@@ -77,7 +81,7 @@ class TokenBatch:
         starts = np.concatenate(([0], np.cumsum(lengths)))
         index = torch.from_numpy(
             np.repeat(self.offsets[permutation] - starts[:-1], lengths) + np.arange(starts[-1])
-        )
+        ).to(self.ids.device)
         prompt_tokens = None if self.prompt_tokens is None else self.prompt_tokens[permutation]
         return TokenBatch(self.ids[index], lengths, self.order[permutation], prompt_tokens), index
 

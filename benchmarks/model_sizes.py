@@ -92,7 +92,7 @@ def measure_speed(folder: Path, rounds: int, threads: int) -> list[list[object]]
     """A row for each length: tokens a second in full and on the hit path, their ratio, share of attention."""
     checkpoint = find_checkpoint(str(folder))
     database = folder / "database"
-    write_database(database, checkpoint, LENGTHS)
+    write_database(database, checkpoint, LENGTHS, most_records=32)
     full = PrefillEngine.load(checkpoint, threads=threads)
     hits = PrefillEngine.load(checkpoint, threads=threads, database=AttentionDatabase.open(database))
     random, rows = np.random.default_rng(1), []

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from attncache_core import DEFAULT_MODEL, Fetch, Quantization
 from attncache_core.attention_maps.policy import Preset
 from attncache_core.checkpoint import PoolingMode
-from attncache_core.engine import Dtype
+from attncache_core.engine import Device, Dtype
 from service.errors import InvalidSettings
 
 ENVIRONMENT_PREFIX = "ATTNCACHE_"
@@ -81,6 +81,7 @@ class Settings(BaseModel):
     quantize: Quantization | None = Field(
         None, description="Round the layers' weights; int8 is the fast one. A database is bound to it."
     )
+    device: Device = Field("cpu", description="Where the model runs; records and search stay in memory.")
     threads: int | None = Field(
         None,
         ge=1,

@@ -167,14 +167,14 @@ def _measure(
 def _fetch(model: PackedModel, values: Sequence[torch.Tensor], records: HitRecords) -> None:
     for number, (layer, value) in enumerate(zip(model.layers, values, strict=True)):
         if layer.reused_heads:
-            records.apply(number, value, torch.empty(value.shape, dtype=value.dtype))
+            records.apply(number, value, torch.empty_like(value))
 
 
 def _compute(model: PackedModel, x: torch.Tensor, values: Sequence[torch.Tensor], batch: TokenBatch) -> None:
     for layer, value in zip(model.layers, values, strict=True):
         if layer.reused_heads:
             query, key = layer.project_reused(x, batch.positions)
-            context = torch.empty(value.shape, dtype=value.dtype)
+            context = torch.empty_like(value)
             layer.attend(query, key, value, batch.offsets, slice(layer.reused_heads), context)
 
 

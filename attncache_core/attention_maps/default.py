@@ -12,7 +12,7 @@ from attncache_core.attention_maps.calibration import Progress
 from attncache_core.attention_maps.database import FORMAT_VERSION
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.corpus import default_corpus
-from attncache_core.engine import Dtype, PrefillEngine
+from attncache_core.engine import Device, Dtype, PrefillEngine
 
 
 def default_database_folder(checkpoint: Checkpoint, cache_dir: Path | None = None) -> Path:
@@ -27,6 +27,7 @@ def build_default_database(
     *,
     cache_dir: Path | None = None,
     dtype: Dtype = "auto",
+    device: Device = "cpu",
     threads: int | None = None,
     progress: Progress = lambda *_: None,
 ) -> Path:
@@ -36,6 +37,6 @@ def build_default_database(
     """
     folder = default_database_folder(checkpoint, cache_dir)
     if not folder.exists():
-        engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
+        engine = PrefillEngine.load(checkpoint, dtype=dtype, device=device, threads=threads)
         build_database(engine, default_corpus(), folder, progress=progress, keep_existing=True)
     return folder

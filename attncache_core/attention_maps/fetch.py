@@ -141,12 +141,12 @@ class HitRecords:
         if self._fetch is Fetch.VIEWS or (self._fetch is not Fetch.GATHER and segment.length >= _VIEWS_FROM):
             return torch.cat(
                 [
-                    apply_maps(segment.layer_maps(record, layer, heads)[None].to(value.dtype), own)
+                    apply_maps(segment.layer_maps(record, layer, heads)[None].to(value), own)
                     for record, own in zip(records.tolist(), value.split(1), strict=True)
                 ]
             )
         maps = segment.gather_layer_maps(torch.from_numpy(records), layer, heads)
-        return apply_maps(maps.to(value.dtype), value)
+        return apply_maps(maps.to(value), value)
 
 
 def _product_by_head(maps: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -155,5 +155,5 @@ def _product_by_head(maps: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     The maps of n records lie further apart than those of a record's heads: one product of all would copy
     them first, since its operator takes one step between matrices. (In 16 bits it copies a head's maps.)
     """
-    products = [torch.bmm(maps[:, head].to(value.dtype), value[:, :, head]) for head in range(value.shape[2])]
+    products = [torch.bmm(maps[:, head].to(value), value[:, :, head]) for head in range(value.shape[2])]
     return torch.stack(products, dim=2)

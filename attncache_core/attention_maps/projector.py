@@ -51,9 +51,9 @@ class FeatureProjector(nn.Module):
     def project(self, hidden: torch.Tensor, groups: Sequence[Group]) -> list[np.ndarray]:
         """Features float32 [n, dimensions] of each group of a packed batch's hidden states [tokens, hidden].
 
-        The first layer runs once for all tokens.
+        The first layer runs once for all tokens, on the CPU wherever the hidden states are.
         """
-        tokens = self._first_layer(hidden.float())
+        tokens = self._first_layer(hidden.cpu().float())
         return [
             (tokens[group.tokens].view(group.count, -1) @ self.position[: group.length].flatten(0, 1)).numpy()
             for group in groups

@@ -160,7 +160,7 @@ class Recording:
 
             def keep(layer: int, _: object, maps: torch.Tensor, layers: list[torch.Tensor] = layers) -> None:
                 stored = list(order[layer][: self.layout.stored_heads[layer]])
-                layers.append(maps[:, stored].float())
+                layers.append(maps[:, stored].float().cpu())
 
             traced_forward(self._model, pack([sequences[place] for place in places]), keep)
             for row, place in enumerate(places):

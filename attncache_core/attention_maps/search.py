@@ -196,7 +196,7 @@ class SearchEngine:
         left_out = self.left_out.get(group.length, ())
         serves = self.policy.group_of(group.length).mean_serves
         mean = self.prototypes.means[group.length] if serves else None
-        for place, ids in enumerate(batch.ids[group.tokens].view(group.count, group.length).numpy()):
+        for place, ids in enumerate(batch.ids[group.tokens].view(group.count, group.length).cpu().numpy()):
             sequence = group.first + place
             own = segment.record_of(ids) if allowed[sequence] else None
             for record, kind in ((own, RecordKind.STORED), (mean, RecordKind.MEAN)):

@@ -61,7 +61,7 @@ def first_inputs(model: PackedModel, sequences: Sequence[Sequence[int]]) -> torc
     """What the projector reads of sequences of one length, float32 [n, L, hidden]."""
     with torch.inference_mode():
         hidden = model.search_input(model.embed(pack(sequences)))
-    return hidden.float().view(len(sequences), -1, model.hidden_size).clone()
+    return hidden.cpu().float().view(len(sequences), -1, model.hidden_size).clone()
 
 
 def split(

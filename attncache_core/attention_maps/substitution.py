@@ -61,7 +61,7 @@ def traced_forward(
     for number, layer in enumerate(model.layers):
         inputs.append(hidden)
         hidden = _layer(layer, hidden, batch, partial(on_maps, number))
-    return inputs, model.outputs(hidden, batch).rows.numpy()
+    return inputs, model.outputs(hidden, batch).rows.cpu().numpy()
 
 
 @torch.inference_mode()
@@ -78,7 +78,7 @@ def substituted_outputs(
     for number in range(first_layer, len(model.layers)):
         donors = dict(zip(groups, probes.donors[number], strict=True)) if mask[number].any() else {}
         hidden = _layer(model.layers[number], hidden, probes.batch, _Substitution(mask[number], donors))
-    return model.outputs(hidden, probes.batch).rows.numpy()
+    return model.outputs(hidden, probes.batch).rows.cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Substitution:
     def __call__(self, group: Group, maps: torch.Tensor) -> None:
         if self.donors:
             chosen = torch.from_numpy(np.flatnonzero(self.heads))
-            maps[:, chosen] = self.donors[group][:, chosen].to(maps.dtype)
+            maps[:, chosen] = self.donors[group][:, chosen].to(maps)
 
 
 def _layer(

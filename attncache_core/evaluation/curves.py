@@ -256,7 +256,7 @@ def _similarities(
                 heads = list(order[:reused])
                 for group, mine, theirs in zip(batch.groups(), own[layer], donors[layer], strict=True):
                     away = (mine[:, heads].float() - theirs[:, heads].float()).abs().sum(dim=(1, 2, 3)) / 2
-                    total[group.sequences] += away.numpy() / group.length
+                    total[group.sequences] += away.cpu().numpy() / group.length
             true[run] = 1 - ALPHA * total / mask.total
         found[kind] = (probes.similarities[kind][served], true)
     return found

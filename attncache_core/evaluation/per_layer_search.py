@@ -125,7 +125,7 @@ class PerLayerEngine:
             batch, hidden = self._layer(number, batch, hidden, seen)
         outputs = self.model.outputs(hidden, batch)
         return PerLayerResult(
-            outputs=batch.in_callers_order(outputs.rows.numpy()),
+            outputs=batch.in_callers_order(outputs.rows.cpu().numpy()),
             outcomes=seen.outcomes(),
             similarities=seen.similarities[:, 0],
             tokens=len(batch.ids),

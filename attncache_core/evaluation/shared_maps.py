@@ -135,7 +135,7 @@ class SharedMapsEngine:
         hidden, attention_seconds = self._forward(batch, self.model.embed(batch))
         outputs = self.model.outputs(hidden, batch)
         return PrefillResult(
-            outputs=batch.in_callers_order(outputs.rows.numpy()),
+            outputs=batch.in_callers_order(outputs.rows.cpu().numpy()),
             outcomes=(Outcome.NOT_SEARCHED,) * len(sequences),
             similarities=np.full(len(sequences), np.nan, dtype=np.float32),
             tokens=len(batch.ids),
@@ -164,7 +164,7 @@ def _context(
 ) -> torch.Tensor:
     """maps @ V [tokens, heads, head_dim] of a layer in a block of so many layers, for x [tokens, hidden]."""
     value, query, key = layer.project(x, batch.positions)
-    context = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    context = torch.empty_like(value)
     if layer.reused_heads:
         maps.apply(value, context)
     elif block > 1:

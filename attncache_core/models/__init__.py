@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from attncache_core.models.bert import bert, roberta
 from attncache_core.models.decoder import decoder
 from attncache_core.models.distilbert import distilbert
 from attncache_core.models.layer import (
+    CPU,
     AttentionLayer,
     Dropped,
     LayerHeads,
@@ -59,6 +61,7 @@ DECODERS: dict[str, Family] = dict.fromkeys(
 FAMILIES = ENCODERS | DECODERS
 
 __all__ = [
+    "CPU",
     "DECODERS",
     "FAMILIES",
     "AttentionLayer",
@@ -87,6 +90,7 @@ def load_model(
     prompt_tokens: int = 0,
     head_order: Sequence[Sequence[int]] | None = None,
     reused_heads: Sequence[int] | None = None,
+    device: torch.device = CPU,
 ) -> PackedModel:
     """The checkpoint's model with its weights in `dtype`, packed, without the layers that are dropped.
 
@@ -98,16 +102,18 @@ def load_model(
     model_shape does, and UnsupportedModel for weights that cannot be read.
     """
     layers, heads = _layers_and_heads(checkpoint)
-    model = _read_weights(checkpoint, dtype).eval().requires_grad_(False)
+    model = _read_weights(checkpoint, dtype).eval().requires_grad_(False).to(device)
     attending = layers.count(None)
     orders = zip(head_order or [range(heads)] * attending, reused_heads or [0] * attending, strict=True)
     of_layers = iter([LayerHeads(list(order), reused) for order, reused in orders])
     with quantizing(checkpoint.quantization):
-        return FAMILIES[checkpoint.config["model_type"]](
+        packed = FAMILIES[checkpoint.config["model_type"]](
             model,
             [dropped or next(of_layers) for dropped in layers],
             partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens),
         )
+    embed = packed.embed
+    return replace(packed, device=device, embed=lambda batch: embed(batch.on(device)))
 
 
 def _layers_and_heads(checkpoint: Checkpoint) -> tuple[list[Dropped | None], int]:

@@ -187,7 +187,10 @@ class RotaryOfLayers:
         """What layer `number` does to Q or K: its norm of each head, if there is one, and the rotation."""
         arguments = (self._types[number],) if self._by_type else ()
         rotary = self._rotaries.setdefault(
-            "".join(arguments), Rotary(lambda positions: self._module(torch.empty(0), positions, *arguments))
+            "".join(arguments),
+            Rotary(
+                lambda positions: self._module(torch.empty(0, device=positions.device), positions, *arguments)
+            ),
         )
         return rotary if norm is None else lambda x, positions: rotary(norm(x), positions)
 

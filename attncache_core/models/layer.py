@@ -145,6 +145,9 @@ Pool = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
 Embed = Callable[[TokenBatch], torch.Tensor]
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass
 class PackedModel:
     """A model whose forward pass runs on packed tokens."""
@@ -154,6 +157,7 @@ class PackedModel:
     layers: Sequence[AttentionLayer]  # first to last
     # From the last layer's [tokens, hidden], in packed order.
     outputs: Callable[[torch.Tensor, TokenBatch], Outputs]
+    device: torch.device = CPU
 
     def search_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the projector reads: the first layer's input `hidden` as its attention sees it."""

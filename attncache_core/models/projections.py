@@ -62,11 +62,11 @@ def as_it_is(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa:
 class SharedHeads:
     """Which heads of K or V a list of query heads uses."""
 
-    def __init__(self, used: Sequence[int]) -> None:
-        """used: for each query head the head of K or V that it shares."""
+    def __init__(self, used: Sequence[int], device: torch.device) -> None:
+        """used: for each query head the head of K or V that it shares; device: of what is `given`."""
         self.chosen = list(dict.fromkeys(used))
         places = {head: place for place, head in enumerate(self.chosen)}
-        self._index = torch.tensor([places[head] for head in used], dtype=torch.int64)
+        self._index = torch.tensor([places[head] for head in used], dtype=torch.int64, device=device)
 
     def given(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, chosen heads, d] -> [tokens, query heads, d]."""
@@ -92,7 +92,7 @@ class Projections:
         count = len(heads.order)
         shared = key_heads or count
         group = count // shared
-        self._values = SharedHeads([head // group for head in heads.order])
+        self._values = SharedHeads([head // group for head in heads.order], value.weight.device)
         value_rows = value.heads(self._values.chosen, shared)
         self._value_numbers = len(value_rows.weight)  # of a token
         self._computed, self._reused = (
@@ -128,7 +128,7 @@ class _QueryKey:
         place_key: Place,
     ) -> None:
         self._heads, self._width = len(chosen), len(query.weight) // count
-        self._keys = SharedHeads([head // (count // shared) for head in chosen])
+        self._keys = SharedHeads([head // (count // shared) for head in chosen], key.weight.device)
         self._place_query, self._place_key = place_query, place_key
         self.rows = (query.heads(chosen, count), key.heads(self._keys.chosen, shared))
 

@@ -27,7 +27,7 @@ class Rotary:
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x: [tokens, h, d], positions: int64 [tokens] -> x with the first r numbers of each head turned."""
-        cos, sin = (table[positions][:, None] for table in self._tables(int(positions.max()) + 1))
+        cos, sin = (table[positions][:, None] for table in self._tables(int(positions.max()) + 1, x.device))
         half = cos.shape[-1]
         first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
         return torch.cat(
@@ -39,12 +39,13 @@ class Rotary:
             dim=-1,
         )
 
-    def _tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin for positions up to `length` at least: float32 [positions, r/2]."""
+    def _tables(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin for positions up to `length` at least, on the device: float32 [positions, r/2]."""
         cos, sin = self._cos, self._sin
         if len(cos) < length:
             size = max(_FIRST_TABLE, 1 << (length - 1).bit_length())
-            cos, sin = (table[0].chunk(2, dim=-1)[0] for table in self._angles(torch.arange(size)[None]))
+            angles = self._angles(torch.arange(size, device=device)[None])
+            cos, sin = (table[0].chunk(2, dim=-1)[0].contiguous() for table in angles)
             # Another thread may read them meanwhile: whole tables take each other's place.
-            self._cos, self._sin = cos, sin = cos.contiguous(), sin.contiguous()
+            self._cos, self._sin = cos, sin
         return cos, sin

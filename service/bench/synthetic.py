@@ -30,7 +30,9 @@ EVERYTHING_HITS = -1e9
 
 
 @torch.inference_mode()
-def write_database(folder: Path, checkpoint: Checkpoint, lengths: Sequence[int]) -> None:
+def write_database(
+    folder: Path, checkpoint: Checkpoint, lengths: Sequence[int], most_records: int = _MOST_RECORDS
+) -> None:
     """Write a database of random token sequences of these lengths to `folder`."""
     engine = PrefillEngine.load(checkpoint)
     model, random = engine.model, np.random.default_rng(0)
@@ -41,7 +43,7 @@ def write_database(folder: Path, checkpoint: Checkpoint, lengths: Sequence[int])
     index = FeatureIndex()
     records = {}
     for length in lengths:
-        records[length] = max(16, min(_MOST_RECORDS, _MOST_BYTES // layout.record_bytes(length)))
+        records[length] = max(16, min(most_records, _MOST_BYTES // layout.record_bytes(length)))
         features = []
         with SegmentWriter(segment_path(folder, length), length, records[length], layout) as writer:
             for _ in range(records[length]):

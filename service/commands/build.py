@@ -21,8 +21,8 @@ from attncache_core import (
 )
 from attncache_core.attention_maps.store import MapForm
 from attncache_core.corpus.reading import FORMATS, read_rows, read_texts
-from attncache_core.engine import Dtype
-from service.commands.options import max_tokens_option, model_options
+from attncache_core.engine import Device, Dtype
+from service.commands.options import device_option, max_tokens_option, model_options
 from service.commands.progress import shown_progress
 from service.commands.texts import places_without
 
@@ -32,6 +32,7 @@ _defaults = BuildOptions()
 @click.command("build")
 @model_options
 @max_tokens_option
+@device_option
 @click.option(
     "--corpus",
     "corpora",
@@ -102,6 +103,7 @@ _defaults = BuildOptions()
 def build(
     checkpoint: Checkpoint,
     dtype: Dtype,
+    device: Device,
     threads: int | None,
     max_tokens: int | None,
     corpora: tuple[str, ...],
@@ -121,7 +123,9 @@ def build(
         for corpus in corpora
         for sentence in _read_corpus(corpus, column, source_column, file_format)
     ]
-    engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads, max_tokens=max_tokens)
+    engine = PrefillEngine.load(
+        checkpoint, dtype=dtype, device=device, threads=threads, max_tokens=max_tokens
+    )
     if without:
         kept = places_without(engine, [sentence.text for sentence in sentences], without)
         click.echo(f"{len(sentences) - len(kept)} of {len(sentences)} texts left out", err=True)

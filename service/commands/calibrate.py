@@ -18,9 +18,9 @@ from attncache_core import (
 )
 from attncache_core.attention_maps.builder import MIN_AGREEMENT, MIN_COSINE, default_budget
 from attncache_core.corpus.reading import read_texts
-from attncache_core.engine import Dtype
+from attncache_core.engine import Device, Dtype
 from service.commands.build import show_database
-from service.commands.options import max_tokens_option, model_options
+from service.commands.options import device_option, max_tokens_option, model_options
 from service.commands.progress import shown_progress
 from service.commands.texts import places_without
 from service.routes.classify import SIMILARITY_TEMPERATURE
@@ -29,6 +29,7 @@ from service.routes.classify import SIMILARITY_TEMPERATURE
 @click.command("calibrate")
 @model_options
 @max_tokens_option
+@device_option
 @click.option("--database", type=click.Path(path_type=Path), required=True, help="Folder of the database.")
 @click.option(
     "--texts",
@@ -52,6 +53,7 @@ from service.routes.classify import SIMILARITY_TEMPERATURE
 def calibrate(
     checkpoint: Checkpoint,
     dtype: Dtype,
+    device: Device,
     threads: int | None,
     max_tokens: int | None,
     database: Path,
@@ -75,6 +77,7 @@ def calibrate(
     engine = PrefillEngine.load(
         checkpoint,
         dtype=dtype,
+        device=device,
         threads=threads,
         max_tokens=max_tokens,
         classifier=LinearClassifier.load(classifier) if classifier else None,

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from attncache_core import DEFAULT_MODEL, Quantization, find_variant
 from attncache_core.checkpoint import PoolingMode
-from attncache_core.engine import Dtype
+from attncache_core.engine import Device, Dtype
 from attncache_core.prompts import Template
 from service.settings import Settings, environment_name, option_name
 
@@ -29,6 +29,15 @@ max_tokens_option = click.option(
     "--max-tokens",
     type=click.IntRange(min=2),
     help="Cut texts to so many tokens; default: as the model does.",
+)
+
+
+device_option = click.option(
+    "--device",
+    type=click.Choice(get_args(Device)),
+    default="cpu",
+    show_default=True,
+    help=Settings.model_fields["device"].description,
 )
 
 

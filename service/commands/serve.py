@@ -58,6 +58,7 @@ def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
         checkpoint,
         database=_open_database(settings, checkpoint) if settings.reuse else None,
         dtype=settings.dtype,
+        device=settings.device,
         threads=settings.threads,
         classifier=LinearClassifier.load(settings.classifier) if settings.classifier else None,
         fetch=settings.fetch,
@@ -78,6 +79,7 @@ def _open_database(settings: Settings, checkpoint: Checkpoint) -> AttentionDatab
                 checkpoint,
                 cache_dir=settings.cache_dir,
                 dtype=settings.dtype,
+                device=settings.device,
                 threads=settings.threads,
                 progress=progress,
             )

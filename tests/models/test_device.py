@@ -1,0 +1,93 @@
+"""Models on another device than the CPU: nothing of a layer stays behind, and records come to it.
+
+torch's meta device stands in for a GPU: it computes shapes only, and refuses to mix devices as a GPU does.
+Results are compared on a GPU, where there is one.
+"""
+
+import numpy as np
+import pytest
+import torch
+from core_models import random_sequences
+from families import CASES, write_family
+
+from attncache_core.attention_maps.database import AttentionDatabase
+from attncache_core.attention_maps.fetch import Fetch
+from attncache_core.attention_maps.search import ReusePlan
+from attncache_core.attention_maps.store import MapForm, RecordKind, RecordLayout, Segment, SegmentWriter
+from attncache_core.attention_maps.substitution import collect_maps
+from attncache_core.checkpoint import read_checkpoint
+from attncache_core.engine import PrefillEngine, resolve_device
+from attncache_core.errors import InvalidInput
+from attncache_core.forward import forward
+from attncache_core.models import load_model
+from attncache_core.tokens import pack
+
+LENGTHS, RECORDED = [4, 4, 9], 4
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def checkpoint(request, tmp_path_factory):
+    return read_checkpoint(write_family(tmp_path_factory.mktemp(request.param), CASES[request.param].made()))
+
+
+def recorded(checkpoint, folder):
+    """A segment with the maps of the first sequence."""
+    model, ids = load_model(checkpoint, torch.float32), random_sequences(LENGTHS)[0]
+    layout = RecordLayout((model.layers[0].heads,) * len(model.layers), torch.float16, MapForm.SQUARE)
+    with SegmentWriter(folder / "a.maps", RECORDED, 1, layout) as writer:
+        maps = collect_maps(model, pack([ids]))
+        writer.append([layer[0].half() for (layer,) in maps], ids, RecordKind.STORED)
+    return Segment(folder / "a.maps", RECORDED, layout)
+
+
+def run(checkpoint, segment, device, fetch):
+    """Representations of three sequences, the first of which hits; half of the heads are reused."""
+    full = load_model(checkpoint, torch.float32)
+    half = [full.layers[0].heads // 2] * len(full.layers)
+    model = load_model(checkpoint, torch.float32, reused_heads=half, device=device)
+    batch = pack(random_sequences(LENGTHS))
+    none = np.zeros(3)
+    plan = ReusePlan(np.array([0, -1, -1]), none, none.astype(np.float32), none > 0, corrupt_records=0)
+    with torch.inference_mode():
+        hidden, _ = forward(model, batch, model.embed(batch), plan, {RECORDED: segment}, fetch)
+        return model.outputs(hidden, batch).representation
+
+
+@pytest.mark.parametrize("fetch", [Fetch.GATHER, Fetch.VIEWS, Fetch.MAPPED])
+def test_no_tensor_of_a_model_stays_on_the_processor(checkpoint, tmp_path, fetch):
+    if any("expert" in entry for entry in checkpoint.config):
+        pytest.skip("which expert a token goes to is a value, and the meta device has none")
+    device = torch.device("meta")
+    assert run(checkpoint, recorded(checkpoint, tmp_path), device, fetch).device == device
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("fetch", [Fetch.GATHER, Fetch.VIEWS])
+def test_a_gpu_computes_what_the_processor_does(checkpoint, tmp_path, fetch):
+    segment = recorded(checkpoint, tmp_path)
+    on_gpu, on_cpu = (run(checkpoint, segment, torch.device(name), fetch).cpu() for name in ("cuda", "cpu"))
+    torch.testing.assert_close(on_gpu, on_cpu, atol=1e-4, rtol=0)
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_an_engine_on_a_gpu_serves_a_database(tiny_checkpoint, tiny_database, tiny_corpus):
+    texts = [sentence.text for sentence in tiny_corpus[:20]]
+    database = AttentionDatabase.open(tiny_database)
+    outputs = []
+    for device in ("cuda", "cpu"):
+        engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32", device=device)
+        result = engine.run(engine.tokenize(texts), [True] * len(texts))
+        assert all(outcome.is_hit for outcome in result.outcomes)
+        outputs.append(result.outputs)
+    np.testing.assert_allclose(*outputs, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(tiny_checkpoint):
+    with pytest.raises(InvalidInput, match="choose cpu") as refused:
+        PrefillEngine.load(tiny_checkpoint, device="cuda")
+    assert refused.value.field == "device"
+    assert resolve_device("cpu") == torch.device("cpu")
