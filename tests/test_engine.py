@@ -172,6 +172,7 @@ def test_info_names_model_dtype_threads_and_database(tiny_checkpoint, tiny_engin
         "labels": [],
         "max_tokens": 512,
         "dtype": "float32",
+        "device": "cpu",
         "threads": 1,
         "attention": native.level() or "torch",
         "fetch": "auto",
