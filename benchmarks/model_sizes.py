@@ -1,6 +1,6 @@
 """Models of the papers' sizes with random weights: memory while loading, full and hit-path speed.
 
-    python benchmarks/model_sizes.py [--model llama-3.2-1b] [--rounds 5] [--threads 2]
+    python benchmarks/model_sizes.py [--model llama-3.2-1b] [--lengths 32 128 512] [--rounds 5] [--threads 2]
 
 Nothing pretrained of these sizes is needed: weights are drawn at random and written to a temporary folder, in
 bfloat16. The memory is that of a process of its own that only loads the model. Full and hit path run in turn
@@ -9,7 +9,7 @@ in one process, on batches of 1024 tokens; the hit path searches and fetches, an
 
 import argparse
 import json
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -28,7 +28,6 @@ from attncache_core.threads import available_processors
 from service.bench.report import machine, show_machine, show_table
 from service.bench.synthetic import write_database
 
-LENGTHS = (32, 128, 512)
 BATCH_TOKENS = 1024
 SIZES = {
     "bert-base": lambda: BertModel(BertConfig()),
@@ -84,20 +83,21 @@ def load_and_tell(folder: str) -> None:
 
 
 def peak_gigabytes() -> float:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    """The most memory that this process has had. (What `resource` tells begins with the parent's.)"""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) * 1024 / 1e9
 
 
-def measure_speed(folder: Path, rounds: int, threads: int) -> list[list[object]]:
+def measure_speed(folder: Path, lengths: list[int], rounds: int, threads: int) -> list[list[object]]:
     """A row for each length: tokens a second in full and on the hit path, their ratio, share of attention."""
     checkpoint = find_checkpoint(str(folder))
     database = folder / "database"
-    write_database(database, checkpoint, LENGTHS, most_records=32)
+    write_database(database, checkpoint, lengths, most_records=32)
     full = PrefillEngine.load(checkpoint, threads=threads)
     hits = PrefillEngine.load(checkpoint, threads=threads, database=AttentionDatabase.open(database))
     random, rows = np.random.default_rng(1), []
-    for length in LENGTHS:
-        count = BATCH_TOKENS // length
+    for length in lengths:
+        count = max(1, BATCH_TOKENS // length)
         batch = random.integers(2000, 20000, (count, length)).tolist()
         seconds: dict[bool, list[float]] = {False: [], True: []}
         attention: dict[bool, list[float]] = {False: [], True: []}
@@ -128,6 +128,7 @@ def main() -> None:
     """Measure the models asked for, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=SIZES, action="append")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512], help="Tokens of a text.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=available_processors())
     parser.add_argument("--load", help=argparse.SUPPRESS)
@@ -148,7 +149,7 @@ def main() -> None:
             show_table(
                 f"{name}: tokens a second",
                 ["sequences x tokens", "full", "hits", "speed-up", "of attention", "attention's share, full"],
-                measure_speed(Path(folder), arguments.rounds, arguments.threads),
+                measure_speed(Path(folder), arguments.lengths, arguments.rounds, arguments.threads),
             )
 
 
