@@ -1,10 +1,11 @@
 """The attention kernel beside torch's operators, and what the machine does at best.
 
-    python benchmarks/attention_kernel.py [--threads 2] [--layers 6]
+    python benchmarks/attention_kernel.py [--threads 2] [--layers 6] [--heads 12] [--width 32]
 
-Milliseconds of the attention of all layers, 12 heads of 32, for batches of one length: torch's explicit
-softmax (in the model's dtype and in float32) and SDPA, each level of the kernel that was built, and maps @ V
-from given maps. Every way in turn, medians of 21 rounds.
+Milliseconds of the attention of all layers for batches of one length: torch's explicit softmax (in the
+model's dtype and in float32) and SDPA, each level of the kernel that was built, and maps @ V from given maps;
+then the best kernel's causal attention, and its products with causal maps, square and packed. Every way in
+turn, medians of 21 rounds.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from attncache_core import native
 from attncache_core.memory import keep_freed_memory
 
 SHAPES = ((1, 16), (32, 16), (32, 32), (8, 128), (2, 512))
-HEADS, WIDTH, ROUNDS = 12, 32, 21
+ROUNDS = 21
 Ways = dict[str, Callable[[], object]]
 
 
@@ -43,18 +45,18 @@ def milliseconds(ways: Ways) -> dict[str, float]:
 def explicit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """softmax(Q Kᵀ / sqrt(d)) V in `dtype`, for [n, L, h, d]."""
     query, key, value = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
-    return ((query * WIDTH**-0.5) @ key.transpose(2, 3)).softmax(-1) @ value
+    return ((query * query.shape[-1] ** -0.5) @ key.transpose(2, 3)).softmax(-1) @ value
 
 
-def ways_of(count: int, length: int, kernels: list[native.AttentionKernel]) -> Ways:
+def ways_of(count: int, length: int, heads: int, width: int, kernels: list[native.AttentionKernel]) -> Ways:
     """Everything that is compared at one shape."""
-    joined = torch.randn(count * length, 3 * HEADS, WIDTH).bfloat16()
-    query, key, value = joined.split(HEADS, dim=1)
+    joined = torch.randn(count * length, 3 * heads, width).bfloat16()
+    query, key, value = joined.split(heads, dim=1)
     side_by_side = [x.unflatten(0, (count, length)) for x in (query, key, value)]
     offsets, runs = np.arange(count + 1) * length, np.arange(count + 1)
-    context = torch.empty(value.shape, dtype=value.dtype)
-    maps = torch.rand(count, HEADS, length, length).bfloat16()
-    addresses = maps.data_ptr() + np.arange(count) * maps[0].numel() * 2
+    context, scale = torch.empty(value.shape, dtype=value.dtype), width**-0.5
+    maps = torch.rand(count, heads, length, length).bfloat16()
+    triangles = maps[..., torch.ones(length, length, dtype=torch.bool).tril()]
     ways: Ways = {
         "torch, explicit, bf16": partial(explicit, *side_by_side, torch.bfloat16),
         "torch, explicit, fp32": partial(explicit, *side_by_side, torch.float32),
@@ -63,12 +65,17 @@ def ways_of(count: int, length: int, kernels: list[native.AttentionKernel]) -> W
         ),
     }
     for kernel in kernels:
-        ways[f"kernel, {kernel.level}"] = partial(
-            kernel.attend, query, key, value, offsets, WIDTH**-0.5, context
-        )
-    ways["maps given, best kernel"] = partial(
-        kernels[0].apply_maps, addresses, torch.bfloat16, runs, value, offsets, context
-    )
+        ways[f"kernel, {kernel.level}"] = partial(kernel.attend, query, key, value, offsets, scale, context)
+    best = kernels[0]
+
+    def given(held: torch.Tensor, **more: Any) -> None:
+        addresses = held.data_ptr() + np.arange(count) * held[0].nbytes
+        best.apply_maps(addresses, held.dtype, runs, value, offsets, context, **more)
+
+    ways["maps given, best kernel"] = partial(given, maps)
+    ways["causal, best kernel"] = partial(best.attend, query, key, value, offsets, scale, context, after=0)
+    ways["causal maps, square"] = partial(given, maps.tril(), after=0)
+    ways["causal maps, packed"] = partial(given, triangles, packed=True)
     return ways
 
 
@@ -91,6 +98,8 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--width", type=int, default=32)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
@@ -100,7 +109,9 @@ def main() -> None:
         native.AttentionKernel(level, folder / f"attention_{level}{EXTENSION_SUFFIXES[0]}")
         for level in native._levels()
     ]
-    found = {shape: milliseconds(ways_of(*shape, kernels)) for shape in SHAPES}
+    found = {
+        shape: milliseconds(ways_of(*shape, arguments.heads, arguments.width, kernels)) for shape in SHAPES
+    }
     print(f"{'':26}" + "".join(f"{f'{count}x{length}':>9}" for count, length in SHAPES))
     for name in found[SHAPES[0]]:
         figures = "".join(f"{arguments.layers * found[shape][name]:>9.2f}" for shape in SHAPES)
