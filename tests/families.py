@@ -24,6 +24,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    ModernBertConfig,
     MPNetConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -200,6 +201,7 @@ DECODERS = {
         experts=True,
     ),
 }
+MODERN = {"pad_token_id": 0, "bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
 ENCODERS = {
     "bert": Case(BertConfig),
     "roberta": Case(RobertaConfig, {"max_position_embeddings": 130, "hidden_size": 48}),
@@ -212,6 +214,14 @@ ENCODERS = {
     "mpnet": Case(MPNetConfig, {"hidden_size": 48}),
     "mpnet-wide-tables": Case(
         MPNetConfig, {"relative_attention_num_buckets": 40, "max_position_embeddings": 100}
+    ),
+    "modernbert-local-global": Case(ModernBertConfig, MODERN | {"local_attention": 9}),
+    "modernbert-biased-mean": Case(
+        ModernBertConfig,
+        MODERN
+        | {"hidden_size": 48, "attention_bias": True, "mlp_bias": True, "norm_bias": True}
+        | {"classifier_pooling": "mean", "classifier_bias": True, "hidden_activation": "silu"}
+        | {"layer_types": WINDOWS, "local_attention": 2, "rope_parameters": TWO_ROTARIES},
     ),
 }
 CASES = ENCODERS | DECODERS

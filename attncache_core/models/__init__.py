@@ -29,6 +29,7 @@ from attncache_core.models.layer import (
     Projection,
 )
 from attncache_core.models.linear import quantizing
+from attncache_core.models.modernbert import modernbert
 from attncache_core.models.mpnet import mpnet
 from attncache_core.outputs import pool
 
@@ -42,6 +43,7 @@ ENCODERS: dict[str, Family] = {
     "xlm-roberta": roberta,
     "distilbert": distilbert,
     "mpnet": mpnet,
+    "modernbert": modernbert,
 }
 DECODERS: dict[str, Family] = dict.fromkeys(
     (

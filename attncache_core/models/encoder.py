@@ -98,20 +98,23 @@ class _Embeddings:
 
 def _counted_positions(batch: TokenBatch, padding: int) -> torch.Tensor:
     """int64 [tokens]: tokens other than `padding` counted from padding + 1; those stand at `padding`."""
-    counts = batch.ids != padding
-    if counts.all():
-        return batch.positions + (padding + 1)
+    counts = (batch.ids != padding).long()
     total = counts.cumsum(0)
-    starts = torch.from_numpy(batch.offsets[:-1])
-    before = (total - counts.long())[starts].repeat_interleave(torch.from_numpy(batch.lengths))
-    return (total - before) * counts + padding
+    first = torch.arange(len(counts), device=counts.device) - batch.positions  # token of the same sequence
+    return (total - (total - counts)[first]) * counts + padding
+
+
+def first_tokens(hidden: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """Of hidden [tokens, hidden] those of each sequence's first token, [sequences, hidden]."""
+    return hidden[torch.from_numpy(batch.offsets[:-1])]
 
 
 class Head(NamedTuple):
     """A sequence-classification head."""
 
-    read: Callable[[torch.Tensor], torch.Tensor]  # first tokens [n, hidden] -> what the classifier reads
+    read: Callable[[torch.Tensor], torch.Tensor]  # pooled tokens [n, hidden] -> what the classifier reads
     score: nn.Module  # -> logits [n, classes]
+    pool: Pool = first_tokens
 
 
 def pooled_head(pooler: nn.Module, classifier: nn.Module | None) -> Head | None:
@@ -126,17 +129,18 @@ def dense_head(classifier: Any | None) -> Head | None:
     return Head(lambda first: torch.tanh(classifier.dense(first)), classifier.out_proj)
 
 
-class _Outputs:
-    """Pooled embeddings, or what the sequence-classification head says of the first token."""
+class EncoderOutputs:
+    """Pooled embeddings, or what the sequence-classification head says."""
 
     def __init__(self, pool: Pool, head: Head | None) -> None:
         self._pool = pool
         self._head = head
 
     def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
+        """See PackedModel."""
         if self._head is None:
             return Outputs(self._pool(hidden, batch), None)
-        read = self._head.read(hidden[torch.from_numpy(batch.offsets[:-1])])
+        read = self._head.read(self._head.pool(hidden, batch))
         return Outputs(read.float(), self._head.score(read).float())
 
 
@@ -168,5 +172,5 @@ def encoder(
         build,
     )
     return PackedModel(
-        hidden_size=base.config.hidden_size, embed=embed, layers=built, outputs=_Outputs(pool, head)
+        hidden_size=base.config.hidden_size, embed=embed, layers=built, outputs=EncoderOutputs(pool, head)
     )

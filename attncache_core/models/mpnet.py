@@ -20,7 +20,7 @@ def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> Pack
     """An MPNet checkpoint, for embeddings (pooled) or with its sequence-classification head."""
     base = model.base_model
     positions = base.config.max_position_embeddings
-    distances = torch.arange(1 - positions, positions)
+    distances = torch.arange(1 - positions, positions, device=base.device)
     buckets = base.encoder.relative_position_bucket(distances)
     biases = base.encoder.relative_attention_bias(buckets).T  # [heads, distances]
 

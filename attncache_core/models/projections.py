@@ -30,6 +30,11 @@ class Rows(NamedTuple):
         """All rows of a linear layer."""
         return cls(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
+    def divided(self, parts: int) -> list[Rows]:
+        """Several linear layers of one input from the one that they are joined in, of the same size each."""
+        biases = [None] * parts if self.bias is None else self.bias.chunk(parts)
+        return [Rows(*part) for part in zip(self.weight.chunk(parts), biases, strict=True)]
+
     def heads(self, chosen: Sequence[int], count: int) -> Rows:
         """The rows of the chosen ones of `count` heads, in this order."""
         rows = head_rows(chosen, len(self.weight) // count)
@@ -95,12 +100,13 @@ class Projections:
         self._values = SharedHeads([head // group for head in heads.order], value.weight.device)
         value_rows = value.heads(self._values.chosen, shared)
         self._value_numbers = len(value_rows.weight)  # of a token
+        width = len(query.weight) // count
         self._computed, self._reused = (
-            _QueryKey(query, key, chosen, count, shared, place_query, place_key)
+            _QueryKey(chosen, count, shared, width, key.weight.device, place_query, place_key)
             for chosen in (heads.computed, heads.order[: heads.reused])
         )
-        self._always = joined([value_rows, *self._computed.rows], pack)
-        self._misses = joined(self._reused.rows, pack) if heads.reused else None
+        self._always = joined([value_rows, *self._computed.rows(query, key)], pack)
+        self._misses = joined(self._reused.rows(query, key), pack) if heads.reused else None
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
         """See AttentionLayer."""
@@ -119,24 +125,27 @@ class _QueryKey:
 
     def __init__(
         self,
-        query: Rows,
-        key: Rows,
         chosen: Sequence[int],
         count: int,
         shared: int,
+        width: int,
+        device: torch.device,
         place_query: Place,
         place_key: Place,
     ) -> None:
-        self._heads, self._width = len(chosen), len(query.weight) // count
-        self._keys = SharedHeads([head // (count // shared) for head in chosen], key.weight.device)
+        self._chosen, self._count, self._shared, self._width = chosen, count, shared, width
+        self._keys = SharedHeads([head // (count // shared) for head in chosen], device)
         self._place_query, self._place_key = place_query, place_key
-        self.rows = (query.heads(chosen, count), key.heads(self._keys.chosen, shared))
+
+    def rows(self, query: Rows, key: Rows) -> tuple[Rows, Rows]:
+        """The rows of Q and of K that `divided` divides the product of, from those of all heads."""
+        return query.heads(self._chosen, self._count), key.heads(self._keys.chosen, self._shared)
 
     def divided(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The product of `rows` as Q and K, each [tokens, heads, d]."""
-        heads = x.unflatten(1, (self._heads + len(self._keys.chosen), self._width))
-        query, key = heads.tensor_split([self._heads], dim=1)
-        if not self._heads:
+        heads = x.unflatten(1, (len(self._chosen) + len(self._keys.chosen), self._width))
+        query, key = heads.tensor_split([len(self._chosen)], dim=1)
+        if not self._chosen:
             return query, key
         return self._place_query(query, positions), self._keys.given(self._place_key(key, positions))
 

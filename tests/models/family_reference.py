@@ -73,9 +73,10 @@ def _input(x: torch.Tensor) -> torch.Tensor:
 
 def _attention_with_its_norm(layer: Any) -> list[tuple[nn.Module, GivenBack]]:
     """A layer's modules whose bypass is that of its attention: the residual passes through."""
-    if hasattr(layer, "self_attn"):
-        # Its norms are before it or, without a bias, make nothing of nothing.
-        return [(layer.self_attn, torch.zeros_like)]
+    for name in ("self_attn", "attn"):
+        if hasattr(layer, name):
+            # Its norms are before it or, without a bias, make nothing of nothing.
+            return [(getattr(layer, name), torch.zeros_like)]
     if hasattr(layer, "sa_layer_norm"):
         return [(layer.attention, torch.zeros_like), (layer.sa_layer_norm, _input)]
     return [(layer.attention, _input)]
