@@ -1,0 +1,150 @@
+"""Reuse beside and on top of smaller models, as the papers' Table 8: quantised, AttnDrop, BlockDrop.
+
+    python benchmarks/combined.py --corpus STSB_train.tsv:sentence1,sentence2 --data STS12.tsv \\
+        --data STS13.tsv --folder combined
+
+What is dropped is least important on the corpus, as `attncache prune --importance` measures it. Each variant has
+a database of its own, built in the folder, if it is not there, from those texts of the corpus that are not
+evaluated. All are compared with the whole model in one run, in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import numpy as np
+
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    Checkpoint,
+    CorpusSentence,
+    PrefillEngine,
+    Quantization,
+    build_database,
+    find_checkpoint,
+)
+from attncache_core.checkpoint import DroppedLayers
+from attncache_core.corpus.reading import read_rated, read_texts
+from attncache_core.evaluation.comparison import FULL, Method, MethodReport, compare
+from attncache_core.evaluation.importance import measure_importance
+from attncache_core.evaluation.methods import Methods
+from attncache_core.evaluation.tasks import RatedPairs, SimilarityTask
+from attncache_core.models import model_shape
+from attncache_core.outputs import Measure
+from service.bench.report import machine, show_machine, show_table
+from service.commands.progress import shown_progress
+
+_SAMPLE = 500  # texts whose hidden states tell what is important
+
+
+@click.command()
+@click.option("--model", default="all-MiniLM-L6-v2", show_default=True)
+@click.option("--threads", type=int)
+@click.option("--corpus", required=True, multiple=True, help="FILE or FILE:column,column")
+@click.option("--data", required=True, multiple=True, help="A table with score, sentence1 and sentence2.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Of the databases.")
+@click.option("--quantize", type=click.Choice([kind.value for kind in Quantization]), default="int8")
+@click.option(
+    "--layers", default=1, show_default=True, help="Attention modules, or blocks, that are dropped."
+)
+@click.option("--share", default=1 / 3, help="Of the heads, to be reused.", show_default="a third")
+@click.option("--rounds", default=3, show_default=True)
+def main(
+    model: str,
+    threads: int | None,
+    corpus: tuple[str, ...],
+    data: tuple[str, ...],
+    folder: Path,
+    quantize: str,
+    layers: int,
+    share: float,
+    rounds: int,
+) -> None:
+    """Print quality, hits and time of each variant, in full and with reuse."""
+    checkpoint = find_checkpoint(model)
+    full = PrefillEngine.load(checkpoint, threads=threads)
+    task = SimilarityTask({Path(path).stem: _rated(full, path) for path in data})
+    evaluated = set(map(tuple, task.sequences))
+    given = list(dict.fromkeys(text for source in corpus for text in read_texts(source)))
+    tokenized = full.tokenize(given)
+    texts = [text for text, ids in zip(given, tokenized, strict=True) if tuple(ids) not in evaluated]
+    sample = full.tokenize(texts[:: -(-len(texts) // _SAMPLE)])
+    variants = _variants(checkpoint, full, sample, Quantization(quantize), layers)
+    methods: dict[str, Method] = {}
+    for name, variant in variants.items():
+        engine = full if name == FULL else PrefillEngine.load(variant, threads=full.threads)
+        path = folder / f"{variant.fingerprint()[:12]}.db"
+        if not path.exists():
+            attending, heads = model_shape(variant)
+            _build(engine, texts, path, heads=str(round(share * attending * heads)))
+        made = Methods(engine, variant, AttentionDatabase.open(path), [])
+        methods[name] = made.make(FULL)
+        methods[f"{name} + reuse"] = made.make("attncache")
+    with shown_progress() as progress:
+        reports = compare(
+            methods,
+            task,
+            full.judge(Measure.COSINE),
+            rounds=rounds,
+            on_step=lambda done, total: progress("measuring", done, total),
+        )
+    show_machine({**machine(full.threads), "corpus": len(texts), "texts": len(task.sequences)})
+    show_table(
+        "Spearman, hits and time", ["", *reports[0].scores, "mean", "hits", "speed-up"], map(_row, reports)
+    )
+
+
+def _variants(
+    checkpoint: Checkpoint,
+    full: PrefillEngine,
+    sample: Sequence[Sequence[int]],
+    quantization: Quantization,
+    layers: int,
+) -> dict[str, Checkpoint]:
+    found = measure_importance(full.model, sample)
+    attention, blocks = (
+        frozenset(np.argsort(importance)[:layers].tolist()) for importance in (found.attention, found.blocks)
+    )
+    return {
+        FULL: checkpoint,
+        quantization.value: replace(checkpoint, quantization=quantization),
+        f"without attention {_listed(attention)}": replace(
+            checkpoint, dropped=DroppedLayers(attention=attention)
+        ),
+        f"without block {_listed(blocks)}": replace(checkpoint, dropped=DroppedLayers(blocks=blocks)),
+    }
+
+
+def _rated(engine: PrefillEngine, path: str) -> RatedPairs:
+    left, right, ratings = read_rated(path, "sentence1", "sentence2", "score")
+    return RatedPairs(engine.tokenize(left), engine.tokenize(right), ratings)
+
+
+def _build(engine: PrefillEngine, texts: Sequence[str], path: Path, heads: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with shown_progress() as progress:
+        build_database(
+            engine, [CorpusSentence(text, text) for text in texts], path, BuildOptions(heads=heads), progress
+        )
+
+
+def _listed(layers: frozenset[int]) -> str:
+    return ",".join(map(str, sorted(layers)))
+
+
+def _row(report: MethodReport) -> list[object]:
+    scores = (*report.scores.values(), report.score)
+    return [
+        report.method,
+        *(f"{score:.4f}" for score in scores),
+        f"{report.hit_rate:.3f}",
+        f"{report.speedup:.3f}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
