@@ -3,8 +3,8 @@
     python benchmarks/combined.py --corpus STSB_train.tsv:sentence1,sentence2 --data STS12.tsv \\
         --data STS13.tsv --folder combined
 
-What is dropped is least important on the corpus, as `attncache prune --importance` measures it. Each variant has
-a database of its own, built in the folder, if it is not there, from those texts of the corpus that are not
+What is dropped is least important on the corpus, as `attncache prune --importance` measures it. Each variant
+has a database of its own, built in the folder, if it is not there, from the texts of the corpus that are not
 evaluated. All are compared with the whole model in one run, in turn.
 """
 

@@ -29,7 +29,7 @@ import torch
 
 from attncache_core.attention_maps.calibration import MOST_DAMAGE_PROBES, Progress, calibrate
 from attncache_core.attention_maps.choice import FEWEST_PROBES
-from attncache_core.attention_maps.damage import damage_of_each, joint_damage, reuse_rank
+from attncache_core.attention_maps.damage import damage_of_each, joint_damage, model_for_damage, reuse_rank
 from attncache_core.attention_maps.database import FORMAT_VERSION, Manifest, file_digest, small_files
 from attncache_core.attention_maps.index import FeatureIndex
 from attncache_core.attention_maps.mask import (
@@ -233,10 +233,11 @@ class _Build:
             if len(pairs) < FEWEST_PROBES:
                 return
             chosen = [pairs[place] for place in self._random(1).permutation(len(pairs))[:MOST_DAMAGE_PROBES]]
+            model = model_for_damage(self.engine)
             joint = joint_damage(
-                self.model,
+                model,
                 paired(
-                    self.model,
+                    model,
                     [self.sentences.sequences[probe] for probe, _ in chosen],
                     [self.sentences.sequences[donor] for _, donor in chosen],
                 ),

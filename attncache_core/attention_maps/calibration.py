@@ -11,7 +11,7 @@ import numpy as np
 
 from attncache_core.attention_maps.choice import FEWEST_PROBES, Savings, choose_policy, report
 from attncache_core.attention_maps.cost import measure_costs, search_cost
-from attncache_core.attention_maps.damage import damage_of_each, joint_damage, reuse_rank
+from attncache_core.attention_maps.damage import damage_of_each, joint_damage, model_for_damage, reuse_rank
 from attncache_core.attention_maps.database import AttentionDatabase, keep_calibration_texts
 from attncache_core.attention_maps.mask import ReuseMask, head_order, mildest_mask, parse_heads
 from attncache_core.attention_maps.policy import Budget, ReusePolicy, uniform_policy
@@ -86,9 +86,10 @@ def calibrate_database(
     probes = find_probes(engine.model, database.search, unseen)
     sample = probes.sample(MOST_DAMAGE_PROBES)
     order = manifest.mask.order
-    batches = stored_batches(engine.model, store, order, sample, sample.most_similar())
+    model = model_for_damage(engine)
+    batches = stored_batches(model, store, order, sample, sample.most_similar())
     joint = joint_damage(
-        engine.model,
+        model,
         [make for _, make in batches],
         engine.judge(budget.measure).comparable,
         partial(progress, "measuring heads"),

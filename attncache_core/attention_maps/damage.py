@@ -9,11 +9,14 @@ that push the same way, one is better left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from attncache_core.attention_maps.substitution import ProbeBatch, substituted_outputs
-from attncache_core.models import PackedModel
+from attncache_core.checkpoint import Quantization
+from attncache_core.engine import PrefillEngine
+from attncache_core.models import PackedModel, load_model
 
 # Outputs [n, d] as the engine gives them -> rows of unit length whose cosine is what counts.
 Comparable = Callable[[np.ndarray], np.ndarray]
@@ -46,6 +49,23 @@ def joint_damage(
         total += rows @ rows.T / 2
         count += len(full)
     return total / count
+
+
+def model_for_damage(engine: PrefillEngine) -> PackedModel:
+    """What damage is measured on: the engine's model or, if it rounds hidden states, the model before that.
+
+    Where 8 bits are left of a hidden state, a change in one layer makes all later ones round otherwise. That
+    moves an output more than a mild head does, and the less the later the layer is: the last layers' heads,
+    which hurt most, would be taken for the mildest.
+    """
+    if engine.checkpoint.quantization is not Quantization.INT8:
+        return engine.model
+    return load_model(
+        replace(engine.checkpoint, quantization=None),
+        engine.dtype,
+        prompt_tokens=engine.tokenizer.prompt_tokens,
+        device=engine.model.device,
+    )
 
 
 def damage_of_each(joint: np.ndarray, layers: int) -> np.ndarray:

@@ -1,5 +1,7 @@
 """The damage of heads and masks, and the order in which heads are given up, against Hugging Face's model."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,14 @@ from core_models import random_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncache_core.attention_maps.damage import damage_of_each, joint_damage, reuse_rank
+from attncache_core.attention_maps.builder import BuildOptions, build_database
+from attncache_core.attention_maps.damage import damage_of_each, joint_damage, model_for_damage, reuse_rank
+from attncache_core.attention_maps.database import Manifest
 from attncache_core.attention_maps.mask import head_order, mildest_mask
 from attncache_core.attention_maps.substitution import paired
+from attncache_core.checkpoint import Quantization
+from attncache_core.engine import PrefillEngine
+from attncache_core.models.quantized import multiplies_integers
 from attncache_core.outputs import Measure, normalize
 
 LAYERS, HEADS = 3, 4  # of the tiny model
@@ -172,3 +179,34 @@ def test_of_two_mild_heads_that_push_the_same_way_the_second_waits():
     # Heads 0 and 1 move the output alike, head 2 does a little more, another way.
     directions = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.2]])
     assert reuse_rank(directions @ directions.T / 2, layers=1).tolist() == [[0, 2, 1]]
+
+
+needs_integers = pytest.mark.skipif(
+    not multiplies_integers(), reason="this processor does not multiply 8-bit integers exactly"
+)
+
+
+@needs_integers
+def test_heads_of_a_model_that_rounds_hidden_states_are_ranked_as_those_of_the_model_it_was_made_from(
+    tiny_checkpoint, tiny_engine, tiny_corpus, tmp_path
+):
+    manifests = []
+    for engine in (tiny_engine, engine_of(tiny_checkpoint, Quantization.INT8)):
+        folder = tmp_path / f"{len(manifests)}.db"
+        build_database(engine, tiny_corpus, folder, BuildOptions(heads="6", training_steps=5))
+        manifests.append(Manifest.read(folder))
+    whole, rounding = manifests
+    assert whole.fingerprint != rounding.fingerprint
+    assert np.array(whole.damage).min() > 0
+    np.testing.assert_allclose(rounding.damage, whole.damage, rtol=1e-6)
+    assert rounding.rank == whole.rank
+
+
+@pytest.mark.parametrize("kind", [None, Quantization.INT8_WEIGHT_ONLY, Quantization.INT4])
+def test_damage_of_other_models_is_measured_on_themselves(tiny_checkpoint, kind):
+    engine = engine_of(tiny_checkpoint, kind)
+    assert model_for_damage(engine) is engine.model
+
+
+def engine_of(checkpoint, quantization) -> PrefillEngine:
+    return PrefillEngine.load(replace(checkpoint, quantization=quantization), dtype="float32")
