@@ -64,7 +64,7 @@ class AttentionKernel:
 
     def __init__(self, level: str, library: Path) -> None:
         self.level = level
-        loaded = ctypes.CDLL(str(library))
+        self.library = loaded = ctypes.CDLL(str(library))
         for function in (loaded.attend, loaded.rotate):
             function.argtypes, function.restype = [ctypes.c_void_p], None
         loaded.set_parallel.argtypes = [ctypes.c_void_p]

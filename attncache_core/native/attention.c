@@ -150,3 +150,4 @@ void attend(attention *job) {
 }
 
 #include "rotary.h"
+#include "rows.h"

@@ -23,13 +23,26 @@ from attncache_core.models.quantized import (
     Int8WeightOnlyLinear,
     multiplies_integers,
 )
+from attncache_core.native import rows
 from attncache_core.outputs import cosines
 from attncache_core.tokens import pack
 
 needs_integers = pytest.mark.skipif(
     not multiplies_integers(), reason="this processor does not multiply 8-bit integers exactly"
 )
-LAYERS = [pytest.param(Int8Linear, marks=needs_integers), Int8WeightOnlyLinear, Int4Linear]
+
+
+def int8_by_operators(*arguments):
+    """An Int8Linear where no kernel was built."""
+    with mock.patch.object(rows, "kernel", return_value=None):
+        return Int8Linear(*arguments)
+
+
+INT8 = [
+    pytest.param(Int8Linear, marks=needs_integers, id="Int8Linear"),
+    pytest.param(int8_by_operators, marks=needs_integers, id="Int8Linear by operators"),
+]
+LAYERS = [*INT8, Int8WeightOnlyLinear, Int4Linear]
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]
 # Sums of at most 200 products of numbers of size 1, in another order.
 TOLERANCE = 1e-4
@@ -53,14 +66,18 @@ def rounded_to_8_bits(x):
     return (x.float() / step).round() * step
 
 
-@needs_integers
+@pytest.mark.parametrize("kind", INT8)
 @settings(max_examples=60)
 @given(shapes, st.booleans(), st.integers(0, 100))
-def test_int8_is_the_product_of_weights_and_rows_rounded_to_8_bits(shape, has_bias, seed):
+def test_int8_is_the_product_of_weights_and_rows_rounded_to_8_bits(kind, shape, has_bias, seed):
     x, weight, bias = numbers(*shape, seed=seed)
     bias = bias if has_bias else None
     expected = functional.linear(rounded_to_8_bits(x), rounded_to_8_bits(weight), bias)
-    torch.testing.assert_close(Int8Linear(weight, bias)(x), expected, atol=TOLERANCE, rtol=1e-5)
+    off = (kind(weight, bias)(x) - expected).abs()
+    # A number within float32's error of the middle between two steps may go to either.
+    step = x.abs().amax(dim=1, keepdim=True) / 127 * weight.abs().amax(dim=1)
+    assert (off <= TOLERANCE + 1e-5 * expected.abs() + step).all()
+    assert (off > TOLERANCE + 1e-5 * expected.abs()).sum() <= shape[2]  # in one row at most
 
 
 @settings(max_examples=40)
@@ -108,10 +125,10 @@ def test_row_of_a_batch_equals_the_row_alone(kind, dtype):
     torch.testing.assert_close(together, alone, atol=tolerance, rtol=tolerance)
 
 
-@needs_integers
-def test_int8_row_is_the_same_to_the_last_bit_whatever_its_company():
+@pytest.mark.parametrize("kind", INT8)
+def test_int8_row_is_the_same_to_the_last_bit_whatever_its_company(kind):
     x, weight, bias = numbers(100, 96, 48)
-    layer = Int8Linear(weight, bias)
+    layer = kind(weight, bias)
     company = x.clone()
     company[1:] *= 1000
     assert torch.equal(layer(company)[:1], layer(x)[:1])
@@ -174,10 +191,10 @@ def test_zeros_give_the_bias(kind):
     torch.testing.assert_close(layer(x)[:, 3], bias[3].expand(5))
 
 
-@needs_integers
-def test_largest_sums_do_not_overflow():
+@pytest.mark.parametrize("kind", INT8)
+def test_largest_sums_do_not_overflow(kind):
     x, weight = torch.full((40, 8192), 3.0), torch.full((40, 8192), -5.0)
-    torch.testing.assert_close(Int8Linear(weight)(x), torch.full((40, 40), -15.0 * 8192))
+    torch.testing.assert_close(kind(weight)(x), torch.full((40, 40), -15.0 * 8192))
 
 
 def saturated(x, weight, scales, zeros):

@@ -1,0 +1,143 @@
+// What comes before and after a product of 8-bit integers, each in one pass over the rows.
+//
+// quantize_row   numbers of a row -> levels of 8 bits and their scale
+// finish_row     product -> times the row's scale, plus bias, activation, plus residual
+#pragma once
+
+typedef enum { NO_ACTIVATION = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SILU = 4 } activation_type;
+
+typedef struct {
+    const char *x;         // [rows, width] of `type`, to be quantised; null where a product is finished
+    uint8_t *levels;       // [rows, width] 128 + level
+    float *scales;         // [rows]
+    const float *product;  // [rows, width]
+    const float *bias;     // [width], or null
+    const char *residual;  // [rows, width] of `type`, or null
+    char *result;          // [rows, width] of `type`; may be `product`
+    int64_t rows, width;
+    int64_t x_row, residual_row;  // numbers from one row to the next
+    int32_t type, activation, threads;
+    // The pool's.
+    int32_t chunk;
+    atomic_int next;
+} rows_job;
+
+typedef uint8_t bytes __attribute__((vector_size(LANES)));
+typedef uint8_t bytes_unaligned __attribute__((vector_size(LANES), aligned(1)));
+
+static const float least_scale = 1e-30f / 127.0f;  // scales are divided by: a row of zeros has this one
+
+INLINE void quantize_row(const rows_job *job, int64_t row, number_type type) {
+    const size_t number = number_bytes(type);
+    const char *x = job->x + (size_t)(row * job->x_row) * number;
+    const int width = (int)job->width;
+    floats largest = every(0.0f);
+    for (int i = 0; i < width; i += LANES) {
+        const words sign = {0};
+        floats part = load_some(x + i * number, type, width - i);
+        largest = larger(largest, (floats)((words)part & (sign + 0x7fffffff)));
+    }
+    float scale = largest_lane(largest) / 127.0f;
+    if (!(scale > least_scale)) scale = least_scale;
+    job->scales[row] = scale;
+    const float steps = 1.0f / scale;
+    uint8_t *levels = job->levels + row * width;
+    for (int i = 0; i < width; i += LANES) {
+        // 1.5 * 2^23: adding it rounds to a whole number, which then stands in the lowest bits.
+        floats moved = load_some(x + i * number, type, width - i) * steps + (12582912.0f + 128.0f);
+        bytes part = __builtin_convertvector((words)moved & 0xff, bytes);
+        if (width - i >= LANES) *(bytes_unaligned *)(levels + i) = part;
+        else memcpy(levels + i, &part, (size_t)(width - i));
+    }
+}
+
+// 1 / (1 + e^-x)
+INLINE floats sigmoid(floats x) {
+    const floats power = exponential(either(x > 0.0f, -x, x));
+    return either(x > 0.0f, every(1.0f), power) / (power + 1.0f);
+}
+
+// x times the normal distribution's share below x. The error function is approximated to 1.5e-7
+// (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
+INLINE floats gelu(floats x) {
+    const floats size = either(x > 0.0f, x, -x);
+    const floats t = 1.0f / (size * (0.3275911f * 0.70710678f) + 1.0f);
+    floats sum = every(1.061405429f);
+    sum = sum * t - 1.453152027f;
+    sum = sum * t + 1.421413741f;
+    sum = sum * t - 0.284496736f;
+    sum = sum * t + 0.254829592f;
+    const floats beyond = sum * t * exponential(x * x * -0.5f) * 0.5f;  // the share beyond |x|
+    return x * either(x > 0.0f, 1.0f - beyond, beyond);
+}
+
+INLINE floats activated(floats x, activation_type activation) {
+    switch (activation) {
+        case GELU: return gelu(x);
+        case GELU_TANH: return x * sigmoid((x * x * x * 0.044715f + x) * 1.59576912f);
+        case RELU: return larger(x, every(0.0f));
+        case SILU: return x * sigmoid(x);
+        default: return x;
+    }
+}
+
+INLINE void finish_row(const rows_job *job, int64_t row, number_type type, activation_type activation) {
+    const size_t number = number_bytes(type);
+    const int width = (int)job->width;
+    const char *product = (const char *)(job->product + row * width), *bias = (const char *)job->bias;
+    const char *residual = job->residual ? job->residual + (size_t)(row * job->residual_row) * number : 0;
+    char *result = job->result + (size_t)(row * width) * number;
+    const float scale = job->scales[row];
+    for (int i = 0; i < width; i += LANES) {
+        floats sum = load_some(product + i * 4, FLOAT32, width - i) * scale;
+        if (bias) sum += load_some(bias + i * 4, FLOAT32, width - i);
+        sum = activated(sum, activation);
+        if (residual) sum += load_some(residual + i * number, type, width - i);
+        store_some(result + i * number, type, sum, width - i);
+    }
+}
+
+// The compiler makes a loop of its own for each type and activation.
+#define FINISH(of)                                                   \
+    case of:                                                         \
+        if (job->type == FLOAT32) finish_row(job, row, FLOAT32, of); \
+        else finish_row(job, row, BFLOAT16, of);                     \
+        break;
+
+static void run_row(const rows_job *job, int64_t row) {
+    if (job->x) {
+        if (job->type == FLOAT32) quantize_row(job, row, FLOAT32);
+        else quantize_row(job, row, BFLOAT16);
+        return;
+    }
+    switch ((activation_type)job->activation) {
+        FINISH(NO_ACTIVATION)
+        FINISH(GELU)
+        FINISH(GELU_TANH)
+        FINISH(RELU)
+        FINISH(SILU)
+    }
+}
+
+static void work_rows(void *data) {
+    rows_job *job = data;
+    for (int64_t first; (first = atomic_fetch_add(&job->next, job->chunk)) < job->rows;) {
+        const int64_t stop = first + job->chunk < job->rows ? first + job->chunk : job->rows;
+        for (int64_t row = first; row < stop; row++) run_row(job, row);
+    }
+}
+
+// Below so many numbers the work is done sooner than a second thread is awake.
+static const int64_t numbers_worth_a_thread = 65536;
+
+void run_rows(rows_job *job) {
+    atomic_init(&job->next, 0);
+    if (!parallel || job->threads < 2 || job->rows * job->width < numbers_worth_a_thread) {
+        job->chunk = (int32_t)job->rows;
+        work_rows(job);
+        return;
+    }
+    job->chunk = (int32_t)(job->rows / (job->threads * 4));
+    if (job->chunk < 1) job->chunk = 1;
+    parallel(work_rows, job, (unsigned)job->threads, 0);
+}

@@ -1,0 +1,95 @@
+"""The compiled passes around a product of 8-bit integers: rows.h, in the library of the attention kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from attncache_core import native
+
+# Our names of activations, as rows.h numbers them.
+_ACTIVATIONS = {None: 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class _Job(ctypes.Structure):
+    """`rows_job` in rows.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "levels", "scales", "product", "bias", "residual")),
+        ("result", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "width", "x_row", "residual_row")),
+        *((name, ctypes.c_int32) for name in ("type", "activation", "threads", "chunk", "next")),
+    )
+
+
+class RowKernel:
+    """The passes at the level of this processor. Tensors are of float32 or bfloat16 and on the CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run = library.run_rows
+        self._run.argtypes = [ctypes.c_void_p]
+        self._run.restype = None
+
+    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Levels uint8 [rows, n], 128 higher than they are, and scales float32 [rows] of x [rows, n].
+
+        x ~ (levels - 128) * scales; the largest number of a row, by
+        size, becomes 127 or -127.
+        """
+        levels = torch.empty(x.shape, dtype=torch.uint8)
+        scales = torch.empty(len(x))
+        job = self._job(x, scales)
+        x = _with_contiguous_rows(x)
+        job.x, job.x_row, job.levels = x.data_ptr(), x.stride(0), levels.data_ptr()
+        self._run(ctypes.addressof(job))
+        return levels, scales
+
+    def finish(
+        self,
+        product: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        residual: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """activation(product * scales + bias) + residual as [rows, n] of `dtype`; `product` is used up.
+
+        product: float32 [rows, n], contiguous; scales: float32 [rows]; bias: float32 [n]; residual: [rows, n]
+        of `dtype`.
+        """
+        result = product if dtype == torch.float32 else torch.empty(product.shape, dtype=dtype)
+        job = self._job(result, scales)
+        job.product, job.result, job.activation = (
+            product.data_ptr(),
+            result.data_ptr(),
+            _ACTIVATIONS[activation],
+        )
+        if bias is not None:
+            job.bias = bias.data_ptr()
+        if residual is not None:
+            residual = _with_contiguous_rows(residual)
+            job.residual, job.residual_row = residual.data_ptr(), residual.stride(0)
+        self._run(ctypes.addressof(job))
+        return result
+
+    def _job(self, like: torch.Tensor, scales: torch.Tensor) -> _Job:
+        job = _Job()
+        job.rows, job.width = like.shape
+        job.type, job.threads = _TYPES[like.dtype], torch.get_num_threads()
+        job.scales = scales.data_ptr()
+        return job
+
+
+def _with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+@cache
+def kernel() -> RowKernel | None:
+    """The passes for this processor; None where they were not built."""
+    attention = native.kernel()
+    return RowKernel(attention.library) if attention else None

@@ -1,0 +1,165 @@
+"""The compiled passes around 8-bit products, at every level that was built and runs here, against float64."""
+
+import math
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_native_kernel import library
+
+from attncache_core import native
+from attncache_core.models.prepacked import ACTIVATIONS
+from attncache_core.native import rows
+
+# What float32's roundings and the approximations of e^x and of the error function add up to, as part of the
+# size of what goes in; 4e-6 was seen.
+FLOAT32 = 2e-5
+# A number is rounded to bfloat16 by at most this part of itself.
+BFLOAT16 = 2**-8
+
+shapes = st.tuples(st.integers(1, 40), st.integers(1, 100))
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+sizes = st.sampled_from([1e-20, 1e-3, 1.0, 1e4, 1e20])
+
+
+@pytest.fixture(scope="module", params=native._levels())
+def kernel(request):
+    if not library(request.param).is_file():
+        pytest.skip("this level was not built")
+    return rows.RowKernel(native.AttentionKernel(request.param, library(request.param)).library)
+
+
+@contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def numbers(shape, dtype=torch.float32, seed=0, size=1.0):
+    torch.manual_seed(seed)
+    return (torch.randn(shape) * size).to(dtype)
+
+
+@settings(max_examples=100)
+@given(shapes, dtypes, sizes, st.integers(0, 1000))
+def test_levels_times_scale_are_the_row_within_half_a_step(kernel, shape, dtype, size, seed):
+    x = numbers(shape, dtype, seed, size)
+    levels, scales = kernel.quantize(x)
+    assert (levels.dtype, scales.dtype) == (torch.uint8, torch.float32)
+    steps = levels.double() - 128
+    assert (steps.abs().amax(dim=1) == 127).all()
+    largest = x.double().abs().amax(dim=1)
+    torch.testing.assert_close(scales.double(), largest / 127, rtol=1e-6, atol=0)
+    off = (steps * scales[:, None].double() - x.double()).abs()
+    assert (off <= (0.5 + 1e-4) * scales[:, None]).all()
+
+
+@settings(max_examples=100)
+@given(
+    shapes,
+    dtypes,
+    st.sampled_from([None, *ACTIVATIONS]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0.01, 1.0, 30.0, 1e4]),
+    st.integers(0, 1000),
+)
+def test_product_is_scaled_shifted_activated_and_added_to(
+    kernel, shape, dtype, activation, has_bias, has_residual, size, seed
+):
+    product = numbers(shape, seed=seed, size=size)
+    scales = torch.rand(shape[0]) + 0.1
+    bias = numbers(shape[1], seed=seed + 1) if has_bias else None
+    residual = numbers(shape, dtype, seed + 2) if has_residual else None
+    expected = product.double() * scales[:, None].double()
+    if has_bias:
+        expected = expected + bias.double()
+    if activation:
+        expected = ACTIVATIONS[activation](expected)
+    if has_residual:
+        expected = expected + residual.double()
+    tolerance = FLOAT32 if dtype == torch.float32 else BFLOAT16
+    found = kernel.finish(product.clone(), scales, bias, activation, residual, dtype)
+    assert found.dtype == dtype
+    off = (found.double() - expected).abs()
+    size_of_terms = product.abs() * scales[:, None] + (bias.abs() if has_bias else 0)
+    assert (off <= FLOAT32 * size_of_terms + tolerance * expected.abs() + 1e-6).all()
+
+
+def test_rows_of_zeros_stay_zeros(kernel):
+    levels, scales = kernel.quantize(torch.zeros(3, 20))
+    assert (levels == 128).all()
+    assert (scales > 0).all()
+
+
+def test_activations_end_where_they_should(kernel):
+    product = torch.tensor([[-1e30, -1e3, -40.0, 0.0, 40.0, 1e3, 1e30]])
+    for activation in ("gelu", "gelu_pytorch_tanh", "silu", "relu"):
+        found = kernel.finish(product.clone(), torch.ones(1), None, activation, None, torch.float32)
+        expected = torch.tensor([[0, 0, 0, 0, 40, 1e3, 1e30]])
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_may_be_strided_in_any_way(kernel, dtype):
+    wide = numbers((9, 100), dtype)
+    for x in (wide[:, 7:40], wide[::2], wide.T):
+        own = x.clone(memory_format=torch.contiguous_format)
+        for strided, whole in zip(kernel.quantize(x), kernel.quantize(own), strict=True):
+            assert torch.equal(strided, whole)
+        ones, zeros = torch.ones(len(x)), torch.zeros(x.shape)
+        assert torch.equal(kernel.finish(zeros, ones, None, None, x, dtype), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_number_of_threads_changes_nothing(kernel, dtype):
+    x, bias = numbers((1500, 99), dtype), numbers(99)
+    found = []
+    for count in (1, 2, 5):
+        with threads(count):
+            levels, scales = kernel.quantize(x)
+            product = kernel.finish(levels.float(), scales, bias, "gelu", x, dtype)
+            found.append((levels, scales, product))
+    for other in found[1:]:
+        assert all(torch.equal(left, right) for left, right in zip(found[0], other, strict=True))
+
+
+@settings(max_examples=30)
+@given(shapes, dtypes)
+def test_nothing_beyond_the_results_is_written(kernel, shape, dtype):
+    made = []
+
+    def beside_canaries(size, dtype=torch.float32):
+        size = [size] if isinstance(size, int) else size
+        made.append(torch.full((math.prod(size) + 64,), 77).to(dtype))
+        return made[-1][32:-32].view(size)
+
+    x = numbers(shape, dtype)
+    with mock.patch.object(rows.torch, "empty", beside_canaries):
+        levels, scales = kernel.quantize(x)
+        kernel.finish(levels.float(), scales, None, "silu", x, dtype)
+    assert len(made) == 2 + (dtype == torch.bfloat16)
+    for whole in made:
+        assert (whole[:32] == 77).all()
+        assert (whole[-32:] == 77).all()
+
+
+def test_float32_is_finished_in_place_and_only_there(kernel):
+    whole = torch.full((5, 33), 2.0)
+    found = kernel.finish(whole[1:4], torch.ones(3), None, None, None, torch.float32)
+    assert found.data_ptr() == whole[1].data_ptr()
+    assert (whole == 2).all()
+
+
+def test_kernel_is_of_the_attention_kernels_library(monkeypatch):
+    chosen = rows.kernel.__wrapped__()
+    assert (chosen is None) == (native.kernel() is None)
+    monkeypatch.setattr(native, "kernel", lambda: None)
+    assert rows.kernel.__wrapped__() is None
