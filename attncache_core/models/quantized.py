@@ -67,6 +67,7 @@ class Int8Linear(QuantizedLinear):
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
     ) -> None:
         super().__init__(weight, bias, activation)
+        _require_cpu(weight, Quantization.INT8)
         if not multiplies_integers():
             raise UnsupportedModel(
                 "this processor does not multiply 8-bit integers exactly; quantize to int8-weight-only",
@@ -108,7 +109,7 @@ class Int8WeightOnlyLinear(QuantizedLinear):
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See QuantizedLinear."""
         # Of float32 the kernel makes a product number by number.
-        if len(x) <= _FEW_ROWS and self._dtype == torch.bfloat16:
+        if len(x) <= _FEW_ROWS and x.device.type == "cpu" and self._dtype == torch.bfloat16:
             return super().__call__(x, residual)
         weight = self._weight.to(self._dtype).mul_(self._scales[:, None])
         return PackedLinear(weight, self._bias, self._activation)(x, residual)
@@ -125,6 +126,7 @@ class Int4Linear(QuantizedLinear):
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
     ) -> None:
         super().__init__(weight, bias, activation)
+        _require_cpu(weight, Quantization.INT4)
         padded = functional.pad(
             weight.detach().float(), (0, -self.inputs % _GROUP, 0, -self.outputs % _BLOCK)
         )
@@ -163,6 +165,16 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = x.abs().amax(dim=1, keepdim=True).clamp_(min=_LEAST)
     levels = (x * (_LEVELS / largest)).round_().to(torch.int8)
     return levels, largest[:, 0] / _LEVELS
+
+
+def _require_cpu(weight: torch.Tensor, quantization: Quantization) -> None:
+    """Raise UnsupportedModel for weights that lie elsewhere."""
+    if weight.device.type != "cpu":
+        raise UnsupportedModel(
+            f"{quantization} runs on a CPU only, and the model is on {weight.device}; "
+            f"quantize to {Quantization.INT8_WEIGHT_ONLY}",
+            field="quantize",
+        )
 
 
 @cache

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import torch
 from core_models import needs_bfloat16
+from families import CASES, write_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from attncache_core.checkpoint import Quantization
+from attncache_core.attention_maps.search import no_reuse
+from attncache_core.checkpoint import Quantization, read_checkpoint
 from attncache_core.errors import UnsupportedModel
+from attncache_core.forward import forward
 from attncache_core.models import load_model, quantized
 from attncache_core.models.linear import packed, packed_linear, quantizing
 from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
@@ -221,6 +224,21 @@ def test_int8_is_refused_where_products_are_not_exact():
     assert caught.value.field == "quantize"
 
 
+@pytest.mark.parametrize("kind", [pytest.param(Int8Linear, marks=needs_integers), Int4Linear])
+def test_what_runs_on_a_cpu_only_is_refused_elsewhere(kind):
+    with pytest.raises(UnsupportedModel, match=r"on a CPU only.*quantize to int8-weight-only") as caught:
+        kind(torch.empty(48, 64, device="meta"))
+    assert caught.value.field == "quantize"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_8_bits_follow_the_model_to_another_device(dtype):
+    # torch's meta device stands in for a GPU.
+    weight, bias, x = (torch.empty(size, dtype=dtype, device="meta") for size in ((48, 64), 48, (7, 64)))
+    found = Int8WeightOnlyLinear(weight, bias, "gelu")(x)
+    assert (found.device.type, found.dtype) == ("meta", dtype)
+
+
 def test_quantisation_ends_with_its_block():
     weight = torch.randn(48, 64)
     with quantizing(Quantization.INT4):
@@ -236,17 +254,18 @@ def embeddings(checkpoint, dtype=torch.float32, **options):
     random = np.random.default_rng(0)
     batch = pack([random.integers(5, 30, length).tolist() for length in (2, 5, 9, 9, 30, 64)])
     model = load_model(checkpoint, dtype, **options)
-    hidden = model.embed(batch)
-    for layer in model.layers:
-        x = layer.attention_input(hidden)
-        value, query, key = layer.project(x, batch.positions)
-        if layer.reused_heads:
-            reused = layer.project_reused(x, batch.positions)
-            query, key = (torch.cat(pair, dim=1) for pair in zip(reused, (query, key), strict=True))
-        context = torch.empty_like(value)
-        layer.attend(query, key, value, batch.offsets, slice(0, layer.heads), context)
-        hidden = layer.finish(hidden, context)
-    return model.outputs(hidden, batch).rows.numpy()
+    hidden, _ = forward(model, batch, model.embed(batch), no_reuse(len(batch.lengths)), {})
+    return model.outputs(hidden, batch).representation.numpy()
+
+
+@pytest.mark.parametrize("family", CASES)
+@torch.inference_mode()
+def test_weights_of_every_family_are_quantised(family, tmp_path):
+    checkpoint = read_checkpoint(write_family(tmp_path, CASES[family].made()))
+    full = embeddings(checkpoint)
+    cosine = cosines(full, embeddings(replace(checkpoint, quantization=Quantization.INT8_WEIGHT_ONLY)))
+    assert np.median(cosine) > 0.99
+    assert cosine.max() < 1 - 1e-7
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

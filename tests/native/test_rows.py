@@ -1,14 +1,13 @@
 """The compiled passes around 8-bit products, at every level that was built and runs here, against float64."""
 
 import math
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_native_kernel import library
+from kernel_formulas import threads
 
 from attncache_core import native
 from attncache_core.models.prepacked import ACTIVATIONS
@@ -25,21 +24,9 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 sizes = st.sampled_from([1e-20, 1e-3, 1.0, 1e4, 1e20])
 
 
-@pytest.fixture(scope="module", params=native._levels())
-def kernel(request):
-    if not library(request.param).is_file():
-        pytest.skip("this level was not built")
-    return rows.RowKernel(native.AttentionKernel(request.param, library(request.param)).library)
-
-
-@contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+@pytest.fixture(scope="module")
+def row_kernel(kernel):
+    return rows.RowKernel(kernel.library)
 
 
 def numbers(shape, dtype=torch.float32, seed=0, size=1.0):
@@ -49,9 +36,9 @@ def numbers(shape, dtype=torch.float32, seed=0, size=1.0):
 
 @settings(max_examples=100)
 @given(shapes, dtypes, sizes, st.integers(0, 1000))
-def test_levels_times_scale_are_the_row_within_half_a_step(kernel, shape, dtype, size, seed):
+def test_levels_times_scale_are_the_row_within_half_a_step(row_kernel, shape, dtype, size, seed):
     x = numbers(shape, dtype, seed, size)
-    levels, scales = kernel.quantize(x)
+    levels, scales = row_kernel.quantize(x)
     assert (levels.dtype, scales.dtype) == (torch.uint8, torch.float32)
     steps = levels.double() - 128
     assert (steps.abs().amax(dim=1) == 127).all()
@@ -72,7 +59,7 @@ def test_levels_times_scale_are_the_row_within_half_a_step(kernel, shape, dtype,
     st.integers(0, 1000),
 )
 def test_product_is_scaled_shifted_activated_and_added_to(
-    kernel, shape, dtype, activation, has_bias, has_residual, size, seed
+    row_kernel, shape, dtype, activation, has_bias, has_residual, size, seed
 ):
     product = numbers(shape, seed=seed, size=size)
     scales = torch.rand(shape[0]) + 0.1
@@ -86,46 +73,46 @@ def test_product_is_scaled_shifted_activated_and_added_to(
     if has_residual:
         expected = expected + residual.double()
     tolerance = FLOAT32 if dtype == torch.float32 else BFLOAT16
-    found = kernel.finish(product.clone(), scales, bias, activation, residual, dtype)
+    found = row_kernel.finish(product.clone(), scales, bias, activation, residual, dtype)
     assert found.dtype == dtype
     off = (found.double() - expected).abs()
     size_of_terms = product.abs() * scales[:, None] + (bias.abs() if has_bias else 0)
     assert (off <= FLOAT32 * size_of_terms + tolerance * expected.abs() + 1e-6).all()
 
 
-def test_rows_of_zeros_stay_zeros(kernel):
-    levels, scales = kernel.quantize(torch.zeros(3, 20))
+def test_rows_of_zeros_stay_zeros(row_kernel):
+    levels, scales = row_kernel.quantize(torch.zeros(3, 20))
     assert (levels == 128).all()
     assert (scales > 0).all()
 
 
-def test_activations_end_where_they_should(kernel):
+def test_activations_end_where_they_should(row_kernel):
     product = torch.tensor([[-1e30, -1e3, -40.0, 0.0, 40.0, 1e3, 1e30]])
     for activation in ("gelu", "gelu_pytorch_tanh", "silu", "relu"):
-        found = kernel.finish(product.clone(), torch.ones(1), None, activation, None, torch.float32)
+        found = row_kernel.finish(product.clone(), torch.ones(1), None, activation, None, torch.float32)
         expected = torch.tensor([[0, 0, 0, 0, 40, 1e3, 1e30]])
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_may_be_strided_in_any_way(kernel, dtype):
+def test_rows_may_be_strided_in_any_way(row_kernel, dtype):
     wide = numbers((9, 100), dtype)
     for x in (wide[:, 7:40], wide[::2], wide.T):
         own = x.clone(memory_format=torch.contiguous_format)
-        for strided, whole in zip(kernel.quantize(x), kernel.quantize(own), strict=True):
+        for strided, whole in zip(row_kernel.quantize(x), row_kernel.quantize(own), strict=True):
             assert torch.equal(strided, whole)
         ones, zeros = torch.ones(len(x)), torch.zeros(x.shape)
-        assert torch.equal(kernel.finish(zeros, ones, None, None, x, dtype), x)
+        assert torch.equal(row_kernel.finish(zeros, ones, None, None, x, dtype), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_number_of_threads_changes_nothing(kernel, dtype):
+def test_number_of_threads_changes_nothing(row_kernel, dtype):
     x, bias = numbers((1500, 99), dtype), numbers(99)
     found = []
     for count in (1, 2, 5):
         with threads(count):
-            levels, scales = kernel.quantize(x)
-            product = kernel.finish(levels.float(), scales, bias, "gelu", x, dtype)
+            levels, scales = row_kernel.quantize(x)
+            product = row_kernel.finish(levels.float(), scales, bias, "gelu", x, dtype)
             found.append((levels, scales, product))
     for other in found[1:]:
         assert all(torch.equal(left, right) for left, right in zip(found[0], other, strict=True))
@@ -133,7 +120,7 @@ def test_number_of_threads_changes_nothing(kernel, dtype):
 
 @settings(max_examples=30)
 @given(shapes, dtypes)
-def test_nothing_beyond_the_results_is_written(kernel, shape, dtype):
+def test_nothing_beyond_the_results_is_written(row_kernel, shape, dtype):
     made = []
 
     def beside_canaries(size, dtype=torch.float32):
@@ -143,17 +130,17 @@ def test_nothing_beyond_the_results_is_written(kernel, shape, dtype):
 
     x = numbers(shape, dtype)
     with mock.patch.object(rows.torch, "empty", beside_canaries):
-        levels, scales = kernel.quantize(x)
-        kernel.finish(levels.float(), scales, None, "silu", x, dtype)
+        levels, scales = row_kernel.quantize(x)
+        row_kernel.finish(levels.float(), scales, None, "silu", x, dtype)
     assert len(made) == 2 + (dtype == torch.bfloat16)
     for whole in made:
         assert (whole[:32] == 77).all()
         assert (whole[-32:] == 77).all()
 
 
-def test_float32_is_finished_in_place_and_only_there(kernel):
+def test_float32_is_finished_in_place_and_only_there(row_kernel):
     whole = torch.full((5, 33), 2.0)
-    found = kernel.finish(whole[1:4], torch.ones(3), None, None, None, torch.float32)
+    found = row_kernel.finish(whole[1:4], torch.ones(3), None, None, None, torch.float32)
     assert found.data_ptr() == whole[1].data_ptr()
     assert (whole == 2).all()
 
