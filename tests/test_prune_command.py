@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded
+from core_models import random_sequences
 
 from attncache_core import (
     AttentionDatabase,
@@ -18,6 +19,7 @@ from attncache_core import (
     find_variant,
 )
 from attncache_core.evaluation.importance import measure_importance
+from service.bench.worker import Worker
 from service.commands import build as build_command
 from service.commands import serve as serve_command
 from service.commands.serve import load_engine
@@ -195,3 +197,21 @@ def test_classifier_is_bound_to_what_is_dropped(files, tiny_checkpoint, pruned, 
 )
 def test_layers_that_cannot_be_dropped_are_refused_in_one_line(tiny_checkpoint, command, given, words):
     assert_one_line(run(*command, *model_arguments(tiny_checkpoint), *given), words)
+
+
+def test_engine_is_timed_without_what_is_dropped(tiny_checkpoint, pruned):
+    dropped = {"quantization": None, "drop_attention": "1", "drop_block": "2"}
+    worker = Worker("attncache fp32", {"model": str(tiny_checkpoint.folder), **dropped}, 1, [])
+    try:
+        worker.load()
+        assert worker.absent is None
+        sequences = random_sequences([6, 6])
+        expected = PrefillEngine.load(pruned, dtype="float32").run(sequences, [False, False]).outputs
+        np.testing.assert_allclose(worker.embeddings(tokens=sequences), expected, atol=1e-5)
+    finally:
+        worker.close()
+
+
+def test_bench_refuses_layers_that_cannot_be_dropped(tiny_checkpoint):
+    command = ("bench", "engine", "--model", tiny_checkpoint.folder, "--drop-block", "7")
+    assert_one_line(run(*command), "drop_block: the model has layers 0 to 2")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attncache_core.outputs import cosines
-from service.bench.worker import Worker
+from service.bench.worker import Variant, Worker
 
 SHAPES = ((32, 16), (32, 32), (8, 128), (2, 512), (1, 16))
 _REPEAT = 5
@@ -38,7 +38,7 @@ def name_of(shape: tuple[int, int]) -> str:
 @contextmanager
 def started(
     peers: Sequence[str],
-    model: str,
+    variant: Variant,
     threads: int,
     shapes: Sequence[tuple[int, int]],
     on_absent: Callable[[str, str], None],
@@ -47,7 +47,7 @@ def started(
     workers: list[Worker] = []
     try:
         for peer in peers:
-            worker = Worker(peer, model, threads, shapes)
+            worker = Worker(peer, variant, threads, shapes)
             workers.append(worker)
             worker.load()
             if worker.absent:

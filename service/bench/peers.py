@@ -1,7 +1,8 @@
 """Engines side by side: AttnCache's own ways and what one would use instead.
 
 Each is loaded by name in a process of its own (worker.py) and turns token sequences of one length into
-embeddings, pooling included. A peer whose library is not installed raises ImportError.
+embeddings, pooling included. AttnCache runs the checkpoint's variant, the others the model as it is on disk.
+A peer whose library is not installed raises ImportError.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from attncache_core import AttentionDatabase, Fetch, PrefillEngine, find_checkpoint
+from attncache_core import AttentionDatabase, Checkpoint, Fetch, PrefillEngine
 from service.bench.synthetic import write_database
 
 Sequences = Sequence[Sequence[int]]
@@ -36,8 +37,8 @@ class Peer(ABC):
 class AttnCache(Peer):
     """This engine, without a database."""
 
-    def __init__(self, model: str, threads: int, dtype: Literal["bfloat16", "float32"]) -> None:
-        self.engine = PrefillEngine.load(find_checkpoint(model), dtype=dtype, threads=threads)
+    def __init__(self, checkpoint: Checkpoint, threads: int, dtype: Literal["bfloat16", "float32"]) -> None:
+        self.engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
 
     def embed_tokens(self, sequences: Sequences) -> np.ndarray:
         """See Peer."""
@@ -51,10 +52,11 @@ class AttnCache(Peer):
 class AttnCacheHits(AttnCache):
     """This engine with all heads of every sequence reused, search and fetch included."""
 
-    def __init__(self, model: str, threads: int, shapes: Sequence[tuple[int, int]], fetch: str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, threads: int, shapes: Sequence[tuple[int, int]], fetch: str
+    ) -> None:
         folder = tempfile.TemporaryDirectory(prefix="attncache-bench-")
         self._folder = folder  # removed with the engine
-        checkpoint = find_checkpoint(model)
         write_database(Path(folder.name) / "db", checkpoint, sorted({length for _, length in shapes}))
         self.engine = PrefillEngine.load(
             checkpoint,
@@ -67,16 +69,16 @@ class AttnCacheHits(AttnCache):
 class AttnCacheMisses(AttnCacheHits):
     """The same database with a threshold that nothing reaches: what searching costs."""
 
-    def __init__(self, model: str, threads: int, shapes: Sequence[tuple[int, int]]) -> None:
-        super().__init__(model, threads, shapes, "auto")
+    def __init__(self, checkpoint: Checkpoint, threads: int, shapes: Sequence[tuple[int, int]]) -> None:
+        super().__init__(checkpoint, threads, shapes, "auto")
         database = AttentionDatabase.open(Path(self._folder.name) / "db", threshold=2.0)
-        self.engine = PrefillEngine.load(find_checkpoint(model), database=database, threads=threads)
+        self.engine = PrefillEngine.load(checkpoint, database=database, threads=threads)
 
 
 class OnnxRuntime(Peer):
     """ONNX Runtime in float32 on the exported model, all of its optimisations on."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, threads: int) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -86,7 +88,7 @@ class OnnxRuntime(Peer):
             names = ["input_ids", "attention_mask"]
             sizes = {name: {0: "sequences", 1: "length"} for name in names}
             torch.onnx.export(
-                _pooled_model(model),
+                _pooled_model(checkpoint),
                 _example(),
                 path,
                 input_names=names,
@@ -106,10 +108,10 @@ class OnnxRuntime(Peer):
 class OpenVino(Peer):
     """OpenVINO, compiled for each shape, which is the fastest it does."""
 
-    def __init__(self, model: str, threads: int, precision: Literal["bf16", "f32"]) -> None:
+    def __init__(self, checkpoint: Checkpoint, threads: int, precision: Literal["bf16", "f32"]) -> None:
         import openvino
 
-        self._model = openvino.convert_model(_pooled_model(model), example_input=_example())
+        self._model = openvino.convert_model(_pooled_model(checkpoint), example_input=_example())
         self._core = openvino.Core()
         self._settings = {
             "INFERENCE_NUM_THREADS": threads,
@@ -132,9 +134,9 @@ class OpenVino(Peer):
 class Transformers(Peer):
     """The Hugging Face model on torch in float32, eager or compiled by torch.compile."""
 
-    def __init__(self, model: str, threads: int, *, compiled: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, threads: int, *, compiled: bool) -> None:
         torch.set_num_threads(threads)
-        self._model = _pooled_model(model, attention="sdpa")
+        self._model = _pooled_model(checkpoint, attention="sdpa")
         if compiled:
             self._model.compile()
 
@@ -148,11 +150,11 @@ class Transformers(Peer):
 class SentenceTransformers(Peer):
     """sentence-transformers in float32, as it comes."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, threads: int) -> None:
         from sentence_transformers import SentenceTransformer
 
         torch.set_num_threads(threads)
-        self._model = SentenceTransformer(str(find_checkpoint(model).folder), device="cpu")
+        self._model = SentenceTransformer(str(checkpoint.folder), device="cpu")
 
     def embed_tokens(self, sequences: Sequences) -> np.ndarray:
         """See Peer."""
@@ -164,20 +166,22 @@ class SentenceTransformers(Peer):
 
 
 Shapes = Sequence[tuple[int, int]]
-PEERS: dict[str, Callable[[str, int, Shapes], Peer]] = {
-    "attncache bf16": lambda model, threads, _: AttnCache(model, threads, "bfloat16"),
-    "attncache fp32": lambda model, threads, _: AttnCache(model, threads, "float32"),
-    "attncache, all hit": lambda model, threads, shapes: AttnCacheHits(model, threads, shapes, "auto"),
+PEERS: dict[str, Callable[[Checkpoint, int, Shapes], Peer]] = {
+    "attncache bf16": lambda checkpoint, threads, _: AttnCache(checkpoint, threads, "bfloat16"),
+    "attncache fp32": lambda checkpoint, threads, _: AttnCache(checkpoint, threads, "float32"),
+    "attncache, all hit": lambda checkpoint, threads, shapes: AttnCacheHits(
+        checkpoint, threads, shapes, "auto"
+    ),
     "attncache, all miss": AttnCacheMisses,
-    "onnxruntime fp32": lambda model, threads, _: OnnxRuntime(model, threads),
-    "openvino bf16": lambda model, threads, _: OpenVino(model, threads, "bf16"),
-    "openvino fp32": lambda model, threads, _: OpenVino(model, threads, "f32"),
-    "transformers fp32": lambda model, threads, _: Transformers(model, threads, compiled=False),
-    "torch.compile fp32": lambda model, threads, _: Transformers(model, threads, compiled=True),
-    "sentence-transformers": lambda model, threads, _: SentenceTransformers(model, threads),
-    "hits, gather": lambda model, threads, shapes: AttnCacheHits(model, threads, shapes, "gather"),
-    "hits, views": lambda model, threads, shapes: AttnCacheHits(model, threads, shapes, "views"),
-    "hits, mapped": lambda model, threads, shapes: AttnCacheHits(model, threads, shapes, "mapped"),
+    "onnxruntime fp32": lambda checkpoint, threads, _: OnnxRuntime(checkpoint, threads),
+    "openvino bf16": lambda checkpoint, threads, _: OpenVino(checkpoint, threads, "bf16"),
+    "openvino fp32": lambda checkpoint, threads, _: OpenVino(checkpoint, threads, "f32"),
+    "transformers fp32": lambda checkpoint, threads, _: Transformers(checkpoint, threads, compiled=False),
+    "torch.compile fp32": lambda checkpoint, threads, _: Transformers(checkpoint, threads, compiled=True),
+    "sentence-transformers": lambda checkpoint, threads, _: SentenceTransformers(checkpoint, threads),
+    "hits, gather": lambda checkpoint, threads, shapes: AttnCacheHits(checkpoint, threads, shapes, "gather"),
+    "hits, views": lambda checkpoint, threads, shapes: AttnCacheHits(checkpoint, threads, shapes, "views"),
+    "hits, mapped": lambda checkpoint, threads, shapes: AttnCacheHits(checkpoint, threads, shapes, "mapped"),
 }
 
 
@@ -194,11 +198,10 @@ class _Pooled(torch.nn.Module):
         return (hidden * weights).sum(1) / weights.sum(1)
 
 
-def _pooled_model(name: str, attention: str = "eager") -> _Pooled:
+def _pooled_model(checkpoint: Checkpoint, attention: str = "eager") -> _Pooled:
     from transformers import AutoModel
 
-    folder = find_checkpoint(name).folder
-    model = AutoModel.from_pretrained(folder, attn_implementation=attention, dtype=torch.float32)
+    model = AutoModel.from_pretrained(checkpoint.folder, attn_implementation=attention, dtype=torch.float32)
     return _Pooled(model.eval())
 
 

@@ -2,7 +2,8 @@
 
 Engines in one process disturb each other: their idle threads spin. A line of JSON in, a line of JSON out:
 
-    {"peer": NAME, "model": ..., "threads": 2, "shapes": [[32, 16]]}  ->  {"ready": true} or {"absent": WHY}
+    {"peer": NAME, "variant": {"model": ...}, "threads": 2, "shapes": [[32, 16]]}
+                                                           ->  {"ready": true} or {"absent": WHY}
     {"tokens": [[...]], "repeat": 5} or with "texts"                  ->  {"seconds": [...]}
     {"tokens": [[...]], "repeat": 0} or with "texts"                  ->  {"embeddings": [[...]]}
 """
@@ -16,11 +17,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from service.bench.peers import Peer
+
+# What find_variant is called with: the model, and what of it is changed, `quantization` among it.
+Variant = Mapping[str, Any]
 
 _WARM_UPS = 3
 _SECONDS_TO_END = 20
@@ -29,7 +33,7 @@ _SECONDS_TO_END = 20
 class Worker:
     """A peer's process, stopped whenever it is not its turn."""
 
-    def __init__(self, peer: str, model: str, threads: int, shapes: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, peer: str, variant: Variant, threads: int, shapes: Sequence[tuple[int, int]]) -> None:
         self.peer = peer
         self._process = subprocess.Popen(
             [sys.executable, "-m", "service.bench.worker"],
@@ -39,7 +43,7 @@ class Worker:
             text=True,
         )
         self.absent: str | None = None
-        self._task = {"peer": peer, "model": model, "threads": threads, "shapes": list(shapes)}
+        self._task = {"peer": peer, "variant": variant, "threads": threads, "shapes": list(shapes)}
 
     def load(self) -> None:
         """Load the peer; `absent` says why if it cannot."""
@@ -96,9 +100,13 @@ def main() -> None:
 
     task = json.loads(sys.stdin.readline())
     try:
+        from attncache_core import Quantization, find_variant
         from service.bench.peers import PEERS
 
-        peer = PEERS[task["peer"]](task["model"], task["threads"], [tuple(shape) for shape in task["shapes"]])
+        shapes = [tuple(shape) for shape in task["shapes"]]
+        kind = task["variant"].pop("quantization")
+        checkpoint = find_variant(**task["variant"], quantization=kind and Quantization(kind))
+        peer = PEERS[task["peer"]](checkpoint, task["threads"], shapes)
     except Exception as error:  # whatever a peer's library raises, the others are measured
         say({"absent": f"{type(error).__name__}: {error}"[:300]})
         return

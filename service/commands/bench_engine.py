@@ -5,15 +5,17 @@ from __future__ import annotations
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
-from attncache_core import DEFAULT_MODEL, InvalidInput, find_checkpoint
+from attncache_core import DEFAULT_MODEL, InvalidInput, Quantization, find_variant
 from attncache_core.threads import available_processors
 from service.bench import engine as bench
 from service.bench.breakdown import Breakdown, break_down
 from service.bench.peers import PEERS
 from service.bench.report import machine, show_machine, show_table, write_json
+from service.commands.options import drop_options, quantize_option
 from service.commands.progress import shown_progress
 
 _DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
@@ -21,6 +23,8 @@ _DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
 
 @click.command("engine")
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id.")
+@quantize_option
+@drop_options
 @click.option("--threads", type=click.IntRange(min=1), help="Of every engine; default: all that may be used.")
 @click.option("--peer", "peers", type=click.Choice(list(PEERS)), multiple=True, help="Repeat; default: most.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="In turn.")
@@ -29,6 +33,9 @@ _DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
 def engine(
     model: str,
+    quantize: Quantization | None,
+    drop_attention: str,
+    drop_block: str,
     threads: int | None,
     peers: tuple[str, ...],
     rounds: int,
@@ -47,18 +54,25 @@ def engine(
         raise InvalidInput(f"texts: {texts} is not UTF-8; convert it", field="texts") from error
     if texts and len(lines) < 32:
         raise InvalidInput("texts needs at least 32 lines, a batch", field="texts")
-    facts = machine(threads)
+    variant: dict[str, Any] = {
+        "model": model,
+        "quantization": quantize,
+        "drop_attention": drop_attention,
+        "drop_block": drop_block,
+    }
+    checkpoint = find_variant(**variant)
+    facts = {**machine(threads), "model": checkpoint.name, **checkpoint.variant}
     show_machine(facts)
     if breakdown:
         with tempfile.TemporaryDirectory(prefix="attncache-bench-") as folder:
-            parts = break_down(find_checkpoint(model), bench.SHAPES[:-1], threads, Path(folder) / "db")
+            parts = break_down(checkpoint, bench.SHAPES[:-1], threads, Path(folder) / "db")
         _show_breakdown(parts)
         report = [{"shape": part.shape, "layer": part.layer, "request": part.request} for part in parts]
         write_json(json_file, {"machine": facts, "breakdown": report})
         return
     chosen = peers or _DEFAULT_PEERS
     with (
-        bench.started(chosen, model, threads, bench.SHAPES, _tell_absent) as workers,
+        bench.started(chosen, variant, threads, bench.SHAPES, _tell_absent) as workers,
         shown_progress() as progress,
     ):
         rows = bench.measure(

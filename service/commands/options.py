@@ -41,14 +41,27 @@ device_option = click.option(
 )
 
 
+quantize_option = click.option(
+    "--quantize",
+    type=click.Choice([kind.value for kind in Quantization]),
+    callback=lambda _context, _option, value: value and Quantization(value),
+    help="Round the weights of the model's layers; default: leave them.",
+)
+
+
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of every command that runs a model; it is given a `checkpoint`, a `dtype` and `threads`."""
+    return whole_model_options(drop_options(command))
+
+
+def drop_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--drop-attention and --drop-block."""
     for name in ("drop_block", "drop_attention"):
         field = Settings.model_fields[name]
         command = click.option(option_name(name), default="", metavar="LAYERS", help=field.description)(
             command
         )
-    return whole_model_options(command)
+    return command
 
 
 def whole_model_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -74,12 +87,7 @@ def whole_model_options(command: Callable[..., None]) -> Callable[..., None]:
     described: Callable[..., None] = with_checkpoint
     for option in (
         click.option("--threads", type=click.IntRange(min=1), help="Threads; default: all that may be used."),
-        click.option(
-            "--quantize",
-            type=click.Choice([kind.value for kind in Quantization]),
-            callback=lambda _context, _option, value: value and Quantization(value),
-            help="Round the weights of the model's layers; default: leave them.",
-        ),
+        quantize_option,
         click.option("--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True),
         _of_settings("pooling", click.Choice(get_args(PoolingMode))),
         _of_settings("template", click.Path(path_type=Path)),
