@@ -2,7 +2,8 @@
 //
 // A task is one head of one sequence (or of several that share a record). K and V of that head are laid out
 // once for the vector unit and stay in the processor's cache; eight rows of the map at a time are then
-// computed, or read from their record, and multiplied by V. Maps are written to memory only where they are kept.
+// computed, or read from their record, and multiplied by V. Maps are written to memory only where they are
+// kept.
 //
 // Tasks are shared among the threads of the OpenMP pool that PyTorch has anyway: its entry point is given to
 // `set_parallel`.
@@ -25,7 +26,7 @@ typedef struct {
     tensor value, context;     // heads of `width` numbers
     const int32_t *key_heads, *value_heads;  // [heads] the head of K, of V, that a head takes; null: its own
     const int64_t *offsets;    // [sequences + 1] first token of each sequence
-    const char *const *maps;   // [sequences] maps, [heads, length, length] or packed; null where they are computed
+    const char *const *maps;   // [sequences] maps, square or packed; null where they are computed
     char *const *kept;         // [sequences] where computed maps go, of `type`; null where they are not kept
     const int64_t *runs;       // [tasks per head + 1] first sequence of each run that shares its maps
     int32_t run_count, heads, key_width, width;

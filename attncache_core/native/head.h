@@ -91,8 +91,8 @@ INLINE float NAME(weigh)(const float *scores, int from, int to, int columns, flo
     return sum_of_lanes(sum);
 }
 
-// Numbers from .. to - 1 of a row of weights, each its share of their sum, between zeros: a row of the map, as
-// `length` numbers of `type`.
+// Numbers from .. to - 1 of a row of weights, each its share of their sum, between zeros: a row of the map,
+// as `length` numbers of `type`.
 static void NAME(keep_row)(const char *weights, float share, int from, int to, int length, char *kept,
                            number_type type) {
     const size_t bytes = number_bytes(type);
@@ -127,7 +127,8 @@ static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAM
     const int key_columns = rounded_up(job->key_width, LANES), length = task->length;
     const size_t bytes = number_bytes(job->type);
     NAME(copy_rows)(head_of(job->query, task->first_token + tile->row, task->head, bytes),
-                    (size_t)job->query.token * bytes, job->type, tile->rows, job->key_width, task->query, key_columns);
+                    (size_t)job->query.token * bytes, job->type, tile->rows, job->key_width, task->query,
+                    key_columns);
     NAME(product)((const char *)task->query, (size_t)key_columns * 4, tile->rows, task->key + tile->first,
                   task->columns, job->key_width / NUMBERS, task->scores, tile->columns);
     tile->left = (const char *)task->weights;
@@ -135,12 +136,14 @@ static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAM
     for (int r = 0; r < tile->rows; r++) {
         const int token = tile->row + r, from = band_start(job, token), to = band_end(job, token, length);
         char *weights = (char *)task->weights + (size_t)r * tile->left_bytes;
-        tile->share[r] = 1 / NAME(weigh)(task->scores + r * tile->columns, from - tile->first, to - tile->first,
-                                         tile->columns, job->scale, weights);
-        if (job->kept)
-            NAME(keep_row)(weights + (size_t)(from - tile->first) * 4 / NUMBERS, tile->share[r], from, to, length,
-                           job->kept[task->first_sequence] + map_row(job, task->head, token, length) * bytes,
-                           job->type);
+        const int start = from - tile->first, stop = to - tile->first;
+        const float *scores = task->scores + r * tile->columns;
+        tile->share[r] = 1 / NAME(weigh)(scores, start, stop, tile->columns, job->scale, weights);
+        if (job->kept) {
+            char *kept = job->kept[task->first_sequence] + map_row(job, task->head, token, length) * bytes;
+            weights += (size_t)start * 4 / NUMBERS;
+            NAME(keep_row)(weights, tile->share[r], from, to, length, kept, job->type);
+        }
     }
 }
 
@@ -171,7 +174,8 @@ static NAME(task) NAME(task_of)(const attention *job, int run, int head, laid_ou
     const int key_steps = job->key_width / NUMBERS, key_columns = rounded_up(job->key_width, LANES);
     const size_t value_words = (size_t)rounded_up(length, NUMBERS) / NUMBERS * value_columns;
     const size_t bytes = number_bytes(job->type);
-    NAME(task) task = {head, first, sequences, length, columns, value_columns, value_words, job->offsets[first]};
+    NAME(task) task = {head, first, sequences, length, columns, value_columns, value_words,
+                       job->offsets[first]};
 
     // Every part is a whole number of vectors, so each begins on a vector's border.
     task.result = (float *)scratch_of(4 * ((size_t)ROWS * (value_columns + 2 * columns + key_columns) +
@@ -185,8 +189,9 @@ static NAME(task) NAME(task_of)(const attention *job, int run, int head, laid_ou
     const int key_head = job->key_heads ? job->key_heads[head] : head;
     const int value_head = job->value_heads ? job->value_heads[head] : head;
     if (!job->maps && (ready->run != run || ready->key_head != key_head))
-        NAME(lay_out_key)(head_of(job->key, task.first_token, key_head, bytes), (size_t)job->key.token * bytes,
-                          job->type, length, job->key_width, task.key, columns);
+        NAME(lay_out_key)(head_of(job->key, task.first_token, key_head, bytes),
+                          (size_t)job->key.token * bytes, job->type, length, job->key_width, task.key,
+                          columns);
     if (ready->run != run || ready->value_head != value_head)
         for (int s = 0; s < sequences; s++)
             NAME(lay_out_value)(head_of(job->value, task.first_token + s * length, value_head, bytes),
@@ -202,13 +207,15 @@ static void NAME(head)(const attention *job, int run, int head, laid_out *ready)
     for (int row = 0; row < task.length; row += ROWS) {
         const int rows = smaller(task.length - row, ROWS), first = band_start(job, row) / LANES * LANES;
         const int count = band_end(job, row + rows - 1, task.length) - first;
-        NAME(tile_of_map) tile = {row, rows, first, rounded_up(count, LANES), rounded_up(count, NUMBERS) / NUMBERS};
+        NAME(tile_of_map) tile = {row, rows, first, rounded_up(count, LANES),
+                                  rounded_up(count, NUMBERS) / NUMBERS};
         if (job->maps) NAME(read_rows)(job, &task, &tile);
         else NAME(compute_rows)(job, &task, &tile);
         for (int s = 0; s < task.sequences; s++) {
-            const int32_t *value = task.value + s * task.value_words + (size_t)first / NUMBERS * task.value_columns;
-            NAME(product)(tile.left, tile.left_bytes, rows, value, task.value_columns, tile.steps, task.result,
-                          task.value_columns);
+            const int32_t *value =
+                task.value + s * task.value_words + (size_t)first / NUMBERS * task.value_columns;
+            NAME(product)(tile.left, tile.left_bytes, rows, value, task.value_columns, tile.steps,
+                          task.result, task.value_columns);
             char *to = head_of(job->context, task.first_token + s * task.length + row, head, bytes);
             for (int r = 0; r < rows; r++, to += context_bytes)
                 for (int at = 0; at < job->width; at += LANES)

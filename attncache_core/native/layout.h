@@ -34,7 +34,8 @@ static void NAME(lay_out_key)(const char *from, size_t from_bytes, number_type t
                     block[i] = (words){0};
                     continue;
                 }
-                const char *at = from + (size_t)(token + i) * from_bytes + (size_t)step * (PAIRS ? 4 : number_bytes(type));
+                const char *at = from + (size_t)(token + i) * from_bytes +
+                                 (size_t)step * (PAIRS ? 4 : number_bytes(type));
 #if PAIRS
                 block[i] = *(const words_unaligned *)at;
 #else
@@ -67,8 +68,8 @@ static void NAME(lay_out_value)(const char *from, size_t from_bytes, number_type
 #endif
 }
 
-// `count` numbers of each row of a map, then zeros up to `columns`; packed rows grow by one number from row to
-// row, and so does their count. Nothing behind them is read: a record may end there.
+// `count` numbers of each row of a map, then zeros up to `columns`; packed rows grow by one number from row
+// to row, and so does their count. Nothing behind them is read: a record may end there.
 static void NAME(copy_map_rows)(const char *from, size_t from_bytes, number_type type, int packed, int rows,
                                 int count, int columns, char *to) {
     const size_t bytes = number_bytes(type);

@@ -44,6 +44,8 @@ static const int64_t turned_alone = 200000;
 
 void rotate(rotation *job) {
     atomic_init(&job->next, 0);
-    if (!parallel || job->threads < 2 || job->tokens * job->heads * job->half < turned_alone) rotate_some(job);
-    else parallel(rotate_some, job, (unsigned)job->threads, 0);
+    if (!parallel || job->threads < 2 || job->tokens * job->heads * job->half < turned_alone)
+        rotate_some(job);
+    else
+        parallel(rotate_some, job, (unsigned)job->threads, 0);
 }
