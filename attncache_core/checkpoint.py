@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
@@ -27,7 +27,7 @@ from attncache_core.errors import InvalidInput, ModelNotFound, UnsupportedModel
 from attncache_core.prompts import Template
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
-Task = Literal["embed", "classify"]
+Task = Literal["embed", "classify", "label-logits"]
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -94,6 +94,7 @@ class Checkpoint:
     lowercase: bool
     template: Template  # what stands round every text, unless a request says otherwise
     prompts: Mapping[str, str]  # by the names that a request may give; each stands before a text
+    labels: tuple[str, ...] = ()  # an operator's, to choose from
     dropped: DroppedLayers = DroppedLayers()
     quantization: Quantization | None = None  # of the layers' linear weights, once they are read
 
@@ -115,20 +116,45 @@ class Checkpoint:
         padding = 1 if family == "mpnet" else self.config.get("pad_token_id", 1)
         return positions - padding - 1
 
-    def adapted(self, *, template: Template | None = None, pooling: PoolingMode | None = None) -> Checkpoint:
+    def adapted(
+        self,
+        *,
+        template: Template | None = None,
+        pooling: PoolingMode | None = None,
+        label_logits: bool = False,
+        labels: Sequence[str] = (),
+    ) -> Checkpoint:
         """The same model used in another way than its folder says; None leaves a matter as it is.
 
+        label_logits: choose among labels by the logits that a decoder gives their tokens after the text;
+        labels: to choose from, by default; without label_logits, by the nearest embedding.
         Raises InvalidInput where the model has no such choice.
         """
-        if pooling and self.task == "classify":
+        if label_logits and self.task == "classify":
             raise InvalidInput(
-                f"pooling is of embeddings, and model {self.name} is a classifier; leave it out",
+                f"model {self.name} has classes of its own and no language head; leave out task label-logits",
+                field="task",
+            )
+        task: Task = "label-logits" if label_logits else self.task
+        if pooling and task != "embed":
+            raise InvalidInput(
+                f"pooling is of embeddings, and model {self.name} is to classify; leave it out",
                 field="pooling",
             )
+        if labels and task == "classify":
+            raise InvalidInput(
+                f"model {self.name} is a classifier and has labels of its own; leave them out", field="labels"
+            )
+        if labels and (len(labels) < 2 or len(set(labels)) < len(labels) or not all(labels)):
+            raise InvalidInput("labels must be two or more different names", field="labels")
+        used = Pooling(("lasttoken",)) if label_logits else self.pooling
         return replace(
             self,
+            task=task,
             template=template or self.template,
-            pooling=replace(self.pooling, modes=(pooling,)) if pooling else self.pooling,
+            pooling=replace(used, modes=(pooling,)) if pooling else used,
+            normalize=self.normalize and not label_logits,
+            labels=tuple(labels),
         )
 
     def fingerprint(self) -> str:
@@ -156,6 +182,11 @@ class Checkpoint:
         way += [self.max_tokens, self.lowercase, self.template.prefix]
         # Left out where there is none, so that classifiers fitted before there were suffixes stay good.
         way += [self.template.suffix] if self.template.suffix else []
+        return hashlib.sha256(json.dumps(way).encode()).hexdigest()
+
+    def use_fingerprint(self) -> str:
+        """SHA-256 over what decides what a text is answered: its embedding's fingerprint, task and labels."""
+        way = [self.embedding_fingerprint(), self.task, self.labels]
         return hashlib.sha256(json.dumps(way).encode()).hexdigest()
 
 

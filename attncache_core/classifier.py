@@ -21,6 +21,8 @@ from attncache_core.files import write_whole
 from attncache_core.outputs import normalize
 
 FORMAT_VERSION = 1
+# Cosines lie close together; a twentieth spreads them as a classifier's scores are spread.
+SIMILARITY_TEMPERATURE = 0.05
 # Little regularisation: embeddings of unit length are small numbers, and there are many texts a class.
 _INVERSE_REGULARISATION = 30.0
 
@@ -105,6 +107,20 @@ class LinearClassifier:
         except Exception as error:
             # Of safetensors a plain Exception; whatever it is, the folder is of no use.
             raise DatabaseRefused(f"the classifier in {folder} cannot be read", field="classifier") from error
+
+
+def nearest_label(
+    labels: Sequence[str], embeddings: np.ndarray, *, fingerprint: str, model: str
+) -> LinearClassifier:
+    """Decides for the label whose embedding is the nearest; embeddings: [labels, d], of any length."""
+    return LinearClassifier(
+        labels=tuple(labels),
+        weight=normalize(embeddings) / SIMILARITY_TEMPERATURE,
+        bias=np.zeros(len(labels), dtype=np.float32),
+        fingerprint=fingerprint,
+        model=model,
+        fitted={},
+    )
 
 
 def fit_classifier(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,9 +23,10 @@ from attncache_core.attention_maps.policy import ReusePolicy
 from attncache_core.attention_maps.search import Outcome, ReusePlan, no_reuse
 from attncache_core.attention_maps.tightened import keep_tightened
 from attncache_core.checkpoint import Checkpoint, Task
-from attncache_core.classifier import LinearClassifier
+from attncache_core.classifier import LinearClassifier, nearest_label
 from attncache_core.errors import InvalidInput, NoClassifier
 from attncache_core.forward import forward, hits_first
+from attncache_core.labels import LabelTokens
 from attncache_core.memory import keep_freed_memory
 from attncache_core.models import CPU, PackedModel, load_model
 from attncache_core.outputs import Judge, Measure, normalize
@@ -52,6 +53,8 @@ class PrefillResult:
     forward_seconds: float  # all the rest
     attention_seconds: float  # within it, up to the output projections
     corrupt_records: int  # records found damaged in this batch and not used
+    # Of each sequence's targets, float32 [targets]; None where no reading has any.
+    log_probabilities: list[np.ndarray] | None = field(default=None, kw_only=True)
 
 
 class PrefillEngine:
@@ -82,6 +85,12 @@ class PrefillEngine:
         self._search = database.search if database else None
         self.task: Task = checkpoint.task
         self.max_tokens = tokenizer.max_tokens
+        # The operator's labels for a language model; a request may bring others.
+        self.label_tokens = (
+            LabelTokens.of(tokenizer, checkpoint.template, checkpoint.labels)
+            if checkpoint.labels and self.task == "label-logits"
+            else None
+        )
 
     @classmethod
     def load(
@@ -106,6 +115,8 @@ class PrefillEngine:
         Raises InvalidInput where there is no such device, UnsupportedModel, and DatabaseRefused if database
         or classifier are of another model.
         """
+        if classifier and checkpoint.labels:
+            raise InvalidInput("give a classifier or labels, not both", field="labels")
         keep_freed_memory()
         count = limit_threads(threads)
         if database:
@@ -123,7 +134,7 @@ class PrefillEngine:
             reused_heads=database.mask.reused if database else None,
             device=place,
         )
-        return cls(
+        engine = cls(
             checkpoint,
             model,
             tokenizer,
@@ -133,12 +144,25 @@ class PrefillEngine:
             classifier=classifier,
             fetch=fetch,
         )
+        if checkpoint.task == "embed" and checkpoint.labels:
+            engine.classifier = nearest_label(
+                checkpoint.labels,
+                engine.embed(checkpoint.labels, reuse=False),
+                fingerprint=checkpoint.embedding_fingerprint(),
+                model=checkpoint.name,
+            )
+        return engine
 
     @property
     def labels(self) -> tuple[str, ...] | None:
-        """The classes of the checkpoint or of the fitted classifier, in the order of the logits."""
+        """What outputs decide among: a checkpoint's or a classifier's classes, or labels of one token each.
+
+        In the order of `class_logits`; None where an output decides nothing.
+        """
         if self.classifier:
             return self.classifier.labels
+        if self.label_tokens and self.label_tokens.one_token_each:
+            return self.label_tokens.labels
         if self.task == "classify":
             config = self.checkpoint.config
             # Classes without names are left out of a checkpoint, and so is their number if it is two.
@@ -178,12 +202,13 @@ class PrefillEngine:
         prompt_name: one of the checkpoint's prompts, instead of its default one.
         """
         if self.task != "embed":
-            raise InvalidInput("the model is a classifier and gives no embeddings", field="model")
+            remedy = "; load it without task label-logits" if self.task == "label-logits" else ""
+            raise InvalidInput(f"the model is a classifier and gives no embeddings{remedy}", field="model")
         if not texts:
             return np.zeros((0, self.model.hidden_size * len(self.checkpoint.pooling.modes)), np.float32)
         prompt = self.default_prompt if prompt_name is None else self.named_prompt(prompt_name)
         sequences = self.tokenize(texts, prompt=prompt)
-        readings = [prompt.reading] * len(sequences)
+        readings = list(prompt.readings) * len(sequences)
         outputs = self.run(sequences, [reuse] * len(sequences), readings).outputs
         return normalize(outputs) if self.checkpoint.normalize else outputs
 
@@ -191,11 +216,50 @@ class PrefillEngine:
         """Logits [n, labels] from the outputs of `run`. Raises NoClassifier where there are no classes."""
         if self.classifier:
             return self.classifier.logits(outputs)
+        if self.label_tokens and self.labels:
+            return self.label_logits(self.label_tokens, outputs)
         if self.task != "classify":
             raise NoClassifier(
                 "the model has no classes and no classifier was fitted: give labels", field="labels"
             )
         return outputs
+
+    def labels_in(self, template: Template | None = None, labels: Sequence[str] | None = None) -> LabelTokens:
+        """Labels made ready to be scored in a template; None: the operator's own. Thread safe.
+
+        Raises NoClassifier where there are no labels, and InvalidInput as LabelTokens.of does and where the
+        model is not served for labels' logits.
+        """
+        if self.task != "label-logits":
+            raise InvalidInput("labels are scored in a template by task label-logits only", field="template")
+        if template is None and labels is None and self.label_tokens:
+            return self.label_tokens
+        template, labels = template or self.checkpoint.template, labels or self.checkpoint.labels
+        if not labels:
+            raise NoClassifier("the server has no labels of its own: give labels", field="labels")
+        return LabelTokens.of(self.tokenizer, template, labels)
+
+    @torch.inference_mode()
+    def label_logits(
+        self,
+        asked: LabelTokens,
+        outputs: np.ndarray,
+        log_probabilities: Sequence[np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """Logits float32 [texts, labels] from what `run` made of the sequences of these texts.
+
+        Of labels of one token each these are the model's own, from its outputs; else the summed
+        log-probabilities of a label's tokens.
+        """
+        if not asked.one_token_each:
+            assert log_probabilities is not None
+            return asked.logits(log_probabilities)
+        head = self.model.language_head
+        assert head is not None
+        tokens = [own for (own,) in asked.tokens]
+        rows = torch.from_numpy(np.ascontiguousarray(outputs))
+        logits: np.ndarray = head.token_logits(rows, tokens).cpu().numpy()
+        return logits
 
     @torch.inference_mode()
     def run(
@@ -220,6 +284,7 @@ class PrefillEngine:
         batch, hidden, plan = hits_first(batch, hidden, plan)
         hidden, attention_seconds = forward(self.model, batch, hidden, plan, self._segments, self.fetch)
         outputs = self.model.outputs(hidden, batch)
+        log_probabilities = self._log_probabilities(batch, hidden, readings or ())
         return PrefillResult(
             outputs=batch.in_callers_order(outputs.rows.cpu().numpy()),
             outcomes=tuple(batch.in_callers_order(plan.outcomes())),
@@ -229,6 +294,7 @@ class PrefillEngine:
             forward_seconds=time.perf_counter() - started - search_seconds,
             attention_seconds=attention_seconds,
             corrupt_records=plan.corrupt_records,
+            log_probabilities=log_probabilities,
         )
 
     @property
@@ -298,7 +364,7 @@ class PrefillEngine:
             "model_source": self.checkpoint.source,
             "variant": self.checkpoint.variant,
             "task": self.task,
-            "labels": list(self.labels or ()),
+            "labels": list(self.labels or self.checkpoint.labels),
             "template": str(self.checkpoint.template),
             "prompts": list(self.checkpoint.prompts),
             "pooling": self.checkpoint.pooling.modes if self.task == "embed" else None,
@@ -317,6 +383,23 @@ class PrefillEngine:
             return None
         # Not the policy it was opened with, which may have been tightened since.
         return {**self.database.info(), "policy": self.policy.info()}
+
+    def _log_probabilities(
+        self, batch: TokenBatch, hidden: torch.Tensor, readings: Sequence[Reading]
+    ) -> list[np.ndarray] | None:
+        """Of each sequence's targets, in the caller's order; hidden: the last layer's output."""
+        counts = [len(reading.targets) for reading in readings]
+        if not any(counts) or self.model.language_head is None:
+            return None
+        last = batch.in_callers_order(batch.offsets[1:] - 1)
+        targets = [
+            (end - back, token)
+            for end, reading in zip(last.tolist(), readings, strict=True)
+            for back, token in reading.targets
+        ]
+        places, tokens = torch.tensor(targets, device=hidden.device).unbind(dim=1)
+        found = self.model.language_head.log_probabilities(hidden, places, tokens).cpu().numpy()
+        return np.split(found, np.cumsum(counts)[:-1])
 
     def _plan(self, batch: TokenBatch, hidden: torch.Tensor, allowed: np.ndarray) -> ReusePlan:
         search = self._search

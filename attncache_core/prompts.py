@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from attncache_core.errors import InvalidInput
 
@@ -51,11 +52,20 @@ class Template:
         return self.around(_TEXT)
 
 
+class Target(NamedTuple):
+    """A token whose probability is asked for."""
+
+    back: int  # the position that predicts it: so many tokens before the last one of its sequence
+    token: int
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is read from one sequence beside its output."""
+    """How one sequence of a text is made and what is read from it beside its output."""
 
     prompt_tokens: int  # tokens at its front that are the template's, special ones included
+    continuation: tuple[int, ...] = ()  # tokens behind the text in its template
+    targets: tuple[Target, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +73,8 @@ class Prompt:
     """A template made ready for one tokenizer: TextTokenizer.prompt makes it."""
 
     template: Template
-    reading: Reading  # of the sequence that a text becomes
+    readings: tuple[Reading, ...]  # a text becomes a sequence for each of them
+
+    def reading_of(self, place: int) -> Reading:
+        """The reading of the sequence that stands at this place among those of all texts."""
+        return self.readings[place % len(self.readings)]

@@ -13,6 +13,8 @@ from attncache_core.prompts import Prompt, Reading, Template
 
 # A tokenizer without a limit of its own says 10^30.
 _NO_LIMIT = 10**9
+# Stands for whatever text a template is put round.
+_ANY_TEXT = "text"
 
 
 class TextTokenizer:
@@ -44,37 +46,74 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         self.default_prompt = self.prompt(checkpoint.template)
 
-    def prompt(self, template: Template, *, field: str = "template") -> Prompt:
-        """The template made ready. Raises InvalidInput, naming `field`, if it leaves no room for a text."""
-        if template != Template() and len(self._tokenizer.encode(template.around("")).ids) >= self.max_tokens:
-            raise _no_room(self.max_tokens, field)
-        return Prompt(template, Reading(self._front_tokens(template.prefix)))
+    def prompt(self, template: Template, *, field: str = "template", continued: int = 0) -> Prompt:
+        """The template made ready, to be continued by so many tokens at most.
+
+        Raises InvalidInput, naming `field`, if there is no room left for a text.
+        """
+        if template != Template() or continued:
+            taken = len(self._tokenizer.encode(template.around("")).ids) + continued
+            if taken >= self.max_tokens:
+                raise _no_room(self.max_tokens, field)
+        return Prompt(template, (Reading(self._front_tokens(template.prefix)),))
 
     def tokenize(
         self, texts: Sequence[str], *, truncate: bool, prompt: Prompt | None = None
     ) -> list[list[int]]:
-        """Token ids of each text in its template, at most `max_tokens` each.
+        """Token ids of each text in its template, at most `max_tokens` each: one sequence for each reading.
 
-        A text is cut at its end; the template, and the tokens that open and close a sequence, stay whole.
-        Raises InputTooLong, naming the text, if one is longer and `truncate` is False.
+        A text is cut at its end; the template, what continues it, and the tokens that open and close a
+        sequence stay whole. Raises InputTooLong, naming the text, if one is longer and `truncate` is False.
         """
-        template = (prompt or self.default_prompt).template
+        prompt = prompt or self.default_prompt
+        template, readings = prompt.template, prompt.readings
+        room = self.max_tokens - max(len(reading.continuation) for reading in readings)
         encodings = self._tokenizer.encode_batch_fast([template.around(text) for text in texts])
         sequences: list[list[int]] = [encoding.ids for encoding in encodings]
         for index, ids in enumerate(sequences):
-            if len(ids) > self.max_tokens:
+            if len(ids) > room:
                 if not truncate:
                     raise InputTooLong(
-                        f"the text has more than {self.max_tokens} tokens; shorten it or allow truncation",
+                        f"the text has more than {room} tokens; shorten it or allow truncation",
                         field=f"inputs[{index}]",
                     )
-                sequences[index] = self._cut(texts[index], template, len(ids) - self.max_tokens)
-        return sequences
+                sequences[index] = self._cut(texts[index], template, len(ids) - room)
+        return [[*ids, *reading.continuation] for ids in sequences for reading in readings]
+
+    def continuations(self, template: Template, labels: Sequence[str]) -> list[tuple[int, ...]]:
+        """The tokens with which each label continues a text in this template.
+
+        A space stands before a label unless the template ends in white space. Raises InvalidInput, naming
+        the label, if it has no token of its own, and UnsupportedModel if the tokenizer closes every text
+        with a token, which would stand between template and label.
+        """
+        if self._tokenizer.encode(_ANY_TEXT).special_tokens_mask[-1]:
+            raise UnsupportedModel(
+                "the tokenizer closes every text with a token of its own, which no label can follow",
+                field="model",
+            )
+        # What stands before the text does not change how the end is divided.
+        before = _ANY_TEXT + template.suffix
+        space = "" if before[-1].isspace() else " "
+        known, *continued = (
+            encoding.ids
+            for encoding in self._tokenizer.encode_batch_fast(
+                [before, *(before + space + label for label in labels)], add_special_tokens=False
+            )
+        )
+        for index, ids in enumerate(continued):
+            if ids[: len(known)] != known or len(ids) == len(known):
+                raise InvalidInput(
+                    f"labels[{index}] has no tokens of its own behind the template; if this ends in a space, "
+                    "leave the space out",
+                    field=f"labels[{index}]",
+                )
+        return [tuple(ids[len(known) :]) for ids in continued]
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens that the checkpoint's template takes at the front of a sequence."""
-        return self.default_prompt.reading.prompt_tokens
+        return self.default_prompt.readings[0].prompt_tokens
 
     def _cut(self, text: str, template: Template, surplus: int) -> list[int]:
         """The text's tokens in its template without the last `surplus` ones of the text."""

@@ -257,7 +257,7 @@ class Batcher:
         started = time.perf_counter()
         sequences = [ids for job, start, stop in shares for ids in job.sequences[start:stop]]
         reuse = [job.reuse for job, start, stop in shares for _ in range(start, stop)]
-        readings = [job.prompt.reading for job, start, stop in shares for _ in range(start, stop)]
+        readings = [job.prompt.reading_of(at) for job, start, stop in shares for at in range(start, stop)]
         result = self._engine.run(sequences, reuse, readings)
         parts = _parts(shares, result)
         self._note_speed(result.tokens, time.perf_counter() - started)

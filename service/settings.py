@@ -22,6 +22,7 @@ from attncache_core.checkpoint import PoolingMode
 from attncache_core.engine import Device, Dtype
 from service.errors import InvalidSettings
 
+ChosenTask = Literal["label-logits"]
 ENVIRONMENT_PREFIX = "ATTNCACHE_"
 
 
@@ -43,6 +44,17 @@ class Settings(BaseModel):
     )
     drop_block: str = Field(
         "", description="Layers to leave out as a whole, like 10,12 or 8-11. A database is bound to it."
+    )
+    task: ChosenTask | None = Field(
+        None,
+        description="label-logits: choose among labels by the logits that a decoder gives their tokens; "
+        "without it, as the model is.",
+    )
+    labels: str | None = Field(
+        None,
+        min_length=1,
+        description="Labels to choose from, with commas between; compared by embedding, unless --task says "
+        "otherwise.",
     )
     template: Path | None = Field(
         None,
@@ -108,6 +120,8 @@ class Settings(BaseModel):
         if self.max_request_inputs > self.max_queue_sequences:
             # Such a request would be told to come again for ever.
             raise _refused("--max-request-inputs must be at most --max-queue-sequences, which is smaller")
+        if self.classifier and self.labels:
+            raise _refused("--classifier and --labels both say what to choose from; leave one of them out")
         if self.policy and self.threshold is not None:
             raise _refused("--policy and --threshold both say what a hit is; leave one of them out")
         for name in ("database", "threshold", "policy", "heads", "fetch", "search_always", "verify_rate"):

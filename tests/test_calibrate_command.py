@@ -164,8 +164,11 @@ def assert_refused(result, database: Path, calibratable: Path, *words: str) -> N
     assert (database / "manifest.json").read_bytes() == (calibratable / "manifest.json").read_bytes()
 
 
-def test_classifier_and_labels_together_are_refused(tiny_checkpoint, calibratable, database, files, tmp_path):
-    given = ("--texts", files / "texts.txt", "--classifier", tmp_path, "--labels", f"{PRIVATE},b")
+def test_classifier_and_labels_together_are_refused(
+    tiny_checkpoint, tiny_engine, tiny_corpus, calibratable, database, files, tmp_path
+):
+    classifier = fitted(tiny_engine, [sentence.text for sentence in tiny_corpus], tmp_path / "classifier")
+    given = ("--texts", files / "texts.txt", "--classifier", classifier, "--labels", f"{PRIVATE},b")
     result = calibrate(tiny_checkpoint, database, *given)
     assert_refused(result, database, calibratable, "classifier or labels, not both")
 
@@ -183,7 +186,7 @@ def test_labels_of_a_model_with_classes_are_refused(
 ):
     given = ("--texts", files / "texts.txt", "--labels", "a,b")
     result = calibrate(tiny_classifier_checkpoint, database, *given)
-    assert_refused(result, database, calibratable, "the model is a classifier")
+    assert_refused(result, database, calibratable, "is a classifier and has labels of its own")
 
 
 def test_classifier_of_another_model_is_refused(tiny_checkpoint, calibratable, database, files, tmp_path):

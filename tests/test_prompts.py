@@ -148,7 +148,7 @@ def test_prompts_of_one_batch_are_left_out_of_the_pooling_each_by_its_own_length
     # Of one length, so that they are pooled together.
     sequences[2] += sequences[0][: len(sequences[0]) - len(sequences[2])]
     sequences[1] += sequences[0][: len(sequences[0]) - len(sequences[1])]
-    readings = [prompt.reading for prompt in prompts]
+    readings = [prompt.readings[0] for prompt in prompts]
     together = engine.run(sequences, [False] * 3, readings).outputs
     alone = [
         engine.run([ids], [False], [reading]).outputs[0]

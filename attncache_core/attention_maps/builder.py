@@ -389,7 +389,7 @@ class _Build:
 
 def default_budget(engine: PrefillEngine, min_cosine: float, min_agreement: float) -> Budget:
     """In agreement of decisions where the engine has classes of its own, else in cosine."""
-    if engine.task == "classify" or engine.classifier:
+    if engine.labels is not None:
         return Budget(Measure.AGREEMENT, min_agreement)
     return Budget(Measure.COSINE, min_cosine)
 

@@ -19,7 +19,7 @@ def default_database_folder(checkpoint: Checkpoint, cache_dir: Path | None = Non
     """Where the default database of this model, used in this way, and of this format lies."""
     name = re.sub(r"[^\w.-]+", "-", Path(checkpoint.name).name)
     base = cache_dir or user_cache_path("attncache")
-    return base / "databases" / f"{name}-{checkpoint.embedding_fingerprint()[:12]}-v{FORMAT_VERSION}"
+    return base / "databases" / f"{name}-{checkpoint.use_fingerprint()[:12]}-v{FORMAT_VERSION}"
 
 
 def build_default_database(

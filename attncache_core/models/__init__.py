@@ -10,7 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 from transformers.utils import logging
 
 from attncache_core.checkpoint import Checkpoint
@@ -35,6 +40,12 @@ from attncache_core.outputs import pool
 
 # transformers sets the process' default dtype while it loads: two models at once would mix theirs.
 _LOADING = threading.Lock()
+
+_LOADERS = {
+    "embed": AutoModel,
+    "classify": AutoModelForSequenceClassification,
+    "label-logits": AutoModelForCausalLM,
+}
 
 Family = Callable[[Any, Sequence[LayerHeads | Dropped], Pool], PackedModel]
 ENCODERS: dict[str, Family] = {
@@ -127,6 +138,12 @@ def _layers_and_heads(checkpoint: Checkpoint) -> tuple[list[Dropped | None], int
             f"model {checkpoint.name} is of the family {family!r}; served are: {', '.join(sorted(FAMILIES))}",
             field="model",
         )
+    if checkpoint.task == "label-logits" and family not in DECODERS:
+        raise UnsupportedModel(
+            f"model {checkpoint.name} is an encoder, which predicts no next token: task label-logits is for "
+            "decoders; without it, give /classify labels, which are compared by embedding",
+            field="task",
+        )
     config = AutoConfig.from_pretrained(checkpoint.folder)
     attention, blocks = checkpoint.dropped.attention, checkpoint.dropped.blocks
     _require_droppable(attention, blocks, config.num_hidden_layers)
@@ -164,7 +181,7 @@ def _quiet() -> Iterator[None]:
 
 def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The Hugging Face module. Raises UnsupportedModel if weights are unreadable or some are not there."""
-    loader: Any = AutoModelForSequenceClassification if checkpoint.task == "classify" else AutoModel
+    loader: Any = _LOADERS[checkpoint.task]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with _LOADING, _quiet():
@@ -177,7 +194,7 @@ def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
             f"the weights of model {checkpoint.name} cannot be read ({type(error).__name__})", field="model"
         ) from error
     # transformers fills what is missing with random numbers. Embedding models come without a pooler.
-    missing = [key for key in report["missing_keys"] if checkpoint.task == "classify" or "pooler." not in key]
+    missing = [key for key in report["missing_keys"] if checkpoint.task != "embed" or "pooler." not in key]
     if missing:
         raise UnsupportedModel(
             f"model {checkpoint.name} has no weights for {sorted(missing)[0]}", field="model"

@@ -17,6 +17,7 @@ from attncache_core.errors import UnsupportedModel
 from attncache_core.models import attention
 from attncache_core.models.attention import Pattern
 from attncache_core.models.blocks import PlainAttention, QueryKeyValue, Scores, build_layers, output_linear
+from attncache_core.models.language import language_head
 from attncache_core.models.layer import (
     AttentionLayer,
     Dropped,
@@ -139,6 +140,7 @@ def assembled(
         embed=embed,
         layers=layers,
         outputs=_Outputs(base.norm, getattr(model, "score", None), pool),
+        language_head=language_head(model, base.norm),
     )
 
 

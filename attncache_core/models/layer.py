@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from attncache_core.models.attention import Pattern
+from attncache_core.models.language import LanguageHead
 from attncache_core.tokens import TokenBatch
 
 
@@ -158,6 +159,7 @@ class PackedModel:
     # From the last layer's [tokens, hidden], in packed order.
     outputs: Callable[[torch.Tensor, TokenBatch], Outputs]
     device: torch.device = CPU
+    language_head: LanguageHead | None = None  # of a decoder that was loaded with it
 
     def search_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the projector reads: the first layer's input `hidden` as its attention sees it."""

@@ -11,11 +11,11 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from attncache_core import DEFAULT_MODEL, Quantization, find_variant
+from attncache_core import DEFAULT_MODEL, Checkpoint, Quantization, find_variant
 from attncache_core.checkpoint import PoolingMode
 from attncache_core.engine import Device, Dtype
 from attncache_core.prompts import Template
-from service.settings import Settings, environment_name, option_name
+from service.settings import ChosenTask, Settings, environment_name, option_name
 
 _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
 
@@ -76,25 +76,44 @@ def whole_model_options(command: Callable[..., None]) -> Callable[..., None]:
         drop_block: str = "",
         template: Path | None,
         pooling: PoolingMode | None,
+        task: ChosenTask | None,
+        labels: str | None,
         **rest: Any,
     ) -> None:
         checkpoint = find_variant(
             model, quantization=quantize, drop_attention=drop_attention, drop_block=drop_block
         )
-        written = Template.read(template) if template else None
-        command(checkpoint=checkpoint.adapted(template=written, pooling=pooling), **rest)
+        command(checkpoint=adapted(checkpoint, template, pooling, task, labels), **rest)
 
     described: Callable[..., None] = with_checkpoint
     for option in (
         click.option("--threads", type=click.IntRange(min=1), help="Threads; default: all that may be used."),
         quantize_option,
         click.option("--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True),
+        _of_settings("labels", str),
+        _of_settings("task", click.Choice(get_args(ChosenTask))),
         _of_settings("pooling", click.Choice(get_args(PoolingMode))),
         _of_settings("template", click.Path(path_type=Path)),
         click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id."),
     ):
         described = option(described)
     return described
+
+
+def adapted(
+    checkpoint: Checkpoint,
+    template: Path | None,
+    pooling: PoolingMode | None,
+    task: ChosenTask | None,
+    labels: str | None,
+) -> Checkpoint:
+    """The checkpoint used as these options say."""
+    return checkpoint.adapted(
+        template=Template.read(template) if template else None,
+        pooling=pooling,
+        label_logits=task is not None,
+        labels=[name.strip() for name in labels.split(",")] if labels else (),
+    )
 
 
 def _of_settings(name: str, kind: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -19,8 +19,7 @@ from attncache_core import (
     build_default_database,
     find_variant,
 )
-from attncache_core.prompts import Template
-from service.commands.options import settings_options
+from service.commands.options import adapted, settings_options
 from service.commands.progress import shown_progress
 from service.server import bind, run_server
 from service.settings import Settings, read_settings, refuse_unknown_variables
@@ -37,13 +36,13 @@ def serve(**values: Any) -> None:
     settings = read_settings(values)
     configure_logging(settings.log_level)
     # Before anything listens: a model that is not there is told at once.
-    template = Template.read(settings.template) if settings.template else None
-    checkpoint = find_variant(
+    found = find_variant(
         settings.model,
         quantization=settings.quantize,
         drop_attention=settings.drop_attention,
         drop_block=settings.drop_block,
-    ).adapted(template=template, pooling=settings.pooling)
+    )
+    checkpoint = adapted(found, settings.template, settings.pooling, settings.task, settings.labels)
     listener = bind(settings.host, settings.port)
     failure = run_server(settings, partial(load_engine, settings, checkpoint), listener)
     if isinstance(failure, AttnCacheError):

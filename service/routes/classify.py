@@ -13,6 +13,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from attncache_core import InputTooLong, InvalidInput, NoClassifier, class_scores, normalize
+from attncache_core.classifier import SIMILARITY_TEMPERATURE
 from service.bodies import body_documentation, read_body, reuse_wanted
 from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count, rows_unless_gone, state_of
 from service.schemas import ClassifyRequest, LabelScore
@@ -21,8 +22,6 @@ from service.state import Serving
 router = APIRouter()
 
 _CLASSIFIER_TEMPERATURE = 1.0
-# Cosines lie close together; a twentieth spreads them as a classifier's scores are spread.
-SIMILARITY_TEMPERATURE = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from attncache_core.attention_maps.policy import Budget
 from attncache_core.attention_maps.probes import find_probes
 from attncache_core.attention_maps.store import RecordKind
 from attncache_core.checkpoint import read_checkpoint
+from attncache_core.classifier import nearest_label
 from attncache_core.engine import PrefillEngine
 from attncache_core.errors import DatabaseRefused, InvalidInput
 from attncache_core.outputs import Measure
@@ -255,7 +256,7 @@ def test_budget_is_agreement_where_there_are_classes(tiny_engine, tiny_checkpoin
     assert default_budget(tiny_engine, 0.9, 0.8) == Budget(Measure.COSINE, 0.9)
     assert default_budget(classifier, 0.9, 0.8) == Budget(Measure.AGREEMENT, 0.8)
     fitted = PrefillEngine.load(tiny_checkpoint, dtype="float32")
-    fitted.classifier = object()
+    fitted.classifier = nearest_label(("a", "b"), np.eye(2, 32), fingerprint="", model="")
     assert default_budget(fitted, 0.9, 0.8) == Budget(Measure.AGREEMENT, 0.8)
 
 

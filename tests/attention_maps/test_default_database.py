@@ -74,7 +74,7 @@ def test_next_start_builds_nothing(built, tiny_checkpoint):
 
 def test_folder_is_named_by_model_fingerprint_and_format(tiny_checkpoint, tmp_path):
     folder = default_database_folder(tiny_checkpoint, tmp_path)
-    assert folder == tmp_path / "databases" / f"tiny-bert-{tiny_checkpoint.embedding_fingerprint()[:12]}-v2"
+    assert folder == tmp_path / "databases" / f"tiny-bert-{tiny_checkpoint.use_fingerprint()[:12]}-v2"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_folder_is_named_by_model_fingerprint_and_format(tiny_checkpoint, tmp_pa
 def test_name_of_the_folder_is_one_plain_word(tiny_checkpoint, tmp_path, name, shown):
     folder = default_database_folder(replace(tiny_checkpoint, name=name), tmp_path)
     assert folder.parent == tmp_path / "databases"
-    assert folder.name == f"{shown}-{tiny_checkpoint.embedding_fingerprint()[:12]}-v2"
+    assert folder.name == f"{shown}-{tiny_checkpoint.use_fingerprint()[:12]}-v2"
 
 
 def test_another_way_of_use_has_another_folder(tiny_checkpoint, tmp_path):
@@ -97,8 +97,10 @@ def test_another_way_of_use_has_another_folder(tiny_checkpoint, tmp_path):
         tiny_checkpoint,
         tiny_checkpoint.adapted(template=Template("query: ")),
         tiny_checkpoint.adapted(pooling="cls"),
+        tiny_checkpoint.adapted(labels=["card", "bank"]),
+        tiny_checkpoint.adapted(labels=["bank", "card"], label_logits=True),
     )
-    assert len({default_database_folder(way, tmp_path) for way in ways}) == 3
+    assert len({default_database_folder(way, tmp_path) for way in ways}) == 5
 
 
 def test_other_weights_have_another_folder(tiny_checkpoint, tiny_classifier_checkpoint, tmp_path):

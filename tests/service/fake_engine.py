@@ -28,7 +28,7 @@ DIMENSIONS = 128
 FAILING = "the engine must fail on this text"
 CORRUPT = "the record of this text is damaged"
 SIMILARITY = 0.999  # of every hit
-OWN_PROMPT = Prompt(Template(), Reading(0))
+OWN_PROMPT = Prompt(Template(), (Reading(0),))
 
 
 def embedding_of(ids: Sequence[int]) -> np.ndarray:
@@ -67,7 +67,7 @@ class FakeEngine:
         self.runs = threading.Semaphore(0)  # released as a batch begins that must wait for `may_run`
 
     def named_prompt(self, name: str) -> Prompt:
-        return Prompt(Template(prefix=f"{name}: "), Reading(len(name) + 2))
+        return Prompt(Template(prefix=f"{name}: "), (Reading(len(name) + 2),))
 
     def tokenize(self, texts: list[str], truncate: bool, prompt: Prompt = OWN_PROMPT) -> list[list[int]]:
         texts = [prompt.template.around(text) for text in texts]

@@ -73,7 +73,7 @@ def verifier_of(
 def serve(engine: FakeEngine, verifier: Verifier, texts: Sequence[str], reuse: bool = True) -> None:
     """What the batcher does with one batch."""
     sequences = engine.tokenize(list(texts), truncate=True)
-    readings = [engine.default_prompt.reading] * len(texts)
+    readings = [engine.default_prompt.readings[0]] * len(texts)
     verifier.offer(sequences, readings, engine.run(sequences, [reuse] * len(texts), readings))
 
 
@@ -218,7 +218,7 @@ def test_budget_of_agreement_is_kept_by_decisions_not_by_cosines() -> None:
     engine, metrics = FakeEngine(stored=AnyText(), damage=0.5, policy=policy, labels=labels), Metrics()
     verifier = verifier_of(engine, metrics)
     kept = engine.tokenize(["keeps"] * 50, truncate=True)
-    readings = [engine.default_prompt.reading] * 50
+    readings = [engine.default_prompt.readings[0]] * 50
     verifier.offer(kept, readings, hitting_engine().run(kept, [True] * 50, readings))
     verify_all(verifier)
     assert engine.policy == policy
