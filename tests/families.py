@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    DebertaV2Config,
     DistilBertConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -202,6 +203,7 @@ DECODERS = {
     ),
 }
 MODERN = {"pad_token_id": 0, "bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
+DEBERTA = {"relative_attention": True, "max_position_embeddings": 100}
 ENCODERS = {
     "bert": Case(BertConfig),
     "roberta": Case(RobertaConfig, {"max_position_embeddings": 130, "hidden_size": 48}),
@@ -214,6 +216,28 @@ ENCODERS = {
     "mpnet": Case(MPNetConfig, {"hidden_size": 48}),
     "mpnet-wide-tables": Case(
         MPNetConfig, {"relative_attention_num_buckets": 40, "max_position_embeddings": 100}
+    ),
+    "deberta-shared-buckets": Case(
+        DebertaV2Config,
+        DEBERTA
+        | {"pos_att_type": "p2c|c2p", "share_att_key": True, "position_buckets": 8}
+        | {"norm_rel_ebd": "layer_norm", "position_biased_input": False, "max_relative_positions": -1}
+        | {"type_vocab_size": 2},
+    ),
+    "deberta-few-positions-narrow-embeddings": Case(
+        DebertaV2Config,
+        DEBERTA
+        | {"pos_att_type": ["c2p"], "max_relative_positions": 6, "embedding_size": 20, "type_vocab_size": 2}
+        | {"hidden_size": 64},
+    ),
+    "deberta-positions-to-content": Case(
+        DebertaV2Config,
+        DEBERTA | {"pos_att_type": ["p2c"], "position_buckets": 6, "hidden_size": 48, "hidden_act": "silu"},
+    ),
+    "deberta-both-unshared": Case(DebertaV2Config, DEBERTA | {"pos_att_type": ["p2c", "c2p"]}),
+    "deberta-without-kinds": Case(DebertaV2Config, DEBERTA),
+    "deberta-absolute": Case(
+        DebertaV2Config, DEBERTA | {"relative_attention": False, "pos_att_type": ["c2p", "p2c"]}
     ),
     "modernbert-local-global": Case(ModernBertConfig, MODERN | {"local_attention": 9}),
     "modernbert-biased-mean": Case(

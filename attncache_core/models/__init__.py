@@ -21,6 +21,7 @@ from transformers.utils import logging
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.errors import InvalidInput, UnsupportedModel
 from attncache_core.models.bert import bert, roberta
+from attncache_core.models.deberta import deberta
 from attncache_core.models.decoder import decoder
 from attncache_core.models.distilbert import distilbert
 from attncache_core.models.layer import (
@@ -54,6 +55,7 @@ ENCODERS: dict[str, Family] = {
     "xlm-roberta": roberta,
     "distilbert": distilbert,
     "mpnet": mpnet,
+    "deberta-v2": deberta,
     "modernbert": modernbert,
 }
 DECODERS: dict[str, Family] = dict.fromkeys(

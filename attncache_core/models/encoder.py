@@ -7,6 +7,7 @@ count, in what is added to scores, and in the head of a classifier. A family say
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -74,26 +75,35 @@ class _FeedForward:
 
 
 class _Embeddings:
-    """Words and positions, summed and normalised. Where there are token types, every token is of the first.
+    """Words, positions and token types, as far as a checkpoint has them, summed and normalised.
 
-    In some families positions count from the number of the padding token + 1 and leave out padding tokens,
-    which a text may name: each of them stands at the padding token's number.
+    Every token is of the first type. In some families positions count from the padding token's number + 1
+    and leave out padding tokens, which a text may name: each of them stands at the padding token's number.
     """
 
     def __init__(self, module: Any) -> None:
         self._words: torch.Tensor = module.word_embeddings.weight
-        positions = module.position_embeddings.weight.float()
-        if hasattr(module, "token_type_embeddings"):
-            positions = positions + module.token_type_embeddings.weight[0].float()
-        self._positions = positions.to(self._words.dtype)
+        positions = getattr(module, "position_embeddings", None)
+        types = getattr(module, "token_type_embeddings", None)
+        added = [] if positions is None else [positions.weight.float()]
+        added += [] if types is None else [types.weight[:1].float()]
+        # A row of each position; a single one if only the type is added.
+        self._added = reduce(torch.add, added).to(self._words.dtype) if added else None
         self._padding: int | None = getattr(module, "padding_idx", None)
+        self._projection: nn.Module | None = getattr(module, "embed_proj", None)
         self._norm = Norm(module.LayerNorm)
 
     def __call__(self, batch: TokenBatch) -> torch.Tensor:
         """The first layer's input, [tokens, hidden]."""
-        positions = batch.positions if self._padding is None else _counted_positions(batch, self._padding)
         embedded = torch.embedding(self._words, batch.ids)
-        return self._norm(embedded.add_(torch.embedding(self._positions, positions)))
+        if self._added is not None:
+            one_for_all = len(self._added) == 1
+            embedded.add_(self._added if one_for_all else torch.embedding(self._added, self._places(batch)))
+        return self._norm(embedded if self._projection is None else self._projection(embedded))
+
+    def _places(self, batch: TokenBatch) -> torch.Tensor:
+        """The row of each token's position, int64 [tokens]."""
+        return batch.positions if self._padding is None else _counted_positions(batch, self._padding)
 
 
 def _counted_positions(batch: TokenBatch, padding: int) -> torch.Tensor:
@@ -117,7 +127,7 @@ class Head(NamedTuple):
     pool: Pool = first_tokens
 
 
-def pooled_head(pooler: nn.Module, classifier: nn.Module | None) -> Head | None:
+def pooled_head(pooler: Any, classifier: nn.Module | None) -> Head | None:
     """A head that reads what a pooler makes of the first token; None without a classifier."""
     return None if classifier is None else Head(lambda first: pooler(first[:, None]), classifier)
 
@@ -158,7 +168,7 @@ def encoder(
     """The encoder `base`, for embeddings (pooled) or with its head.
 
     parts(layer) names the modules of one of `layers`, `activation` what its feed-forward half has;
-    scores(layer, heads) says how scores are made that are more than scale Q Kᵀ.
+    scores(layer, heads) makes scores that are more than scale Q Kᵀ.
     """
 
     def build(module: Any, _: int, own: LayerHeads, half: FeedForward) -> EncoderLayer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -17,8 +18,11 @@ from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import (
+    DebertaV2Config,
+    DebertaV2Tokenizer,
     DistilBertConfig,
     DistilBertTokenizer,
+    ModernBertConfig,
     MPNetConfig,
     MPNetTokenizer,
     RobertaConfig,
@@ -30,6 +34,7 @@ from transformers import (
 from attncache_core import models
 from attncache_core.checkpoint import read_checkpoint
 from attncache_core.engine import PrefillEngine
+from attncache_core.errors import UnsupportedModel
 from attncache_core.models import load_model
 from attncache_core.tokenizer import TextTokenizer
 
@@ -66,21 +71,25 @@ def numbered(special):
     return {piece: number for number, piece in enumerate((*special, *WORDS))}
 
 
+# Which tokens these are of the tokenizer's; the defaults lie beyond a tiny vocabulary.
+SPECIAL_IDS = {"bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
 # Model type -> its configuration and a tokenizer of its kind.
 TOKENIZED = {
     "roberta": (RobertaConfig, byte_pairs),
+    "deberta-v2": (DebertaV2Config, lambda: DebertaV2Tokenizer(pieces(SPECIAL))),
     "distilbert": (DistilBertConfig, lambda: DistilBertTokenizer(numbered(SPECIAL))),
+    "modernbert": (partial(ModernBertConfig, local_attention=6, **SPECIAL_IDS), byte_pairs),
     "mpnet": (MPNetConfig, lambda: MPNetTokenizer(numbered(SENTENCES))),
     "xlm-roberta": (XLMRobertaConfig, lambda: XLMRobertaTokenizer(pieces(SENTENCES), unk_token="[UNK]")),
 }
 
 
-def write_tokenized(folder, family, longest, labels=(), **changes):
+def write_tokenized(folder, family, longest, **changes):
     """A plain folder of a family's model with the family's own kind of tokenizer."""
     config, make_tokenizer = TOKENIZED[family]
     tokenizer = make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    write_family(folder, config(**SIZES | sizes | changes), labels)
+    write_family(folder, config(**SIZES | sizes | changes))
     tokenizer.model_max_length = longest
     tokenizer.save_pretrained(folder)
     return read_checkpoint(folder)
@@ -137,6 +146,14 @@ def test_text_of_as_many_tokens_as_there_are_positions_is_served_and_cut_there(t
     theirs = SentenceTransformer(str(checkpoint.folder), device="cpu")
     theirs.max_seq_length = 32
     np.testing.assert_allclose(engine.embed(texts), theirs.encode(texts), atol=FLOAT32)
+
+
+def test_deberta_with_a_convolution_is_refused_by_the_name_of_the_option(tmp_path):
+    changes = {"relative_attention": True, "conv_kernel_size": 3}
+    checkpoint = write_tokenized(tmp_path, "deberta-v2", longest=30, **changes)
+    with pytest.raises(UnsupportedModel, match="conv_kernel_size") as refused:
+        load_model(checkpoint, torch.float32)
+    assert refused.value.field == "model"
 
 
 @pytest.mark.skipif(not torch._C._has_mkldnn, reason="weights are not packed")

@@ -1,0 +1,135 @@
+"""DeBERTa-v2 and v3: BERT's layers, and disentangled attention (He et al. 2021).
+
+    scores[p, q] = scale (Q[p] · K[q]  +  Q[p] · K'[δ(p - q)]  +  K[q] · Q'[δ(p - q)])
+
+K' and Q' are projections of the embeddings of relative positions, the same for every text, and made once. δ
+gives each distance a row; where there are buckets, far distances share one, the more of them the farther.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+from attncache_core.errors import UnsupportedModel
+from attncache_core.models.attention import attention_scores
+from attncache_core.models.encoder import EncoderParts, encoder, pooled_head
+from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
+
+
+def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
+    """A DeBERTa-v2 or v3 checkpoint, for embeddings (pooled) or with its sequence-classification head.
+
+    Raises UnsupportedModel for one with a convolution.
+    """
+    base = model.base_model
+    if base.encoder.conv is not None:
+        raise UnsupportedModel(
+            "a convolution over neighbouring tokens (conv_kernel_size in config.json) is not served; "
+            "DeBERTa-v3 models have none",
+            field="model",
+        )
+    relative = relative_positions(base.encoder, base.config.max_position_embeddings)
+    return encoder(
+        base,
+        base.encoder.layer,
+        heads,
+        pool,
+        pooled_head(getattr(model, "pooler", None), getattr(model, "classifier", None)),
+        _parts,
+        activation=base.config.hidden_act,
+        scores=lambda layer, own: DisentangledScores(layer.attention.self, own, relative),
+    )
+
+
+class RelativePositions(NamedTuple):
+    """What a model knows of distances between tokens."""
+
+    embeddings: torch.Tensor  # [rows, hidden]
+    rows: torch.Tensor  # int64 [2 positions - 1]: δ of each distance from 1 - positions to positions - 1
+
+
+def relative_positions(encoder: Any, positions: int) -> RelativePositions | None:
+    """Of the distances in texts of up to so many tokens; None if only contents meet in this model."""
+    if not encoder.relative_attention:
+        return None
+    embeddings = encoder.get_rel_embedding()
+    distances = torch.arange(1 - positions, positions)
+    if encoder.position_buckets > 0:
+        distances = make_log_bucket_position(
+            distances, encoder.position_buckets, encoder.max_relative_positions
+        ).long()
+    rows = (distances + len(embeddings) // 2).clamp(0, len(embeddings) - 1)
+    return RelativePositions(embeddings, rows.to(embeddings.device))
+
+
+class DisentangledScores:
+    """The scores of one layer, with the terms that the checkpoint has."""
+
+    def __init__(self, module: Any, heads: LayerHeads, relative: RelativePositions | None) -> None:
+        kinds = module.pos_att_type
+        # The checkpoint counts the kinds even where it has no relative positions.
+        self._scale = (module.attention_head_size * (1 + ("c2p" in kinds) + ("p2c" in kinds))) ** -0.5
+        self._keys = self._queries = None
+        if relative is None:
+            return
+        self._rows, embeddings = relative.rows, relative.embeddings
+
+        def projected(linear: nn.Module) -> torch.Tensor:
+            """[heads in the layer's order, rows, d], times the scale."""
+            by_head = linear(embeddings).unflatten(1, (len(heads.order), -1)).transpose(0, 1)
+            return by_head[list(heads.order)] * self._scale
+
+        if "c2p" in kinds:
+            self._keys = projected(module.key_proj if module.share_att_key else module.pos_key_proj)
+        if "p2c" in kinds:
+            self._queries = projected(module.query_proj if module.share_att_key else module.pos_query_proj)
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
+        """See blocks.Scores."""
+        scores = attention_scores(query, key, self._scale)
+        if self._keys is not None:
+            # From p to q: the distance that has the row is the negative one.
+            rows = self._rows_within(query.shape[1]).flip(0)
+            scores += by_distance(query, self._keys[heads, rows], scores.dtype)
+        if self._queries is not None:
+            rows = self._rows_within(query.shape[1])
+            scores += by_distance(key, self._queries[heads, rows], scores.dtype).transpose(2, 3)
+        return scores
+
+    def _rows_within(self, length: int) -> torch.Tensor:
+        """The rows of the distances from 1 - length to length - 1."""
+        longest = (len(self._rows) + 1) // 2
+        return self._rows[longest - length : longest + length - 1]
+
+
+def by_distance(x: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x[p] · table[q - p + L - 1] for tokens p and q: [n, h, L, L] in `dtype`, not contiguous.
+
+    x: [n, L, h, d]; table: [h, 2 L - 1, d], for the distances from 1 - L to L - 1.
+    """
+    count, length, heads, _ = x.shape
+    distances = 2 * length - 1
+    by_head = x.to(dtype).permute(2, 0, 1, 3).flatten(1, 2)  # [h, n L, d]
+    products = by_head @ table.to(dtype).transpose(1, 2)  # [h, n L, distances]
+    # Row p begins L - 1 - p distances in: one step less from row to row than there are distances.
+    strides = (length * distances, count * length * distances, distances - 1, 1)
+    return products.as_strided((count, heads, length, length), strides, length - 1)
+
+
+def _parts(layer: Any) -> EncoderParts:
+    attend, output = layer.attention.self, layer.attention.output
+    return EncoderParts(
+        attend.query_proj,
+        attend.key_proj,
+        attend.value_proj,
+        output.dense,
+        output.LayerNorm,
+        layer.intermediate.dense,
+        layer.output.dense,
+        layer.output.LayerNorm,
+    )
