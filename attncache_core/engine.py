@@ -85,12 +85,12 @@ class PrefillEngine:
         self._search = database.search if database else None
         self.task: Task = checkpoint.task
         self.max_tokens = tokenizer.max_tokens
-        # The operator's labels for a language model; a request may bring others.
-        self.label_tokens = (
-            LabelTokens.of(tokenizer, checkpoint.template, checkpoint.labels)
-            if checkpoint.labels and self.task == "label-logits"
-            else None
-        )
+        self.label_tokens: LabelTokens | None = None
+        if self.task == "label-logits":
+            tokenizer.require_open_end()
+            # The operator's own; a request may bring others.
+            if checkpoint.labels:
+                self.label_tokens = LabelTokens.of(tokenizer, checkpoint.template, checkpoint.labels)
 
     @classmethod
     def load(

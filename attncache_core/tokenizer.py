@@ -80,18 +80,20 @@ class TextTokenizer:
                 sequences[index] = self._cut(texts[index], template, len(ids) - room)
         return [[*ids, *reading.continuation] for ids in sequences for reading in readings]
 
-    def continuations(self, template: Template, labels: Sequence[str]) -> list[tuple[int, ...]]:
-        """The tokens with which each label continues a text in this template.
-
-        A space stands before a label unless the template ends in white space. Raises InvalidInput, naming
-        the label, if it has no token of its own, and UnsupportedModel if the tokenizer closes every text
-        with a token, which would stand between template and label.
-        """
+    def require_open_end(self) -> None:
+        """Raise UnsupportedModel if every text is closed with a token, which would stand before a label."""
         if self._tokenizer.encode(_ANY_TEXT).special_tokens_mask[-1]:
             raise UnsupportedModel(
                 "the tokenizer closes every text with a token of its own, which no label can follow",
                 field="model",
             )
+
+    def continuations(self, template: Template, labels: Sequence[str]) -> list[tuple[int, ...]]:
+        """The tokens with which each label continues a text in this template.
+
+        A space stands before a label unless the template ends in white space. Raises InvalidInput, naming
+        the label, if it has no token of its own.
+        """
         # What stands before the text does not change how the end is divided.
         before = _ANY_TEXT + template.suffix
         space = "" if before[-1].isspace() else " "

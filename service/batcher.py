@@ -49,10 +49,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the engine computed for one request, in the request's order."""
+    """What the engine computed for one request, in the order of its texts, and of the prompt's readings."""
 
     outputs: np.ndarray  # float32 [sequences, dimensions]
     outcomes: tuple[Outcome, ...]
+    log_probabilities: tuple[np.ndarray, ...] = ()  # float32 [targets] of each, if the prompt asks for any
 
     @property
     def hits(self) -> int:
@@ -79,6 +80,11 @@ class _Job:
     queued_at: float = 0.0  # seconds, perf_counter
     taken: int = 0  # sequences[:taken] have gone into batches
     parts: list[Rows] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Sequences that the texts become."""
+        return len(self.texts) * len(self.prompt.readings)
 
 
 class _Share(NamedTuple):
@@ -133,10 +139,9 @@ class Batcher:
         waits out of the queue. It fails with InputTooLong, or with InternalError. With `counted` off the
         sequences are left out of the metric of outcomes.
         """
-        self._admit(len(texts))
-        job = _Job(
-            texts, prompt or self._engine.default_prompt, truncate, reuse, counted, self._loop.create_future()
-        )
+        own = prompt or self._engine.default_prompt
+        job = _Job(texts, own, truncate, reuse, counted, self._loop.create_future())
+        self._admit(job.count)
         job.future.add_done_callback(lambda _: self._withdraw(job))
         self._tokenize_threads.submit(self._tokenize, job)
         return job.future
@@ -157,8 +162,8 @@ class Batcher:
     def _withdraw(self, job: _Job) -> None:
         """Give back the places of a job that nobody waits for any more; nothing if all of it was taken."""
         with self._lock:
-            if job.taken < len(job.texts) and job in self._queue:
-                self._leave_queue(job, len(job.texts))
+            if job.taken < job.count and job in self._queue:
+                self._leave_queue(job, job.count)
                 self._queue.remove(job)
 
     def _seconds_to_empty(self) -> int:
@@ -181,7 +186,7 @@ class Batcher:
         # A panic in a compiled tokenizer is no Exception, and the client must hear of it all the same.
         except BaseException as error:
             with self._lock:
-                self._waiting_sequences -= len(job.texts)
+                self._waiting_sequences -= job.count
             if not isinstance(error, InvalidInput):
                 log_failure(logger, "tokenising failed", error)
                 error = InternalError()
@@ -231,7 +236,7 @@ class Batcher:
                 job = self._queue[0]
                 start = job.taken
                 if job.future.done():
-                    self._leave_queue(job, len(job.texts))
+                    self._leave_queue(job, job.count)
                     self._queue.popleft()
                     continue
                 stop = _fitting(job.sequences, start, tokens_left, sequences_left, alone=not shares)
@@ -305,8 +310,9 @@ def _fitting(sequences: list[list[int]], start: int, tokens: int, count: int, *,
 def _parts(shares: list[_Share], result: PrefillResult) -> list[Rows]:
     """The batch's rows, given back to the shares they came from."""
     stops = list(accumulate(stop - start for _, start, stop in shares))
+    probabilities = result.log_probabilities or ()
     return [
-        Rows(result.outputs[first:last], result.outcomes[first:last])
+        Rows(result.outputs[first:last], result.outcomes[first:last], tuple(probabilities[first:last]))
         for first, last in zip([0, *stops], stops, strict=False)
     ]
 
@@ -315,7 +321,8 @@ def _joined(parts: list[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     outcomes = tuple(outcome for part in parts for outcome in part.outcomes)
-    return Rows(np.concatenate([part.outputs for part in parts]), outcomes)
+    probabilities = tuple(own for part in parts for own in part.log_probabilities)
+    return Rows(np.concatenate([part.outputs for part in parts]), outcomes, probabilities)
 
 
 def _resolve(finished: list[tuple[_Job, Rows]]) -> None:

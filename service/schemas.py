@@ -60,15 +60,21 @@ class EmbedRequest(_Request):
 
 
 class ClassifyRequest(_Request):
-    """Texts to classify, among the labels given or among those of the served classifier."""
+    """Texts to classify, among the labels given or among those of the server."""
 
     labels: Texts | None = Field(
         None,
-        description="Labels to choose from. A served classifier needs none; these restrict its own.",
+        description="Labels to choose from. A server with labels of its own needs none. These restrict a "
+        "classifier's, and stand in the place of those that a decoder scores by their tokens.",
+    )
+    template: Text | None = Field(
+        None,
+        description="Holds {} once, where each input goes, and ends where the label follows; instead of the "
+        "server's own. For decoders that score labels by their tokens.",
     )
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
-        description="Of the softmax; 1.0 for a classifier, 0.05 for labels compared by embedding.",
+        description="Of the softmax; 1.0 for labels with logits, 0.05 for labels compared by embedding.",
     )
 
 

@@ -226,7 +226,7 @@ def test_tokenizer_that_closes_a_text_is_refused(tmp_path):
     write_llama(tmp_path)
     write_decoder_tokenizer(tmp_path, closing=True)
     with pytest.raises(UnsupportedModel, match="closes every text"):
-        load(tmp_path, SINGLE)
+        load(tmp_path)
 
 
 def test_text_is_cut_so_that_template_and_label_stay_whole(folder):

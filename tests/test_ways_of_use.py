@@ -93,12 +93,47 @@ def test_evaluation_is_of_the_template_and_the_pooling(folder, engine):
     assert accuracy == pytest.approx(np.mean([a == b for a, b in zip(fitted, truth, strict=True)]))
 
 
+def labelled(folder):
+    used = ("--template", folder / "template.txt", "--task", "label-logits", "--labels", "card, bank,lost")
+    return "--model", folder / "model", "--dtype", "float32", *used
+
+
+def test_decisions_among_labels_are_kept_evaluated_and_calibrated_for(folder):
+    built = ("--corpus", folder / "texts.tsv", "--database", folder / "l.db", "--min-agreement", "0.5")
+    text = succeeded(run("build", *labelled(folder), *built, "--prototypes", "2"))
+    assert "mean agreement of the hits at least 0.5" in text
+    report = folder / "labels.json"
+    data = ("--data", folder / "texts.tsv:text", "--methods", "full", "--rounds", 1, "--json", report)
+    succeeded(run("evaluate", "agreement", *labelled(folder), *data))
+    assert json.loads(report.read_text())["methods"][0]["score"] == 1
+    random = np.random.default_rng(9)
+    (folder / "unseen.txt").write_text("\n".join(random_text(random, 4) for _ in range(25)), encoding="utf-8")
+    asked = ("--database", folder / "l.db", "--texts", folder / "unseen.txt", "--min-agreement", "0.4")
+    assert "mean agreement of the hits at least 0.4" in succeeded(run("calibrate", *labelled(folder), *asked))
+
+
+def test_server_of_labels_verifies_its_hits_by_their_decisions(folder):
+    adapted = read_checkpoint(folder / "model").adapted(
+        template=Template.parse(WRITTEN), label_logits=True, labels=["card", "bank", "lost"]
+    )
+    engine = PrefillEngine.load(adapted, database=AttentionDatabase.open(folder / "l.db"), dtype="float32")
+    judge = engine.judge(engine.policy.budget.measure)
+    sequences = engine.tokenize(texts_of(folder))
+    outputs = engine.run(sequences, [True] * len(sequences)).outputs
+    full = engine.run(sequences, [False] * len(sequences)).outputs
+    decided = [engine.class_logits(rows).argmax(axis=1) for rows in (outputs, full)]
+    assert judge.fidelity(outputs, full).tolist() == (decided[0] == decided[1]).tolist()
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         (("--template", "absent.txt"), ("template absent.txt cannot be read",)),
         (("--template", "empty.txt"), ("template must hold {}", "exactly once")),
         (("--pooling", "median"), ("--pooling", "weightedmean")),
+        (("--task", "guess"), ("--task", "label-logits")),
+        (("--task", "label-logits", "--labels", "card"), ("labels must be two or more different names",)),
+        (("--task", "label-logits", "--pooling", "mean"), ("pooling is of embeddings",)),
     ],
 )
 @pytest.mark.parametrize("command", ["build", "serve"])

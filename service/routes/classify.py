@@ -1,11 +1,13 @@
 """POST /classify: texts to labels with scores.
 
-a classifier is served   rows -> class logits (-> the labels asked for) -> softmax
-labels are given         rows . label embeddings, both of unit length -> softmax
+a classifier is served    rows -> class logits (-> the labels asked for) -> softmax
+label-logits are served   rows -> logits of the labels' tokens -> softmax
+labels are given          rows . label embeddings, both of unit length -> softmax
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,9 @@ from fastapi import APIRouter, Request, Response
 
 from attncache_core import InputTooLong, InvalidInput, NoClassifier, class_scores, normalize
 from attncache_core.classifier import SIMILARITY_TEMPERATURE
+from attncache_core.prompts import Template
 from service.bodies import body_documentation, read_body, reuse_wanted
+from service.errors import TooManyInputs
 from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count, rows_unless_gone, state_of
 from service.schemas import ClassifyRequest, LabelScore
 from service.state import Serving
@@ -58,6 +62,13 @@ async def classify(request: Request) -> Response:
     body = await read_body(request, ClassifyRequest, state.settings.max_body_bytes)
     check_count(body.inputs, "inputs", state.settings.max_request_inputs)
     truncate = state.settings.truncate if body.truncate is None else body.truncate
+    if serving.engine.task == "label-logits":
+        return await _by_tokens(request, body, truncate, reuse)
+    if body.template is not None:
+        raise InvalidInput(
+            "template is for labels that are scored by their tokens, with --task label-logits",
+            field="template",
+        )
     if serving.engine.labels is not None:
         choice = _among_known(body.labels, serving.engine.labels)
     else:
@@ -68,6 +79,30 @@ async def classify(request: Request) -> Response:
     )
     scores = choice.scores(rows.outputs, serving, body.temperature)
     return answer([_best_first(choice.labels, row) for row in scores], rows)
+
+
+async def _by_tokens(request: Request, body: ClassifyRequest, truncate: bool, reuse: bool) -> Response:
+    """Score labels by the logits of their tokens behind the template."""
+    state = state_of(request)
+    serving = state.serving()
+    engine = serving.engine
+    if body.labels is not None:
+        check_count(body.labels, "labels", state.settings.max_request_inputs)
+        _refuse_duplicates(body.labels)
+    template = None if body.template is None else Template.parse(body.template)
+    # In a thread: a template may be long, and labels many.
+    asked = await asyncio.to_thread(engine.labels_in, template, body.labels)
+    sequences, most = len(body.inputs) * len(asked.prompt.readings), state.settings.max_queue_sequences
+    if sequences > most:
+        raise TooManyInputs(
+            f"inputs make {sequences} sequences with these labels, and at most {most} may wait",
+            field="inputs",
+        )
+    pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse, prompt=asked.prompt)
+    rows = await rows_unless_gone(request, pending)
+    logits = engine.label_logits(asked, rows.outputs, rows.log_probabilities)
+    scores = class_scores(logits, body.temperature or _CLASSIFIER_TEMPERATURE)
+    return answer([_best_first(list(asked.labels), row) for row in scores], rows)
 
 
 def _among_known(asked: list[str] | None, known: tuple[str, ...]) -> _Choice:

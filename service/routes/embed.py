@@ -26,6 +26,8 @@ async def embed(request: Request) -> Response:
     serving = state.serving()
     if serving.engine.task == "classify":
         raise NoEmbedding("the served model classifies and has no embeddings; ask /classify")
+    if serving.engine.task == "label-logits":
+        raise NoEmbedding("labels are served here, no embeddings: ask /classify, or serve without --task")
     reuse = reuse_wanted(request)
     body = await read_body(request, EmbedRequest, state.settings.max_body_bytes)
     check_count(body.inputs, "inputs", state.settings.max_request_inputs)

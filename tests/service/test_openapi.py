@@ -18,7 +18,7 @@ def description() -> dict[str, Any]:
     ("path", "fields"),
     [
         ("/embed", {"inputs", "normalize", "prompt_name", "truncate"}),
-        ("/classify", {"inputs", "labels", "temperature", "truncate"}),
+        ("/classify", {"inputs", "labels", "template", "temperature", "truncate"}),
     ],
 )
 def test_inference_routes_document_body_header_answer_and_errors(

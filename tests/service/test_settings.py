@@ -17,6 +17,7 @@ from service.settings import Settings, environment_name, option_name, read_setti
         ("port", "eighty", "integer"),
         ("port", "70000", "65535"),
         ("pooling", "median", "'mean'"),
+        ("task", "classify", "'label-logits'"),
         ("dtype", "int8", "'auto', 'bfloat16' or 'float32'"),
         ("quantize", "int3", "'int8', 'int8-weight-only' or 'int4'"),
         ("threads", "0", "greater than or equal to 1"),
@@ -76,6 +77,11 @@ def test_option_without_effect_is_refused(field: str, value: Any) -> None:
 def test_policy_beside_a_threshold_is_refused(threshold: float) -> None:
     with pytest.raises(InvalidSettings, match="--policy and --threshold both say what a hit is"):
         read_settings({"policy": "moderate", "threshold": threshold})
+
+
+def test_labels_beside_a_classifier_are_refused() -> None:
+    with pytest.raises(InvalidSettings, match="--classifier and --labels both say what to choose from"):
+        read_settings({"classifier": "folder", "labels": "a,b"})
 
 
 @pytest.mark.parametrize("policy", Preset)

@@ -1,0 +1,176 @@
+"""/classify where a decoder scores labels by their tokens, asked of the real app with a tiny real model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from core_decoders import write_llama
+from fake_engine import FakeEngine, serving
+
+from attncache_core import PrefillEngine, class_scores
+from attncache_core.checkpoint import read_checkpoint
+from attncache_core.prompts import Template
+
+pytestmark = pytest.mark.anyio
+
+WRITTEN = "ask: {}\nanswer:"
+SINGLE = ["bank", "card", "lost"]
+SEVERAL = ["bank account lost", "bank account", "card", "zebra"]
+TEXTS = ["where is my card", "money", "the bank was closed today"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def load(folder: Path, labels: Sequence[str] = ()) -> PrefillEngine:
+    adapted = read_checkpoint(folder).adapted(
+        template=Template.parse(WRITTEN), label_logits=True, labels=labels
+    )
+    return PrefillEngine.load(adapted, dtype="float32")
+
+
+def expected(folder: Path, labels: Sequence[str], written: str = WRITTEN) -> list[dict[str, float]]:
+    """Each label of each text scored in a run of its own."""
+    engine, rows = load(folder), []
+    for text in TEXTS:
+        summed = []
+        for label in labels:
+            # Beside another label of several tokens, so that it is a log-probability in any case.
+            asked = engine.labels_in(Template.parse(written), [label, "way out of here"])
+            sequences = engine.tokenize([text], prompt=asked.prompt)
+            result = engine.run(sequences, [False] * len(sequences), asked.prompt.readings)
+            summed.append(engine.label_logits(asked, result.outputs, result.log_probabilities)[0, 0])
+        rows.append(dict(zip(labels, class_scores(np.array(summed)).tolist(), strict=True)))
+    return rows
+
+
+def assert_scores(response: Any, rows: list[dict[str, float]]) -> None:
+    assert response.status_code == 200
+    for found, own in zip(response.json(), rows, strict=True):
+        assert {entry["label"]: entry["score"] for entry in found} == pytest.approx(own, abs=2e-4)
+        scores = [entry["score"] for entry in found]
+        assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize("labels", [SINGLE, SEVERAL], ids=["one-token", "several-tokens"])
+async def test_own_labels_are_scored_by_their_tokens(folder: Path, labels: list[str]) -> None:
+    async with serving(load(folder, labels)) as client:
+        response = await client.post("/classify", json={"inputs": TEXTS})
+    assert_scores(response, expected(folder, labels))
+
+
+@pytest.mark.parametrize("labels", [SINGLE, SEVERAL], ids=["one-token", "several-tokens"])
+async def test_a_request_may_bring_labels_and_a_template(folder: Path, labels: list[str]) -> None:
+    other = "my card: where?\nyour {} is"
+    async with serving(load(folder, ["today", "tomorrow"])) as client:
+        both = await client.post("/classify", json={"inputs": TEXTS, "labels": labels, "template": other})
+        labels_alone = await client.post("/classify", json={"inputs": TEXTS, "labels": labels})
+        template_alone = await client.post("/classify", json={"inputs": TEXTS, "template": other})
+    assert_scores(both, expected(folder, labels, other))
+    assert_scores(labels_alone, expected(folder, labels))
+    assert_scores(template_alone, expected(folder, ["today", "tomorrow"], other))
+
+
+async def test_temperature_flattens_the_scores(folder: Path) -> None:
+    async with serving(load(folder, SINGLE)) as client:
+        plain, flat = [
+            (await client.post("/classify", json={"inputs": "money", "temperature": degree})).json()[0]
+            for degree in (1, 1e6)
+        ]
+    assert plain[0]["score"] > 0.34
+    assert [entry["score"] for entry in flat] == pytest.approx([1 / 3] * 3, abs=1e-3)
+
+
+async def test_requests_of_all_kinds_share_batches_and_get_each_their_own(folder: Path) -> None:
+    """Few sequences fit into a batch, so that a request's are spread over several."""
+    asked = [{}, {"labels": SEVERAL}, {"labels": SINGLE}, {"labels": SEVERAL[::-1], "template": "my {} is"}]
+    engine = load(folder, SINGLE)
+    async with serving(engine, max_batch_sequences=5) as client:
+        alone = [(await client.post("/classify", json={"inputs": TEXTS, **more})).json() for more in asked]
+        requests = [client.post("/classify", json={"inputs": TEXTS, **more}) for more in asked * 3]
+        together = [response.json() for response in await asyncio.gather(*requests)]
+    for own, found in zip(alone * 3, together, strict=True):
+        for left, right in zip(own, found, strict=True):
+            scores = [{entry["label"]: entry["score"] for entry in row} for row in (left, right)]
+            assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+
+
+async def test_headers_and_metrics_count_sequences(folder: Path) -> None:
+    engine = load(folder, SEVERAL)
+    sequences = len(TEXTS) * len(engine.labels_in().prompt.readings)
+    assert sequences > len(TEXTS)
+    async with serving(engine) as client:
+        response = await client.post("/classify", json={"inputs": TEXTS})
+        metrics = (await client.get("/metrics")).text
+    assert response.headers["X-AttnCache-Hits"] == f"0/{sequences}"
+    assert f'attncache_sequences_total{{outcome="not_searched"}} {sequences}.0' in metrics
+    assert "attncache_queue_sequences 0.0" in metrics
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "field"),
+    [
+        ({"template": "nowhere Sesam"}, "invalid_input", "template"),
+        ({"template": "{} and {} Sesam"}, "invalid_input", "template"),
+        ({"template": "{} Sesam: "}, "invalid_input", "labels[0]"),
+        ({"template": "Sesam " * 200 + "{}"}, "invalid_input", "template"),
+        ({"labels": ["Sesam", "card", "Sesam"]}, "invalid_input", "labels[2]"),
+        ({"labels": []}, "invalid_input", "labels"),
+        ({"labels": ["Sesam", ""]}, "invalid_input", "labels[1]"),
+        ({"labels": ["Sesam"] * 300}, "too_many_inputs", "labels"),
+        ({"inputs": ["Sesam " * 200], "truncate": False}, "input_too_long", "inputs[0]"),
+        ({"inputs": ["a"] * 40, "labels": SEVERAL}, "too_many_inputs", "inputs"),
+    ],
+)
+async def test_bad_request_is_refused_with_what_is_wrong(
+    folder: Path, body: dict[str, Any], code: str, field: str
+) -> None:
+    async with serving(load(folder, SINGLE), max_request_inputs=64, max_queue_sequences=64) as client:
+        response = await client.post("/classify", json={"inputs": "card", **body})
+        after = await client.post("/classify", json={"inputs": "card"})
+    error = response.json()["error"]
+    assert (error["code"], error["field"]) == (code, field)
+    assert "Sesam" not in response.text
+    assert after.status_code == 200
+
+
+async def test_without_labels_of_its_own_a_server_asks_for_them(folder: Path) -> None:
+    async with serving(load(folder)) as client:
+        without = await client.post("/classify", json={"inputs": "card"})
+        with_them = await client.post("/classify", json={"inputs": TEXTS, "labels": SINGLE})
+    assert (without.status_code, without.json()["error"]["code"]) == (400, "no_classifier")
+    assert_scores(with_them, expected(folder, SINGLE))
+
+
+async def test_embeddings_are_refused_with_what_helps(folder: Path) -> None:
+    async with serving(load(folder, SINGLE)) as client:
+        response = await client.post("/embed", json={"inputs": "card"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "no_embedding")
+    assert "without --task" in error["message"]
+
+
+@pytest.mark.parametrize("labels", [("refund", "parcel"), None])
+async def test_template_is_refused_where_labels_are_not_scored_by_their_tokens(
+    labels: tuple[str, ...] | None,
+) -> None:
+    async with serving(FakeEngine(labels=labels)) as client:
+        body = {"inputs": "card", "labels": ["refund", "parcel"], "template": "{} is"}
+        response = await client.post("/classify", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["field"]) == (400, "template")
+    assert "--task label-logits" in error["message"]
+
+
+async def test_info_shows_task_template_and_labels(folder: Path) -> None:
+    async with serving(load(folder, SEVERAL)) as client:
+        info = (await client.get("/info")).json()
+    assert (info["task"], info["template"], info["labels"]) == ("label-logits", WRITTEN, SEVERAL)
+    assert info["pooling"] is None
