@@ -3,64 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from attncache_core import (
     AttentionDatabase,
-    BuildOptions,
     Checkpoint,
-    CorpusSentence,
     InvalidInput,
     LinearClassifier,
     PrefillEngine,
-    build_database,
-    fit_classifier,
 )
-from attncache_core.attention_maps.database import calibrated_on
+from attncache_core.attention_maps.mask import is_count
 from attncache_core.corpus.reading import read_labelled, read_rated, read_texts
 from attncache_core.engine import Dtype
-from attncache_core.evaluation.comparison import MethodReport, compare
-from attncache_core.evaluation.methods import METHODS, Methods, parse_methods
+from attncache_core.evaluation.methods import METHODS
+from attncache_core.evaluation.mmlu import LETTERS, Prompts, Question, read_questions
 from attncache_core.evaluation.tasks import (
-    AgreementTask,
     ClassificationTask,
     RatedPairs,
-    Sequences,
     SimilarityTask,
-    Task,
-    full_outputs,
 )
-from attncache_core.outputs import Measure
-from service.bench.report import machine
+from service.bench.report import show_table
+from service.commands.evaluation import Evaluation, Request
 from service.commands.evaluation_curves import plot_curves
-from service.commands.evaluation_report import show_comparison
 from service.commands.options import max_tokens_option, model_options
 from service.commands.progress import shown_progress
-
-
-@dataclass(frozen=True)
-class Request:
-    """What every evaluation is told."""
-
-    checkpoint: Checkpoint
-    dtype: Dtype
-    threads: int | None
-    max_tokens: int | None
-    database: Path | None
-    corpus: tuple[str, ...]
-    methods: str
-    heads: str | None
-    threshold: float | None
-    san_threshold: float | None
-    batch_size: int
-    rounds: int
-    json_file: Path | None
-    markdown: Path | None
 
 
 @click.group("evaluate")
@@ -120,7 +90,7 @@ def sts(data: tuple[str, ...], score_column: str, columns: str, **options: Any) 
         # Files of one name in different folders are different sets.
         name = path if Path(path).stem in rated else Path(path).stem
         rated[name] = read_rated(path, first, second, score_column)
-    evaluation = _Evaluation(Request(**options))
+    evaluation = Evaluation(Request(**options))
     sets = {
         name: RatedPairs(evaluation.tokenize(left), evaluation.tokenize(right), ratings)
         for name, (left, right, ratings) in rated.items()
@@ -147,7 +117,7 @@ def classification(
 ) -> None:
     """Accuracy of the model's classes, or of a linear classifier on its embeddings."""
     texts, labels = read_labelled(data, text_column, label_column)
-    evaluation = _Evaluation(Request(**options), classifier)
+    evaluation = Evaluation(Request(**options), classifier)
     if train and not classifier:
         evaluation.fit(*read_labelled(train, text_column, label_column))
     if evaluation.full.labels is None:
@@ -165,8 +135,86 @@ def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) ->
     texts = [text for source in data for text in read_texts(source)]
     if not texts:
         raise InvalidInput("the data has no texts", field="data")
-    evaluation = _Evaluation(Request(**options), classifier)
+    evaluation = Evaluation(Request(**options), classifier)
     evaluation.run_agreement(Path(data[0].partition(":")[0]).stem, evaluation.tokenize(texts))
+
+
+@evaluate.command("mmlu")
+@evaluation_options
+@click.option("--data", required=True, help="Questions: a table with subject, question, A, B, C, D, answer.")
+@click.option("--examples", required=True, help="The same, solved before each question.")
+@click.option("--shots", default="0..5", show_default=True, help="Examples before a question: 5, or 0..5.")
+@click.option("--subjects", help="With commas between; default: all of the data.")
+@click.option("--questions", type=click.IntRange(min=1), help="So many, evenly taken; default: all.")
+@click.option("--recorded", help="More questions, whose prompts a database is to be built from.")
+def mmlu(
+    data: str,
+    examples: str,
+    shots: str,
+    subjects: str | None,
+    questions: int | None,
+    recorded: str | None,
+    **options: Any,
+) -> None:
+    """MMLU: accuracy and speed of a decoder by the number of examples before each question.
+
+    Prompts of another number of shots have other lengths: each number has a database of its own, in the
+    folder shots-N of --database, built from --recorded where it is not there.
+    """
+    request = Request(**options)
+    checkpoint = request.checkpoint.adapted(label_logits=True, labels=LETTERS)
+    asked = _chosen(read_questions(data), subjects, questions)
+    others = _chosen(read_questions(recorded), subjects, None) if recorded else []
+    prompts, rows = Prompts(read_questions(examples)), []
+    evaluation = Evaluation(replace(request, checkpoint=checkpoint))
+    for number in _range(shots):
+        texts = [prompts.of(question, number) for question in asked]
+        task = ClassificationTask(
+            f"{number} shots", evaluation.full, evaluation.tokenize(texts), [q.answer for q in asked]
+        )
+        reports = evaluation.run(
+            task,
+            [prompts.of(question, number) for question in others],
+            request.database and request.database / f"shots-{number}",
+        )
+        tokens = sum(map(len, task.sequences)) / len(asked)
+        rows += [
+            [
+                f"{number} shots, {report.method}",
+                f"{tokens:.0f}",
+                f"{report.score:.4f}",
+                f"{report.hit_rate:.3f}",
+                f"{report.attention_speedup:.2f}",
+                f"{report.speedup:.2f}",
+            ]
+            for report in reports
+        ]
+    show_table(
+        f"MMLU, {len(asked)} questions",
+        ["", "tokens", "accuracy", "hits", "attention, times as fast", "end to end"],
+        rows,
+    )
+
+
+def _chosen(questions: Sequence[Question], subjects: str | None, count: int | None) -> list[Question]:
+    """The questions of these subjects (None: of all), `count` of them evenly taken (None: all)."""
+    names = {name.strip() for name in subjects.split(",")} if subjects else None
+    unknown = sorted((names or set()) - {question.subject for question in questions})
+    if unknown:
+        raise InvalidInput(f"the data has no subject {unknown[0]}", field="subjects")
+    kept = [question for question in questions if names is None or question.subject in names]
+    if not kept:
+        raise InvalidInput("the data has no questions", field="data")
+    return kept[:: max(1, len(kept) // count)][:count] if count else kept
+
+
+def _range(shots: str) -> range:
+    """5 or 0..5. Raises InvalidInput."""
+    first, dots, last = shots.partition("..")
+    last = last if dots else first
+    if not (is_count(first) and is_count(last)) or int(last) < int(first):
+        raise InvalidInput("shots are a number like 5, or a range like 0..5", field="shots")
+    return range(int(first), int(last) + 1)
 
 
 @evaluate.command("curves")
@@ -203,135 +251,6 @@ def curves(
     with shown_progress() as progress:
         plot_curves(full, opened, full.tokenize(texts), most, output, progress)
     click.echo(f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir())))
-
-
-class _Evaluation:
-    """One run: an engine that computes in full, methods beside it, one table."""
-
-    def __init__(self, request: Request, classifier: Path | None = None) -> None:
-        """classifier: folder of a fitted one, which must be of the model; its decisions are then compared."""
-        self.request = request
-        self.names = parse_methods(request.methods)
-        self.checkpoint = request.checkpoint
-        self.full = PrefillEngine.load(
-            self.checkpoint,
-            dtype=request.dtype,
-            threads=request.threads,
-            max_tokens=request.max_tokens,
-            classifier=LinearClassifier.load(classifier) if classifier else None,
-        )
-
-    def tokenize(self, texts: Sequence[str]) -> Sequences:
-        """Token ids of each text."""
-        return self.full.tokenize(texts)
-
-    def fit(self, texts: Sequence[str], labels: Sequence[str]) -> None:
-        """Give the full engine a linear classifier on its embeddings."""
-        outputs = full_outputs(self.full, self.tokenize(texts))
-        self.full.classifier = fit_classifier(outputs, labels, fingerprint="", model=self.checkpoint.name)
-
-    def run_agreement(self, name: str, sequences: Sequences) -> None:
-        """Evaluate likeness to the full model."""
-        judge = self.full.judge(Measure.AGREEMENT if self.full.labels else Measure.COSINE)
-        outputs = full_outputs(self.full, sequences, self.request.batch_size)
-        self.run(AgreementTask(name, judge, sequences, outputs))
-
-    def run(self, task: Task) -> None:
-        """Make the methods, compare them and show the table."""
-        request = self.request
-        corpus, database = self._corpus_and_database(task)
-        methods = Methods(
-            self.full,
-            self.checkpoint,
-            database,
-            corpus,
-            dtype=request.dtype,
-            san_threshold=request.san_threshold,
-        )
-        made = {name: methods.make(name) for name in self.names}
-        with shown_progress() as progress:
-            reports = compare(
-                made,
-                task,
-                self.full.judge(Measure.COSINE),
-                self.full.judge(Measure.AGREEMENT) if self.full.labels else None,
-                batch_size=request.batch_size,
-                rounds=request.rounds,
-                on_step=lambda done, total: progress("measuring", done, total),
-            )
-        facts = {
-            **machine(self.full.threads),
-            "model": self.checkpoint.name,
-            **self.checkpoint.variant,
-            "dtype": str(self.full.dtype).removeprefix("torch."),
-            "texts": len(task.sequences),
-            "reused_heads": f"{database.mask.total} of {database.mask.heads}" if database else None,
-        }
-        show_comparison(task.metric, facts, reports, request.json_file, request.markdown)
-        for name, engine in methods.engines.items():
-            report = next(report for report in reports if report.method == name)
-            click.echo(f"{name}: {_time_saved(report, reports[0], engine)}")
-
-    def _corpus_and_database(self, task: Task) -> tuple[Sequences, AttentionDatabase | None]:
-        """The corpus and the database without the evaluated texts; says how many those were."""
-        request = self.request
-        evaluated = set(map(tuple, task.sequences))
-        texts = [text for source in request.corpus for text in read_texts(source)]
-        tokenized = self.tokenize(texts)
-        kept = [place for place, ids in enumerate(tokenized) if tuple(ids) not in evaluated]
-        if texts:
-            click.echo(
-                f"{len(texts) - len(kept)} of {len(texts)} texts of the corpus are evaluated and left out"
-            )
-        corpus = [tokenized[place] for place in kept]
-        if request.database is None:
-            return corpus, None
-        if not request.database.exists():
-            if not texts:
-                raise InvalidInput(
-                    f"there is no database in {request.database}; give --corpus to build it",
-                    field="database",
-                )
-            self._build(request.database, [texts[place] for place in kept])
-        opened = AttentionDatabase.open(request.database, heads=request.heads, threshold=request.threshold)
-        database, gone = opened.without(evaluated)
-        click.echo(f"{gone} of {opened.info()['records']} records are of evaluated texts and left out")
-        known = calibrated_on(request.database, evaluated)
-        if known:
-            click.echo(
-                f"{known} evaluated texts are among those the database was calibrated on; calibrate with "
-                "--without for an honest figure"
-            )
-        if gone:
-            click.echo(
-                "prototypes and thresholds were made with them; to keep them out of these too, build with "
-                "--without"
-            )
-        return corpus, database
-
-    def _build(self, folder: Path, texts: Sequence[str]) -> None:
-        request = self.request
-        options = BuildOptions(max_length=min(self.full.max_tokens, 128), heads=request.heads)
-        sentences = [CorpusSentence(text, text) for text in texts]
-        # Without the fitted classifier: the database is one of embeddings.
-        engine = PrefillEngine.load(
-            self.checkpoint, dtype=request.dtype, threads=request.threads, max_tokens=request.max_tokens
-        )
-        with shown_progress() as progress:
-            build_database(engine, sentences, folder, options, progress)
-
-
-def _time_saved(report: MethodReport, full: MethodReport, engine: PrefillEngine) -> str:
-    """How much of the time was saved, beside what hits save at best: by the cost model, nothing searched."""
-    assert engine.costs is not None
-    lengths, hits = (
-        np.array(list(part)) for part in (report.hit_lengths.keys(), report.hit_lengths.values())
-    )
-    at_best = float(engine.costs.saved(lengths) @ hits) / 1e6 / full.seconds
-    return (
-        f"{1 - 1 / report.speedup:+.3f} of the time saved; Q, K and softmax of the hits' reused heads are "
-        f"{at_best:.3f} of it"
-    )
 
 
 def _label_names(labels: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ from attncache_core.attention_maps.policy import Preset
 from attncache_core.evaluation.curves import THRESHOLDS
 from attncache_core.evaluation.methods import METHODS
 from attncache_core.evaluation.per_layer_search import PerLayerEngine
-from service.commands import evaluate as evaluate_command
+from service.commands import evaluation
 from service.plots import Plots
 
 pytestmark = pytest.mark.usefixtures("reuse_pays")
@@ -289,7 +289,7 @@ def test_longest_text_is_what_the_option_says(tiny_checkpoint, tiny_database, fi
 def test_database_that_is_not_there_is_built_from_the_corpus_without_the_evaluated_texts(
     tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(evaluate_command, "BuildOptions", partial(BuildOptions, training_steps=20))
+    monkeypatch.setattr(evaluation, "BuildOptions", partial(BuildOptions, training_steps=20))
     folder = tmp_path / "new.db"
     given = ("--database", folder, "--corpus", files / "corpus.txt", "--data", f"{files / 'texts.csv'}:query")
     text = succeeded(evaluate("agreement", tiny_checkpoint, *given, "--json", tmp_path / "a.json"))

@@ -1,0 +1,195 @@
+"""One run of `attncache evaluate`: the full engine, the methods beside it, and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    Checkpoint,
+    CorpusSentence,
+    InvalidInput,
+    LinearClassifier,
+    PrefillEngine,
+    build_database,
+    fit_classifier,
+)
+from attncache_core.attention_maps.database import calibrated_on
+from attncache_core.corpus.reading import read_texts
+from attncache_core.engine import Dtype
+from attncache_core.evaluation.comparison import MethodReport, compare
+from attncache_core.evaluation.methods import Methods, parse_methods
+from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, full_outputs
+from attncache_core.outputs import Measure
+from service.bench.report import machine
+from service.commands.evaluation_report import show_comparison
+from service.commands.progress import shown_progress
+
+# Tokens of the longest text that an evaluation records: a record grows with the square.
+_LONGEST_RECORDED = 128
+
+
+@dataclass(frozen=True)
+class Request:
+    """What every evaluation is told."""
+
+    checkpoint: Checkpoint
+    dtype: Dtype
+    threads: int | None
+    max_tokens: int | None
+    database: Path | None
+    corpus: tuple[str, ...]
+    methods: str
+    heads: str | None
+    threshold: float | None
+    san_threshold: float | None
+    batch_size: int
+    rounds: int
+    json_file: Path | None
+    markdown: Path | None
+    longest: int = _LONGEST_RECORDED
+
+
+class Evaluation:
+    """One run: an engine that computes in full, methods beside it, one table."""
+
+    def __init__(self, request: Request, classifier: Path | None = None) -> None:
+        """classifier: folder of a fitted one, which must be of the model; its decisions are then compared."""
+        self.request = request
+        self.names = parse_methods(request.methods)
+        self.checkpoint = request.checkpoint
+        self.full = PrefillEngine.load(
+            self.checkpoint,
+            dtype=request.dtype,
+            threads=request.threads,
+            max_tokens=request.max_tokens,
+            classifier=LinearClassifier.load(classifier) if classifier else None,
+        )
+
+    def tokenize(self, texts: Sequence[str]) -> Sequences:
+        """Token ids of each text."""
+        return self.full.tokenize(texts)
+
+    def fit(self, texts: Sequence[str], labels: Sequence[str]) -> None:
+        """Give the full engine a linear classifier on its embeddings."""
+        outputs = full_outputs(self.full, self.tokenize(texts))
+        self.full.classifier = fit_classifier(outputs, labels, fingerprint="", model=self.checkpoint.name)
+
+    def run_agreement(self, name: str, sequences: Sequences) -> None:
+        """Evaluate likeness to the full model."""
+        judge = self.full.judge(Measure.AGREEMENT if self.full.labels else Measure.COSINE)
+        outputs = full_outputs(self.full, sequences, self.request.batch_size)
+        self.run(AgreementTask(name, judge, sequences, outputs))
+
+    def run(
+        self, task: Task, corpus: Sequence[str] | None = None, database: Path | None = None
+    ) -> list[MethodReport]:
+        """Make the methods, compare them and show the table.
+
+        corpus, database: texts and folder of the database; None: those of the request.
+        """
+        request = self.request
+        texts = [text for source in request.corpus for text in read_texts(source)]
+        recorded, opened = self._recorded(
+            task, texts if corpus is None else corpus, database or request.database
+        )
+        methods = Methods(
+            self.full,
+            self.checkpoint,
+            opened,
+            recorded,
+            dtype=request.dtype,
+            san_threshold=request.san_threshold,
+        )
+        made = {name: methods.make(name) for name in self.names}
+        with shown_progress() as progress:
+            reports = compare(
+                made,
+                task,
+                self.full.judge(Measure.COSINE),
+                self.full.judge(Measure.AGREEMENT) if self.full.labels else None,
+                batch_size=request.batch_size,
+                rounds=request.rounds,
+                on_step=lambda done, total: progress("measuring", done, total),
+            )
+        facts = {
+            **machine(self.full.threads),
+            "model": self.checkpoint.name,
+            **self.checkpoint.variant,
+            "dtype": str(self.full.dtype).removeprefix("torch."),
+            "texts": len(task.sequences),
+            "reused_heads": f"{opened.mask.total} of {opened.mask.heads}" if opened else None,
+        }
+        show_comparison(task.metric, facts, reports, request.json_file, request.markdown)
+        for name, engine in methods.engines.items():
+            report = next(report for report in reports if report.method == name)
+            click.echo(f"{name}: {_time_saved(report, reports[0], engine)}")
+        return reports
+
+    def _recorded(
+        self, task: Task, texts: Sequence[str], folder: Path | None
+    ) -> tuple[Sequences, AttentionDatabase | None]:
+        """The corpus and the database without the evaluated texts; says how many those were."""
+        request = self.request
+        evaluated = set(map(tuple, task.sequences))
+        tokenized = self.tokenize(texts)
+        kept = [place for place, ids in enumerate(tokenized) if tuple(ids) not in evaluated]
+        if texts:
+            click.echo(
+                f"{len(texts) - len(kept)} of {len(texts)} texts of the corpus are evaluated and left out"
+            )
+        corpus = [tokenized[place] for place in kept]
+        if folder is None:
+            return corpus, None
+        if not folder.exists():
+            if not texts:
+                raise InvalidInput(
+                    f"there is no database in {folder}; give --corpus to build it",
+                    field="database",
+                )
+            self._build(folder, [texts[place] for place in kept])
+        opened = AttentionDatabase.open(folder, heads=request.heads, threshold=request.threshold)
+        database, gone = opened.without(evaluated)
+        click.echo(f"{gone} of {opened.info()['records']} records are of evaluated texts and left out")
+        known = calibrated_on(folder, evaluated)
+        if known:
+            click.echo(
+                f"{known} evaluated texts are among those the database was calibrated on; calibrate with "
+                "--without for an honest figure"
+            )
+        if gone:
+            click.echo(
+                "prototypes and thresholds were made with them; to keep them out of these too, build with "
+                "--without"
+            )
+        return corpus, database
+
+    def _build(self, folder: Path, texts: Sequence[str]) -> None:
+        request = self.request
+        options = BuildOptions(max_length=min(self.full.max_tokens, request.longest), heads=request.heads)
+        sentences = [CorpusSentence(text, text) for text in texts]
+        # Without the fitted classifier: the database is one of embeddings.
+        engine = PrefillEngine.load(
+            self.checkpoint, dtype=request.dtype, threads=request.threads, max_tokens=request.max_tokens
+        )
+        with shown_progress() as progress:
+            build_database(engine, sentences, folder, options, progress)
+
+
+def _time_saved(report: MethodReport, full: MethodReport, engine: PrefillEngine) -> str:
+    """How much of the time was saved, beside what hits save at best: by the cost model, nothing searched."""
+    assert engine.costs is not None
+    lengths, hits = (
+        np.array(list(part)) for part in (report.hit_lengths.keys(), report.hit_lengths.values())
+    )
+    at_best = float(engine.costs.saved(lengths) @ hits) / 1e6 / full.seconds
+    return (
+        f"{1 - 1 / report.speedup:+.3f} of the time saved; Q, K and softmax of the hits' reused heads are "
+        f"{at_best:.3f} of it"
+    )
