@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,13 @@ def write_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-def write_decoder_tokenizer(folder: Path, closing: bool = False, longest: int = 512) -> None:
-    """A byte-level BPE tokenizer that opens every text with <s> and, if `closing`, ends it with </s>."""
+def write_decoder_tokenizer(
+    folder: Path, closing: bool = False, longest: int = 512, words: Sequence[str] = PLAIN_WORDS
+) -> None:
+    """A byte-level BPE tokenizer that opens every text with <s> and, if `closing`, ends it with </s>.
+
+    words: those of one token each, with a space before them.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,7 +57,7 @@ def write_decoder_tokenizer(folder: Path, closing: bool = False, longest: int = 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([" ".join(PLAIN_WORDS)] * 3, trainer)
+    tokenizer.train_from_iterator([" ".join(words)] * 3, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>" if closing else "<s> $A", special_tokens=[("<s>", 0), ("</s>", 1)]
     )

@@ -167,6 +167,12 @@ def mmlu(
     others = _chosen(read_questions(recorded), subjects, None) if recorded else []
     prompts, rows = Prompts(read_questions(examples)), []
     evaluation = Evaluation(replace(request, checkpoint=checkpoint))
+    if evaluation.full.labels is None:
+        raise InvalidInput(
+            f"model {checkpoint.name} does not write each of {', '.join(LETTERS)} as one token behind a "
+            "question; choose another model",
+            field="model",
+        )
     for number in _range(shots):
         texts = [prompts.of(question, number) for question in asked]
         task = ClassificationTask(
@@ -180,7 +186,8 @@ def mmlu(
         tokens = sum(map(len, task.sequences)) / len(asked)
         rows += [
             [
-                f"{number} shots, {report.method}",
+                str(number),
+                report.method,
                 f"{tokens:.0f}",
                 f"{report.score:.4f}",
                 f"{report.hit_rate:.3f}",
@@ -190,8 +197,8 @@ def mmlu(
             for report in reports
         ]
     show_table(
-        f"MMLU, {len(asked)} questions",
-        ["", "tokens", "accuracy", "hits", "attention, times as fast", "end to end"],
+        f"MMLU, {len(asked)} questions; how many times as fast as in full",
+        ["shots", "method", "tokens", "accuracy", "hits", "attention", "end to end"],
         rows,
     )
 

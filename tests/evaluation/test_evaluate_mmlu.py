@@ -1,0 +1,108 @@
+"""`attncache evaluate mmlu`: a decoder's letters by number of shots, in full and with databases."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from command_line import assert_one_line, run, succeeded
+from core_decoders import write_decoder_tokenizer, write_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from attncache_core.evaluation.mmlu import LETTERS, Prompts, read_questions
+
+HEADER = "subject\tquestion\tA\tB\tC\tD\tanswer\n"
+SUBJECTS = ("sums", "world_history")
+
+
+def write_questions(path, count, seed):
+    random = np.random.default_rng(seed)
+    rows = [
+        "\t".join([subject, f"q{random.integers(9)}?", *map(str, random.integers(0, 9, 4)), "ABCD"[row % 4]])
+        for subject in SUBJECTS
+        for row in range(count)
+    ]
+    path.write_text(HEADER + "\n".join(rows) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    folder = write_llama(tmp_path_factory.mktemp("decoders") / "tiny")
+    write_decoder_tokenizer(folder, words=["questions", *"ABCD", "Answer:"] * 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mmlu")
+    write_questions(folder / "test.tsv", 6, seed=1)
+    write_questions(folder / "dev.tsv", 2, seed=2)
+    write_questions(folder / "more.tsv", 20, seed=3)
+    return folder
+
+
+def mmlu(decoder, files, *arguments):
+    given = ("--data", files / "test.tsv", "--examples", files / "dev.tsv", "--rounds", 1)
+    return run("evaluate", "mmlu", "--model", decoder, "--dtype", "float32", *given, *arguments)
+
+
+def rows_of(text):
+    """(shots, method) -> the figures of the last table."""
+    table = text[text.index("MMLU, ") :]
+    return {
+        (cells[0], cells[1]): cells[2:]
+        for line in table.splitlines()
+        if len(cells := [cell.strip() for cell in re.split("[│|]", line) if cell.strip()]) > 2
+    }
+
+
+@torch.inference_mode()
+def letters_by_the_reference(folder, prompts):
+    """The most probable letter behind each prompt, by Hugging Face's model and tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = [tokenizer(f" {letter}", add_special_tokens=False).input_ids for letter in LETTERS]
+    logits = [model(torch.tensor([tokenizer(prompt).input_ids])).logits[0, -1] for prompt in prompts]
+    return [LETTERS[int(of_all[[own[0] for own in tokens]].argmax())] for of_all in logits]
+
+
+def test_accuracy_is_that_of_the_letters_logits_behind_the_prompt(decoder, files):
+    rows = rows_of(succeeded(mmlu(decoder, files, "--shots", "0..2", "--methods", "full")))
+    questions = read_questions(str(files / "test.tsv"))
+    prompts = Prompts(read_questions(str(files / "dev.tsv")))
+    for shots in range(3):
+        letters = letters_by_the_reference(decoder, [prompts.of(asked, shots) for asked in questions])
+        right = [own == asked.answer for own, asked in zip(letters, questions, strict=True)]
+        assert float(rows[str(shots), "full"][1]) == pytest.approx(np.mean(right), abs=1e-4)
+
+
+def test_each_number_of_shots_has_a_database_of_its_own(decoder, files, tmp_path):
+    arguments = ("--database", tmp_path / "db", "--recorded", files / "more.tsv", "--shots", "0..1")
+    rows = rows_of(succeeded(mmlu(decoder, files, *arguments)))
+    assert sorted(path.name for path in (tmp_path / "db").iterdir() if path.is_dir()) == [
+        "shots-0",
+        "shots-1",
+    ]
+    assert list(rows) == [(shots, method) for shots in "01" for method in ("full", "attncache")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--shots", "3"), ("2 examples of sums", "3 shots")),
+        (("--shots", "2..1"), ("shots are a number",)),
+        (("--shots", "many"), ("shots are a number",)),
+        (("--subjects", "sums,alchemy"), ("no subject alchemy",)),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(decoder, files, arguments, words):
+    assert_one_line(mmlu(decoder, files, *arguments), *words)
+
+
+def test_letters_of_several_tokens_are_refused(tmp_path, files):
+    assert_one_line(mmlu(write_llama(tmp_path / "other"), files), "one token")
+
+
+def test_an_encoder_is_refused(tiny_checkpoint, files):
+    assert_one_line(mmlu(tiny_checkpoint.folder, files), "encoder", "label-logits")
