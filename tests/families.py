@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     DebertaV2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
     DistilBertConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -130,6 +132,25 @@ GEMMA3 = (
     | {"layer_types": WINDOWS, "rope_parameters": TWO_ROTARIES}
 )
 
+# Latents and parts of heads of all different sizes; the first layer without experts.
+LATENT = {
+    "num_key_value_heads": 4,
+    "pad_token_id": None,
+    "kv_lora_rank": 20,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+QUERY_LATENT = {"q_lora_rank": 14, "attention_bias": True}
+GROUPS = {"n_group": 4, "topk_group": 2}
+YARN_BY_MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}
+
 DECODERS = {
     "llama": decoder(LlamaConfig),
     "llama-grouped-biased": decoder(LlamaConfig, GROUPED | {"attention_bias": True, "mlp_bias": True}),
@@ -199,6 +220,23 @@ DECODERS = {
     "qwen3-moe-sparse-steps": decoder(
         Qwen3MoeConfig,
         GROUPED | EXPERTS | {"head_dim": 16, "decoder_sparse_step": 2, "norm_topk_prob": True},
+        experts=True,
+    ),
+    "deepseek-v2": decoder(DeepseekV2Config, LATENT | {"routed_scaling_factor": 1.5}, experts=True),
+    "deepseek-v2-query-latent-groups-yarn": decoder(
+        DeepseekV2Config,
+        LATENT
+        | QUERY_LATENT
+        | GROUPS
+        | {"topk_method": "group_limited_greedy", "rope_parameters": YARN_BY_MSCALE, "mlp_bias": True},
+        experts=True,
+    ),
+    "deepseek-v3": decoder(
+        DeepseekV3Config, LATENT | GROUPS | {"rope_interleave": False, "norm_topk_prob": False}, experts=True
+    ),
+    "deepseek-v3-query-latent-interleaved-yarn": decoder(
+        DeepseekV3Config,
+        LATENT | QUERY_LATENT | GROUPS | {"rope_parameters": YARN_BY_MSCALE, "first_k_dense_replace": 2},
         experts=True,
     ),
 }

@@ -23,6 +23,7 @@ from attncache_core.errors import InvalidInput, UnsupportedModel
 from attncache_core.models.bert import bert, roberta
 from attncache_core.models.deberta import deberta
 from attncache_core.models.decoder import decoder
+from attncache_core.models.deepseek import deepseek
 from attncache_core.models.distilbert import distilbert
 from attncache_core.models.layer import (
     CPU,
@@ -72,7 +73,7 @@ DECODERS: dict[str, Family] = dict.fromkeys(
         "gemma3_text",
     ),
     decoder,
-)
+) | {"deepseek_v2": deepseek, "deepseek_v3": deepseek}
 FAMILIES = ENCODERS | DECODERS
 
 __all__ = [

@@ -169,8 +169,11 @@ def capped_scores(scale: float, cap: float) -> Scores:
 class RotaryOfLayers:
     """The rotary embedding of each layer of a model; layers of one type share its table."""
 
-    def __init__(self, module: nn.Module, config: Any) -> None:
-        """Raises UnsupportedModel for angles that depend on the batch."""
+    def __init__(self, module: Callable[..., Any], config: Any) -> None:
+        """module(x, positions), or (x, positions, layer type): see rotary.Angles; x tells device and dtype.
+
+        Raises UnsupportedModel for angles that depend on the batch.
+        """
         self._types: list[str] = getattr(config, "layer_types", None) or []
         # Some models have one set of angles for layers with a window and one for the others.
         parameters = config.rope_parameters
@@ -185,7 +188,7 @@ class RotaryOfLayers:
         self._module = module
         self._rotaries: dict[str, Rotary] = {}
 
-    def place(self, number: int, norm: nn.Module | None) -> Place:
+    def place(self, number: int, norm: nn.Module | None = None) -> Place:
         """What layer `number` does to Q or K: its norm of each head, if there is one, and the rotation."""
         arguments = (self._types[number],) if self._by_type else ()
         rotary = self._rotaries.setdefault(

