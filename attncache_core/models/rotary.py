@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from attncache_core import native
+
 # positions int64 [1, L] -> (cos, sin), each [1, L, r]: the second half repeats the first.
 Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _FIRST_TABLE = 512
@@ -26,8 +28,16 @@ class Rotary:
         self._cos = self._sin = torch.empty(0, 0)
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x: [tokens, h, d], positions: int64 [tokens] -> x with the first r numbers of each head turned."""
-        cos, sin = (table[positions][:, None] for table in self._tables(int(positions.max()) + 1, x.device))
+        """x: [tokens, h, d], positions: int64 [tokens] -> x with the first r numbers of each head turned.
+
+        The kernel turns them in place: what is handed over is used up.
+        """
+        tables = self._tables(int(positions.max()) + 1, x.device)
+        kernel = native.kernel()
+        if kernel and kernel.takes(x):
+            kernel.rotate(x, *tables, positions)
+            return x
+        cos, sin = (table[positions][:, None] for table in tables)
         half = cos.shape[-1]
         first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
         return torch.cat(

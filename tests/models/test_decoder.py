@@ -1,5 +1,6 @@
 """What decoders alone have: class scores of the last token, and settings that are refused."""
 
+import gc
 import logging
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from core_models import random_sequences
 from core_reference import reference_logits
 from families import DECODERS, SIZES, write_family
-from transformers import Gemma2Config, GemmaConfig, LlamaConfig
+from transformers import AutoModel, Gemma2Config, GemmaConfig, LlamaConfig
 
 from attncache_core.checkpoint import read_checkpoint
 from attncache_core.engine import PrefillEngine
@@ -56,3 +57,33 @@ def test_a_decoders_unused_head_is_not_complained_about(tmp_path, caplog, monkey
     case = DECODERS["llama"]
     load_model(read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as)), torch.float32)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reused"),
+    [
+        ("gemma2", (4, 4, 4)),
+        ("qwen2-moe-dense-layer", (0, 0, 0)),
+        ("deepseek-v3-query-latent-interleaved-yarn", (1, 2, 3)),
+    ],
+)
+def test_each_weight_is_in_memory_once(tmp_path, name, reused):
+    case = DECODERS[name]
+    checkpoint = read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as))
+    needed = sum(weight.numel() for weight in AutoModel.from_pretrained(tmp_path).state_dict().values())
+    before = {id(tensor) for tensor in living_tensors()}
+    model = load_model(checkpoint, torch.float32, reused_heads=reused)
+    held = {address_of(tensor): tensor.numel() for tensor in living_tensors() if id(tensor) not in before}
+    assert len(model.layers) == 3
+    # Beside the weights only indices and frequencies.
+    assert needed <= sum(held.values()) <= 1.02 * needed
+
+
+def living_tensors():
+    gc.collect()
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+
+
+def address_of(tensor):
+    """Where its numbers lie; packed ones do not tell, and are no one else's."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
