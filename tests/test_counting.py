@@ -163,14 +163,14 @@ class CountedKernel:
     def takes(self, tensor):
         return self.kernel.takes(tensor)
 
-    def attend(self, query, key, value, offsets, scale, context):
+    def attend(self, query, key, value, offsets, scale, context, **pattern):
         self._note(self.computed, offsets, context)
-        self.kernel.attend(query, key, value, offsets, scale, context)
+        self.kernel.attend(query, key, value, offsets, scale, context, **pattern)
 
-    def apply_maps(self, maps, map_dtype, runs, value, offsets, context):
+    def apply_maps(self, maps, map_dtype, runs, value, offsets, context, **form):
         assert runs[-1] == len(maps) == len(offsets) - 1
         self._note(self.reused, offsets, context)
-        self.kernel.apply_maps(maps, map_dtype, runs, value, offsets, context)
+        self.kernel.apply_maps(maps, map_dtype, runs, value, offsets, context, **form)
 
     def _note(self, cells, offsets, context):
         memory = context.untyped_storage()
