@@ -237,7 +237,7 @@ class SpiedKernel:
     def takes(self, _):
         return True
 
-    def apply_maps(self, maps, *_):
+    def apply_maps(self, maps, *_, **__):
         self.maps = maps.tolist()
         self.mapped = side_by_side_mappings(self._path)
 
