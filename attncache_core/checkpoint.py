@@ -226,12 +226,19 @@ def read_checkpoint(folder: Path, *, name: str | None = None, source: str = "fol
     prompting = _read_json(folder / "config_sentence_transformers.json", {})
     prompts = prompting.get("prompts") or {}
     classifier = any("ForSequenceClassification" in name for name in config.get("architectures") or [])
+    task: Task = "classify" if classifier and not modules else "embed"
+    if task == "classify" and config.get("problem_type") == "regression":
+        raise UnsupportedModel(
+            f"model folder {folder} predicts a number (problem_type: regression), and models of classes are "
+            "served only",
+            field="model",
+        )
     return Checkpoint(
         name=name or folder.name,
         folder=transformer,
         source=source,
         config=config,
-        task="classify" if classifier and not modules else "embed",
+        task=task,
         pooling=_read_pooling(folder / modules["Pooling"]) if "Pooling" in modules else Pooling(),
         normalize="Normalize" in modules,
         max_tokens=settings.get("max_seq_length"),

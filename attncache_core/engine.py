@@ -173,6 +173,18 @@ class PrefillEngine:
         return None
 
     @property
+    def multi_label(self) -> bool:
+        """Whether each class is decided on by itself: its score is a sigmoid, and scores do not sum to 1.
+
+        So it is of models of `problem_type: multi_label_classification`, and of those with a single class.
+        """
+        if self.task != "classify":
+            return False
+        return self.checkpoint.config.get("problem_type") == "multi_label_classification" or (
+            self.labels is not None and len(self.labels) == 1
+        )
+
+    @property
     def default_prompt(self) -> Prompt:
         """The checkpoint's template, made ready."""
         return self.tokenizer.default_prompt
@@ -322,7 +334,7 @@ class PrefillEngine:
         if measure is Measure.COSINE and self.task != "classify":
             return Judge(measure, None)
         if self.labels is not None:
-            return Judge(measure, self.class_logits)
+            return Judge(measure, self.class_logits, self.multi_label)
         if self.database and self.database.decisions:
             return Judge(measure, self.database.decisions.logits)
         raise NoClassifier(

@@ -83,31 +83,50 @@ class Judge:
     """Compares outputs with reuse, as the engine gives them, with the full model's.
 
     class_logits: outputs [n, d] -> logits [n, classes]; None where outputs are compared as embeddings.
+    multi_label: whether each class is decided on by itself, as class_scores and class_decisions say.
     """
 
     measure: Measure
     class_logits: Callable[[np.ndarray], np.ndarray] | None
+    multi_label: bool = False
 
     def comparable(self, outputs: np.ndarray) -> np.ndarray:
         """Rows of unit length whose cosine tells likeness: embeddings, or the roots of class probabilities.
 
-        (The cosine of two such roots is the Bhattacharyya coefficient of the probabilities.)
+        (The cosine of two such roots is the Bhattacharyya coefficient of the probabilities, and its mean over
+        the classes where each of them is decided on by itself.)
         """
         if self.class_logits is None:
             return normalize(outputs)
-        return np.sqrt(class_scores(self.class_logits(outputs)))
+        scores = class_scores(self.class_logits(outputs), multi_label=self.multi_label)
+        if self.multi_label:
+            scores = np.concatenate([scores, 1 - scores], axis=1) / scores.shape[1]
+        return np.sqrt(scores)
 
     def fidelity(self, with_reuse: np.ndarray, full: np.ndarray) -> np.ndarray:
-        """The measure for each row, float64 [n]: the cosine, or 1 where the decision is the same, else 0."""
+        """The measure for each row, float64 [n]: the cosine, or 1 where all is decided alike, else 0."""
         if self.measure is Measure.AGREEMENT:
             assert self.class_logits is not None
-            decisions = (self.class_logits(outputs).argmax(axis=1) for outputs in (with_reuse, full))
-            return np.equal(*decisions).astype(np.float64)
+            decisions = (
+                class_decisions(self.class_logits(outputs), self.multi_label)
+                for outputs in (with_reuse, full)
+            )
+            return np.equal(*decisions).all(axis=1).astype(np.float64)
         return cosines(self.comparable(with_reuse), self.comparable(full)).astype(np.float64)
 
 
-def class_scores(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """softmax(logits / temperature) over the last axis, float32."""
+def class_scores(logits: np.ndarray, temperature: float = 1.0, multi_label: bool = False) -> np.ndarray:
+    """Probabilities of logits [n, classes], float32.
+
+    softmax(logits / temperature), which sums to 1; with `multi_label` the sigmoid, of each class by itself.
+    """
     logits = np.asarray(logits, dtype=np.float64)
+    if multi_label:
+        return np.exp(-np.logaddexp(0, -logits / temperature)).astype(np.float32)
     powers = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
     return (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+def class_decisions(logits: np.ndarray, multi_label: bool = False) -> np.ndarray:
+    """What logits [n, classes] decide: the class [n, 1], or with `multi_label` whether each [n, classes]."""
+    return logits > 0 if multi_label else logits.argmax(axis=1)[:, None]

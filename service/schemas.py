@@ -74,12 +74,13 @@ class ClassifyRequest(_Request):
     )
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
-        description="Of the softmax; 1.0 for labels with logits, 0.05 for labels compared by embedding.",
+        description="Of the softmax or sigmoid; 1.0 for labels with logits, 0.05 for labels compared by "
+        "embedding.",
     )
 
 
 class LabelScore(BaseModel):
-    """A label and its share of the probability."""
+    """A label and its probability."""
 
     label: str
     score: float

@@ -1,6 +1,6 @@
 """POST /classify: texts to labels with scores.
 
-a classifier is served    rows -> class logits (-> the labels asked for) -> softmax
+a classifier is served    rows -> class logits (-> the labels asked for) -> softmax, or sigmoid (multi-label)
 label-logits are served   rows -> logits of the labels' tokens -> softmax
 labels are given          rows . label embeddings, both of unit length -> softmax
 """
@@ -37,12 +37,12 @@ class _Choice:
     embeddings: np.ndarray | None  # [labels, dimensions], of unit length; instead of columns
 
     def scores(self, outputs: np.ndarray, serving: Serving, temperature: float | None) -> np.ndarray:
-        """[sequences, labels], rows that sum to 1."""
+        """[sequences, labels]: rows that sum to 1, or those of a multi-label model."""
         if self.embeddings is not None:
             cosines = normalize(outputs) @ self.embeddings.T
             return class_scores(cosines, temperature or SIMILARITY_TEMPERATURE)
         logits = serving.engine.class_logits(outputs)[:, self.columns]
-        return class_scores(logits, temperature or _CLASSIFIER_TEMPERATURE)
+        return class_scores(logits, temperature or _CLASSIFIER_TEMPERATURE, serving.engine.multi_label)
 
 
 @router.post(

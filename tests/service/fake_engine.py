@@ -43,6 +43,7 @@ def policy_of(measure: Measure = Measure.COSINE) -> ReusePolicy:
 class FakeEngine:
     max_tokens = 64
     default_prompt = OWN_PROMPT
+    multi_label = False
 
     def __init__(
         self,
