@@ -45,23 +45,38 @@ class PackedLinear:
         self.outputs, self.inputs = weight.shape
         self._bias = None if bias is None else bias.detach().contiguous()
         self._activation = activation
-        # oneDNN's name of the activation, its numbers (none) and its algorithm.
-        name, algorithm = FUSED[activation] if activation else ("none", "")
-        self._fused: tuple[str, list[float], str] = (name, [], algorithm)
-        self._packs = weight.device.type == "cpu" and torch._C._has_mkldnn
         weight = weight.detach().contiguous()
         self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS) if self._packs else weight
+            torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+            if runs_on_onednn(weight)
+            else weight
         )
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: [rows, inputs], residual: [rows, outputs] -> [rows, outputs], newly made."""
-        if not self._packs:
-            product = functional.linear(x, self._weight, self._bias)
-            product = ACTIVATIONS[self._activation](product) if self._activation else product
-            return product if residual is None else product + residual
-        if residual is not None:
-            summed: torch.Tensor = _BINARY(x, residual, self._weight, self._bias, "add")
-            return summed
-        product = _UNARY(x, self._weight, self._bias, *self._fused)
-        return product
+        return fused_linear(x, self._weight, self._bias, self._activation, residual)
+
+
+def runs_on_onednn(x: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies tensors like this one."""
+    return x.device.type == "cpu" and torch._C._has_mkldnn
+
+
+def fused_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """PackedLinear's call; the weight [outputs, inputs] may be packed or plain."""
+    if not runs_on_onednn(x):
+        product = functional.linear(x, weight, bias)
+        product = ACTIVATIONS[activation](product) if activation else product
+        return product if residual is None else product + residual
+    if residual is not None:
+        summed: torch.Tensor = _BINARY(x, residual, weight, bias, "add")
+        return summed
+    name, algorithm = FUSED[activation] if activation else ("none", "")
+    product = _UNARY(x, weight, bias, name, [], algorithm)
+    return product

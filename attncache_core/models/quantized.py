@@ -1,8 +1,8 @@
-"""Linear layers with quantised weights, for inference on a CPU.
+"""Linear layers with quantised weights.
 
     int8              weights and rows of x in 8 bits, multiplied as integers: less time and memory
-    int8-weight-only  weights in 8 bits, multiplied in the compute dtype: less memory, nearly exact
-    int4              weights in 4 bits, multiplied in bfloat16: least memory
+    int8-weight-only  weights in 8 bits, unpacked to be multiplied in the compute dtype: less memory
+    int4              weights in 4 bits, unpacked likewise: least memory
 
 Every output (row of a weight) has scales of its own, and so has every token (row of x): rows of weights may
 be chosen and joined before or after, and what comes of a token does not depend on its company.
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from attncache_core.checkpoint import Quantization
 from attncache_core.errors import UnsupportedModel
-from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
+from attncache_core.models.prepacked import ACTIVATIONS, fused_linear
 from attncache_core.native import rows
 
 # Signed 8-bit levels in use: from -127 to 127.
@@ -27,10 +27,8 @@ _LEVELS = 127
 _ZERO = 128
 # Scales are divided by: a row of zeros gets one that is not 0.
 _LEAST = 1e-30
-# Up to so many rows torch's kernel for 8-bit weights is faster than unpacking them (measured: 32 to 64).
-_FEW_ROWS = 64
-# Inputs that share a scale, and the multiple of outputs that torch's kernel for 4-bit weights asks for.
-_GROUP, _BLOCK = 32, 16
+# Inputs that share the steps of 4 bits.
+_GROUP = 32
 
 
 class QuantizedLinear(ABC):
@@ -45,16 +43,9 @@ class QuantizedLinear(ABC):
         self._bias = None if bias is None else bias.detach().contiguous()
         self._activation = activation
 
+    @abstractmethod
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: [rows, inputs], residual: [rows, outputs] -> [rows, outputs], newly made."""
-        result = self._product(x)
-        if self._activation:
-            result = ACTIVATIONS[self._activation](result)
-        return result if residual is None else result.add_(residual)
-
-    @abstractmethod
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T + bias, newly made."""
 
 
 class Int8Linear(QuantizedLinear):
@@ -67,10 +58,10 @@ class Int8Linear(QuantizedLinear):
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
     ) -> None:
         super().__init__(weight, bias, activation)
-        _require_cpu(weight, Quantization.INT8)
-        if not multiplies_integers():
+        if weight.device.type != "cpu" or not multiplies_integers():
+            where = "this processor" if weight.device.type == "cpu" else f"the device {weight.device}"
             raise UnsupportedModel(
-                "this processor does not multiply 8-bit integers exactly; quantize to int8-weight-only",
+                f"8-bit integers are not multiplied exactly by {where}; quantize to int8-weight-only",
                 field="quantize",
             )
         levels, self._scales = quantize_rows(weight.detach().float())
@@ -81,73 +72,73 @@ class Int8Linear(QuantizedLinear):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See QuantizedLinear."""
-        if self._kernel is None:
-            return super().__call__(x, residual)
-        levels, scales = self._kernel.quantize(x)
-        product = _multiplied(levels, self._weight, self._scales, self._zeros)
-        return self._kernel.finish(product, scales, self._offset, self._activation, residual, self._dtype)
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        levels, scales = quantize_rows(x.float())
+        if self._kernel:
+            levels, scales = self._kernel.quantize(x)
+            product = _multiplied(levels, self._weight, self._scales, self._zeros)
+            return self._kernel.finish(product, scales, self._offset, self._activation, residual, self._dtype)
+        signed, scales = quantize_rows(x.float())
         # A level and 128 is the level with its first bit turned: no pass through wider numbers.
-        unsigned = levels.view(torch.uint8).bitwise_xor_(_ZERO)
-        product = _multiplied(unsigned, self._weight, self._scales, self._zeros)
-        product.mul_(scales[:, None])
-        return (product if self._offset is None else product.add_(self._offset)).to(self._dtype)
+        levels = signed.view(torch.uint8).bitwise_xor_(_ZERO)
+        product = _multiplied(levels, self._weight, self._scales, self._zeros).mul_(scales[:, None])
+        product = product if self._offset is None else product.add_(self._offset)
+        product = ACTIVATIONS[self._activation](product) if self._activation else product
+        return (product if residual is None else product.add_(residual)).to(self._dtype)
 
 
-class Int8WeightOnlyLinear(QuantizedLinear):
-    """Weights rounded to 8 bits, unpacked where they meet many rows of x."""
+class WeightOnlyLinear(QuantizedLinear):
+    """A weight in few bits that is unpacked when it is used, and then multiplied as any other."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
     ) -> None:
         super().__init__(weight, bias, activation)
-        self._weight, scales = quantize_rows(weight.detach().float())
-        self._scales = scales.to(self._dtype)
+        self._kernel = rows.kernel() if weight.device.type == "cpu" else None
+        self._pack(weight.detach().float())
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See QuantizedLinear."""
-        # Of float32 the kernel makes a product number by number.
-        if len(x) <= _FEW_ROWS and x.device.type == "cpu" and self._dtype == torch.bfloat16:
-            return super().__call__(x, residual)
-        weight = self._weight.to(self._dtype).mul_(self._scales[:, None])
-        return PackedLinear(weight, self._bias, self._activation)(x, residual)
+        return fused_linear(x, self._unpacked(), self._bias, self._activation, residual)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        product = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
-        return product if self._bias is None else product.add_(self._bias)
+    @abstractmethod
+    def _pack(self, weight: torch.Tensor) -> None:
+        """Keep what `_unpacked` needs of the float32 weight."""
+
+    @abstractmethod
+    def _unpacked(self) -> torch.Tensor:
+        """The weight [outputs, inputs] as it is kept, in the compute dtype."""
 
 
-class Int4Linear(QuantizedLinear):
-    """Weights rounded to 4 bits between the least and the greatest of each 32 that one output reads."""
+class Int8WeightOnlyLinear(WeightOnlyLinear):
+    """Weights rounded to 8 bits."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
-    ) -> None:
-        super().__init__(weight, bias, activation)
-        _require_cpu(weight, Quantization.INT4)
-        padded = functional.pad(
-            weight.detach().float(), (0, -self.inputs % _GROUP, 0, -self.outputs % _BLOCK)
-        )
-        groups = padded.view(len(padded), -1, _GROUP)
-        least, greatest = groups.aminmax(dim=2)  # each [outputs, groups]
-        # The kernel reads a level as (level - 8) * scale + zero, scale and zero in bfloat16.
-        scale = ((greatest - least) / 15).clamp_(min=_LEAST).bfloat16()
-        zero = (least + 8 * scale.float()).bfloat16()
-        levels = ((groups - zero.float()[..., None]) / scale.float()[..., None] + 8).round_().clamp_(0, 15)
-        self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
-            levels.view_as(padded).to(torch.int32), 1
-        )
-        self._scales_and_zeros = torch.stack([scale.T, zero.T], dim=2).contiguous()
+    def _pack(self, weight: torch.Tensor) -> None:
+        self._levels, self._scales = quantize_rows(weight)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        padded = functional.pad(x.bfloat16(), (0, -self.inputs % _GROUP)).contiguous()
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            padded, self._weight, _GROUP, self._scales_and_zeros
-        )
-        product = product[:, : self.outputs].to(self._dtype).contiguous()
-        return product if self._bias is None else product.add_(self._bias)
+    def _unpacked(self) -> torch.Tensor:
+        if self._kernel:
+            return self._kernel.unpack_8_bits(self._levels, self._scales, self._dtype)
+        return (self._levels * self._scales[:, None]).to(self._dtype)
+
+
+class Int4Linear(WeightOnlyLinear):
+    """Weights rounded to one of 16 steps from the least to the greatest of each 32 that one output reads."""
+
+    def _pack(self, weight: torch.Tensor) -> None:
+        groups = functional.pad(weight, (0, -self.inputs % _GROUP)).view(self.outputs, -1, _GROUP)
+        least, greatest = (bound.bfloat16().float() for bound in groups.aminmax(dim=2))  # [outputs, groups]
+        steps = ((greatest - least) / 15).clamp_(min=_LEAST).bfloat16()
+        levels = ((groups - least[..., None]) / steps.float()[..., None]).round_().clamp_(0, 15)
+        lower, upper = levels.to(torch.uint8).chunk(2, dim=2)
+        # [outputs, groups, 16]: input i of a group and, four bits higher, input i + 16.
+        self._levels = (lower | upper << 4).contiguous()
+        self._steps = torch.stack([steps, least.bfloat16()], dim=2)  # [outputs, groups, 2]
+
+    def _unpacked(self) -> torch.Tensor:
+        if self._kernel:
+            return self._kernel.unpack_4_bits(self._levels, self._steps, self.inputs, self._dtype)
+        levels = torch.cat([self._levels & 15, self._levels >> 4], dim=2)
+        steps, least = self._steps.float()[..., None].unbind(dim=2)
+        return (levels * steps + least).flatten(1)[:, : self.inputs].to(self._dtype).contiguous()
 
 
 QUANTIZED: dict[Quantization, type[QuantizedLinear]] = {
@@ -165,16 +156,6 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = x.abs().amax(dim=1, keepdim=True).clamp_(min=_LEAST)
     levels = (x * (_LEVELS / largest)).round_().to(torch.int8)
     return levels, largest[:, 0] / _LEVELS
-
-
-def _require_cpu(weight: torch.Tensor, quantization: Quantization) -> None:
-    """Raise UnsupportedModel for weights that lie elsewhere."""
-    if weight.device.type != "cpu":
-        raise UnsupportedModel(
-            f"{quantization} runs on a CPU only, and the model is on {weight.device}; "
-            f"quantize to {Quantization.INT8_WEIGHT_ONLY}",
-            field="quantize",
-        )
 
 
 @cache

@@ -1,27 +1,35 @@
-// What comes before and after a product of 8-bit integers, each in one pass over the rows.
+// What comes before and after products with quantised weights, each in one pass over the rows.
 //
-// quantize_row   numbers of a row -> levels of 8 bits and their scale
-// finish_row     product -> times the row's scale, plus bias, activation, plus residual
+// quantize_row     numbers of a row -> levels of 8 bits and their scale
+// finish_row       product of levels -> times the row's scale, plus bias, activation, plus residual
+// unpack_8_bits    a weight's row in 8 bits -> numbers, before a product with numbers
+// unpack_4_bits    the same of 4 bits
 #pragma once
+
+typedef enum { QUANTIZE = 0, FINISH = 1, UNPACK_8_BITS = 2, UNPACK_4_BITS = 3 } pass;
 
 typedef enum { NO_ACTIVATION = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SILU = 4 } activation_type;
 
 typedef struct {
-    const char *x;         // [rows, width] of `type`, to be quantised; null where a product is finished
-    uint8_t *levels;       // [rows, width] 128 + level
-    float *scales;         // [rows]
+    const char *x;         // [rows, width] of `type`, to be quantised
+    uint8_t *levels;       // [rows, width] 128 + level; of a weight in 8 bits, the level itself, signed;
+                           // of one in 4 bits, [rows, groups, 16] input i and, four bits higher, i + 16
+    float *scales;         // [rows]; of 4 bits, none
+    const char *steps;     // [rows, groups, 2] in bfloat16, of 4 bits: the step and the least of 32 inputs
     const float *product;  // [rows, width]
     const float *bias;     // [width], or null
     const char *residual;  // [rows, width] of `type`, or null
     char *result;          // [rows, width] of `type`; may be `product`
     int64_t rows, width;
     int64_t x_row, residual_row;  // numbers from one row to the next
-    int32_t type, activation, threads;
+    int32_t pass, type, activation, threads;
     // The pool's.
     int32_t chunk;
     atomic_int next;
 } rows_job;
 
+typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
+typedef int8_t signed_bytes_unaligned __attribute__((vector_size(LANES), aligned(1)));
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef uint8_t bytes_unaligned __attribute__((vector_size(LANES), aligned(1)));
 
@@ -97,25 +105,60 @@ INLINE void finish_row(const rows_job *job, int64_t row, number_type type, activ
     }
 }
 
-// The compiler makes a loop of its own for each type and activation.
-#define FINISH(of)                                                   \
-    case of:                                                         \
-        if (job->type == FLOAT32) finish_row(job, row, FLOAT32, of); \
-        else finish_row(job, row, BFLOAT16, of);                     \
-        break;
-
-static void run_row(const rows_job *job, int64_t row) {
-    if (job->x) {
-        if (job->type == FLOAT32) quantize_row(job, row, FLOAT32);
-        else quantize_row(job, row, BFLOAT16);
-        return;
+INLINE void unpack_8_bits(const rows_job *job, int64_t row, number_type type) {
+    const size_t number = number_bytes(type);
+    const int width = (int)job->width;
+    const int8_t *levels = (const int8_t *)job->levels + row * width;
+    char *result = job->result + (size_t)(row * width) * number;
+    const float scale = job->scales[row];
+    for (int i = 0; i < width; i += LANES) {
+        signed_bytes part = {0};
+        if (width - i >= LANES) part = *(const signed_bytes_unaligned *)(levels + i);
+        else memcpy(&part, levels + i, (size_t)(width - i));
+        floats numbers = __builtin_convertvector(__builtin_convertvector(part, words), floats);
+        store_some(result + i * number, type, numbers * scale, width - i);
     }
+}
+
+INLINE void unpack_4_bits(const rows_job *job, int64_t row, number_type type) {
+    const size_t number = number_bytes(type);
+    const int width = (int)job->width, groups = (width + 2 * LANES - 1) / (2 * LANES);
+    const uint8_t *levels = job->levels + row * groups * LANES;
+    const char *steps = job->steps + row * groups * 4;
+    char *result = job->result + (size_t)(row * width) * number;
+    for (int group = 0; group < groups; group++) {
+        uint16_t of_group[2];
+        memcpy(of_group, steps + group * 4, 4);
+        const floats step = (floats)((words){0} + ((int32_t)of_group[0] << 16));
+        const floats least = (floats)((words){0} + ((int32_t)of_group[1] << 16));
+        const words both = __builtin_convertvector(*(const bytes_unaligned *)(levels + group * LANES), words);
+        const words halves_of_bytes[2] = {both & 15, both >> 4};
+        for (int half = 0; half < 2; half++) {
+            const int i = (2 * group + half) * LANES;
+            if (i >= width) break;
+            floats numbers = __builtin_convertvector(halves_of_bytes[half], floats);
+            store_some(result + i * number, type, numbers * step + least, width - i);
+        }
+    }
+}
+
+INLINE void finish_row_of(const rows_job *job, int64_t row, number_type type) {
     switch ((activation_type)job->activation) {
-        FINISH(NO_ACTIVATION)
-        FINISH(GELU)
-        FINISH(GELU_TANH)
-        FINISH(RELU)
-        FINISH(SILU)
+        case GELU: finish_row(job, row, type, GELU); break;
+        case GELU_TANH: finish_row(job, row, type, GELU_TANH); break;
+        case RELU: finish_row(job, row, type, RELU); break;
+        case SILU: finish_row(job, row, type, SILU); break;
+        case NO_ACTIVATION: finish_row(job, row, type, NO_ACTIVATION); break;
+    }
+}
+
+// Always inlined, with a type that is known: so the compiler makes a loop of its own for each.
+INLINE void run_row(const rows_job *job, int64_t row, number_type type) {
+    switch ((pass)job->pass) {
+        case QUANTIZE: quantize_row(job, row, type); break;
+        case FINISH: finish_row_of(job, row, type); break;
+        case UNPACK_8_BITS: unpack_8_bits(job, row, type); break;
+        case UNPACK_4_BITS: unpack_4_bits(job, row, type); break;
     }
 }
 
@@ -123,7 +166,10 @@ static void work_rows(void *data) {
     rows_job *job = data;
     for (int64_t first; (first = atomic_fetch_add(&job->next, job->chunk)) < job->rows;) {
         const int64_t stop = first + job->chunk < job->rows ? first + job->chunk : job->rows;
-        for (int64_t row = first; row < stop; row++) run_row(job, row);
+        for (int64_t row = first; row < stop; row++) {
+            if (job->type == FLOAT32) run_row(job, row, FLOAT32);
+            else run_row(job, row, BFLOAT16);
+        }
     }
 }
 

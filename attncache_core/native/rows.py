@@ -1,4 +1,4 @@
-"""The compiled passes around a product of 8-bit integers: rows.h, in the library of the attention kernel."""
+"""The compiled passes around products with quantised weights: rows.h, in the attention kernel's library."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from attncache_core import native
 
 # Our names of activations, as rows.h numbers them.
 _ACTIVATIONS = {None: 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
+_QUANTIZE, _FINISH, _UNPACK_8_BITS, _UNPACK_4_BITS = range(4)
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -18,10 +19,10 @@ class _Job(ctypes.Structure):
     """`rows_job` in rows.h, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "levels", "scales", "product", "bias", "residual")),
-        ("result", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("x", "levels", "scales", "steps", "product", "bias")),
+        *((name, ctypes.c_void_p) for name in ("residual", "result")),
         *((name, ctypes.c_int64) for name in ("rows", "width", "x_row", "residual_row")),
-        *((name, ctypes.c_int32) for name in ("type", "activation", "threads", "chunk", "next")),
+        *((name, ctypes.c_int32) for name in ("pass_", "type", "activation", "threads", "chunk", "next")),
     )
 
 
@@ -41,7 +42,8 @@ class RowKernel:
         """
         levels = torch.empty(x.shape, dtype=torch.uint8)
         scales = torch.empty(len(x))
-        job = self._job(x, scales)
+        job = _job(_QUANTIZE, x)
+        job.scales = scales.data_ptr()
         x = _with_contiguous_rows(x)
         job.x, job.x_row, job.levels = x.data_ptr(), x.stride(0), levels.data_ptr()
         self._run(ctypes.addressof(job))
@@ -62,7 +64,8 @@ class RowKernel:
         of `dtype`.
         """
         result = product if dtype == torch.float32 else torch.empty(product.shape, dtype=dtype)
-        job = self._job(result, scales)
+        job = _job(_FINISH, result)
+        job.scales = scales.data_ptr()
         job.product, job.result, job.activation = (
             product.data_ptr(),
             result.data_ptr(),
@@ -76,12 +79,35 @@ class RowKernel:
         self._run(ctypes.addressof(job))
         return result
 
-    def _job(self, like: torch.Tensor, scales: torch.Tensor) -> _Job:
-        job = _Job()
-        job.rows, job.width = like.shape
-        job.type, job.threads = _TYPES[like.dtype], torch.get_num_threads()
-        job.scales = scales.data_ptr()
-        return job
+    def unpack_8_bits(self, levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """levels * scales as [rows, n] of `dtype`; levels: int8 [rows, n], scales: float32 [rows]."""
+        result = torch.empty(levels.shape, dtype=dtype)
+        job = _job(_UNPACK_8_BITS, result)
+        job.levels, job.scales, job.result = levels.data_ptr(), scales.data_ptr(), result.data_ptr()
+        self._run(ctypes.addressof(job))
+        return result
+
+    def unpack_4_bits(
+        self, levels: torch.Tensor, steps: torch.Tensor, width: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """levels * step + least of each group of 32 numbers, as [rows, width] of `dtype`.
+
+        levels: uint8 [rows, groups, 16], that of number i and, four bits higher, of i + 16. steps: bfloat16
+        [rows, groups, 2], step and least. The last group may be longer than the row.
+        """
+        result = torch.empty((len(levels), width), dtype=dtype)
+        job = _job(_UNPACK_4_BITS, result)
+        job.levels, job.steps, job.result = levels.data_ptr(), steps.data_ptr(), result.data_ptr()
+        self._run(ctypes.addressof(job))
+        return result
+
+
+def _job(number: int, like: torch.Tensor) -> _Job:
+    job = _Job()
+    job.pass_ = number
+    job.rows, job.width = like.shape
+    job.type, job.threads = _TYPES[like.dtype], torch.get_num_threads()
+    return job
 
 
 def _with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """A process of its own for test_native_kernel: a page that may not be touched lies on each side of all
 tensors, which end, or begin, right at its border.
 
-    python kernel_at_the_edge.py LEVEL LIBRARY records|packed|computed|"one row too many"|"one row too few"
+    python kernel_at_the_edge.py LEVEL LIBRARY WHAT
+
+WHAT is records, packed, computed, rows, "one row too many" or "one row too few".
 """
 
 import ctypes
@@ -10,11 +12,13 @@ import mmap
 import sys
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 
 from attncache_core.native import AttentionKernel
+from attncache_core.native.rows import RowKernel
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0  # PROT_NONE; the module mmap has no name for it
@@ -112,6 +116,31 @@ def computed(kernel, heads, width, dtype, lengths, at_the_end, before=None, afte
         torch.testing.assert_close(kept.double(), maps, atol=0.01, rtol=0.02)
 
 
+def rows(kernel, dtype, widths, at_the_end):
+    """The passes over rows, all they read and make at the edge."""
+    for width in widths:
+        guarded = Guarded(at_the_end)
+        groups = -(-width // 32)
+        x, residual = (guarded.tensor(torch.randn(3, width).to(dtype)) for _ in range(2))
+        bias = guarded.tensor(torch.randn(width))
+        nibbles = guarded.tensor(torch.randint(256, (3, groups, 16), dtype=torch.uint8))
+        steps = guarded.tensor(torch.randn(3, groups, 2).bfloat16())
+
+        def at_the_edge(*shape, dtype=torch.float32, guarded=guarded):
+            return guarded.tensor(torch.zeros(*shape, dtype=dtype))
+
+        with mock.patch.object(torch, "empty", at_the_edge):
+            levels, scales = kernel.quantize(x)
+            product = guarded.tensor(levels.float() - 128)
+            kernel.finish(product, scales, bias, "gelu", residual, dtype)
+            signed = guarded.tensor(levels.view(torch.int8) ^ -128)
+            eight = kernel.unpack_8_bits(signed, scales, dtype)
+            four = kernel.unpack_4_bits(nibbles, steps, width, dtype)
+        torch.testing.assert_close(eight.float(), x.float(), atol=0.05, rtol=0.01)
+        first = (nibbles[:, 0, 0] & 15) * steps[:, 0, 0].float() + steps[:, 0, 1].float()
+        torch.testing.assert_close(four[:, 0], first.to(dtype))
+
+
 def main(level, library, what):
     kernel = AttentionKernel(level, Path(library))
     torch.manual_seed(0)
@@ -128,6 +157,9 @@ def main(level, library, what):
         for (heads, width, dtype), at_the_end in product(sizes, (True, False)):
             for before, after in ((None, None), (None, 0), (9, 20)):
                 computed(kernel, heads, width, dtype, lengths, at_the_end, before, after)
+    elif what == "rows":
+        for dtype, at_the_end in product((torch.float32, torch.bfloat16), (True, False)):
+            rows(RowKernel(kernel.library), dtype, lengths, at_the_end)
     else:
         beyond = what == "one row too many"
         records(kernel, 1, 32, torch.bfloat16, torch.bfloat16, [33], beyond, shift=1 if beyond else -1)

@@ -80,7 +80,7 @@ def at_the_edge(kernel, what):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is protected by mprotect")
-@pytest.mark.parametrize("what", ["records", "packed", "computed"])
+@pytest.mark.parametrize("what", ["records", "packed", "computed", "rows"])
 def test_nothing_is_read_or_written_beyond_a_record_or_a_tensor(kernel, what):
     assert at_the_edge(kernel, what) == (0, "")
 

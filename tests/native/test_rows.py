@@ -1,4 +1,4 @@
-"""The compiled passes around 8-bit products, at every level that was built and runs here, against float64."""
+"""The compiled passes around products with quantised weights, at every level that was built and runs here."""
 
 import math
 from unittest import mock
@@ -80,6 +80,34 @@ def test_product_is_scaled_shifted_activated_and_added_to(
     assert (off <= FLOAT32 * size_of_terms + tolerance * expected.abs() + 1e-6).all()
 
 
+@settings(max_examples=100)
+@given(shapes, dtypes, sizes, st.integers(0, 1000))
+def test_8_bits_are_unpacked_as_torch_multiplies(row_kernel, shape, dtype, size, seed):
+    torch.manual_seed(seed)
+    levels = torch.randint(-128, 128, shape, dtype=torch.int8)
+    scales = torch.rand(shape[0]) * size
+    found = row_kernel.unpack_8_bits(levels, scales, dtype)
+    assert torch.equal(found, (levels * scales[:, None]).to(dtype))
+
+
+def unpacked_4_bits(levels, steps, width):
+    """Float32 [rows, width], number by number of each group."""
+    numbers = torch.stack([levels & 15, levels >> 4], dim=2).flatten(2)  # [rows, groups, 32]
+    return (numbers * steps[..., :1].float() + steps[..., 1:].float()).flatten(1)[:, :width]
+
+
+@settings(max_examples=100)
+@given(shapes, dtypes, sizes, st.integers(0, 1000))
+def test_4_bits_are_unpacked_as_torch_multiplies_and_adds(row_kernel, shape, dtype, size, seed):
+    torch.manual_seed(seed)
+    groups = -(-shape[1] // 32)
+    levels = torch.randint(256, (shape[0], groups, 16), dtype=torch.uint8)
+    steps = (torch.randn(shape[0], groups, 2) * size).bfloat16()
+    found = row_kernel.unpack_4_bits(levels, steps, shape[1], dtype)
+    # A level times a step is exact in float32: whether it is rounded before the addition is no matter.
+    assert torch.equal(found, unpacked_4_bits(levels, steps, shape[1]).to(dtype))
+
+
 def test_rows_of_zeros_stay_zeros(row_kernel):
     levels, scales = row_kernel.quantize(torch.zeros(3, 20))
     assert (levels == 128).all()
@@ -107,13 +135,16 @@ def test_rows_may_be_strided_in_any_way(row_kernel, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_number_of_threads_changes_nothing(row_kernel, dtype):
-    x, bias = numbers((1500, 99), dtype), numbers(99)
+    x, bias, steps = numbers((1500, 99), dtype), numbers(99), numbers((1500, 4, 2), torch.bfloat16)
+    nibbles = torch.randint(256, (1500, 4, 16), dtype=torch.uint8)
     found = []
     for count in (1, 2, 5):
         with threads(count):
             levels, scales = row_kernel.quantize(x)
             product = row_kernel.finish(levels.float(), scales, bias, "gelu", x, dtype)
-            found.append((levels, scales, product))
+            eight = row_kernel.unpack_8_bits(levels.view(torch.int8), scales, dtype)
+            four = row_kernel.unpack_4_bits(nibbles, steps, 99, dtype)
+            found.append((levels, scales, product, eight, four))
     for other in found[1:]:
         assert all(torch.equal(left, right) for left, right in zip(found[0], other, strict=True))
 
@@ -132,7 +163,11 @@ def test_nothing_beyond_the_results_is_written(row_kernel, shape, dtype):
     with mock.patch.object(rows.torch, "empty", beside_canaries):
         levels, scales = row_kernel.quantize(x)
         row_kernel.finish(levels.float(), scales, None, "silu", x, dtype)
-    assert len(made) == 2 + (dtype == torch.bfloat16)
+        row_kernel.unpack_8_bits(levels.view(torch.int8), scales, dtype)
+        groups = -(-shape[1] // 32)
+        nibbles = levels.new_zeros(shape[0], groups, 16)
+        row_kernel.unpack_4_bits(nibbles, numbers((shape[0], groups, 2), torch.bfloat16), shape[1], dtype)
+    assert len(made) == 4 + (dtype == torch.bfloat16)
     for whole in made:
         assert (whole[:32] == 77).all()
         assert (whole[-32:] == 77).all()
