@@ -14,6 +14,7 @@ from attncache_core.attention_maps.search import Outcome
 from attncache_core.engine import PrefillResult
 from attncache_core.evaluation.gamma import gamma
 from attncache_core.evaluation.tasks import Task
+from attncache_core.labels import LabelTokens
 from attncache_core.outputs import Judge
 
 # Token sequences -> their outputs, computed one way or another.
@@ -35,7 +36,7 @@ class MethodReport:
     prototype_hit_rate: float
     hit_lengths: dict[int, int]  # length in tokens -> hits of any kind
     recorded: int  # hits of similarity 1: their very tokens are in the database
-    cosine: float  # mean over the sequences that differ: the hits, or all where a method changes all
+    cosine: float  # mean over the texts that differ: those with hits, or all where a method changes all
     cosine_5th_percentile: float
     agreement: float  # of decisions, over the same; nan without classes
     seconds: float  # median over the rounds, all sequences, search and fetch included; tokenising left out
@@ -50,7 +51,7 @@ class MethodReport:
 class _Run:
     """One pass over all sequences."""
 
-    outputs: np.ndarray
+    outputs: np.ndarray  # [texts, d], or [texts, labels] where the task's labels are read from sequences
     outcomes: list[Outcome]
     similarities: np.ndarray
     seconds: float
@@ -70,17 +71,20 @@ def compare(
 ) -> list[MethodReport]:
     """Report on each of the methods, among which `full` must be, on batches in the order of the data.
 
+    batch_size: sequences in a batch; one text's are never parted.
     judge: tells the cosine of outputs with reuse to those in full; decisions: tells agreement, if there are
     classes. One untimed round comes first, then `rounds` timed ones, in each all methods in turn.
     """
     if FULL not in methods:
         raise ValueError("there is nothing to compare with: no method 'full'")
-    batches = [task.sequences[at : at + batch_size] for at in range(0, len(task.sequences), batch_size)]
+    together = len(task.labels.prompt.readings) if task.labels else 1
+    size = max(1, batch_size // together) * together
+    batches = [task.sequences[at : at + size] for at in range(0, len(task.sequences), size)]
     first: dict[str, _Run] = {}
     timed: dict[str, list[_Run]] = {name: [] for name in methods}
     for number in range(rounds + 1):
         for place, (name, method) in enumerate(methods.items(), 1):
-            done = _run(method, batches)
+            done = _run(method, batches, task.labels)
             if number:
                 timed[name].append(done)
             else:
@@ -92,19 +96,26 @@ def compare(
     ]
 
 
-def _run(method: Method, batches: Sequence[Sequence[Sequence[int]]]) -> _Run:
+def _run(method: Method, batches: Sequence[Sequence[Sequence[int]]], labels: LabelTokens | None) -> _Run:
     started = time.perf_counter()
     results = [method(batch) for batch in batches]
     seconds = time.perf_counter() - started
     search_seconds = sum(result.search_seconds for result in results)
     return _Run(
-        np.concatenate([result.outputs for result in results]),
+        np.concatenate([_outputs(result, labels) for result in results]),
         [outcome for result in results for outcome in result.outcomes],
         np.concatenate([result.similarities for result in results]),
         seconds,
         search_seconds + sum(result.attention_seconds for result in results),
         search_seconds,
     )
+
+
+def _outputs(result: PrefillResult, labels: LabelTokens | None) -> np.ndarray:
+    if labels is None:
+        return result.outputs
+    assert result.log_probabilities is not None
+    return labels.logits(result.log_probabilities)
 
 
 def _report(
@@ -120,7 +131,7 @@ def _report(
     scores, full_scores = task.scores(run.outputs), task.scores(full.outputs)
     score, full_score = (statistics.fmean(each.values()) for each in (scores, full_scores))
     hits = np.array([outcome.is_hit for outcome in run.outcomes])
-    changed = np.ones(len(hits), dtype=bool) if name in _CHANGING_ALL else hits
+    changed = hits.reshape(len(run.outputs), -1).any(axis=1) | (name in _CHANGING_ALL)
     cosine = judge.fidelity(run.outputs, full.outputs)[changed]
     speedup = _ratio([each.seconds for each in full_timed], [each.seconds for each in timed])
     return MethodReport(

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.policy import Preset
 from attncache_core.checkpoint import Checkpoint
-from attncache_core.engine import Dtype, PrefillEngine
+from attncache_core.engine import Dtype, PrefillEngine, PrefillResult
 from attncache_core.errors import InvalidInput
 from attncache_core.evaluation.comparison import FULL, Method
 from attncache_core.evaluation.per_layer_search import PerLayerEngine
@@ -27,6 +28,7 @@ from attncache_core.evaluation.shared_maps import (
     lazyformer_blocks,
     san_blocks,
 )
+from attncache_core.labels import LabelTokens
 
 METHODS = (
     FULL,
@@ -36,6 +38,8 @@ METHODS = (
     "lazyformer",
     "san",
 )
+# These give a sequence's output and nothing of its other positions.
+_SINGLE_OUTPUT = ("attncache-f", "lazyformer", "san")
 # Sequences whose maps tell SAN which layers may share.
 _SAN_SAMPLE = 200
 
@@ -61,20 +65,25 @@ class Methods:
         *,
         dtype: Dtype = "auto",
         san_threshold: float | None = None,
+        labels: LabelTokens | None = None,
     ) -> None:
         """full: the engine without a database. corpus: token sequences, among them those that are recorded.
 
+        labels: of several tokens, to be read from the sequences; None: the outputs tell all.
         san_threshold: Jensen-Shannon divergence, in nats, under which neighbouring layers share their maps;
         None: the one that makes half of the layers share, as LazyFormer's do.
         """
         self._full, self._checkpoint, self._database = full, checkpoint, database
         self._corpus, self._dtype, self._san_threshold = corpus, dtype, san_threshold
+        self._readings = labels.prompt.readings if labels else None
         self.engines: dict[str, PrefillEngine] = {}  # of the methods with a database that were made
 
     def make(self, name: str) -> Method:
         """The method of this name. Raises InvalidInput where it needs a database or a corpus and has none."""
         if name == FULL:
-            return lambda sequences: self._full.run(sequences, [False] * len(sequences))
+            return partial(self._run, self._full, False)
+        if self._readings and name in _SINGLE_OUTPUT:
+            raise InvalidInput(f"method {name} reads no labels of several tokens", field="methods")
         if name == "lazyformer":
             return self._sharing(lazyformer_blocks(len(self._full.model.layers)))
         if name == "san":
@@ -89,7 +98,12 @@ class Methods:
             policy = database.search.policy.with_threshold(Preset(preset).threshold)
             database = replace(database, search=replace(database.search, policy=policy))
         engine = self.engines[name] = self.reusing(database)
-        return lambda sequences: engine.run(sequences, [True] * len(sequences))
+        return partial(self._run, engine, True)
+
+    def _run(self, engine: PrefillEngine, reuse: bool, sequences: Sequence[Sequence[int]]) -> PrefillResult:
+        count = len(sequences)
+        readings = self._readings and self._readings * (count // len(self._readings))
+        return engine.run(sequences, [reuse] * count, readings)
 
     def reusing(self, database: AttentionDatabase) -> PrefillEngine:
         """An engine with the database, as it would serve: lengths at which reuse cannot pay go unsearched."""

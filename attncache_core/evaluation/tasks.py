@@ -14,6 +14,7 @@ from scipy.stats import spearmanr
 
 from attncache_core.engine import PrefillEngine
 from attncache_core.errors import InvalidInput
+from attncache_core.labels import LabelTokens
 from attncache_core.outputs import Judge, cosines
 
 Sequences = list[list[int]]
@@ -32,14 +33,29 @@ class Task(Protocol):
 
     metric: str  # what the scores are
     sequences: Sequences
+    labels: LabelTokens | None  # read from as many sequences a text as their prompt has; None: a text is one
 
     def scores(self, outputs: np.ndarray) -> dict[str, float]:
-        """From outputs [sequences, d]: name of a data set -> its score."""
+        """From outputs [texts, d]: name of a data set -> its score."""
         ...
 
     def items(self, outputs: np.ndarray) -> np.ndarray | None:
-        """Scores of single sequences, float64 [sequences], whose mean is the score; None if it is no mean."""
+        """Scores of single texts, float64 [texts], whose mean is the score; None if it is no mean."""
         ...
+
+
+def labels_read(engine: PrefillEngine) -> LabelTokens | None:
+    """The engine's labels if they have several tokens, so that an output alone does not decide among them."""
+    return None if engine.labels else engine.label_tokens
+
+
+def recordable(task: Task) -> Sequences:
+    """The task's texts as a database would record them: in their template, with no label behind."""
+    if task.labels is None:
+        return task.sequences
+    readings = task.labels.prompt.readings
+    behind = len(readings[0].continuation)
+    return [ids[: len(ids) - behind] for ids in task.sequences[:: len(readings)]]
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,7 @@ class SimilarityTask:
     """Semantic textual similarity: Spearman's correlation of cosine and rating over a whole set."""
 
     metric = "Spearman"
+    labels: LabelTokens | None = None
 
     def __init__(self, sets: Mapping[str, RatedPairs]) -> None:
         self._sets = sets
@@ -78,15 +95,17 @@ class SimilarityTask:
 
 
 class ClassificationTask:
-    """Accuracy of an engine's classes, those of its model or of the classifier it was given."""
+    """Accuracy of an engine's classes: those of its model, of its classifier, or labels of several tokens."""
 
     metric = "accuracy"
 
     def __init__(self, name: str, engine: PrefillEngine, sequences: Sequences, labels: Sequence[str]) -> None:
         """Raises InvalidInput for a label that is none of the engine's classes."""
         self.sequences = sequences
+        self.labels = labels_read(engine)
         self._name, self._engine = name, engine
-        column = {label: place for place, label in enumerate(engine.labels or ())}
+        known = self.labels.labels if self.labels else engine.labels or ()
+        column = {label: place for place, label in enumerate(known)}
         unknown = sorted(set(labels) - set(column))
         if unknown:
             raise InvalidInput(
@@ -101,11 +120,14 @@ class ClassificationTask:
 
     def items(self, outputs: np.ndarray) -> np.ndarray:
         """See Task."""
-        return np.equal(self._engine.class_logits(outputs).argmax(axis=1), self._truth).astype(np.float64)
+        logits = outputs if self.labels else self._engine.class_logits(outputs)
+        return np.equal(logits.argmax(axis=1), self._truth).astype(np.float64)
 
 
 class AgreementTask:
     """Likeness to the full model on texts without labels: the same decision, or without classes cosine."""
+
+    labels: LabelTokens | None = None
 
     def __init__(self, name: str, judge: Judge, sequences: Sequences, full_outputs: np.ndarray) -> None:
         self.sequences = sequences

@@ -25,6 +25,7 @@ from attncache_core.evaluation.tasks import (
     ClassificationTask,
     RatedPairs,
     SimilarityTask,
+    labels_read,
 )
 from service.bench.report import show_table
 from service.commands.evaluation import Evaluation, Request
@@ -120,10 +121,12 @@ def classification(
     evaluation = Evaluation(Request(**options), classifier)
     if train and not classifier:
         evaluation.fit(*read_labelled(train, text_column, label_column))
-    if evaluation.full.labels is None:
+    read = labels_read(evaluation.full)
+    known = read.labels if read else evaluation.full.labels
+    if known is None:
         raise InvalidInput("the model has no classes: give --train or --classifier", field="train")
-    names = _label_names(labels, evaluation.full.labels)
-    evaluation.run(ClassificationTask(Path(data).stem, evaluation.full, evaluation.tokenize(texts), names))
+    sequences, names = evaluation.tokenize(texts, read), _label_names(labels, known)
+    evaluation.run(ClassificationTask(Path(data).stem, evaluation.full, sequences, names))
 
 
 @evaluate.command("agreement")

@@ -25,8 +25,9 @@ from attncache_core.corpus.reading import read_texts
 from attncache_core.engine import Dtype
 from attncache_core.evaluation.comparison import MethodReport, compare
 from attncache_core.evaluation.methods import Methods, parse_methods
-from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, full_outputs
-from attncache_core.outputs import Measure
+from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, full_outputs, recordable
+from attncache_core.labels import LabelTokens
+from attncache_core.outputs import Judge, Measure
 from service.bench.report import machine
 from service.commands.evaluation_report import show_comparison
 from service.commands.progress import shown_progress
@@ -72,9 +73,9 @@ class Evaluation:
             classifier=LinearClassifier.load(classifier) if classifier else None,
         )
 
-    def tokenize(self, texts: Sequence[str]) -> Sequences:
-        """Token ids of each text."""
-        return self.full.tokenize(texts)
+    def tokenize(self, texts: Sequence[str], labels: LabelTokens | None = None) -> Sequences:
+        """Token ids of each text; with labels of several tokens, of each of its sequences."""
+        return self.full.tokenize(texts, prompt=labels.prompt if labels else None)
 
     def fit(self, texts: Sequence[str], labels: Sequence[str]) -> None:
         """Give the full engine a linear classifier on its embeddings."""
@@ -106,14 +107,14 @@ class Evaluation:
             recorded,
             dtype=request.dtype,
             san_threshold=request.san_threshold,
+            labels=task.labels,
         )
         made = {name: methods.make(name) for name in self.names}
         with shown_progress() as progress:
             reports = compare(
                 made,
                 task,
-                self.full.judge(Measure.COSINE),
-                self.full.judge(Measure.AGREEMENT) if self.full.labels else None,
+                *self._judges(task),
                 batch_size=request.batch_size,
                 rounds=request.rounds,
                 on_step=lambda done, total: progress("measuring", done, total),
@@ -123,7 +124,7 @@ class Evaluation:
             "model": self.checkpoint.name,
             **self.checkpoint.variant,
             "dtype": str(self.full.dtype).removeprefix("torch."),
-            "texts": len(task.sequences),
+            "texts": len(recordable(task)),
             "reused_heads": f"{opened.mask.total} of {opened.mask.heads}" if opened else None,
         }
         show_comparison(task.metric, facts, reports, request.json_file, request.markdown)
@@ -132,12 +133,20 @@ class Evaluation:
             click.echo(f"{name}: {_time_saved(report, reports[0], engine)}")
         return reports
 
+    def _judges(self, task: Task) -> tuple[Judge, Judge | None]:
+        """What tells the cosine of the task's outputs and, if they decide anything, agreement."""
+        if task.labels:
+            # Its outputs are the labels' logits.
+            return Judge(Measure.COSINE, np.asarray), Judge(Measure.AGREEMENT, np.asarray)
+        agreement = self.full.judge(Measure.AGREEMENT) if self.full.labels else None
+        return self.full.judge(Measure.COSINE), agreement
+
     def _recorded(
         self, task: Task, texts: Sequence[str], folder: Path | None
     ) -> tuple[Sequences, AttentionDatabase | None]:
         """The corpus and the database without the evaluated texts; says how many those were."""
         request = self.request
-        evaluated = set(map(tuple, task.sequences))
+        evaluated = set(map(tuple, recordable(task)))
         tokenized = self.tokenize(texts)
         kept = [place for place, ids in enumerate(tokenized) if tuple(ids) not in evaluated]
         if texts:
