@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.errors import InputTooLong, InvalidInput, UnsupportedModel
+from attncache_core.loading import loading
 from attncache_core.prompts import Prompt, Reading, Template
 
 # A tokenizer without a limit of its own says 10^30.
@@ -25,7 +26,8 @@ class TextTokenizer:
 
         Raises UnsupportedModel, and InvalidInput for a template that leaves no room for a text.
         """
-        loaded = AutoTokenizer.from_pretrained(checkpoint.folder)
+        with loading():
+            loaded = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
         if not loaded.is_fast:
             raise UnsupportedModel(
                 f"model {checkpoint.name} has no fast tokenizer (tokenizer.json)", field="model"

@@ -6,12 +6,14 @@ A new family is a line or more in CASES; everything else follows from its config
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from core_models import VOCABULARY, write_tokenizer
+from family_reference import FamilyReference
+from plain_deepseek import PlainDeepseek
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -38,6 +40,8 @@ from transformers import (
     XLMRobertaConfig,
 )
 
+from attncache_core.models.deepseek_moe import DeepseekConfig
+
 SIZES = {
     "vocab_size": len(VOCABULARY),
     "hidden_size": 32,
@@ -57,6 +61,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)  # to SIZES
     experts: bool = False  # whether some layers have experts
     saved_as: Any = AutoModel  # what is in the checkpoint: an encoder by itself, or a decoder with a head
+    reference: Any = FamilyReference  # what it is measured against, made of the checkpoint's folder
 
     def made(self) -> PreTrainedConfig:
         """The configuration itself."""
@@ -105,6 +110,11 @@ def decoder(
     return Case(config, changes or {}, experts=experts, saved_as=AutoModelForCausalLM)
 
 
+def plain_deepseek(changes: dict[str, Any]) -> Case:
+    """A decoder that transformers does not have."""
+    return replace(decoder(DeepseekConfig, ROUTED | changes, experts=True), reference=PlainDeepseek)
+
+
 GROUPED = {"num_key_value_heads": 2, "pad_token_id": None}
 ONE_KEY = {"num_key_value_heads": 1, "pad_token_id": None}
 # The activation under the name of the first Gemma and of the others.
@@ -149,6 +159,15 @@ LATENT = {
 }
 QUERY_LATENT = {"q_lora_rank": 14, "attention_bias": True}
 GROUPS = {"n_group": 4, "topk_group": 2}
+ROUTED = {
+    "num_key_value_heads": 4,
+    "pad_token_id": None,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 YARN_BY_MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}
 
 DECODERS = {
@@ -239,6 +258,15 @@ DECODERS = {
         LATENT | QUERY_LATENT | GROUPS | {"rope_parameters": YARN_BY_MSCALE, "first_k_dense_replace": 2},
         experts=True,
     ),
+    "deepseek": plain_deepseek({}),
+    "deepseek-grouped-biased-tied-normalised": plain_deepseek(
+        GROUPED | {"attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": True}
+    ),
+    "deepseek-sparse-steps-one-expert-none-shared-linear": plain_deepseek(
+        {"moe_layer_freq": 2, "n_shared_experts": None, "rope_parameters": LINEAR}
+        | {"num_experts_per_tok": 1, "norm_topk_prob": True}
+    ),
+    "deepseek-two-dense-layers-one-key": plain_deepseek(ONE_KEY | {"first_k_dense_replace": 2}),
 }
 MODERN = {"pad_token_id": 0, "bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
 DEBERTA = {"relative_attention": True, "max_position_embeddings": 100}

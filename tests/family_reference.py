@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from core_reference import Maps
+from core_reference import Maps, reference_logits
 from torch import nn
 from transformers import AttentionInterface, AutoModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
@@ -20,6 +20,8 @@ from attncache_core.checkpoint import DroppedLayers
 
 class FamilyReference:
     """A checkpoint's encoder or decoder without a head, computed plainly."""
+
+    class_scores = staticmethod(reference_logits)
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModel.from_pretrained(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +14,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
-from transformers.utils import logging
 
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.errors import InvalidInput, UnsupportedModel
+from attncache_core.loading import loading
 from attncache_core.models.bert import bert, roberta
 from attncache_core.models.deberta import deberta
 from attncache_core.models.decoder import decoder
@@ -39,9 +37,6 @@ from attncache_core.models.linear import quantizing
 from attncache_core.models.modernbert import modernbert
 from attncache_core.models.mpnet import mpnet
 from attncache_core.outputs import pool
-
-# transformers sets the process' default dtype while it loads: two models at once would mix theirs.
-_LOADING = threading.Lock()
 
 _LOADERS = {
     "embed": AutoModel,
@@ -71,6 +66,7 @@ DECODERS: dict[str, Family] = dict.fromkeys(
         "gemma",
         "gemma2",
         "gemma3_text",
+        "deepseek",
     ),
     decoder,
 ) | {"deepseek_v2": deepseek, "deepseek_v3": deepseek}
@@ -147,7 +143,8 @@ def _layers_and_heads(checkpoint: Checkpoint) -> tuple[list[Dropped | None], int
             "decoders; without it, give /classify labels, which are compared by embedding",
             field="task",
         )
-    config = AutoConfig.from_pretrained(checkpoint.folder)
+    with loading():
+        config = AutoConfig.from_pretrained(checkpoint.folder)
     attention, blocks = checkpoint.dropped.attention, checkpoint.dropped.blocks
     _require_droppable(attention, blocks, config.num_hidden_layers)
     dropped = dict.fromkeys(attention, Dropped.ATTENTION) | dict.fromkeys(blocks, Dropped.BLOCK)
@@ -171,26 +168,16 @@ def _require_droppable(attention: frozenset[int], blocks: frozenset[int], layers
         )
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers says nothing of weights without a use: a decoder's head is always one."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
 def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The Hugging Face module. Raises UnsupportedModel if weights are unreadable or some are not there."""
     loader: Any = _LOADERS[checkpoint.task]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with _LOADING, _quiet():
+        with loading():
             model, report = loader.from_pretrained(
                 checkpoint.folder, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
+    except UnsupportedModel:
+        raise
     except Exception as error:
         # safetensors' and transformers' errors share no base class.
         raise UnsupportedModel(

@@ -8,6 +8,7 @@ feed-forward network. Each is used where it is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from attncache_core.errors import UnsupportedModel
 from attncache_core.models import attention
 from attncache_core.models.attention import Pattern
 from attncache_core.models.blocks import PlainAttention, QueryKeyValue, Scores, build_layers, output_linear
+from attncache_core.models.deepseek_moe import DeepseekMoE
 from attncache_core.models.language import language_head
 from attncache_core.models.layer import (
     AttentionLayer,
@@ -82,7 +84,9 @@ class _FeedForward:
 
 
 def feed_forward(module: Any, config: Any) -> FeedForward:
-    """A feed-forward network: packed if it is gate, up and down; else the module, called as it is."""
+    """A feed-forward network: packed if it is gate, up and down, or of such; else the module as it is."""
+    if isinstance(module, DeepseekMoE):
+        return module.packed(partial(feed_forward, config=config))
     parts = {name for name, _ in module.named_children()}
     if parts != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return lambda x: module(x[None])[0]

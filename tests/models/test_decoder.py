@@ -6,27 +6,29 @@ import logging
 import pytest
 import torch
 from core_models import random_sequences
-from core_reference import reference_logits
 from families import DECODERS, SIZES, write_family
 from transformers import AutoModel, Gemma2Config, GemmaConfig, LlamaConfig
+from transformers.utils import logging as transformers_logging
 
 from attncache_core.checkpoint import read_checkpoint
 from attncache_core.engine import PrefillEngine
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models import load_model
+from attncache_core.tokenizer import TextTokenizer
 
 ONE_OF_EACH = {case.config: name for name, case in DECODERS.items()}.values()
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_class_scores_are_hugging_faces_for_any_company(tmp_path, name):
-    checkpoint = read_checkpoint(write_family(tmp_path, DECODERS[name].made(), labels=["a", "b", "c"]))
+    case = DECODERS[name]
+    checkpoint = read_checkpoint(write_family(tmp_path, case.made(), labels=["a", "b", "c"]))
     sequences = random_sequences([4, 17, 1, 17, 30])
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     assert engine.task == "classify"
     assert engine.labels == ("a", "b", "c")
     found = torch.from_numpy(engine.run(sequences, [False] * 5).outputs)
-    expected = torch.from_numpy(reference_logits(tmp_path, sequences))
+    expected = torch.from_numpy(case.reference.class_scores(tmp_path, sequences))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
@@ -52,11 +54,20 @@ def test_a_flag_with_two_meanings_is_refused(tmp_path, config):
         load_model(checkpoint, torch.float32)
 
 
-def test_a_decoders_unused_head_is_not_complained_about(tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_decoder_is_loaded_without_a_word(tmp_path, caplog, capfd, monkeypatch, name):
+    """Of its unused head, of angles scaled by an odd factor, of anything."""
     monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
-    case = DECODERS["llama"]
-    load_model(read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as)), torch.float32)
+    case = DECODERS[name]
+    checkpoint = read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as))
+    capfd.readouterr()
+    caplog.clear()
+    # What was said while it was written would be said but once.
+    transformers_logging.warning_once.cache_clear()
+    load_model(checkpoint, torch.float32)
+    TextTokenizer(checkpoint)
     assert caplog.messages == []
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -65,6 +76,7 @@ def test_a_decoders_unused_head_is_not_complained_about(tmp_path, caplog, monkey
         ("gemma2", (4, 4, 4)),
         ("qwen2-moe-dense-layer", (0, 0, 0)),
         ("deepseek-v3-query-latent-interleaved-yarn", (1, 2, 3)),
+        ("deepseek", (1, 2, 3)),
     ],
 )
 def test_each_weight_is_in_memory_once(tmp_path, name, reused):

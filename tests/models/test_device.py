@@ -61,8 +61,8 @@ def test_no_tensor_of_a_model_stays_on_the_processor(checkpoint, tmp_path, fetch
     try:
         assert run(checkpoint, segment, device, fetch).device == device
     except (RuntimeError, NotImplementedError) as error:
-        if "Expected inputs of BF16" in str(error):
-            pytest.skip("meta has not all products of experts")
+        if "Expected inputs of BF16" in str(error) or "aten::bincount" in str(error):
+            pytest.skip("meta has not all products of experts, and no numbers that say who meets which")
         raise
 
 

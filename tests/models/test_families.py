@@ -14,7 +14,6 @@ import torch
 from core_models import COMPUTING, attention_by, needs_bfloat16, random_sequences
 from core_reference import rounded
 from families import CASES, HEADS, SIZES, Case, write_family
-from family_reference import FamilyReference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +62,7 @@ class Family:
 
     @cached_property
     def reference(self):
-        return FamilyReference(self.checkpoint.folder)
+        return self.case.reference(self.checkpoint.folder)
 
     def model(self, reused=None, orders=None, dtype=torch.float32, dropped=NOTHING):
         """The packed model, whose outputs are all tokens' last hidden states."""

@@ -1,0 +1,30 @@
+"""How transformers is asked for what lies in a checkpoint's folder: in turn, and without its remarks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging
+
+# transformers sets the process' default dtype while it loads, and how much it says is the process' too: two
+# models at once would mix theirs.
+_LOADING = threading.Lock()
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Inside, transformers draws no bars and tells only of errors.
+
+    It remarks on what is as it should be: weights without a use (a decoder's head is one, where texts are
+    embedded), angles scaled by another factor than it would have guessed, a tokenizer's class in name.
+    """
+    with _LOADING:
+        verbosity = logging.get_verbosity()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)

@@ -1,0 +1,169 @@
+"""DeepSeek-MoE (arXiv 2401.06066), which transformers does not have: Llama with blocks of experts.
+
+    block(x) = shared(x) + Σ_i g_i expert_i(x)      g: the largest k of softmax(W x), 0 for the other experts
+
+The modules here hold a checkpoint's weights under its own names. transformers' Auto classes are told of them:
+so such a checkpoint is loaded as any other, and code that it brings along has no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2MLP
+
+from attncache_core.errors import UnsupportedModel
+from attncache_core.models.layer import FeedForward
+
+
+@strict
+class DeepseekConfig(LlamaConfig):
+    """config.json of the family; what it does not name is as in the first checkpoints' own code."""
+
+    model_type = "deepseek"
+
+    vocab_size: int = 102400
+    num_hidden_layers: int = 30
+    bos_token_id: int | None = 100000
+    eos_token_id: int | list[int] | None = 100001
+    moe_intermediate_size: int = 1407
+    n_shared_experts: int | None = None
+    n_routed_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    first_k_dense_replace: int = 0
+    moe_layer_freq: int = 1
+    norm_topk_prob: bool = False
+    scoring_func: str = "softmax"
+
+    def has_experts(self, number: int) -> bool:
+        """Whether layer `number` has a block of experts, and not one feed-forward network."""
+        late = number >= self.first_k_dense_replace and number % self.moe_layer_freq == 0
+        return bool(self.n_routed_experts) and late
+
+
+class DeepseekRouter(nn.Module):
+    """Chooses each token's experts."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        """Raises UnsupportedModel for scores of another kind, and for a choice that cannot be made."""
+        super().__init__()
+        if config.scoring_func != "softmax":
+            raise UnsupportedModel(
+                f"experts that are chosen by {config.scoring_func!r} (scoring_func in config.json) are not "
+                "served for deepseek models; served is: softmax",
+                field="model",
+            )
+        experts, chosen = config.n_routed_experts or 0, config.num_experts_per_tok or 0
+        if not 1 <= chosen <= experts:
+            raise UnsupportedModel(
+                f"num_experts_per_tok in config.json must be 1 to {experts}, the number of routed experts, "
+                f"and is {config.num_experts_per_tok}",
+                field="model",
+            )
+        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
+        self._chosen = chosen
+        self._normalizes = config.norm_topk_prob and chosen > 1
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: [tokens, hidden] -> of the chosen experts weights, float32, and numbers, int64, [tokens, k]."""
+        scores = functional.linear(x.float(), self.weight.float()).softmax(dim=-1)
+        weights, experts = scores.topk(self._chosen, dim=-1)
+        if self._normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights, experts
+
+
+class DeepseekMoE(nn.Module):
+    """A block of routed experts, of which every token meets k, and of shared ones, which are one network."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__()
+        width = config.moe_intermediate_size
+        self.gate = DeepseekRouter(config)
+        self.experts = nn.ModuleList(_network(config, width) for _ in range(config.n_routed_experts or 0))
+        self.shared_experts: nn.Module | None = None
+        if config.n_shared_experts:
+            self.shared_experts = _network(config, width * config.n_shared_experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., hidden] -> [..., hidden]."""
+        flat = x.flatten(0, -2)
+        return _block(self.gate, list(self.experts), self.shared_experts, flat).view_as(x)
+
+    def packed(self, pack: Callable[[nn.Module], FeedForward]) -> FeedForward:
+        """This block of networks that `pack` makes of its own: [tokens, hidden] -> [tokens, hidden]."""
+        shared = None if self.shared_experts is None else pack(self.shared_experts)
+        return partial(_block, self.gate, [pack(expert) for expert in self.experts], shared)
+
+
+def _network(config: Any, width: int) -> nn.Module:
+    """A feed-forward network of another width than a layer's own."""
+    return DeepseekV2MLP(config, intermediate_size=width)
+
+
+def _block(
+    router: nn.Module, experts: Sequence[FeedForward], shared: FeedForward | None, x: torch.Tensor
+) -> torch.Tensor:
+    """See DeepseekMoE. Each expert runs once, for all tokens that are sent to it."""
+    weights, chosen = router(x)
+    order = chosen.flatten().argsort()
+    counts = chosen.flatten().bincount(minlength=len(experts)).tolist()
+    parts = x[order // chosen.shape[1]].split(counts)
+    made = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)])
+    # Back in the order of tokens, so that each one's sum is the same in any company.
+    made = made[order.argsort()].unflatten(0, chosen.shape)
+    routed = (made * weights[..., None]).sum(dim=1).to(x.dtype)
+    return routed if shared is None else routed + shared(x)
+
+
+class DeepseekModel(LlamaModel):
+    """The layers, without a head."""
+
+    config_class = DeepseekConfig
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__(config)
+        for number, layer in enumerate(self.layers):
+            if config.has_experts(number):
+                layer.mlp = DeepseekMoE(config)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+
+class DeepseekForCausalLM(LlamaForCausalLM):
+    """With the head that predicts tokens."""
+
+    config_class = DeepseekConfig
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__(config)
+        self.model = DeepseekModel(config)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+
+class DeepseekForSequenceClassification(LlamaForSequenceClassification):
+    """With a head of classes."""
+
+    config_class = DeepseekConfig
+
+
+# A transformers that has the family one day has it under these names of weights too: ours stays in use.
+AutoConfig.register("deepseek", DeepseekConfig, exist_ok=True)
+AutoModel.register(DeepseekConfig, DeepseekModel, exist_ok=True)
+AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(DeepseekConfig, DeepseekForSequenceClassification, exist_ok=True)
