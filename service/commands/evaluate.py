@@ -169,7 +169,8 @@ def mmlu(
     asked = _chosen(read_questions(data), subjects, questions)
     others = _chosen(read_questions(recorded), subjects, None) if recorded else []
     prompts, rows = Prompts(read_questions(examples)), []
-    evaluation = Evaluation(replace(request, checkpoint=checkpoint))
+    # Prompts of several shots are long, all of them: there would be nothing to record.
+    evaluation = Evaluation(replace(request, checkpoint=checkpoint, longest=None))
     if evaluation.full.labels is None:
         raise InvalidInput(
             f"model {checkpoint.name} does not write each of {', '.join(LETTERS)} as one token behind a "

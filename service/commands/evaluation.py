@@ -54,7 +54,7 @@ class Request:
     rounds: int
     json_file: Path | None
     markdown: Path | None
-    longest: int = _LONGEST_RECORDED
+    longest: int | None = _LONGEST_RECORDED  # None: as the model takes them
 
 
 class Evaluation:
@@ -181,7 +181,8 @@ class Evaluation:
 
     def _build(self, folder: Path, texts: Sequence[str]) -> None:
         request = self.request
-        options = BuildOptions(max_length=min(self.full.max_tokens, request.longest), heads=request.heads)
+        longest = min(self.full.max_tokens, request.longest or self.full.max_tokens)
+        options = BuildOptions(max_length=longest, heads=request.heads)
         sentences = [CorpusSentence(text, text) for text in texts]
         # Without the fitted classifier: the database is one of embeddings.
         engine = PrefillEngine.load(

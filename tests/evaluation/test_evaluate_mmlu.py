@@ -9,6 +9,7 @@ from command_line import assert_one_line, run, succeeded
 from core_decoders import write_decoder_tokenizer, write_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from attncache_core import AttentionDatabase
 from attncache_core.evaluation.mmlu import LETTERS, Prompts, read_questions
 
 HEADER = "subject\tquestion\tA\tB\tC\tD\tanswer\n"
@@ -78,13 +79,15 @@ def test_accuracy_is_that_of_the_letters_logits_behind_the_prompt(decoder, files
 
 
 def test_each_number_of_shots_has_a_database_of_its_own(decoder, files, tmp_path):
-    arguments = ("--database", tmp_path / "db", "--recorded", files / "more.tsv", "--shots", "0..1")
+    arguments = ("--database", tmp_path / "db", "--recorded", files / "more.tsv", "--shots", "1..2")
     rows = rows_of(succeeded(mmlu(decoder, files, *arguments)))
     assert sorted(path.name for path in (tmp_path / "db").iterdir() if path.is_dir()) == [
-        "shots-0",
         "shots-1",
+        "shots-2",
     ]
-    assert list(rows) == [(shots, method) for shots in "01" for method in ("full", "attncache")]
+    assert list(rows) == [(shots, method) for shots in "12" for method in ("full", "attncache")]
+    # Other evaluations record no text of so many tokens.
+    assert max(AttentionDatabase.open(tmp_path / "db" / "shots-2").search.store.segments) > 128
 
 
 @pytest.mark.parametrize(
