@@ -1,14 +1,16 @@
-"""Quantised models beside the same in bfloat16 and float32: time of a batch, and likeness to float32.
+"""Quantised models beside the same in bfloat16 and float32: time of a batch, memory, likeness to float32.
 
-    python benchmarks/quantization.py [--texts FILE] [--threads 1] [--rounds 9]
+    python benchmarks/quantization.py --texts FILE[:column,...] [--model llama-3.2-1b] [--dtype float32]
+                                      [--threads 1] [--rounds 9]
 
-Two models: all-MiniLM-L6-v2, and one of BERT-base's shape with random weights. Milliseconds of batches of one
-length, every way in turn, medians of the rounds; with one thread the processor time of that thread, which
-neighbours disturb less. Cosines are of embeddings to the float32 model's: of the texts, a line each, or, with
-random weights, of random tokens.
+all-MiniLM-L6-v2, or a model of the shape named, with random weights. Milliseconds of batches of one length,
+every way in turn, medians of the rounds; with one thread the processor time of that thread, which neighbours
+disturb less; beside them float32's time divided by this. Megabytes are those of all tensors that the model
+keeps. Cosines are of embeddings to the float32 model's: of the texts, or, without any, of random tokens.
 """
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -18,28 +20,29 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import BertConfig, BertModel
+from model_sizes import SIZES, write_checkpoint
 
 from attncache_core import Checkpoint, Quantization, find_checkpoint
 from attncache_core.attention_maps.search import no_reuse
-from attncache_core.checkpoint import read_checkpoint
+from attncache_core.corpus.reading import read_texts
 from attncache_core.forward import forward
 from attncache_core.memory import keep_freed_memory
 from attncache_core.models import PackedModel, load_model
 from attncache_core.outputs import cosines
-from attncache_core.processor import processor_name
 from attncache_core.threads import limit_threads
 from attncache_core.tokenizer import TextTokenizer
 from attncache_core.tokens import pack
+from service.bench.report import machine, show_machine
 
 SHAPES = ((1, 16), (4, 16), (32, 32), (8, 128), (2, 512))
-WAYS = [
-    ("float32", None, torch.float32),
-    ("bfloat16", None, torch.bfloat16),
-    *((f"{kind}, float32", kind, torch.float32) for kind in Quantization),
-    *((f"{kind}, bfloat16", kind, torch.bfloat16) for kind in Quantization),
-]
 Sequences = Sequence[Sequence[int]]
+Way = tuple[Quantization | None, torch.dtype]
+
+
+def ways(dtype: torch.dtype) -> dict[str, Way]:
+    """Each way to run a model, the quantised ones with this compute dtype."""
+    full: dict[str, Way] = {"float32": (None, torch.float32), "bfloat16": (None, torch.bfloat16)}
+    return full | {f"{kind}, {str(dtype)[6:]}": (kind, dtype) for kind in Quantization}
 
 
 def embeddings(model: PackedModel, sequences: Sequences) -> np.ndarray:
@@ -52,57 +55,76 @@ def embeddings(model: PackedModel, sequences: Sequences) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def measure(name: str, checkpoint: Checkpoint, sequences: Sequences, threads: int, rounds: int) -> None:
-    """Print a table of the ways to run this checkpoint."""
-    models = {way: load_model(replace(checkpoint, quantization=kind), dtype) for way, kind, dtype in WAYS}
-    expected = embeddings(models["float32"], sequences)
-    random = np.random.default_rng(0)
+def kept_bytes() -> int:
+    """Of all tensors of this process; oneDNN's tell their shape only."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+    packed = {id(item): item.nbytes for item in tensors if item.is_mkldnn}
+    storages = [
+        item.untyped_storage() for item in tensors if not item.is_mkldnn and item.device.type == "cpu"
+    ]
+    return sum(packed.values()) + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def milliseconds(
+    models: dict[str, PackedModel], shape: tuple[int, int], rounds: int, threads: int
+) -> list[float]:
+    """Of a batch of this many sequences and tokens, each model in turn."""
     clock = time.thread_time if threads == 1 else time.perf_counter
-    medians: dict[str, list[float]] = {way: [] for way in models}
-    for shape in SHAPES:
-        tokens = random.integers(2000, 20000, shape).tolist()
-        taken: dict[str, list[float]] = {way: [] for way in models}
-        for number in range(rounds + 1):
-            for way, model in models.items():
-                started = clock()
-                embeddings(model, tokens)
-                if number:  # the first makes oneDNN's kernels
-                    taken[way].append(clock() - started)
-        for way in models:
-            medians[way].append(statistics.median(taken[way]) * 1e3)
-    print(f"\n{name}\n\n| | {' | '.join(f'{n}x{length}' for n, length in SHAPES)} | cosine: mean | least |")
-    print("|---" * (len(SHAPES) + 3) + "|")
-    for way, model in models.items():
+    tokens = np.random.default_rng(0).integers(2000, 20000, shape).tolist()
+    taken: dict[str, list[float]] = {way: [] for way in models}
+    for _ in range(rounds + 1):
+        for way, model in models.items():
+            started = clock()
+            embeddings(model, tokens)
+            taken[way].append((clock() - started) * 1e3)
+    # The first round makes oneDNN's kernels.
+    return [statistics.median(times[1:]) for times in taken.values()]
+
+
+def measure(checkpoint: Checkpoint, texts: Sequence[str], options: argparse.Namespace) -> None:
+    """Print a table of the ways to run this checkpoint."""
+    asked = ways(getattr(torch, options.dtype))
+    models, megabytes = {}, []
+    for name, (quantization, dtype) in asked.items():
+        before = kept_bytes()
+        models[name] = load_model(replace(checkpoint, quantization=quantization), dtype)
+        megabytes.append((kept_bytes() - before) / 1e6)
+    times = np.array([milliseconds(models, shape, options.rounds, options.threads) for shape in SHAPES])
+    random = np.random.default_rng(0)
+    sequences = [random.integers(2000, 20000, random.integers(8, 40)).tolist() for _ in range(64)]
+    if texts:
+        sequences = TextTokenizer(checkpoint).tokenize(texts, truncate=True)
+    expected = embeddings(models["float32"], sequences)
+    columns = [*(f"{count}x{length}" for count, length in SHAPES), "MB", "cosine: mean", "5th percentile"]
+    print(f"\n| | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
+    for number, (name, model) in enumerate(models.items()):
         cosine = cosines(embeddings(model, sequences), expected)
-        figures = " | ".join(
-            f"{mine:.2f} ({base / mine:.2f})"
-            for mine, base in zip(medians[way], medians["float32"], strict=True)
-        )
-        print(f"| {way} | {figures} | {cosine.mean():.4f} | {cosine.min():.4f} |", flush=True)
+        figures = [f"{own:.2f} ({own_full / own:.2f})" for own, own_full in times[:, [number, 0]]]
+        figures += [f"{megabytes[number]:.0f}", f"{cosine.mean():.5f}", f"{np.percentile(cosine, 5):.5f}"]
+        print(f"| {name} | {' | '.join(figures)} |", flush=True)
 
 
 def main() -> None:
-    """Measure both models."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--texts", type=Path)
+    """Measure the model asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", choices=SIZES)
+    parser.add_argument("--texts", help="FILE or FILE:column,column")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     keep_freed_memory()
     limit_threads(options.threads)
     torch.set_grad_enabled(False)
-    print(f"{processor_name()}, {options.threads} threads, torch {torch.__version__}")
-    random = np.random.default_rng(0)
-    tokens = [random.integers(2000, 20000, random.integers(8, 40)).tolist() for _ in range(64)]
-    checkpoint = find_checkpoint("all-MiniLM-L6-v2")
-    texts = options.texts.read_text("utf-8").splitlines() if options.texts else []
-    asked = TextTokenizer(checkpoint).tokenize(texts, truncate=True) or tokens
-    measure(checkpoint.name, checkpoint, asked, options.threads, options.rounds)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        BertModel(BertConfig()).save_pretrained(folder)
-        base = read_checkpoint(Path(folder))
-        measure("BERT-base's shape, random weights", base, tokens, options.threads, options.rounds)
+    show_machine(machine(options.threads))
+    if options.model:
+        with tempfile.TemporaryDirectory() as folder:
+            write_checkpoint(Path(folder), options.model)
+            measure(find_checkpoint(folder), [], options)
+    else:
+        texts = read_texts(options.texts) if options.texts else []
+        measure(find_checkpoint("all-MiniLM-L6-v2"), texts, options)
 
 
 if __name__ == "__main__":
