@@ -1,10 +1,12 @@
 """Models of the papers' sizes with random weights: memory while loading, full and hit-path speed.
 
     python benchmarks/model_sizes.py [--model llama-3.2-1b] [--lengths 32 128 512] [--rounds 5] [--threads 2]
+    python benchmarks/model_sizes.py --model llama-3.2-1b --write FOLDER --tokenizer OTHER_MODEL
 
 Nothing pretrained of these sizes is needed: weights are drawn at random and written to a temporary folder, in
-bfloat16. The memory is that of a process of its own that only loads the model. Full and hit path run in turn
-in one process, on batches of 1024 tokens; the hit path searches and fetches, and every head is reused.
+bfloat16; or, with another model's tokenizer, to a folder that any command takes as its --model. The memory is
+that of a process of its own that only loads the model. Full and hit path run in turn in one process, on
+batches of 1024 tokens; the hit path searches and fetches, and every head is reused.
 """
 
 import argparse
@@ -20,7 +22,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from attncache_core import AttentionDatabase, PrefillEngine, find_checkpoint
 from attncache_core.models import load_model
@@ -31,7 +40,7 @@ from service.bench.synthetic import write_database
 BATCH_TOKENS = 1024
 SIZES = {
     "bert-base": lambda: BertModel(BertConfig()),
-    "llama-3.2-1b": lambda: LlamaModel(
+    "llama-3.2-1b": lambda: LlamaForCausalLM(
         LlamaConfig(
             vocab_size=128256,
             hidden_size=2048,
@@ -40,6 +49,7 @@ SIZES = {
             num_attention_heads=32,
             num_key_value_heads=8,
             max_position_embeddings=131072,
+            tie_word_embeddings=True,
             rope_parameters={
                 "rope_type": "llama3",
                 "rope_theta": 500000.0,
@@ -53,16 +63,19 @@ SIZES = {
 }
 
 
-def write_checkpoint(folder: Path, name: str) -> None:
-    """A model of this size and a tokenizer that knows one word."""
+def write_checkpoint(folder: Path, name: str, tokenizer: str | None = None) -> None:
+    """A model of this size and the tokenizer in a folder, or one that knows one word."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         SIZES[name]().save_pretrained(folder)
     finally:
         torch.set_default_dtype(before)
-    tokenizer = Tokenizer(models.WordLevel({"word": 0}, unk_token="word"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512).save_pretrained(folder)
+    if tokenizer:
+        AutoTokenizer.from_pretrained(tokenizer, local_files_only=True).save_pretrained(folder)
+        return
+    one_word = Tokenizer(models.WordLevel({"word": 0}, unk_token="word"))
+    PreTrainedTokenizerFast(tokenizer_object=one_word, model_max_length=512).save_pretrained(folder)
 
 
 def measure_loading(folder: Path) -> dict[str, float]:
@@ -131,13 +144,20 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512], help="Tokens of a text.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=available_processors())
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="Write the models there, and stop.")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="Of another model, for those written.")
     parser.add_argument("--load", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:
         load_and_tell(arguments.load)
         return
+    names = arguments.model or SIZES
+    if arguments.write:
+        for name in names:
+            write_checkpoint(arguments.write / name, name, arguments.tokenizer)
+        return
     show_machine(machine(arguments.threads))
-    for name in arguments.model or SIZES:
+    for name in names:
         with tempfile.TemporaryDirectory(prefix="attncache-sizes-") as folder:
             write_checkpoint(Path(folder), name)
             loading = measure_loading(Path(folder))
