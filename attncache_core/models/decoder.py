@@ -8,7 +8,6 @@ feed-forward network. Each is used where it is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from attncache_core.errors import UnsupportedModel
 from attncache_core.models import attention
 from attncache_core.models.attention import Pattern
 from attncache_core.models.blocks import PlainAttention, QueryKeyValue, Scores, build_layers, output_linear
-from attncache_core.models.deepseek_moe import DeepseekMoE
+from attncache_core.models.experts import pack_networks
 from attncache_core.models.language import language_head
 from attncache_core.models.layer import (
     AttentionLayer,
@@ -29,7 +28,6 @@ from attncache_core.models.layer import (
     PackedModel,
     Pool,
 )
-from attncache_core.models.linear import packed
 from attncache_core.models.projections import Place, Projections, Rows
 from attncache_core.models.rotary import Rotary
 from attncache_core.tokens import TokenBatch
@@ -83,18 +81,13 @@ class _FeedForward:
         return hidden + (changed if self._output_norm is None else self._output_norm(changed))
 
 
-def feed_forward(module: Any, config: Any) -> FeedForward:
-    """A feed-forward network: packed if it is gate, up and down, or of such; else the module as it is."""
-    if isinstance(module, DeepseekMoE):
-        return module.packed(partial(feed_forward, config=config))
-    parts = {name for name, _ in module.named_children()}
-    if parts != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return lambda x: module(x[None])[0]
+def feed_forward(module: nn.Module, config: Any) -> FeedForward:
+    """A feed-forward network, or a block of experts, with all that is gate, up and down in it packed."""
     # A checkpoint may carry both names; the one that the configuration's class declares is used.
     name = config.hidden_activation if hasattr(type(config), "hidden_activation") else config.hidden_act
-    gate = packed(module.gate_proj, name, module.act_fn)
-    up, down = packed(module.up_proj), packed(module.down_proj)
-    return lambda x: down(gate(x).mul_(up(x)))
+    network = pack_networks(module, name)
+    # transformers' blocks of experts take a batch.
+    return lambda x: network(x[None])[0]
 
 
 def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:

@@ -8,8 +8,6 @@ so such a checkpoint is loaded as any other, and code that it brings along has n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from transformers import (
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2MLP
 
 from attncache_core.errors import UnsupportedModel
-from attncache_core.models.layer import FeedForward
+from attncache_core.models.experts import routed
 
 
 @strict
@@ -103,33 +101,15 @@ class DeepseekMoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden] -> [..., hidden]."""
-        flat = x.flatten(0, -2)
-        return _block(self.gate, list(self.experts), self.shared_experts, flat).view_as(x)
-
-    def packed(self, pack: Callable[[nn.Module], FeedForward]) -> FeedForward:
-        """This block of networks that `pack` makes of its own: [tokens, hidden] -> [tokens, hidden]."""
-        shared = None if self.shared_experts is None else pack(self.shared_experts)
-        return partial(_block, self.gate, [pack(expert) for expert in self.experts], shared)
+        rows = x.flatten(0, -2)
+        weights, chosen = self.gate(rows)
+        made = routed(list(self.experts), rows, chosen, weights).view_as(x)
+        return made if self.shared_experts is None else made + self.shared_experts(x)
 
 
 def _network(config: Any, width: int) -> nn.Module:
     """A feed-forward network of another width than a layer's own."""
     return DeepseekV2MLP(config, intermediate_size=width)
-
-
-def _block(
-    router: nn.Module, experts: Sequence[FeedForward], shared: FeedForward | None, x: torch.Tensor
-) -> torch.Tensor:
-    """See DeepseekMoE. Each expert runs once, for all tokens that are sent to it."""
-    weights, chosen = router(x)
-    order = chosen.flatten().argsort()
-    counts = chosen.flatten().bincount(minlength=len(experts)).tolist()
-    parts = x[order // chosen.shape[1]].split(counts)
-    made = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)])
-    # Back in the order of tokens, so that each one's sum is the same in any company.
-    made = made[order.argsort()].unflatten(0, chosen.shape)
-    routed = (made * weights[..., None]).sum(dim=1).to(x.dtype)
-    return routed if shared is None else routed + shared(x)
 
 
 class DeepseekModel(LlamaModel):

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +13,11 @@ from plain_deepseek import PlainDeepseek
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from attncache_core.checkpoint import Quantization, read_checkpoint
+from attncache_core.checkpoint import read_checkpoint
 from attncache_core.engine import PrefillEngine
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models import load_model, model_shape
 from attncache_core.models.linear import PackedLinear
-from attncache_core.models.quantized import QUANTIZED, Int4Linear
 
 HIDDEN, DENSE, EXPERT, EXPERTS, SHARED, CHOSEN, LAYERS = 32, 48, 12, 8, 2, 3, 3
 
@@ -172,23 +170,6 @@ def test_an_expert_runs_once_for_all_tokens_that_are_sent_to_it(published, monke
         assert 0 < len(sent) <= networks * EXPERTS
     assert products.count((tokens, HIDDEN, SHARED * EXPERT)) == 2
     assert products.count((tokens, SHARED * EXPERT, HIDDEN)) == 1
-
-
-def test_experts_are_quantised_too(published, monkeypatch):
-    made = []
-
-    class Noted(Int4Linear):
-        def __init__(self, weight, bias=None, activation=None):
-            made.append(tuple(weight.shape))
-            super().__init__(weight, bias, activation)
-
-    monkeypatch.setitem(QUANTIZED, Quantization.INT4, Noted)
-    checkpoint = replace(read_checkpoint(published), quantization=Quantization.INT4)
-    load_model(checkpoint, torch.float32)
-    matrices = [shape for name, shape in published_shapes().items() if ".layers." in name and len(shape) == 2]
-    # All numbers of the layers but the routers'.
-    routers = (LAYERS - 1) * EXPERTS * HIDDEN
-    assert sum(map(np.prod, made)) == sum(map(np.prod, matrices)) - routers
 
 
 @pytest.mark.parametrize(

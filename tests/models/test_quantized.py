@@ -1,5 +1,6 @@
 """A quantised layer computes what its formula says, and says it of each row of its own."""
 
+import re
 from dataclasses import replace
 from unittest import mock
 
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from core_models import needs_bfloat16
-from families import CASES, write_family
+from families import CASES, DECODERS, write_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
@@ -278,6 +280,25 @@ def test_weights_of_every_family_are_quantised(family, tmp_path):
     cosine = cosines(full, embeddings(replace(checkpoint, quantization=Quantization.INT8_WEIGHT_ONLY)))
     assert np.median(cosine) > 0.99
     assert cosine.max() < 1 - 1e-7
+
+
+@pytest.mark.parametrize("family", [name for name, case in DECODERS.items() if case.experts])
+def test_experts_are_quantised_and_routers_are_not(family, tmp_path, monkeypatch):
+    case, made = DECODERS[family], []
+
+    class Noted(Int4Linear):
+        def __init__(self, weight, bias=None, activation=None):
+            made.append(weight.numel())
+            super().__init__(weight, bias, activation)
+
+    monkeypatch.setitem(quantized.QUANTIZED, Quantization.INT4, Noted)
+    folder = write_family(tmp_path, case.made(), saved_as=case.saved_as)
+    load_model(replace(read_checkpoint(folder), quantization=Quantization.INT4), torch.float32)
+    weights = load_file(folder / "model.safetensors")
+    of_layers = {name: own.numel() for name, own in weights.items() if ".layers." in name and own.ndim > 1}
+    routers = [name for name in of_layers if re.search(r"(mlp|moe)\.gate\.|shared_expert_gate", name)]
+    assert routers
+    assert sum(made) == sum(of_layers.values()) - sum(of_layers[name] for name in routers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
