@@ -190,13 +190,17 @@ class PrefillEngine:
         return self.tokenizer.default_prompt
 
     def tokenize(
-        self, texts: Sequence[str], truncate: bool = True, prompt: Prompt | None = None
+        self,
+        texts: Sequence[str],
+        truncate: bool = True,
+        prompt: Prompt | None = None,
+        most_tokens: int | None = None,
     ) -> list[list[int]]:
         """Token ids of each text, in the checkpoint's template or another prompt. Thread safe.
 
-        Raises InputTooLong where `truncate` is False.
+        Raises InputTooLong where `truncate` is False, and for more than `most_tokens` in all.
         """
-        return self.tokenizer.tokenize(texts, truncate=truncate, prompt=prompt)
+        return self.tokenizer.tokenize(texts, truncate=truncate, prompt=prompt, most_tokens=most_tokens)
 
     def named_prompt(self, name: str) -> Prompt:
         """The checkpoint's prompt of this name, instead of its default one. Raises InvalidInput."""

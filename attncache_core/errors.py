@@ -33,7 +33,7 @@ class InvalidInput(AttnCacheError):
 
 
 class InputTooLong(InvalidInput):
-    """A text has more tokens than the model takes and truncation was declined."""
+    """A text has more tokens than the model takes and truncation was declined, or all have too many."""
 
     code = "input_too_long"
     status = 422

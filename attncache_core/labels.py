@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -30,46 +29,41 @@ class LabelTokens:
     labels: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]  # of each label, behind the template
     prompt: Prompt  # how a text's sequences are made and what is read from them
+    places: tuple[tuple[int, ...], ...]  # of each label's tokens among a text's targets; none, none are read
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, template: Template, labels: Sequence[str]) -> Self:
-        """Raises InvalidInput for labels that cannot be told apart or continue the template badly."""
+        """In time and memory as the labels' tokens.
+
+        Raises InvalidInput for labels that cannot be told apart, that continue the template badly or that
+        leave no room for a text.
+        """
         tokens = tokenizer.continuations(template, labels)
+        seen: set[Beginning] = set()
         for index, own in enumerate(tokens):
-            if own in tokens[:index]:
+            if own in seen:
                 raise InvalidInput(
                     f"labels[{index}] has the tokens of another label", field=f"labels[{index}]"
                 )
+            seen.add(own)
         beginnings = _longest([own[:-1] for own in tokens])
         prompt = tokenizer.prompt(template, continued=max(map(len, beginnings)))
+        places: tuple[tuple[int, ...], ...] = ()
         if max(map(len, tokens)) > 1:
-            prompt = replace(prompt, readings=_readings(prompt.readings[0], beginnings, tokens))
-        return cls(tuple(labels), tuple(tokens), prompt)
+            readings, places = _readings(prompt.readings[0], beginnings, tokens)
+            prompt = replace(prompt, readings=readings)
+        return cls(tuple(labels), tuple(tokens), prompt, places)
 
     @property
     def one_token_each(self) -> bool:
         """Whether the logits of the last position tell all: nothing else is read then."""
-        return max(map(len, self.tokens)) == 1
-
-    @cached_property
-    def _paths(self) -> np.ndarray:
-        """[targets of a text, labels]: 1 where a target is a token of the label."""
-        targets = [
-            (*reading.continuation[: len(reading.continuation) - back], token)
-            for reading in self.prompt.readings
-            for back, token in reading.targets
-        ]
-        row_of = {beginning: row for row, beginning in enumerate(targets)}
-        paths = np.zeros((len(targets), len(self.labels)), dtype=np.float32)
-        for label, own in enumerate(self.tokens):
-            paths[[row_of[own[: place + 1]] for place in range(len(own))], label] = 1
-        return paths
+        return not self.places
 
     def logits(self, log_probabilities: Sequence[np.ndarray]) -> np.ndarray:
         """Summed log-probabilities float32 [texts, labels] from those of each sequence of the texts."""
-        targets = np.concatenate(log_probabilities).reshape(-1, len(self._paths))
-        summed: np.ndarray = targets @ self._paths
-        return summed
+        targets = sum(len(reading.targets) for reading in self.prompt.readings)
+        of_texts = np.concatenate(log_probabilities).reshape(-1, targets)
+        return np.stack([of_texts[:, own].sum(axis=1) for own in self.places], axis=1)
 
 
 def _longest(beginnings: Sequence[Beginning]) -> list[Beginning]:
@@ -86,18 +80,33 @@ def _longest(beginnings: Sequence[Beginning]) -> list[Beginning]:
 
 def _readings(
     alone: Reading, beginnings: Sequence[Beginning], tokens: Sequence[Beginning]
-) -> tuple[Reading, ...]:
-    """A reading for each longest beginning; what several sequences pass is read in the first of them."""
-    branches: dict[Beginning, dict[int, None]] = {}
-    for own in tokens:
-        for place, token in enumerate(own):
-            branches.setdefault(own[:place], {})[token] = None
+) -> tuple[tuple[Reading, ...], tuple[tuple[int, ...], ...]]:
+    """A reading for each longest beginning; what several sequences pass is read in the first of them.
+
+    Beside them, of each label, the places of its tokens among the targets of all readings.
+    """
+    # Nodes have numbers, the root 0: kept as tuples, the beginnings of a label of n tokens would hold n² / 2.
+    nodes: dict[tuple[int, int], int] = {}  # (node, token) -> the node that the token leads to
+    paths = [_walked(nodes, own) for own in tokens]
+    branches: dict[int, list[tuple[int, int]]] = {}  # node -> (token, where it leads), until they are read
+    for (node, token), child in nodes.items():
+        branches.setdefault(node, []).append((token, child))
+    place_of: dict[int, int] = {}
     readings = []
     for own in beginnings:
-        targets = [
-            Target(len(own) - place, token)
-            for place in range(len(own) + 1)
-            for token in branches.pop(own[:place], ())
-        ]
+        targets = []
+        for passed, node in enumerate([0, *_walked(nodes, own)]):
+            for token, child in branches.pop(node, ()):
+                place_of[child] = len(place_of)
+                targets.append(Target(len(own) - passed, token))
         readings.append(replace(alone, continuation=own, targets=tuple(targets)))
-    return tuple(readings)
+    return tuple(readings), tuple(tuple(place_of[node] for node in path) for path in paths)
+
+
+def _walked(nodes: dict[tuple[int, int], int], tokens: Beginning) -> list[int]:
+    """The nodes that these tokens lead to from the root, one after the other; new ones are added."""
+    path, node = [], 0
+    for token in tokens:
+        node = nodes.setdefault((node, token), len(nodes) + 1)
+        path.append(node)
+    return path

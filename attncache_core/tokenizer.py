@@ -51,21 +51,30 @@ class TextTokenizer:
     def prompt(self, template: Template, *, field: str = "template", continued: int = 0) -> Prompt:
         """The template made ready, to be continued by so many tokens at most.
 
-        Raises InvalidInput, naming `field`, if there is no room left for a text.
+        Raises InvalidInput if there is no room left for a text: it names `field`, or the labels where it is
+        their tokens that take it.
         """
         if template != Template() or continued:
-            taken = len(self._tokenizer.encode(template.around("")).ids) + continued
+            taken = len(self._tokenizer.encode(template.around("")).ids)
             if taken >= self.max_tokens:
                 raise _no_room(self.max_tokens, field)
+            if taken + continued >= self.max_tokens:
+                raise _no_room(self.max_tokens, "labels")
         return Prompt(template, (Reading(self._front_tokens(template.prefix)),))
 
     def tokenize(
-        self, texts: Sequence[str], *, truncate: bool, prompt: Prompt | None = None
+        self,
+        texts: Sequence[str],
+        *,
+        truncate: bool,
+        prompt: Prompt | None = None,
+        most_tokens: int | None = None,
     ) -> list[list[int]]:
         """Token ids of each text in its template, at most `max_tokens` each: one sequence for each reading.
 
         A text is cut at its end; the template, what continues it, and the tokens that open and close a
-        sequence stay whole. Raises InputTooLong, naming the text, if one is longer and `truncate` is False.
+        sequence stay whole. Raises InputTooLong, naming the text, if one is longer and `truncate` is False,
+        and if all sequences together would have more than `most_tokens`.
         """
         prompt = prompt or self.default_prompt
         template, readings = prompt.template, prompt.readings
@@ -80,6 +89,11 @@ class TextTokenizer:
                         field=f"inputs[{index}]",
                     )
                 sequences[index] = self._cut(texts[index], template, len(ids) - room)
+        # Before they are made: a text stands in the sequence of every reading.
+        continued = sum(len(reading.continuation) for reading in readings)
+        tokens = len(readings) * sum(map(len, sequences)) + len(texts) * continued
+        if most_tokens is not None and tokens > most_tokens:
+            raise _too_many(tokens, most_tokens, "labels" if continued else "inputs")
         return [[*ids, *reading.continuation] for ids in sequences for reading in readings]
 
     def require_open_end(self) -> None:
@@ -147,5 +161,16 @@ class TextTokenizer:
 
 def _no_room(max_tokens: int, field: str) -> InvalidInput:
     return InvalidInput(
-        f"{field} leaves no room for a text within {max_tokens} tokens; shorten it", field=field
+        f"{field}: there is no room left for a text within {max_tokens} tokens; shorten what is given",
+        field=field,
+    )
+
+
+def _too_many(tokens: int, most: int, field: str) -> InputTooLong:
+    shorten = (
+        "give fewer or shorter labels or inputs" if field == "labels" else "give fewer or shorter inputs"
+    )
+    return InputTooLong(
+        f"{field} make sequences of {tokens} tokens in all, and a request may have {most}: {shorten}",
+        field=field,
     )

@@ -40,11 +40,12 @@ _TOKENIZE_THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much one batch, and the queue, may hold."""
+    """How much one batch, the queue and one request may hold."""
 
     batch_tokens: int
     batch_sequences: int
     queue_sequences: int
+    request_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,9 @@ class Batcher:
         started = time.perf_counter()
         try:
             if not job.future.done():
-                job.sequences = self._engine.tokenize(job.texts, job.truncate, job.prompt)
+                job.sequences = self._engine.tokenize(
+                    job.texts, job.truncate, job.prompt, self._limits.request_tokens
+                )
         # A panic in a compiled tokenizer is no Exception, and the client must hear of it all the same.
         except BaseException as error:
             with self._lock:

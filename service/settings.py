@@ -109,6 +109,11 @@ class Settings(BaseModel):
         2048, ge=1, description="Texts that may wait; beyond it, requests get a 429."
     )
     max_request_inputs: int = Field(256, ge=1, description="Texts in one request.")
+    max_request_tokens: int = Field(
+        2**19,
+        ge=1,
+        description="Tokens of all sequences of one request; labels of several tokens make a text many.",
+    )
     max_body_bytes: int = Field(2 * 1024 * 1024, ge=1, description="Bytes in one request's body.")
     cache_dir: Path | None = Field(
         None, description="Where default databases live; without it, in the user's cache folder."

@@ -95,6 +95,7 @@ class ServiceState:
             batch_tokens=self.settings.max_batch_tokens,
             batch_sequences=self.settings.max_batch_sequences,
             queue_sequences=self.settings.max_queue_sequences,
+            request_tokens=self.settings.max_request_tokens,
         )
         batcher = Batcher(engine, limits, self.metrics, verifier)
         self.metrics.watch(lambda: batcher.waiting_sequences, engine.info)

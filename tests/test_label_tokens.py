@@ -1,5 +1,6 @@
 """Labels by their tokens' logits, against Hugging Face's eager decoder in float32."""
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from attncache_core.errors import InputTooLong, InvalidInput, NoClassifier, Unsu
 from attncache_core.labels import LabelTokens
 from attncache_core.models import language
 from attncache_core.outputs import Measure
-from attncache_core.prompts import Template
+from attncache_core.prompts import Prompt, Reading, Template
 from attncache_core.tokenizer import TextTokenizer
 
 # Sums of a few log-probabilities, each of size 10 to 40 with the tiny model's strong head; float32 has seven
@@ -247,8 +248,51 @@ def test_text_is_cut_so_that_template_and_label_stay_whole(folder):
 
 def test_labels_that_leave_no_room_are_refused(folder):
     alone = len(AutoTokenizer.from_pretrained(folder)(TEMPLATE.around(""))["input_ids"])
-    with pytest.raises(InvalidInput, match="leaves no room"):
+    with pytest.raises(InvalidInput, match="no room left for a text") as refused:
         load(folder, ("bank " * 9 + "lost", "card"), max_tokens=alone + 5)
+    assert refused.value.field == "labels"
+    with pytest.raises(InvalidInput, match="no room left for a text") as refused:
+        load(folder, ("bank lost", "card"), max_tokens=alone)
+    assert refused.value.field == "template"
+
+
+class GivenTokens:
+    """Stands for a tokenizer: of each label these tokens."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def continuations(self, _template, labels):
+        return [self.tokens[int(label)] for label in labels]
+
+    def prompt(self, template, continued):  # noqa: ARG002
+        return Prompt(template, (Reading(0),))
+
+
+def test_long_labels_take_memory_as_their_tokens_and_not_as_their_square():
+    random = np.random.default_rng(0)
+    tokens = [tuple(random.integers(0, 9, 1500).tolist()) for _ in range(20)]
+    tracemalloc.start()
+    asked = LabelTokens.of(GivenTokens(tokens), Template(), [str(label) for label in range(20)])
+    logs = [np.ones(len(reading.targets), np.float32) for reading in asked.prompt.readings]
+    assert asked.logits(logs).tolist() == [[1500] * 20]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # 30,000 tokens: the square of a label's, twenty times, would be 360 MB.
+    assert most < 40e6
+
+
+def test_texts_whose_sequences_have_too_many_tokens_are_refused_before_these_are_made(engine):
+    texts = some_texts(3)
+    for prompt, field in ((engine.labels_in(None, SEVERAL).prompt, "labels"), (None, "inputs")):
+        sequences = engine.tokenize(texts, prompt=prompt)
+        tokens = sum(map(len, sequences))
+        assert engine.tokenize(texts, prompt=prompt, most_tokens=tokens) == sequences
+        with pytest.raises(
+            InputTooLong, match=rf"{tokens} tokens.*may have {tokens - 1}: give fewer"
+        ) as refused:
+            engine.tokenize(texts, prompt=prompt, most_tokens=tokens - 1)
+        assert refused.value.field == field
 
 
 def test_own_labels_of_one_token_are_classes_to_agree_on(folder, oracle):

@@ -101,7 +101,9 @@ def test_template_that_leaves_no_room_is_refused_before_any_text(llama):
     checkpoint = llama.adapted(template=ONE_WORD)
     alone = len(AutoTokenizer.from_pretrained(llama.folder)(ONE_WORD.around(""))["input_ids"])
     TextTokenizer(checkpoint, alone + 1)
-    with pytest.raises(InvalidInput, match=f"template leaves no room for a text within {alone} tokens"):
+    with pytest.raises(
+        InvalidInput, match=f"template: there is no room left for a text within {alone} tokens"
+    ):
         TextTokenizer(checkpoint, alone)
 
 

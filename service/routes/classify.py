@@ -100,7 +100,8 @@ async def _by_tokens(request: Request, body: ClassifyRequest, truncate: bool, re
         )
     pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse, prompt=asked.prompt)
     rows = await rows_unless_gone(request, pending)
-    logits = engine.label_logits(asked, rows.outputs, rows.log_probabilities)
+    # In a thread too: of many labels there is as much to add up.
+    logits = await asyncio.to_thread(engine.label_logits, asked, rows.outputs, rows.log_probabilities)
     scores = class_scores(logits, body.temperature or _CLASSIFIER_TEMPERATURE)
     return answer([_best_first(list(asked.labels), row) for row in scores], rows)
 
@@ -146,7 +147,9 @@ async def _label_embeddings(
             rows = await rows_unless_gone(request, pending)
         except InputTooLong as error:
             # Its field would name an input.
-            raise InputTooLong("a label has more tokens than the model takes", field="labels") from error
+            raise InputTooLong(
+                "labels have more tokens than the model or a request takes; shorten them", field="labels"
+            ) from error
         embeddings = normalize(rows.outputs)
         serving.label_memory.remember(missing, truncate, embeddings)
         known.update(zip(missing, embeddings, strict=True))

@@ -22,6 +22,7 @@ _SHOWN_SETTINGS = {
     "max_batch_sequences",
     "max_queue_sequences",
     "max_request_inputs",
+    "max_request_tokens",
     "max_body_bytes",
 }
 _NOT_READY: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}

@@ -70,7 +70,13 @@ class FakeEngine:
     def named_prompt(self, name: str) -> Prompt:
         return Prompt(Template(prefix=f"{name}: "), (Reading(len(name) + 2),))
 
-    def tokenize(self, texts: list[str], truncate: bool, prompt: Prompt = OWN_PROMPT) -> list[list[int]]:
+    def tokenize(
+        self,
+        texts: list[str],
+        truncate: bool,
+        prompt: Prompt = OWN_PROMPT,
+        most_tokens: int | None = None,  # noqa: ARG002
+    ) -> list[list[int]]:
         texts = [prompt.template.around(text) for text in texts]
         for index, text in enumerate(texts):
             if len(text) > self.max_tokens and not truncate:

@@ -25,7 +25,7 @@ async def batching(
     engine: FakeEngine, tokens: int = 1000, sequences: int = 100, queue: int = 1000
 ) -> AsyncIterator[Batcher]:
     """A batcher over the engine; at the end the law: nothing waits any more."""
-    batcher = Batcher(engine, Limits(tokens, sequences, queue), Metrics())
+    batcher = Batcher(engine, Limits(tokens, sequences, queue, request_tokens=10**6), Metrics())
     try:
         yield batcher
     finally:

@@ -127,12 +127,15 @@ async def test_headers_and_metrics_count_sequences(folder: Path) -> None:
         ({"labels": ["Sesam"] * 300}, "too_many_inputs", "labels"),
         ({"inputs": ["Sesam " * 200], "truncate": False}, "input_too_long", "inputs[0]"),
         ({"inputs": ["a"] * 40, "labels": SEVERAL}, "too_many_inputs", "inputs"),
+        ({"labels": ["Sesam " * 200, "card"]}, "invalid_input", "labels"),
+        ({"labels": [first + " Sesam card" * 10 for first in SINGLE]}, "input_too_long", "labels"),
     ],
 )
 async def test_bad_request_is_refused_with_what_is_wrong(
     folder: Path, body: dict[str, Any], code: str, field: str
 ) -> None:
-    async with serving(load(folder, SINGLE), max_request_inputs=64, max_queue_sequences=64) as client:
+    limits = {"max_request_inputs": 64, "max_queue_sequences": 64, "max_request_tokens": 100}
+    async with serving(load(folder, SINGLE), **limits) as client:
         response = await client.post("/classify", json={"inputs": "card", **body})
         after = await client.post("/classify", json={"inputs": "card"})
     error = response.json()["error"]

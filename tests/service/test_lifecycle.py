@@ -54,10 +54,11 @@ async def test_loading_that_fails_is_told(error: Exception, caplog: pytest.LogCa
 
 
 async def test_info_says_what_is_served() -> None:
-    async with serving(max_request_inputs=5, truncate=False) as client:
+    async with serving(max_request_inputs=5, max_request_tokens=99, truncate=False) as client:
         info = (await client.get("/info")).json()
     assert (info["model"], info["task"], info["database"]["records"]) == ("fake", "embed", 7)
     assert info["settings"]["max_request_inputs"] == 5
+    assert info["settings"]["max_request_tokens"] == 99
     assert info["settings"]["truncate"] is False
     assert info["version"]
 

@@ -247,7 +247,9 @@ def test_failing_verification_is_logged_without_the_text_and_counted(
 async def verifying(engine: FakeEngine, sequences: int = 100) -> AsyncIterator[tuple[Batcher, Metrics]]:
     """A batcher that verifies every hit."""
     metrics = Metrics()
-    batcher = Batcher(engine, Limits(10_000, sequences, 10_000), metrics, verifier_of(engine, metrics))
+    batcher = Batcher(
+        engine, Limits(10_000, sequences, 10_000, 10_000), metrics, verifier_of(engine, metrics)
+    )
     try:
         yield batcher, metrics
     finally:
