@@ -121,6 +121,7 @@ class PrefillEngine:
         count = limit_threads(threads)
         if database:
             database.require_fingerprint(checkpoint.fingerprint(), checkpoint.name)
+            database.require_use(checkpoint)
         if classifier:
             classifier.require_fingerprint(checkpoint.embedding_fingerprint(), checkpoint.name)
         tokenizer = TextTokenizer(checkpoint, max_tokens)
@@ -225,6 +226,8 @@ class PrefillEngine:
         prompt = self.default_prompt if prompt_name is None else self.named_prompt(prompt_name)
         sequences = self.tokenize(texts, prompt=prompt)
         readings = list(prompt.readings) * len(sequences)
+        # A database's budget was measured with the default prompt.
+        reuse = reuse and prompt == self.default_prompt
         outputs = self.run(sequences, [reuse] * len(sequences), readings).outputs
         return normalize(outputs) if self.checkpoint.normalize else outputs
 
@@ -248,12 +251,26 @@ class PrefillEngine:
         """
         if self.task != "label-logits":
             raise InvalidInput("labels are scored in a template by task label-logits only", field="template")
-        if template is None and labels is None and self.label_tokens:
-            return self.label_tokens
-        template, labels = template or self.checkpoint.template, labels or self.checkpoint.labels
+        template, labels = template or self.checkpoint.template, tuple(labels or self.checkpoint.labels)
         if not labels:
             raise NoClassifier("the server has no labels of its own: give labels", field="labels")
+        if self.label_tokens and (template, labels) == (self.checkpoint.template, self.label_tokens.labels):
+            return self.label_tokens
         return LabelTokens.of(self.tokenizer, template, labels)
+
+    def keeps_budget(self, asked: LabelTokens) -> bool:
+        """Whether the database's budget holds for these labels in this template.
+
+        It does for the operator's own. Where it is of outputs and not of decisions, it does for any labels of
+        one token each in the operator's template too.
+        """
+        if asked is self.label_tokens:
+            return True
+        return (
+            asked.prompt == self.default_prompt
+            and self.policy is not None
+            and self.policy.budget.measure is Measure.COSINE
+        )
 
     @torch.inference_mode()
     def label_logits(

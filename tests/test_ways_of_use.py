@@ -8,8 +8,12 @@ from command_line import assert_one_line, run, succeeded
 from core_decoders import write_llama
 from core_models import random_text
 
-from attncache_core import AttentionDatabase, LinearClassifier, PrefillEngine
+from attncache_core import AttentionDatabase, DatabaseRefused, LinearClassifier, PrefillEngine
+from attncache_core.attention_maps.calibration import calibrate_database
+from attncache_core.attention_maps.policy import Budget
+from attncache_core.attention_maps.store import MapForm
 from attncache_core.checkpoint import read_checkpoint
+from attncache_core.outputs import Measure
 from attncache_core.prompts import Template
 from service.commands import serve
 
@@ -60,6 +64,56 @@ def test_database_records_the_prompts_that_will_be_asked(folder, engine):
     sequences = engine.tokenize(texts_of(folder))
     assert all(store.record_of(ids) is not None for ids in sequences)
     assert store.records == len(sequences)
+
+
+@pytest.mark.parametrize("form", MapForm)
+def test_maps_are_kept_in_the_form_asked_for(folder, tmp_path, form):
+    given = ("--corpus", folder / "texts.tsv", "--database", tmp_path / "a.db", "--maps", form.value)
+    output = succeeded(run("build", *options(folder), *given, "--heads", "4", "--prototypes", "0"))
+    assert AttentionDatabase.open(tmp_path / "a.db").manifest.form is form
+    assert f"{form.value} maps" in output
+
+
+@pytest.mark.parametrize(
+    ("used", "field"),
+    [
+        ({"template": Template.parse('That "{}" means:')}, "template"),
+        ({"pooling": "mean"}, "pooling"),
+        ({"label_logits": True, "labels": ["card", "bank"]}, None),
+    ],
+    ids=["template", "pooling", "labels"],
+)
+def test_database_serves_only_what_its_budget_was_measured_for(folder, tmp_path, used, field):
+    """A budget of outputs holds for whatever is read from them."""
+    corpus = ("--corpus", folder / "texts.tsv", "--database", tmp_path / "a.db", "--heads", "4")
+    succeeded(run("build", *options(folder), *corpus, "--prototypes", "0"))
+    way = {"template": Template.parse(WRITTEN), "pooling": "lasttoken"} | used
+    if used.get("label_logits"):
+        del way["pooling"]
+    checkpoint = read_checkpoint(folder / "model").adapted(**way)
+    database = AttentionDatabase.open(tmp_path / "a.db")
+    if field is None:
+        PrefillEngine.load(checkpoint, dtype="float32", database=database)
+        return
+    with pytest.raises(DatabaseRefused, match=f"with {field} set otherwise.*calibrate") as refusal:
+        PrefillEngine.load(checkpoint, dtype="float32", database=database)
+    assert refusal.value.field == field
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    random = np.random.default_rng(2)
+    others = engine.tokenize([random_text(random, words) for words in np.repeat([3, 4, 5], 40)])
+    calibrate_database(engine, database, others, Budget(Measure.COSINE, 0.9))
+    PrefillEngine.load(checkpoint, dtype="float32", database=AttentionDatabase.open(tmp_path / "a.db"))
+
+
+def test_budget_of_decisions_is_of_these_labels(folder, tmp_path):
+    used = ("--template", folder / "template.txt", "--task", "label-logits", "--labels")
+    given = ("--model", folder / "model", "--dtype", "float32", *used)
+    corpus = ("--corpus", folder / "texts.tsv", "--database", tmp_path / "a.db", "--heads", "4")
+    succeeded(run("build", *given, "card,bank", *corpus))
+    asked = ("--data", folder / "texts.tsv", "--database", tmp_path / "a.db", "--rounds", 1)
+    refused = run("evaluate", "agreement", *given, "card,lost", *asked)
+    assert refused.exit_code == 2
+    assert "with labels set otherwise" in refused.stderr
 
 
 def test_classifier_is_fitted_on_the_embeddings_of_the_template(folder, engine):

@@ -30,7 +30,7 @@ import torch
 from attncache_core.attention_maps.calibration import MOST_DAMAGE_PROBES, Progress, calibrate
 from attncache_core.attention_maps.choice import FEWEST_PROBES
 from attncache_core.attention_maps.damage import damage_of_each, joint_damage, model_for_damage, reuse_rank
-from attncache_core.attention_maps.database import FORMAT_VERSION, Manifest, file_digest, small_files
+from attncache_core.attention_maps.database import FORMAT_VERSION, Manifest, file_digest, small_files, use_of
 from attncache_core.attention_maps.index import FeatureIndex
 from attncache_core.attention_maps.mask import (
     ReuseMask,
@@ -149,6 +149,7 @@ class _Build:
         layers, heads = len(self.model.layers), self.model.layers[0].heads
         self.rank, self.damage = natural_rank(layers, heads), np.zeros((layers, heads))
         self.budget = default_budget(engine, options.min_cosine, options.min_agreement)
+        self.use = use_of(engine.checkpoint, decides=self.budget.measure is Measure.AGREEMENT)
         layout = RecordLayout(
             self._stored_heads(),
             torch.bfloat16 if engine.dtype is torch.bfloat16 else torch.float16,
@@ -197,6 +198,7 @@ class _Build:
             {
                 "format_version": FORMAT_VERSION,
                 "fingerprint": self.fingerprint,
+                "use": self.use,
                 "dtype": str(self.recording.layout.dtype),
                 "options": asdict(self.options),
                 "sentences": _digest(json.dumps(self.sentences.sequences).encode()),
@@ -371,6 +373,7 @@ class _Build:
             rank=tuple(map(tuple, self.rank.tolist())),
             reused_heads=mask.reused,
             policy=policy,
+            use=self.use,
             quality=quality,
             build={
                 **asdict(self.options),

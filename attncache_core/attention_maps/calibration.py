@@ -12,7 +12,7 @@ import numpy as np
 from attncache_core.attention_maps.choice import FEWEST_PROBES, Savings, choose_policy, report
 from attncache_core.attention_maps.cost import measure_costs, search_cost
 from attncache_core.attention_maps.damage import damage_of_each, joint_damage, model_for_damage, reuse_rank
-from attncache_core.attention_maps.database import AttentionDatabase, keep_calibration_texts
+from attncache_core.attention_maps.database import AttentionDatabase, keep_calibration_texts, use_of
 from attncache_core.attention_maps.mask import ReuseMask, head_order, mildest_mask, parse_heads
 from attncache_core.attention_maps.policy import Budget, ReusePolicy, uniform_policy
 from attncache_core.attention_maps.probes import Probes, find_probes, measure, stored_batches
@@ -100,6 +100,7 @@ def calibrate_database(
     mask, policy, quality = calibrate(
         engine, database.search, probes, rank, budget, on_pass=partial(progress, "measuring masks")
     )
+    decides = budget.measure is Measure.AGREEMENT
     quality["left_out"] = len(sequences) - len(unseen)
     calibrated = replace(
         manifest,
@@ -107,10 +108,11 @@ def calibrate_database(
         rank=tuple(map(tuple, rank.tolist())),
         reused_heads=mask.reused,
         policy=policy,
+        use=use_of(engine.checkpoint, decides=decides and engine.classifier is None),
         quality=quality,
     )
     with locked(database.folder, on_wait=lambda: progress("waiting for another process", 0, 1)):
-        files = database.keep_decisions(engine.classifier if budget.measure is Measure.AGREEMENT else None)
+        files = database.keep_decisions(engine.classifier if decides else None)
         keep_calibration_texts(database.folder, unseen)
         replace(calibrated, files=files).write(database.folder)
         forget_tightened(database.folder)

@@ -45,6 +45,7 @@ from attncache_core.attention_maps.store import (
     token_digest,
 )
 from attncache_core.attention_maps.tightened import as_tightened
+from attncache_core.checkpoint import Checkpoint
 from attncache_core.classifier import LinearClassifier
 from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.files import write_whole
@@ -74,6 +75,7 @@ class Manifest:
     build: dict[str, Any]  # how it was made
     files: dict[str, str] = field(default_factory=dict)  # path -> SHA-256, all but the segments
     form: MapForm = MapForm.SQUARE  # of the records' maps
+    use: dict[str, Any] = field(default_factory=dict)  # of the model when the budget was measured: `use_of`
     format_version: int = FORMAT_VERSION
 
     @property
@@ -135,6 +137,16 @@ class Manifest:
             ) from error
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptDatabase(f"{folder / 'manifest.json'} cannot be read", field="database") from error
+
+
+def use_of(checkpoint: Checkpoint, *, decides: bool) -> dict[str, Any]:
+    """What beside the maps a budget depends on, for JSON: option -> its value.
+
+    decides: whether the budget is of decisions that the model takes as it is used, not only of its outputs.
+    """
+    pooling = {"modes": list(checkpoint.pooling.modes), "include_prompt": checkpoint.pooling.include_prompt}
+    use = {"template": str(checkpoint.template), "pooling": pooling}
+    return use | ({"task": checkpoint.task, "labels": list(checkpoint.labels)} if decides else {})
 
 
 def _require_quality(quality: dict[str, Any]) -> None:
@@ -246,6 +258,18 @@ class AttentionDatabase:
                 gone.setdefault(len(ids), set()).add(record)
         search = replace(self.search, index=self.search.index.without(gone), left_out=gone)
         return replace(self, search=search), sum(map(len, gone.values()))
+
+    def require_use(self, checkpoint: Checkpoint) -> None:
+        """Raise DatabaseRefused unless the budget was measured for the model as it is used now."""
+        known = self.manifest.use
+        now = use_of(checkpoint, decides="labels" in known)
+        other = [name for name, value in known.items() if now[name] != value]
+        if other:
+            raise DatabaseRefused(
+                f"database {self.folder} was calibrated with {other[0]} set otherwise, for which alone its "
+                "budget holds; set it the same, or calibrate the database for this by `attncache calibrate`",
+                field=other[0],
+            )
 
     def require_fingerprint(self, fingerprint: str, model: str) -> None:
         """Raise DatabaseRefused unless the database was built for the model of this fingerprint."""

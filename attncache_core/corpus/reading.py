@@ -6,13 +6,16 @@ import csv
 import io
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
+import numpy as np
 import orjson
 
 from attncache_core.errors import InvalidInput
+
+T = TypeVar("T")
 
 FORMATS = ("txt", "tsv", "csv", "jsonl")
 
@@ -50,6 +53,12 @@ def read_texts(source: str, column: str = "text", file_format: str | None = None
     """
     path, columns = _with_columns(source, column)
     return [text for row in read_rows(path, columns, file_format) for text in row]
+
+
+def spread(given: Sequence[T], most: int) -> list[T]:
+    """At most `most` of the given, at even distances: neighbours in a file are often of one kind."""
+    places = np.linspace(0, len(given) - 1, min(most, len(given))).round().astype(int)
+    return [given[place] for place in places]
 
 
 def _with_columns(source: str, column: str) -> tuple[str, tuple[str, ...]]:

@@ -81,7 +81,8 @@ _defaults = BuildOptions()
 @click.option(
     "--maps",
     "form",
-    type=click.Choice(MapForm),
+    type=click.Choice([form.value for form in MapForm]),
+    callback=lambda _context, _option, value: value and MapForm(value),
     help="square: whole maps; packed: the lower triangles of a causal model's, half the bytes. Default: "
     "packed where the model is causal.",
 )

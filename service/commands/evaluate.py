@@ -17,7 +17,7 @@ from attncache_core import (
     PrefillEngine,
 )
 from attncache_core.attention_maps.mask import is_count
-from attncache_core.corpus.reading import read_labelled, read_rated, read_texts
+from attncache_core.corpus.reading import read_labelled, read_rated, read_texts, spread
 from attncache_core.engine import Dtype
 from attncache_core.evaluation.methods import METHODS
 from attncache_core.evaluation.mmlu import LETTERS, Prompts, Question, read_questions
@@ -30,7 +30,13 @@ from attncache_core.evaluation.tasks import (
 from service.bench.report import show_table
 from service.commands.evaluation import Evaluation, Request
 from service.commands.evaluation_curves import plot_curves
-from service.commands.options import max_tokens_option, model_options
+from service.commands.options import (
+    drop_options,
+    max_tokens_option,
+    model_options,
+    use_options,
+    whole_model_options,
+)
 from service.commands.progress import shown_progress
 
 
@@ -44,7 +50,12 @@ def evaluate() -> None:
 
 
 def evaluation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every evaluation."""
+    """The options of an evaluation, and of how the model is used in it."""
+    return fixed_evaluation_options(use_options(command))
+
+
+def fixed_evaluation_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of an evaluation that says itself how the model is used."""
     options = (
         max_tokens_option,
         click.option("--database", type=click.Path(path_type=Path), help="Folder of the database."),
@@ -75,7 +86,7 @@ def evaluation_options(command: Callable[..., None]) -> Callable[..., None]:
     )
     for option in reversed(options):
         command = option(command)
-    return model_options(command)
+    return whole_model_options(drop_options(command))
 
 
 @evaluate.command("sts")
@@ -143,7 +154,7 @@ def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) ->
 
 
 @evaluate.command("mmlu")
-@evaluation_options
+@fixed_evaluation_options
 @click.option("--data", required=True, help="Questions: a table with subject, question, A, B, C, D, answer.")
 @click.option("--examples", required=True, help="The same, solved before each question.")
 @click.option("--shots", default="0..5", show_default=True, help="Examples before a question: 5, or 0..5.")
@@ -178,20 +189,33 @@ def mmlu(
             field="model",
         )
     for number in _range(shots):
-        texts = [prompts.of(question, number) for question in asked]
+        # A prompt that is cut would lose its question.
+        texts = {q: prompts.of(q, number) for q in (*asked, *others)}
+        fitting = {q: text for q, text in texts.items() if evaluation.fits(text)}
+        kept = [q for q in asked if q in fitting]
+        if not kept:
+            raise InvalidInput(
+                f"every prompt of {number} shots has more than the {evaluation.full.max_tokens} tokens that "
+                "are taken; ask for fewer shots",
+                field="shots",
+            )
         task = ClassificationTask(
-            f"{number} shots", evaluation.full, evaluation.tokenize(texts), [q.answer for q in asked]
+            f"{number} shots",
+            evaluation.full,
+            evaluation.tokenize([fitting[q] for q in kept]),
+            [q.answer for q in kept],
         )
         reports = evaluation.run(
             task,
-            [prompts.of(question, number) for question in others],
+            [fitting[q] for q in others if q in fitting],
             request.database and request.database / f"shots-{number}",
         )
-        tokens = sum(map(len, task.sequences)) / len(asked)
+        tokens = sum(map(len, task.sequences)) / len(kept)
         rows += [
             [
                 str(number),
                 report.method,
+                str(len(kept)),
                 f"{tokens:.0f}",
                 f"{report.score:.4f}",
                 f"{report.hit_rate:.3f}",
@@ -201,8 +225,8 @@ def mmlu(
             for report in reports
         ]
     show_table(
-        f"MMLU, {len(asked)} questions; how many times as fast as in full",
-        ["shots", "method", "tokens", "accuracy", "hits", "attention", "end to end"],
+        f"MMLU, prompts of at most {evaluation.full.max_tokens} tokens; how many times as fast as in full",
+        ["shots", "method", "asked", "tokens", "accuracy", "hits", "attention", "in all"],
         rows,
     )
 
@@ -216,7 +240,7 @@ def _chosen(questions: Sequence[Question], subjects: str | None, count: int | No
     kept = [question for question in questions if names is None or question.subject in names]
     if not kept:
         raise InvalidInput("the data has no questions", field="data")
-    return kept[:: max(1, len(kept) // count)][:count] if count else kept
+    return spread(kept, count) if count else kept
 
 
 def _range(shots: str) -> range:

@@ -14,6 +14,7 @@ from attncache_core import (
     BuildOptions,
     Checkpoint,
     CorpusSentence,
+    InputTooLong,
     InvalidInput,
     LinearClassifier,
     PrefillEngine,
@@ -76,6 +77,14 @@ class Evaluation:
     def tokenize(self, texts: Sequence[str], labels: LabelTokens | None = None) -> Sequences:
         """Token ids of each text; with labels of several tokens, of each of its sequences."""
         return self.full.tokenize(texts, prompt=labels.prompt if labels else None)
+
+    def fits(self, text: str) -> bool:
+        """Whether no token of the text must be cut."""
+        try:
+            self.full.tokenize([text], truncate=False)
+        except InputTooLong:
+            return False
+        return True
 
     def fit(self, texts: Sequence[str], labels: Sequence[str]) -> None:
         """Give the full engine a linear classifier on its embeddings."""

@@ -25,6 +25,11 @@ def settings_options() -> list[click.Parameter]:
     return [_option(name, field) for name, field in Settings.model_fields.items()]
 
 
+def _of_settings(name: str, kind: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option that says the same as that of `serve`."""
+    return click.option(option_name(name), type=kind, help=Settings.model_fields[name].description)
+
+
 max_tokens_option = click.option(
     "--max-tokens",
     type=click.IntRange(min=2),
@@ -51,7 +56,7 @@ quantize_option = click.option(
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of every command that runs a model; it is given a `checkpoint`, a `dtype` and `threads`."""
-    return whole_model_options(drop_options(command))
+    return whole_model_options(drop_options(use_options(command)))
 
 
 def drop_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -64,8 +69,23 @@ def drop_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+template_option = _of_settings("template", click.Path(path_type=Path))
+
+
+def use_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--template, --pooling, --task and --labels."""
+    for option in (
+        _of_settings("labels", str),
+        _of_settings("task", click.Choice(get_args(ChosenTask))),
+        _of_settings("pooling", click.Choice(get_args(PoolingMode))),
+        template_option,
+    ):
+        command = option(command)
+    return command
+
+
 def whole_model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As model_options, for a command that is about all layers of a model: none can be dropped."""
+    """As model_options, for a command that has no use for some of them: those are not taken."""
 
     @functools.wraps(command)
     def with_checkpoint(
@@ -74,10 +94,10 @@ def whole_model_options(command: Callable[..., None]) -> Callable[..., None]:
         quantize: Quantization | None,
         drop_attention: str = "",
         drop_block: str = "",
-        template: Path | None,
-        pooling: PoolingMode | None,
-        task: ChosenTask | None,
-        labels: str | None,
+        template: Path | None = None,
+        pooling: PoolingMode | None = None,
+        task: ChosenTask | None = None,
+        labels: str | None = None,
         **rest: Any,
     ) -> None:
         checkpoint = find_variant(
@@ -90,10 +110,6 @@ def whole_model_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--threads", type=click.IntRange(min=1), help="Threads; default: all that may be used."),
         quantize_option,
         click.option("--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True),
-        _of_settings("labels", str),
-        _of_settings("task", click.Choice(get_args(ChosenTask))),
-        _of_settings("pooling", click.Choice(get_args(PoolingMode))),
-        _of_settings("template", click.Path(path_type=Path)),
         click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id."),
     ):
         described = option(described)
@@ -114,11 +130,6 @@ def adapted(
         label_logits=task is not None,
         labels=[name.strip() for name in labels.split(",")] if labels else (),
     )
-
-
-def _of_settings(name: str, kind: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """An option that says the same as that of `serve`."""
-    return click.option(option_name(name), type=kind, help=Settings.model_fields[name].description)
 
 
 def _option(name: str, field: FieldInfo) -> click.Option:

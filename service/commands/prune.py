@@ -9,16 +9,17 @@ import click
 import numpy as np
 
 from attncache_core import Checkpoint, InvalidInput, PrefillEngine, default_corpus
-from attncache_core.corpus.reading import read_texts
+from attncache_core.corpus.reading import read_texts, spread
 from attncache_core.engine import Dtype
 from attncache_core.evaluation.importance import measure_importance
 from service.bench.report import machine, show_machine, show_table, write_json
-from service.commands.options import whole_model_options
+from service.commands.options import template_option, whole_model_options
 from service.commands.progress import shown_progress
 
 
 @click.command("prune")
 @whole_model_options
+@template_option
 @click.option("--importance", is_flag=True, help="Measure how much each layer changes hidden states.")
 @click.option(
     "--texts",
@@ -48,8 +49,7 @@ def prune(
     given = read_texts(texts) if texts else [sentence.text for sentence in default_corpus()]
     if not given:
         raise InvalidInput("the file has no texts", field="texts")
-    # From all parts of a file, whose neighbours are often of one kind.
-    chosen = [given[place] for place in np.linspace(0, len(given) - 1, min(sample, len(given))).astype(int)]
+    chosen = spread(given, sample)
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
     with shown_progress() as progress:
         found = measure_importance(

@@ -98,6 +98,7 @@ async def _by_tokens(request: Request, body: ClassifyRequest, truncate: bool, re
             f"inputs make {sequences} sequences with these labels, and at most {most} may wait",
             field="inputs",
         )
+    reuse = reuse and engine.keeps_budget(asked)
     pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse, prompt=asked.prompt)
     rows = await rows_unless_gone(request, pending)
     # In a thread too: of many labels there is as much to add up.

@@ -32,8 +32,12 @@ async def embed(request: Request) -> Response:
     body = await read_body(request, EmbedRequest, state.settings.max_body_bytes)
     check_count(body.inputs, "inputs", state.settings.max_request_inputs)
     truncate = state.settings.truncate if body.truncate is None else body.truncate
-    prompt = None if body.prompt_name is None else serving.engine.named_prompt(body.prompt_name)
-    pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse, prompt=prompt)
+    own = serving.engine.default_prompt
+    prompt = own if body.prompt_name is None else serving.engine.named_prompt(body.prompt_name)
+    # The database's budget was measured with the server's own prompt.
+    pending = serving.batcher.submit(
+        body.inputs, truncate=truncate, reuse=reuse and prompt == own, prompt=prompt
+    )
     rows = await rows_unless_gone(request, pending)
     embeddings = normalize(rows.outputs) if body.normalize else rows.outputs
     return answer(np.ascontiguousarray(embeddings), rows)

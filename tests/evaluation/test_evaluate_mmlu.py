@@ -1,6 +1,7 @@
 """`attncache evaluate mmlu`: a decoder's letters by number of shots, in full and with databases."""
 
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from core_decoders import write_decoder_tokenizer, write_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attncache_core import AttentionDatabase
+from attncache_core.corpus.reading import spread
 from attncache_core.evaluation.mmlu import LETTERS, Prompts, read_questions
 
 HEADER = "subject\tquestion\tA\tB\tC\tD\tanswer\n"
@@ -75,7 +77,7 @@ def test_accuracy_is_that_of_the_letters_logits_behind_the_prompt(decoder, files
     for shots in range(3):
         letters = letters_by_the_reference(decoder, [prompts.of(asked, shots) for asked in questions])
         right = [own == asked.answer for own, asked in zip(letters, questions, strict=True)]
-        assert float(rows[str(shots), "full"][1]) == pytest.approx(np.mean(right), abs=1e-4)
+        assert float(rows[str(shots), "full"][2]) == pytest.approx(np.mean(right), abs=1e-4)
 
 
 def test_each_number_of_shots_has_a_database_of_its_own(decoder, files, tmp_path):
@@ -101,6 +103,31 @@ def test_each_number_of_shots_has_a_database_of_its_own(decoder, files, tmp_path
 )
 def test_what_cannot_be_asked_is_refused_in_one_line(decoder, files, arguments, words):
     assert_one_line(mmlu(decoder, files, *arguments), *words)
+
+
+def test_questions_whose_prompts_would_be_cut_are_left_out_and_counted(decoder, files):
+    tokenizer = AutoTokenizer.from_pretrained(decoder)
+    prompts = Prompts(read_questions(str(files / "dev.tsv")))
+    lengths = [
+        len(tokenizer(prompts.of(asked, 0)).input_ids) for asked in read_questions(str(files / "test.tsv"))
+    ]
+    most = sorted(lengths)[4]
+    left = sum(length <= most for length in lengths)
+    assert left < len(lengths)
+    arguments = ("--methods", "full", "--shots", "0", "--max-tokens", most)
+    rows = rows_of(succeeded(mmlu(decoder, files, *arguments)))
+    assert rows["0", "full"][0] == str(left)
+    assert max(length for length in lengths if length <= most) >= float(rows["0", "full"][1])
+    refused = mmlu(decoder, files, "--methods", "full", "--shots", "1", "--max-tokens", most)
+    assert_one_line(refused, "every prompt of 1 shots", "fewer shots")
+
+
+def test_so_many_questions_are_of_all_subjects(decoder, files):
+    arguments = ("--methods", "full", "--shots", "0", "--questions", 8)
+    output = succeeded(mmlu(decoder, files, *arguments))
+    assert rows_of(output)["0", "full"][0] == "8"
+    questions = spread(read_questions(str(files / "test.tsv")), 8)
+    assert Counter(question.subject for question in questions) == dict.fromkeys(SUBJECTS, 4)
 
 
 def test_letters_of_several_tokens_are_refused(tmp_path, files):

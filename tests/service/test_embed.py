@@ -109,6 +109,16 @@ async def test_prompt_of_the_name_asked_for_stands_before_each_text() -> None:
     np.testing.assert_allclose(plain.json(), expected(texts), rtol=1e-6)
 
 
+async def test_texts_in_another_prompt_than_the_databases_reuse_nothing() -> None:
+    engine = FakeEngine(stored={"card", "query: card"})
+    async with serving(engine) as client:
+        headers = {}
+        for name in (None, "query"):
+            answer = await client.post("/embed", json={"inputs": "card", "prompt_name": name})
+            headers[name] = answer.headers["X-AttnCache-Hits"]
+    assert headers == {None: "1/1", "query": "0/1"}
+
+
 async def test_prompt_that_the_model_does_not_have_is_refused_with_those_it_has(tmp_path: Path) -> None:
     folder = write_sentence_transformer(tmp_path, prompts={"prompts": {"ask": "my "}})
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")

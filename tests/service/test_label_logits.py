@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from core_decoders import write_llama
+from core_models import random_text
 from fake_engine import FakeEngine, serving
 
-from attncache_core import PrefillEngine, class_scores
+from attncache_core import AttentionDatabase, BuildOptions, CorpusSentence, PrefillEngine, class_scores
+from attncache_core.attention_maps.builder import build_database
 from attncache_core.checkpoint import read_checkpoint
+from attncache_core.outputs import Measure
 from attncache_core.prompts import Template
 
 pytestmark = pytest.mark.anyio
@@ -177,3 +180,40 @@ async def test_info_shows_task_template_and_labels(folder: Path) -> None:
         info = (await client.get("/info")).json()
     assert (info["task"], info["template"], info["labels"]) == ("label-logits", WRITTEN, SEVERAL)
     assert info["pooling"] is None
+
+
+@pytest.fixture(scope="module")
+def databases(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Measure, Path]:
+    """Of the same prompts: a budget of the decisions among SINGLE, and one of outputs; all texts hit."""
+    random = np.random.default_rng(5)
+    texts = sorted({*TEXTS, *(random_text(random, int(words)) for words in random.integers(1, 7, size=40))})
+    corpus = [CorpusSentence(text, text) for text in texts]
+    options = BuildOptions(heads="all", threshold=0.9, prototypes=0, training_steps=3)
+    built = {}
+    for measure, labels in ((Measure.AGREEMENT, SINGLE), (Measure.COSINE, [])):
+        built[measure] = tmp_path_factory.mktemp("databases") / measure
+        build_database(load(folder, labels), corpus, built[measure], options)
+    return built
+
+
+@pytest.mark.parametrize(
+    ("measure", "asked", "hits"),
+    [
+        (Measure.AGREEMENT, {}, "3/3"),
+        (Measure.AGREEMENT, {"labels": SINGLE, "template": WRITTEN}, "3/3"),
+        (Measure.AGREEMENT, {"labels": ["lost", "bank"]}, "0/3"),
+        (Measure.AGREEMENT, {"template": "{} It was"}, "0/3"),
+        (Measure.COSINE, {"labels": ["lost", "bank"]}, "3/3"),
+        (Measure.COSINE, {"labels": SEVERAL}, "0/6"),
+        (Measure.COSINE, {"labels": SINGLE, "template": "{} It was"}, "0/3"),
+    ],
+)
+async def test_requests_reuse_only_what_the_budget_was_measured_for(
+    folder: Path, databases: dict[Measure, Path], measure: Measure, asked: dict[str, Any], hits: str
+) -> None:
+    plain = load(folder, SINGLE if measure is Measure.AGREEMENT else [])
+    database = AttentionDatabase.open(databases[measure])
+    engine = PrefillEngine.load(plain.checkpoint, database=database, dtype="float32")
+    async with serving(engine) as client:
+        response = await client.post("/classify", json={"inputs": TEXTS} | asked)
+    assert response.headers["X-AttnCache-Hits"] == hits
