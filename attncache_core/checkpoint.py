@@ -22,8 +22,9 @@ from typing import Any, Literal, get_args
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
 
-from attncache_core.errors import InvalidInput, ModelNotFound, UnsupportedModel
+from attncache_core.errors import InvalidInput, ModelNotFound, UnsupportedModel, readable
 from attncache_core.prompts import Template
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
@@ -116,6 +117,20 @@ class Checkpoint:
         padding = 1 if family == "mpnet" else self.config.get("pad_token_id", 1)
         return positions - padding - 1
 
+    @property
+    def tokenizer_files(self) -> list[Path]:
+        """What is there of the files that a tokenizer may be made from."""
+        return [path for name in _TOKENIZER_FILES if (path := self.folder / name).is_file()]
+
+    def weight_names(self) -> list[str]:
+        """The names of the tensors in its files. Raises UnsupportedModel where these cannot be read."""
+        single, index = (self.folder / name for name in _WEIGHTS)
+        with readable(f"the weights of model {self.name}"):
+            if not single.is_file():
+                return list(_read_json(index)["weight_map"])
+            with safe_open(single, "pt") as file:
+                return list(file.keys())
+
     def adapted(
         self,
         *,
@@ -164,8 +179,7 @@ class Checkpoint:
         Reads every weight file once in the life of the process, and again should it change.
         """
         digest = hashlib.sha256()
-        tokenizer = [self.folder / name for name in _TOKENIZER_FILES]
-        for path in sorted([*self.folder.glob("*.safetensors"), *tokenizer]):
+        for path in sorted([*self.folder.glob("*.safetensors"), *self.tokenizer_files]):
             if path.is_file():
                 state = path.stat()
                 digest.update(path.name.encode())
@@ -213,10 +227,20 @@ def find_checkpoint(model: str) -> Checkpoint:
 
 
 def read_checkpoint(folder: Path, *, name: str | None = None, source: str = "folder") -> Checkpoint:
-    """Describe the model in `folder`, a sentence-transformers or a Hugging Face one."""
+    """Describe the model in `folder`, a sentence-transformers or a Hugging Face one.
+
+    Raises UnsupportedModel where a file is not there, or something else stands in it.
+    """
+    with readable(f"a JSON file of model folder {folder}"):
+        return _described(folder, name or folder.name, source)
+
+
+def _described(folder: Path, name: str, source: str) -> Checkpoint:
     modules = _modules(folder)
     transformer = folder / modules.get("Transformer", "")
     config = _read_json(transformer / "config.json")
+    if not isinstance(config, dict):
+        raise UnsupportedModel(f"{transformer / 'config.json'} is no JSON object", field="model")
     if not any((transformer / weights).is_file() for weights in _WEIGHTS):
         raise UnsupportedModel(
             f"model folder {transformer} has no model.safetensors; other weight formats are not read",
@@ -234,7 +258,7 @@ def read_checkpoint(folder: Path, *, name: str | None = None, source: str = "fol
             field="model",
         )
     return Checkpoint(
-        name=name or folder.name,
+        name=name,
         folder=transformer,
         source=source,
         config=config,

@@ -11,6 +11,9 @@ person who can mend it. A message never holds a user's text.
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -73,3 +76,19 @@ class BuildFailed(AttnCacheError):
     """A database or a classifier cannot be made from this corpus."""
 
     code = "build_failed"
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Whatever is raised inside, but an error of ours, becomes UnsupportedModel: `what` cannot be read.
+
+    For the files of a model, in which anything may stand. What safetensors, tokenizers, transformers and our
+    own reading raise then shares no base class.
+    """
+    try:
+        yield
+    except AttnCacheError:
+        raise
+    except Exception as error:
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
+        raise UnsupportedModel(f"{what} cannot be read ({reason})", field="model") from error

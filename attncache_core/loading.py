@@ -8,14 +8,16 @@ from contextlib import contextmanager
 
 from transformers.utils import logging
 
+from attncache_core.errors import readable
+
 # transformers sets the process' default dtype while it loads, and how much it says is the process' too: two
 # models at once would mix theirs.
 _LOADING = threading.Lock()
 
 
 @contextmanager
-def loading() -> Iterator[None]:
-    """Inside, transformers draws no bars and tells only of errors.
+def loading(what: str) -> Iterator[None]:
+    """Inside, transformers draws no bars and tells only of errors, which become UnsupportedModel for `what`.
 
     It remarks on what is as it should be: weights without a use (a decoder's head is one, where texts are
     embedded), angles scaled by another factor than it would have guessed, a tokenizer's class in name.
@@ -25,6 +27,7 @@ def loading() -> Iterator[None]:
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         try:
-            yield
+            with readable(what):
+                yield
         finally:
             logging.set_verbosity(verbosity)

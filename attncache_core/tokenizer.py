@@ -26,7 +26,10 @@ class TextTokenizer:
 
         Raises UnsupportedModel, and InvalidInput for a template that leaves no room for a text.
         """
-        with loading():
+        if not checkpoint.tokenizer_files:
+            # transformers would make one that knows no word.
+            raise UnsupportedModel(f"model folder {checkpoint.folder} has no tokenizer.json", field="model")
+        with loading(f"the tokenizer of model {checkpoint.name}"):
             loaded = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
         if not loaded.is_fast:
             raise UnsupportedModel(

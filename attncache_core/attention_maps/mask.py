@@ -58,8 +58,8 @@ def parse_heads(text: str, rank: np.ndarray) -> ReuseMask:
     if text.startswith("layers:"):
         chosen = parse_layers(text.removeprefix("layers:"), layers, field="heads")
         return ReuseMask(head_order(rank), tuple(heads if layer in chosen else 0 for layer in range(layers)))
-    if is_count(text) and 0 < int(text) <= rank.size:
-        return mildest_mask(rank, int(text))
+    if is_count(text) and 0 < _number(text) <= rank.size:
+        return mildest_mask(rank, _number(text))
     raise InvalidInput(f"heads must be 'all', 'layers:0-3' or a number from 1 to {rank.size}", field="heads")
 
 
@@ -76,12 +76,18 @@ def parse_layers(text: str, layers: int, *, field: str) -> frozenset[int]:
         last = last if dash else first
         if not (is_count(first) and is_count(last)):
             raise InvalidInput(f"{field}: layers are written like 0-3 or 0,2,4-5", field=field)
-        if int(last) >= layers:
+        if _number(last) >= layers:
             raise InvalidInput(f"{field}: the model has layers 0 to {layers - 1}", field=field)
-        chosen.update(range(int(first), int(last) + 1))
+        chosen.update(range(_number(first), _number(last) + 1))
     if not chosen:
         raise InvalidInput(f"{field}: a range of layers counts upwards, like 0-3", field=field)
     return frozenset(chosen)
+
+
+def _number(digits: str) -> int:
+    """The number of these digits; of more than nine some number of nine, which is too large as well."""
+    # Python reads no number of thousands of digits.
+    return int(digits.lstrip("0")[:9] or "0")
 
 
 def natural_rank(layers: int, heads: int) -> np.ndarray:

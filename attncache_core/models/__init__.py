@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -72,6 +73,9 @@ DECODERS: dict[str, Family] = dict.fromkeys(
 ) | {"deepseek_v2": deepseek, "deepseek_v3": deepseek}
 FAMILIES = ENCODERS | DECODERS
 
+# In the name of a weight, the number of its layer.
+_LAYER = re.compile(r"(?:^|\.)layers?\.(\d{1,9})\.")
+
 __all__ = [
     "CPU",
     "DECODERS",
@@ -114,7 +118,7 @@ def load_model(
     model_shape does, and UnsupportedModel for weights that cannot be read.
     """
     layers, heads = _layers_and_heads(checkpoint)
-    model = _read_weights(checkpoint, dtype).eval().requires_grad_(False).to(device)
+    model = _read_weights(checkpoint, len(layers), dtype).eval().requires_grad_(False).to(device)
     attending = layers.count(None)
     orders = zip(head_order or [range(heads)] * attending, reused_heads or [0] * attending, strict=True)
     of_layers = iter([LayerHeads(list(order), reused) for order, reused in orders])
@@ -131,10 +135,15 @@ def load_model(
 def _layers_and_heads(checkpoint: Checkpoint) -> tuple[list[Dropped | None], int]:
     """What each of the checkpoint's layers is run without, and how many heads one that attends has."""
     family = checkpoint.config.get("model_type")
-    # An encoder that was trained to decode has other maps than its family.
-    if family not in FAMILIES or (family in ENCODERS and checkpoint.config.get("is_decoder")):
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UnsupportedModel(
             f"model {checkpoint.name} is of the family {family!r}; served are: {', '.join(sorted(FAMILIES))}",
+            field="model",
+        )
+    if family in ENCODERS and checkpoint.config.get("is_decoder"):
+        raise UnsupportedModel(
+            f"model {checkpoint.name} is an encoder that was trained to decode (is_decoder in config.json): "
+            "its maps look back only, and no such encoder is served",
             field="model",
         )
     if checkpoint.task == "label-logits" and family not in DECODERS:
@@ -143,12 +152,47 @@ def _layers_and_heads(checkpoint: Checkpoint) -> tuple[list[Dropped | None], int
             "decoders; without it, give /classify labels, which are compared by embedding",
             field="task",
         )
-    with loading():
+    # Before anything is made for each of them.
+    _require_layers_of_weights(checkpoint)
+    with loading(f"config.json of model {checkpoint.name}"):
         config = AutoConfig.from_pretrained(checkpoint.folder)
+    heads = config.num_attention_heads
+    if not 1 <= heads <= config.hidden_size:
+        raise UnsupportedModel(
+            f"config.json of model {checkpoint.name} says num_attention_heads {heads}: it must be 1 at "
+            "least, and hidden_size at most",
+            field="model",
+        )
     attention, blocks = checkpoint.dropped.attention, checkpoint.dropped.blocks
     _require_droppable(attention, blocks, config.num_hidden_layers)
     dropped = dict.fromkeys(attention, Dropped.ATTENTION) | dict.fromkeys(blocks, Dropped.BLOCK)
-    return [dropped.get(number) for number in range(config.num_hidden_layers)], config.num_attention_heads
+    return [dropped.get(number) for number in range(config.num_hidden_layers)], heads
+
+
+def _require_layers_of_weights(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModel unless config.json counts the layers that the checkpoint has weights of.
+
+    transformers would leave surplus ones out without a word.
+    """
+    config = checkpoint.config
+    declared = config.get("num_hidden_layers", config.get("n_layers"))  # DistilBERT's name
+    if declared is None:
+        return
+    numbers = {int(found[1]) for name in checkpoint.weight_names() if (found := _LAYER.search(name))}
+    held = max(numbers, default=-1) + 1
+    # Further layers are not always kept.
+    if declared not in (held, held - _further_layers(checkpoint)):
+        raise UnsupportedModel(
+            f"config.json of model {checkpoint.name} says num_hidden_layers {declared!r}, and it has weights "
+            f"of {held} layers",
+            field="model",
+        )
+
+
+def _further_layers(checkpoint: Checkpoint) -> int:
+    """DeepSeek-V3's layers behind the others, which predict further tokens and are not run."""
+    further = checkpoint.config.get("num_nextn_predict_layers")
+    return further if isinstance(further, int) else 0
 
 
 def _require_droppable(attention: frozenset[int], blocks: frozenset[int], layers: int) -> None:
@@ -168,25 +212,34 @@ def _require_droppable(attention: frozenset[int], blocks: frozenset[int], layers
         )
 
 
-def _read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """The Hugging Face module. Raises UnsupportedModel if weights are unreadable or some are not there."""
+def _read_weights(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> Any:
+    """The Hugging Face module of so many layers.
+
+    Raises UnsupportedModel if weights are unreadable, if some are not there, or if its layers have others.
+    """
     loader: Any = _LOADERS[checkpoint.task]
-    try:
-        with loading():
-            model, report = loader.from_pretrained(
-                checkpoint.folder, dtype=dtype, use_safetensors=True, output_loading_info=True
-            )
-    except UnsupportedModel:
-        raise
-    except Exception as error:
-        # safetensors' and transformers' errors share no base class.
-        raise UnsupportedModel(
-            f"the weights of model {checkpoint.name} cannot be read ({type(error).__name__})", field="model"
-        ) from error
+    with loading(f"the weights of model {checkpoint.name}"):
+        model, report = loader.from_pretrained(
+            checkpoint.folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
     # transformers fills what is missing with random numbers. Embedding models come without a pooler.
     missing = [key for key in report["missing_keys"] if checkpoint.task != "embed" or "pooler." not in key]
     if missing:
         raise UnsupportedModel(
             f"model {checkpoint.name} has no weights for {sorted(missing)[0]}", field="model"
+        )
+    # And it ignores what it has no use for: a head or a pooler may go, a part of a layer may not. Early
+    # Llamas were saved with their angles.
+    further = range(layers, layers + _further_layers(checkpoint))
+    surplus = [
+        key
+        for key in report["unexpected_keys"]
+        if (found := _LAYER.search(key)) and int(found[1]) not in further and "rotary_emb." not in key
+    ]
+    if surplus:
+        raise UnsupportedModel(
+            f"model {checkpoint.name} has weights for {sorted(surplus)[0]}, which the model that config.json "
+            "describes has not",
+            field="model",
         )
     return model
