@@ -28,12 +28,9 @@ from attncache_core.models.layer import (
     PackedModel,
     Pool,
 )
-from attncache_core.models.projections import Place, Projections, Rows
-from attncache_core.models.rotary import Rotary
+from attncache_core.models.projections import Projections, Rows
+from attncache_core.models.rotary import RotaryOfLayers
 from attncache_core.tokens import TokenBatch
-
-# What scales angles by the longest sequence of a batch would give a text other maps in other company.
-_ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class DecoderLayer(PlainAttention):
@@ -161,40 +158,6 @@ def capped_scores(scale: float, cap: float) -> Scores:
         return (attention.attention_scores(query, key, scale) / cap).tanh() * cap
 
     return scores
-
-
-class RotaryOfLayers:
-    """The rotary embedding of each layer of a model; layers of one type share its table."""
-
-    def __init__(self, module: Callable[..., Any], config: Any) -> None:
-        """module(x, positions), or (x, positions, layer type): see rotary.Angles; x tells device and dtype.
-
-        Raises UnsupportedModel for angles that depend on the batch.
-        """
-        self._types: list[str] = getattr(config, "layer_types", None) or []
-        # Some models have one set of angles for layers with a window and one for the others.
-        parameters = config.rope_parameters
-        self._by_type = "rope_theta" not in parameters
-        for own in parameters.values() if self._by_type else [parameters]:
-            if own["rope_type"] not in _ROTARY_TYPES:
-                raise UnsupportedModel(
-                    f"rotary positions of the type {own['rope_type']!r} (rope_type in config.json) depend on "
-                    f"the longest text of a batch and are not served; served are: {', '.join(_ROTARY_TYPES)}",
-                    field="model",
-                )
-        self._module = module
-        self._rotaries: dict[str, Rotary] = {}
-
-    def place(self, number: int, norm: nn.Module | None = None) -> Place:
-        """What layer `number` does to Q or K: its norm of each head, if there is one, and the rotation."""
-        arguments = (self._types[number],) if self._by_type else ()
-        rotary = self._rotaries.setdefault(
-            "".join(arguments),
-            Rotary(
-                lambda positions: self._module(torch.empty(0, device=positions.device), positions, *arguments)
-            ),
-        )
-        return rotary if norm is None else lambda x, positions: rotary(norm(x), positions)
 
 
 def attention_pattern(config: Any, number: int, scale: float) -> Pattern:

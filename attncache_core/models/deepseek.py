@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from attncache_core.models.decoder import DecoderLayer, RotaryOfLayers, assembled, attention_pattern
+from attncache_core.models.decoder import DecoderLayer, assembled, attention_pattern
 from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel, Pool, Projection
 from attncache_core.models.linear import Linear, packed_linear
 from attncache_core.models.projections import Place, Rows, joined
+from attncache_core.models.rotary import RotaryOfLayers
 
 
 class LatentProjections:
@@ -56,13 +57,13 @@ class _QuerySource:
         self._norm: nn.Module | None = module.q_a_layernorm
         self._down: Linear | None = None
         if self._norm is not None:
-            self._down = joined([shared_key, Rows.of(module.q_a_proj)], packed_linear)
+            self._down = joined([shared_key, Rows.of(module.q_a_proj)])
 
     def reader(self, query: Rows) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
         """A function x [tokens, hidden] -> (the shared key before it is turned, what `query` makes)."""
         width = [len(self._key_rows.weight)]
         if self._down is None:
-            both = joined([self._key_rows, query], packed_linear)
+            both = joined([self._key_rows, query])
             return lambda x: both(x).tensor_split(width, dim=1)
         down, norm, up = self._down, self._norm, packed_linear(*query)
         assert norm is not None
@@ -92,7 +93,7 @@ class _Heads:
         up = Rows.of(module.kv_b_proj)
         values = len(plain) + torch.arange(module.v_head_dim)
         self._values = (len(valued), module.v_head_dim)
-        self._up = joined([up.heads(valued, heads, values), up.heads(chosen, heads, plain)], packed_linear)
+        self._up = joined([up.heads(valued, heads, values), up.heads(chosen, heads, plain)])
         # What turns stands first in a head: there `rotate` looks for it.
         numbers = torch.cat([len(plain) + turning, plain])
         query = Rows.of(module.q_proj if module.q_b_proj is None else module.q_b_proj)

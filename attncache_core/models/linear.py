@@ -29,21 +29,25 @@ class Norm:
         return torch.layer_norm(x, *self._arguments)
 
 
-class ModuleLinear:
-    """A module that cannot be packed (quantised, adapted), called unchanged, with the same extras."""
+class ActivatedLinear:
+    """A linear layer and an activation that is not fused with it, or a module that cannot be packed."""
 
-    def __init__(self, module: nn.Module, activation: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-        self._module = module
+    def __init__(
+        self,
+        linear: Callable[[torch.Tensor], torch.Tensor],
+        activation: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
+        self._linear = linear
         self._activation = activation
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """As PackedLinear's call."""
-        product = self._module(x)
+        product = self._linear(x)
         product = self._activation(product) if self._activation else product
         return product if residual is None else product + residual
 
 
-Linear = PackedLinear | QuantizedLinear | ModuleLinear
+Linear = PackedLinear | QuantizedLinear | ActivatedLinear
 
 
 @contextmanager
@@ -77,6 +81,8 @@ def packed(
     `activation` is the model's own function of that name, used where the two cannot be fused.
     """
     # A subclass may compute something else: only the very class is taken apart.
-    if type(module) is nn.Linear and (name is None or name in FUSED):
+    if type(module) is not nn.Linear:
+        return ActivatedLinear(module, activation)
+    if activation is None or name in FUSED:
         return packed_linear(module.weight, module.bias, name)
-    return ModuleLinear(module, activation)
+    return ActivatedLinear(packed_linear(module.weight, module.bias), activation)

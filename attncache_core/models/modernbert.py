@@ -15,11 +15,11 @@ from transformers.activations import ACT2FN
 from attncache_core.checkpoint import Pooling
 from attncache_core.models.attention import Pattern
 from attncache_core.models.blocks import PlainAttention, QueryKeyValue, build_layers, output_linear
-from attncache_core.models.decoder import RotaryOfLayers
 from attncache_core.models.encoder import EncoderOutputs, Head, first_tokens
 from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel, Pool
 from attncache_core.models.linear import Norm, packed
 from attncache_core.models.projections import Projections, Rows
+from attncache_core.models.rotary import RotaryOfLayers
 from attncache_core.outputs import pool as pooled
 from attncache_core.tokens import TokenBatch
 

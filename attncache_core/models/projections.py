@@ -9,7 +9,7 @@ group, K only if one of its heads needs it, and then given to each head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, Self
 
 import torch
@@ -48,10 +48,6 @@ def head_rows(chosen: Sequence[int], head_dim: int, numbers: torch.Tensor | None
     """The rows of these heads, in this order; of each head all, or `numbers` (int64 [n]). int64 [rows]."""
     first = torch.tensor(chosen, dtype=torch.int64)[:, None] * head_dim
     return (first + (torch.arange(head_dim) if numbers is None else numbers)).flatten()
-
-
-# Makes a linear layer of a weight and a bias.
-Pack = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
 class Place(Protocol):
@@ -94,7 +90,6 @@ class Projections:
         key_heads: int | None = None,
         place_query: Place = as_it_is,
         place_key: Place = as_it_is,
-        pack: Pack = packed_linear,
     ) -> None:
         """key_heads: heads of K and V, if they are shared; place_query, place_key: see Place."""
         count = len(heads.order)
@@ -108,8 +103,8 @@ class Projections:
             _QueryKey(chosen, count, shared, width, key.weight.device, place_query, place_key)
             for chosen in (heads.computed, heads.order[: heads.reused])
         )
-        self._always = joined([value_rows, *self._computed.rows(query, key)], pack)
-        self._misses = joined(self._reused.rows(query, key), pack) if heads.reused else None
+        self._always = joined([value_rows, *self._computed.rows(query, key)])
+        self._misses = joined(self._reused.rows(query, key)) if heads.reused else None
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
         """See AttentionLayer."""
@@ -153,10 +148,10 @@ class _QueryKey:
         return self._place_query(query, positions), self._keys.given(self._place_key(key, positions))
 
 
-def joined(parts: Sequence[Rows], pack: Pack) -> Linear:
+def joined(parts: Sequence[Rows]) -> Linear:
     """Several linear layers of one input as one."""
     weight = torch.cat([part.weight for part in parts])
     if all(part.bias is None for part in parts):
-        return pack(weight, None)
+        return packed_linear(weight)
     biases = [weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
-    return pack(weight, torch.cat(biases))
+    return packed_linear(weight, torch.cat(biases))

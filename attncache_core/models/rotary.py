@@ -10,14 +10,20 @@ neighbours instead of halves becomes this one by a permutation of the rows of Q 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 from attncache_core import native
+from attncache_core.errors import UnsupportedModel
+from attncache_core.models.projections import Place
 
 # positions int64 [1, L] -> (cos, sin), each [1, L, r]: the second half repeats the first.
 Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _FIRST_TABLE = 512
+# What scales angles by the longest sequence of a batch would give a text other maps in other company.
+_ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class Rotary:
@@ -59,3 +65,37 @@ class Rotary:
             # Another thread may read them meanwhile: whole tables take each other's place.
             self._cos, self._sin = cos, sin
         return cos, sin
+
+
+class RotaryOfLayers:
+    """The rotary embedding of each layer of a model; layers of one type share its table."""
+
+    def __init__(self, module: Callable[..., Any], config: Any) -> None:
+        """module(x, positions), or (x, positions, layer type): see Angles; x tells device and dtype.
+
+        Raises UnsupportedModel for angles that depend on the batch.
+        """
+        self._types: list[str] = getattr(config, "layer_types", None) or []
+        # Some models have one set of angles for layers with a window and one for the others.
+        parameters = config.rope_parameters
+        self._by_type = "rope_theta" not in parameters
+        for own in parameters.values() if self._by_type else [parameters]:
+            if own["rope_type"] not in _ROTARY_TYPES:
+                raise UnsupportedModel(
+                    f"rotary positions of the type {own['rope_type']!r} (rope_type in config.json) depend on "
+                    f"the longest text of a batch and are not served; served are: {', '.join(_ROTARY_TYPES)}",
+                    field="model",
+                )
+        self._module = module
+        self._rotaries: dict[str, Rotary] = {}
+
+    def place(self, number: int, norm: nn.Module | None = None) -> Place:
+        """What layer `number` does to Q or K: its norm of each head, if there is one, and the rotation."""
+        arguments = (self._types[number],) if self._by_type else ()
+        rotary = self._rotaries.setdefault(
+            "".join(arguments),
+            Rotary(
+                lambda positions: self._module(torch.empty(0, device=positions.device), positions, *arguments)
+            ),
+        )
+        return rotary if norm is None else lambda x, positions: rotary(norm(x), positions)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 _NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_POINTERS = ("key_heads", "value_heads", "offsets", "maps", "kept", "runs")
+_POINTERS = ("offsets", "maps", "kept", "runs")
 _COUNTS = ("run_count", "heads", "key_width", "width", "type", "map_type", "before", "after", "packed")
 _NO_BOUND = 2**31 - 1
 
@@ -88,26 +88,21 @@ class AttentionKernel:
         kept: np.ndarray | None = None,
         before: int | None = None,
         after: int | None = None,
-        key_heads: np.ndarray | None = None,
-        value_heads: np.ndarray | None = None,
     ) -> None:
         """Write softmax(scale Q Kᵀ) V to `context`, sequence by sequence.
 
-        query: [tokens, heads, key_width], key: [tokens, any heads, key_width], value: [tokens, any heads,
-        width], context: [tokens, heads, width], of one dtype, the numbers of a head contiguous. offsets:
-        int64 [sequences + 1], the first token of each sequence. Sums are taken in float32; with bfloat16 on
-        a processor that multiplies it, maps are rounded to it before they meet V, as if they were stored.
+        query, key: [tokens, heads, key_width], value, context: [tokens, heads, width], of one dtype, the
+        numbers of a head contiguous. offsets: int64 [sequences + 1], the first token of each sequence. Sums
+        are taken in float32; with bfloat16 on a processor that multiplies it, maps are rounded to it before
+        they meet V, as if they were stored.
 
         before, after: how many tokens before and after itself a token attends to, None without bound
         (causal: after 0; a sliding window of w: before w - 1, after 0). What lies beyond is not computed.
-        key_heads, value_heads: int32 [heads], the head of `key` and of `value` that each head takes; None
-        where it is the head of its own number. Neighbours that take the same one share its layout.
 
         kept: uint64 [sequences], addresses to which each sequence's maps are written as well, contiguous
         [heads, L, L] of V's dtype: as `apply_maps` reads them, with zeros beyond `before` and `after`.
-
-        ValueError: `key_heads` or `value_heads` is missing, or is not int32 [heads].
         """
+        assert query.shape[1:] == key.shape[1:]
         job = _job(value, offsets, context, before, after)
         job.query, (job.query_token, job.query_head, _) = query.data_ptr(), query.stride()
         job.key, (job.key_token, job.key_head, _) = key.data_ptr(), key.stride()
@@ -116,8 +111,6 @@ class AttentionKernel:
         job.runs, job.run_count, job.scale = runs.ctypes.data, len(offsets) - 1, scale
         if kept is not None:
             job.kept = kept.ctypes.data
-        job.key_heads = _address(key_heads, key.shape[1], job.heads)
-        job.value_heads = _address(value_heads, value.shape[1], job.heads)
         self._attend(ctypes.addressof(job))
 
     def apply_maps(
@@ -129,7 +122,6 @@ class AttentionKernel:
         offsets: np.ndarray,
         context: torch.Tensor,
         packed: bool = False,
-        value_heads: np.ndarray | None = None,
         before: int | None = None,
         after: int | None = None,
     ) -> None:
@@ -143,7 +135,6 @@ class AttentionKernel:
         job = _job(value, offsets, context, before, 0 if packed else after)
         job.maps, job.map_type, job.packed = maps.ctypes.data, _NUMBER_TYPES[map_dtype], packed
         job.runs, job.run_count = runs.ctypes.data, len(runs) - 1
-        job.value_heads = _address(value_heads, value.shape[1], job.heads)
         self._attend(ctypes.addressof(job))
 
     def rotate(
@@ -167,6 +158,7 @@ def _job(
     value: torch.Tensor, offsets: np.ndarray, context: torch.Tensor, before: int | None, after: int | None
 ) -> _Attention:
     """What `attend` and `apply_maps` have in common."""
+    assert value.shape[1:] == context.shape[1:]
     job = _Attention()
     job.value, (job.value_token, job.value_head, _) = value.data_ptr(), value.stride()
     job.context, (job.context_token, job.context_head, _) = context.data_ptr(), context.stride()
@@ -176,17 +168,6 @@ def _job(
     job.after = _NO_BOUND if after is None else min(after, _NO_BOUND)
     job.type, job.threads = _NUMBER_TYPES[value.dtype], torch.get_num_threads()
     return job
-
-
-def _address(taken: np.ndarray | None, there: int, heads: int) -> int | None:
-    """Where it stands which of the heads that are there each of `heads` takes."""
-    if taken is None:
-        if there < heads:
-            raise ValueError(f"{heads} heads take K or V of {there}: key_heads or value_heads is missing")
-        return None
-    if taken.dtype != np.int32 or taken.shape != (heads,):
-        raise ValueError(f"key_heads and value_heads are int32 [{heads}], not {taken.dtype} {[*taken.shape]}")
-    return taken.ctypes.data
 
 
 @cache

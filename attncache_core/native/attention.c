@@ -24,7 +24,6 @@ typedef struct {
 typedef struct {
     tensor query, key;         // heads of `key_width` numbers; unused where maps are given
     tensor value, context;     // heads of `width` numbers
-    const int32_t *key_heads, *value_heads;  // [heads] the head of K, of V, that a head takes; null: its own
     const int64_t *offsets;    // [sequences + 1] first token of each sequence
     const char *const *maps;   // [sequences] maps, square or packed; null where they are computed
     char *const *kept;         // [sequences] where computed maps go, of `type`; null where they are not kept
@@ -59,11 +58,6 @@ static char *scratch_of(size_t bytes) {
     }
     return scratch;
 }
-
-// What lies in the scratch memory from the task before: heads that share K and V lay them out once.
-typedef struct {
-    int run, key_head, value_head;
-} laid_out;
 
 // Rows of a map that meet V together: times two vectors of columns, they are sums that registers hold.
 #ifdef __AVX512F__
@@ -101,24 +95,23 @@ INLINE size_t map_row(const attention *job, size_t head, size_t row, size_t leng
 #undef PAIRS
 #endif
 
-static void run_task(const attention *job, int run, int head, laid_out *ready) {
+static void run_task(const attention *job, int run, int head) {
 #ifdef __AVX512BF16__
     if (job->type == BFLOAT16 && job->width % 32 == 0 && job->key_width % 32 == 0 &&
         (!job->maps || job->map_type == BFLOAT16)) {
-        head_of_pairs(job, run, head, ready);
+        head_of_pairs(job, run, head);
         return;
     }
 #endif
-    head_of_floats(job, run, head, ready);
+    head_of_floats(job, run, head);
 }
 
 static void work(void *data) {
     attention *job = data;
     const int tasks = job->run_count * job->heads;
-    laid_out ready = {-1, -1, -1};
     for (int first; (first = atomic_fetch_add(&job->next, job->chunk)) < tasks;)
         for (int task = first; task < smaller(first + job->chunk, tasks); task++)
-            run_task(job, task / job->heads, task % job->heads, &ready);
+            run_task(job, task / job->heads, task % job->heads);
 }
 
 // Work below this many multiplications is done sooner than a second thread is awake.

@@ -167,7 +167,7 @@ static void NAME(read_rows)(const attention *job, const NAME(task) *task, NAME(t
                         (char *)task->weights);
 }
 
-static NAME(task) NAME(task_of)(const attention *job, int run, int head, laid_out *ready) {
+static NAME(task) NAME(task_of)(const attention *job, int run, int head) {
     const int first = (int)job->runs[run], sequences = (int)job->runs[run + 1] - first;
     const int length = (int)(job->offsets[first + 1] - job->offsets[first]);
     const int columns = rounded_up(length, LANES), value_columns = rounded_up(job->width, LANES);
@@ -186,23 +186,18 @@ static NAME(task) NAME(task_of)(const attention *job, int run, int head, laid_ou
     task.value = task.query + ROWS * key_columns;
     task.key = task.value + (size_t)sequences * value_words;
 
-    const int key_head = job->key_heads ? job->key_heads[head] : head;
-    const int value_head = job->value_heads ? job->value_heads[head] : head;
-    if (!job->maps && (ready->run != run || ready->key_head != key_head))
-        NAME(lay_out_key)(head_of(job->key, task.first_token, key_head, bytes),
-                          (size_t)job->key.token * bytes, job->type, length, job->key_width, task.key,
-                          columns);
-    if (ready->run != run || ready->value_head != value_head)
-        for (int s = 0; s < sequences; s++)
-            NAME(lay_out_value)(head_of(job->value, task.first_token + s * length, value_head, bytes),
-                                (size_t)job->value.token * bytes, job->type, length, job->width,
-                                task.value + s * value_words, value_columns);
-    *ready = (laid_out){run, key_head, value_head};
+    if (!job->maps)
+        NAME(lay_out_key)(head_of(job->key, task.first_token, head, bytes), (size_t)job->key.token * bytes,
+                          job->type, length, job->key_width, task.key, columns);
+    for (int s = 0; s < sequences; s++)
+        NAME(lay_out_value)(head_of(job->value, task.first_token + s * length, head, bytes),
+                            (size_t)job->value.token * bytes, job->type, length, job->width,
+                            task.value + s * value_words, value_columns);
     return task;
 }
 
-static void NAME(head)(const attention *job, int run, int head, laid_out *ready) {
-    const NAME(task) task = NAME(task_of)(job, run, head, ready);
+static void NAME(head)(const attention *job, int run, int head) {
+    const NAME(task) task = NAME(task_of)(job, run, head);
     const size_t bytes = number_bytes(job->type), context_bytes = (size_t)job->context.token * bytes;
     for (int row = 0; row < task.length; row += ROWS) {
         const int rows = smaller(task.length - row, ROWS), first = band_start(job, row) / LANES * LANES;

@@ -11,7 +11,7 @@ from attncache_core.checkpoint import read_checkpoint
 from attncache_core.errors import UnsupportedModel
 from attncache_core.forward import forward
 from attncache_core.models import load_model, model_shape
-from attncache_core.models.linear import ModuleLinear
+from attncache_core.models.linear import ActivatedLinear
 from attncache_core.models.prepacked import PackedLinear
 from attncache_core.tokens import by_sequence, pack
 
@@ -47,7 +47,7 @@ def test_model_has_the_activation_of_its_checkpoint(tmp_path, activation):
     assert_is_reference(model, Reference(folder), random_sequences([3, 12, 30]))
 
 
-@pytest.mark.parametrize(("activation", "kind"), [("silu", PackedLinear), ("swish", ModuleLinear)])
+@pytest.mark.parametrize(("activation", "kind"), [("silu", PackedLinear), ("swish", ActivatedLinear)])
 def test_only_an_activation_that_can_be_fused_is_packed(tmp_path, activation, kind):
     model = load_model(read_checkpoint(write_model(tmp_path, hidden_act=activation)), torch.float32)
     assert {type(layer.feed_forward._up) for layer in model.layers} == {kind}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from attncache_core.models.linear import ModuleLinear, packed
+from attncache_core.models.linear import ActivatedLinear, packed
 from attncache_core.models.prepacked import PackedLinear
 
 # Sums of 24 products of numbers of size 1, in another order.
@@ -80,9 +80,9 @@ def test_activation_is_the_one_of_its_name(name, kind):
         (nn.Linear, "relu", PackedLinear),
         (nn.Linear, "gelu_pytorch_tanh", PackedLinear),
         (nn.Linear, "silu", PackedLinear),
-        (nn.Linear, "swish", ModuleLinear),
-        (Doubled, "gelu", ModuleLinear),
-        (Doubled, None, ModuleLinear),
+        (nn.Linear, "swish", ActivatedLinear),
+        (Doubled, "gelu", ActivatedLinear),
+        (Doubled, None, ActivatedLinear),
     ],
 )
 def test_only_the_plain_layer_with_a_fusable_activation_is_packed(kind, name, expected):

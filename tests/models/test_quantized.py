@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
+from transformers.activations import ACT2FN
 
 from attncache_core.attention_maps.search import no_reuse
 from attncache_core.checkpoint import Quantization, read_checkpoint
@@ -261,6 +262,14 @@ def test_quantisation_ends_with_its_block():
             assert type(packed_linear(weight)) is PackedLinear
         assert type(packed(nn.Linear(64, 48), "relu", functional.relu)) is Int4Linear
     assert type(packed_linear(weight)) is PackedLinear
+
+
+@pytest.mark.parametrize("name", ["quick_gelu", "gelu_new", "tanh"])
+def test_activation_that_cannot_be_fused_leaves_no_layer_unquantised(name):
+    layer, x = nn.Linear(64, 48), torch.randn(7, 64)
+    with quantizing(Quantization.INT4):
+        found = packed(layer, name, ACT2FN[name])(x)
+    assert torch.equal(found, ACT2FN[name](Int4Linear(layer.weight, layer.bias)(x)))
 
 
 def embeddings(checkpoint, dtype=torch.float32, **options):

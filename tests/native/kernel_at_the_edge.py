@@ -64,12 +64,12 @@ def records(kernel, heads, width, dtype, map_dtype, lengths, at_the_end, shift=0
 
 
 def packed(kernel, heads, width, dtype, map_dtype, lengths, at_the_end):
-    """Lower triangles of maps at the edge; all heads take the one head of V."""
+    """Lower triangles of maps at the edge."""
     for length in lengths:
         guarded = Guarded(at_the_end)
         maps = torch.rand(heads, length, length, dtype=torch.float32).softmax(-1).to(map_dtype).tril()
         held = guarded.tensor(maps[:, torch.ones(length, length, dtype=torch.bool).tril()])
-        value = guarded.tensor(torch.randn(length, 1, width).to(dtype))
+        value = guarded.tensor(torch.randn(length, heads, width).to(dtype))
         context = guarded.tensor(torch.zeros(length, heads, width, dtype=dtype))
         kernel.apply_maps(
             np.array([held.data_ptr()], dtype=np.uint64),
@@ -79,9 +79,8 @@ def packed(kernel, heads, width, dtype, map_dtype, lengths, at_the_end):
             np.array([0, length]),
             context,
             packed=True,
-            value_heads=np.zeros(heads, dtype=np.int32),
         )
-        expected = torch.einsum("hpq,qd->phd", maps.double(), value[:, 0].double())
+        expected = torch.einsum("hpq,qhd->phd", maps.double(), value.double())
         torch.testing.assert_close(context.double(), expected, atol=0.02, rtol=0.01)
 
 

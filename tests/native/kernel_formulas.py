@@ -137,7 +137,7 @@ def run_starts(copies):
     return offsets_of(copies)
 
 
-def apply_maps(kernel, maps, runs, value, offsets, heads=None, **more):
-    context = torch.full((len(value), heads or value.shape[1], value.shape[2]), CANARY, dtype=value.dtype)
+def apply_maps(kernel, maps, runs, value, offsets, **more):
+    context = torch.full(value.shape, CANARY, dtype=value.dtype)
     kernel.apply_maps(addresses(maps), maps[0].dtype, runs, value, offsets, context, **more)
     return context

@@ -1,4 +1,4 @@
-"""Attention within a band, by heads of any widths that share those of K and V."""
+"""Attention within a band, by heads of any widths."""
 
 import numpy as np
 import pytest
@@ -28,75 +28,61 @@ from kernel_formulas import (
 
 @st.composite
 def attentions(draw):
-    """What `attend` is given: heads of any widths that take any heads of K and of V, and a band."""
+    """What `attend` is given: heads of any widths, and a band."""
     lengths, dtype = draw(lengths_of_sequences), draw(dtypes)
     key_width, width = draw(st.sampled_from([8, 24, 32, 64, 96, 192])), draw(widths)
-    heads, key_heads, value_heads = (draw(st.integers(1, 4)) for _ in range(3))
+    heads = draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     tensors = [
         # One head more on each side: neither tokens nor heads lie as close as they could.
-        torch.randn(sum(lengths), count + 2, size + 8, generator=generator).to(dtype)[:, 1:-1, :size]
-        for count, size in ((heads, key_width), (key_heads, key_width), (value_heads, width))
+        torch.randn(sum(lengths), heads + 2, size + 8, generator=generator).to(dtype)[:, 1:-1, :size]
+        for size in (key_width, key_width, width)
     ]
     before, after = draw(bands)
-    taken = {
-        name: np.array(draw(st.lists(st.integers(0, count - 1), min_size=heads, max_size=heads)), np.int32)
-        for name, count in (("key_heads", key_heads), ("value_heads", value_heads))
-    }
     scale = 2 * key_width**-0.5
-    return tensors, offsets_of(lengths), scale, {"before": before, "after": after, **taken}
-
-
-def formula(query, key, value, offsets, scale, *, before, after, key_heads, value_heads):
-    """The maps of each sequence; the context, and the sums of the products' sizes."""
-    maps = list(own_maps(query, key[:, key_heads], offsets, scale, before, after))
-    return maps, products(maps, value[:, value_heads], offsets)
+    return tensors, offsets_of(lengths), scale, {"before": before, "after": after}
 
 
 @settings(max_examples=100)
 @given(attention=attentions(), count=st.sampled_from([1, 2]))
-def test_bands_widths_and_shared_heads_are_the_formulas(kernel, attention, count):
-    (query, key, value), offsets, scale, more = attention
+def test_bands_and_widths_are_the_formulas(kernel, attention, count):
+    (query, key, value), offsets, scale, band = attention
     kept = [torch.full((query.shape[1], n, n), CANARY, dtype=value.dtype) for n in np.diff(offsets)]
     with threads(count):
-        found = attend(kernel, query, key, value, offsets, scale, kept=addresses(kept), **more)
-        unkept = attend(kernel, query, key, value, offsets, scale, **more)
+        found = attend(kernel, query, key, value, offsets, scale, kept=addresses(kept), **band)
+        unkept = attend(kernel, query, key, value, offsets, scale, **band)
     assert torch.equal(found, unkept)
-    maps, (exact, sizes) = formula(query, key, value, offsets, scale, **more)
+    maps = list(own_maps(query, key, offsets, scale, **band))
+    exact, sizes = products(maps, value, offsets)
     rounded = rounds_maps(kernel, value.dtype, query.shape[2], value.shape[2])
     assert_near(found, exact, sizes, rounded)
     for own, expected in zip(kept, maps, strict=True):
         allowed = FLOAT32 + BFLOAT16 * ((value.dtype is torch.bfloat16) + rounded) * expected
         assert bool(((own.double() - expected).abs() <= allowed).all())
         # Exactly nothing.
-        assert (own[:, ~band_of(own.shape[1], more["before"], more["after"])] == 0).all()
+        assert (own[:, ~band_of(own.shape[1], **band)] == 0).all()
 
 
 @settings(max_examples=40)
 @given(attention=attentions())
 def test_band_that_reaches_beyond_the_length_is_none(kernel, attention):
-    (query, key, value), offsets, scale, more = attention
+    (query, key, value), offsets, scale, _ = attention
     longest = int(np.diff(offsets).max())
-    wide, unbound = (
-        attend(kernel, query, key, value, offsets, scale, **more | {"before": reach, "after": reach})
-        for reach in (longest - 1, None)
-    )
-    assert torch.equal(wide, unbound)
-    for reach in (longest, 2**31 - 1, 2**40):
-        more |= {"before": reach, "after": reach}
-        assert torch.equal(attend(kernel, query, key, value, offsets, scale, **more), unbound)
+    unbound = attend(kernel, query, key, value, offsets, scale)
+    for reach in (longest - 1, longest, 2**31 - 1, 2**40):
+        found = attend(kernel, query, key, value, offsets, scale, before=reach, after=reach)
+        assert torch.equal(found, unbound)
 
 
 @settings(max_examples=40)
 @given(attention=attentions(), data=st.data())
 def test_batch_of_bands_is_one_by_one_and_head_by_head_bit_for_bit(kernel, attention, data):
-    (query, key, value), offsets, scale, more = attention
-    together = attend(kernel, query, key, value, offsets, scale, **more)
+    (query, key, value), offsets, scale, band = attention
+    together = attend(kernel, query, key, value, offsets, scale, **band)
     number = data.draw(st.integers(0, len(offsets) - 2))
     tokens = slice(*offsets[number : number + 2])
-    band = {name: more[name] for name in ("before", "after")}
-    for head, (k, v) in enumerate(zip(more["key_heads"], more["value_heads"], strict=True)):
-        parts = query[tokens, [head]], key[tokens, [k]], value[tokens, [v]]
+    for head in range(query.shape[1]):
+        parts = (x[tokens, [head]] for x in (query, key, value))
         alone = attend(kernel, *parts, offsets_of([tokens.stop - tokens.start]), scale, **band)
         assert torch.equal(alone[:, 0], together[tokens, head])
 
@@ -121,18 +107,3 @@ def test_tokens_beyond_the_band_are_left_out(kernel, place, before, after, dtype
     # Rows that meet V together share their tokens, rounded to vectors.
     near = band_of(120, None if before is None else before + 24, after + 8)[:, place]
     assert not found[~near].any()
-
-
-@pytest.mark.parametrize(
-    ("more", "name"),
-    [
-        ({}, "missing"),
-        ({"key_heads": np.zeros(4, np.int32)}, "missing"),
-        ({"key_heads": np.zeros(4, np.int64)}, "int64"),
-        ({"key_heads": np.zeros(3, np.int32)}, "3"),
-    ],
-)
-def test_heads_that_are_not_there_are_refused(kernel, more, name):
-    query, key, value = torch.zeros(5, 4, 32), torch.zeros(5, 2, 32), torch.zeros(5, 2, 32)
-    with pytest.raises(ValueError, match=name):
-        attend(kernel, query, key, value, offsets_of([5]), **more)
