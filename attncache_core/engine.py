@@ -309,7 +309,7 @@ class PrefillEngine:
         started = time.perf_counter()
         limit_faiss(self.threads)  # this may be another thread than the one that loaded
         prompt_tokens = [reading.prompt_tokens for reading in readings] if readings else None
-        batch = pack(sequences, prompt_tokens).on(self.model.device)
+        batch = pack(sequences, prompt_tokens).filled().on(self.model.device)
         hidden = self.model.embed(batch)
         searched = time.perf_counter()
         plan = self._plan(batch, self.model.search_input(hidden), np.asarray(reuse, dtype=bool)[batch.order])
@@ -322,7 +322,7 @@ class PrefillEngine:
             outputs=batch.in_callers_order(outputs.rows.cpu().numpy()),
             outcomes=tuple(batch.in_callers_order(plan.outcomes())),
             similarities=batch.in_callers_order(plan.similarities),
-            tokens=len(batch.ids),
+            tokens=int(batch.offsets[-1]),
             search_seconds=search_seconds,
             forward_seconds=time.perf_counter() - started - search_seconds,
             attention_seconds=attention_seconds,

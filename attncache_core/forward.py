@@ -15,7 +15,7 @@ from attncache_core.attention_maps.fetch import Fetch, HitRecords, RecordGroup
 from attncache_core.attention_maps.search import ReusePlan
 from attncache_core.attention_maps.store import Segment
 from attncache_core.models import AttentionLayer, PackedModel
-from attncache_core.tokens import TokenBatch
+from attncache_core.tokens import TokenBatch, rounded_up
 
 
 def hits_first(
@@ -65,7 +65,7 @@ def attention_context(
 ) -> torch.Tensor:
     """maps @ V of all heads, [tokens, heads, head_dim], for x [tokens, hidden]."""
     value, query, key = layer.project(x, batch.positions)
-    context = torch.empty_like(value)
+    context = batch.context_like(value)
     mask = layer.reused_heads
     if mask < layer.heads:
         computed = slice(mask, layer.heads)
@@ -73,7 +73,8 @@ def attention_context(
     if mask:
         records.apply(number, value[:, :mask], context[:, :mask])
         if records.count < len(batch.lengths):
-            first = int(batch.offsets[records.count])
+            # A round number of tokens, as a filled batch has: some of the last hit's among them.
+            first = max(0, len(x) - rounded_up(len(x) - int(batch.offsets[records.count])))
             query, key = layer.project_reused(x[first:], batch.positions[first:])
             offsets = batch.offsets[records.count :] - first
             reused = slice(mask)

@@ -2,6 +2,10 @@
 
 Sequences of one length (and one way through attention) stand next to each other: a Group of them is a slice
 of the packed tokens and becomes [sequences, length, ...] without a copy.
+
+A batch that is served is *filled*: behind the last sequence stand a few tokens that are no sequence's, to
+make their number a round one. oneDNN builds a kernel for each number of rows that it meets, which takes as
+long as the product itself: these numbers should be few.
 """
 
 from __future__ import annotations
@@ -37,12 +41,12 @@ class Group:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Token sequences in packed order.
+    """Token sequences in packed order, and fillers behind them if it is filled.
 
     `order[i]` is the caller's index of the packed sequence i; `lengths` are tokens, in packed order.
     """
 
-    ids: torch.Tensor  # int64 [tokens]
+    ids: torch.Tensor  # int64 [tokens], those of fillers 0
     lengths: np.ndarray  # int64 [sequences]
     order: np.ndarray  # int64 [sequences]
     # int64 [sequences], tokens at the front that are a prompt's; None: as many as the model's own prompt has.
@@ -50,18 +54,32 @@ class TokenBatch:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """First token of each packed sequence, and the number of tokens at the end: [sequences + 1]."""
+        """First token of each packed sequence, and of the fillers at the end: [sequences + 1]."""
         return np.concatenate(([0], np.cumsum(self.lengths)))
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Position of each token in its own sequence: int64 [tokens]."""
-        starts = np.repeat(self.offsets[:-1], self.lengths)
-        return torch.from_numpy(np.arange(self.offsets[-1]) - starts).to(self.ids.device)
+        """Position of each token in its own sequence, 0 of fillers: int64 [tokens]."""
+        positions = np.zeros(len(self.ids), dtype=np.int64)
+        end = self.offsets[-1]
+        positions[:end] = np.arange(end) - np.repeat(self.offsets[:-1], self.lengths)
+        return torch.from_numpy(positions).to(self.ids.device)
+
+    def context_like(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor like V [tokens, h, d_v] for maps @ V to be written to; zero for fillers."""
+        context = torch.empty_like(value)
+        context[self.offsets[-1] :] = 0
+        return context
 
     def on(self, device: torch.device) -> TokenBatch:
         """The batch with its tensors on this device."""
         return self if self.ids.device == device else replace(self, ids=self.ids.to(device))
+
+    def filled(self) -> TokenBatch:
+        """The batch with so many fillers behind it that the number of tokens is a round one."""
+        tokens = len(self.ids)
+        fillers = self.ids.new_zeros(rounded_up(tokens) - tokens)
+        return replace(self, ids=torch.cat([self.ids, fillers])) if len(fillers) else self
 
     def groups(self, first: int = 0, end: int | None = None) -> list[Group]:
         """The runs of equal length among the packed sequences [first, end)."""
@@ -79,9 +97,9 @@ class TokenBatch:
         """
         lengths = self.lengths[permutation]
         starts = np.concatenate(([0], np.cumsum(lengths)))
-        index = torch.from_numpy(
-            np.repeat(self.offsets[permutation] - starts[:-1], lengths) + np.arange(starts[-1])
-        ).to(self.ids.device)
+        places = np.arange(len(self.ids))
+        places[: starts[-1]] += np.repeat(self.offsets[permutation] - starts[:-1], lengths)
+        index = torch.from_numpy(places).to(self.ids.device)
         prompt_tokens = None if self.prompt_tokens is None else self.prompt_tokens[permutation]
         return TokenBatch(self.ids[index], lengths, self.order[permutation], prompt_tokens), index
 
@@ -104,6 +122,12 @@ def pack(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None
     ids = np.concatenate([np.asarray(sequences[i], dtype=np.int64) for i in order])
     own = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[order]
     return TokenBatch(torch.from_numpy(ids), lengths[order], order, own)
+
+
+def rounded_up(tokens: int) -> int:
+    """The next round number: a multiple of 8, and from 512 on one of 32 up to the double."""
+    step = 1 << max(3, tokens.bit_length() - 6)
+    return -(-tokens // step) * step
 
 
 def by_sequence(packed: torch.Tensor, group: Group) -> torch.Tensor:

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from attncache_core.engine import PrefillEngine, resolve_dtype
 from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput, NoClassifier
 from attncache_core.outputs import Measure, class_scores
 from attncache_core.threads import limit_threads
+from attncache_core.tokens import TokenBatch
 
 LABELS = ("transfer", "card", "help")
 
@@ -56,6 +58,16 @@ def test_result_counts_tokens_and_durations(tiny_engine):
     assert result.forward_seconds > 0
     assert result.search_seconds >= 0
     assert result.corrupt_records == 0
+
+
+def test_layers_see_round_numbers_of_tokens(tiny_engine):
+    sequences = random_sequences([3, 9, 5])
+    with mock.patch.object(tiny_engine.model, "outputs", wraps=tiny_engine.model.outputs) as outputs:
+        found = tiny_engine.run(sequences, [False] * 3)
+        with mock.patch.object(TokenBatch, "filled", lambda batch: batch):
+            exact = tiny_engine.run(sequences, [False] * 3)
+    assert [len(call.args[0]) for call in outputs.call_args_list] == [24, 17]
+    np.testing.assert_allclose(found.outputs, exact.outputs, atol=FLOAT32)
 
 
 def test_without_a_database_nothing_is_searched(tiny_engine):

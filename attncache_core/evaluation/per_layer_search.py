@@ -118,7 +118,7 @@ class PerLayerEngine:
         """Run token sequences through the model, with a search before each layer."""
         started = time.perf_counter()
         limit_faiss(self.threads)  # this may be another thread than the one that loaded
-        batch = pack(sequences)
+        batch = pack(sequences).filled()
         hidden = self.model.embed(batch)
         seen = _Seen(len(sequences), len(self.model.layers))
         for number in range(len(self.model.layers)):
@@ -128,7 +128,7 @@ class PerLayerEngine:
             outputs=batch.in_callers_order(outputs.rows.cpu().numpy()),
             outcomes=seen.outcomes(),
             similarities=seen.similarities[:, 0],
-            tokens=len(batch.ids),
+            tokens=int(batch.offsets[-1]),
             search_seconds=seen.search_seconds,
             forward_seconds=time.perf_counter() - started - seen.search_seconds,
             attention_seconds=seen.attention_seconds,

@@ -131,14 +131,14 @@ class SharedMapsEngine:
     def run(self, sequences: Sequence[Sequence[int]]) -> PrefillResult:
         """Run token sequences through the model, as PrefillEngine.run does; nothing is searched."""
         started = time.perf_counter()
-        batch = pack(sequences)
+        batch = pack(sequences).filled()
         hidden, attention_seconds = self._forward(batch, self.model.embed(batch))
         outputs = self.model.outputs(hidden, batch)
         return PrefillResult(
             outputs=batch.in_callers_order(outputs.rows.cpu().numpy()),
             outcomes=(Outcome.NOT_SEARCHED,) * len(sequences),
             similarities=np.full(len(sequences), np.nan, dtype=np.float32),
-            tokens=len(batch.ids),
+            tokens=int(batch.offsets[-1]),
             search_seconds=0.0,
             forward_seconds=time.perf_counter() - started,
             attention_seconds=attention_seconds,
@@ -164,7 +164,7 @@ def _context(
 ) -> torch.Tensor:
     """maps @ V [tokens, heads, head_dim] of a layer in a block of so many layers, for x [tokens, hidden]."""
     value, query, key = layer.project(x, batch.positions)
-    context = torch.empty_like(value)
+    context = batch.context_like(value)
     if layer.reused_heads:
         maps.apply(value, context)
     elif block > 1:

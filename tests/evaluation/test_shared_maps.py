@@ -116,12 +116,12 @@ def test_layers_that_share_maps_project_v_alone(engines, name):
 
     product = PackedLinear.__call__
     with mock.patch.object(PackedLinear, "__call__", counted):
-        engines[name].run(random_sequences([5, 9]))
+        engines[name].run(random_sequences([5, 11]))
     expected = [
         [(3 if maker == layer else 1) * HIDDEN, HIDDEN, INTERMEDIATE, HIDDEN]
         for layer, maker in enumerate(BLOCKS[name][1])
     ]
-    assert products == [(14, outputs) for layer in expected for outputs in layer]
+    assert products == [(16, outputs) for layer in expected for outputs in layer]
 
 
 @pytest.mark.parametrize("name", BLOCKS)

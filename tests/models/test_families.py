@@ -26,7 +26,7 @@ from attncache_core.checkpoint import DroppedLayers, read_checkpoint
 from attncache_core.forward import forward, hits_first
 from attncache_core.models import load_model
 from attncache_core.models.rotary import Rotary
-from attncache_core.tokens import pack
+from attncache_core.tokens import pack, rounded_up
 
 # float32 sums in another order, over layers whose strong weights make numbers of size 10 on the way.
 FLOAT32 = 1e-4
@@ -290,14 +290,15 @@ def test_hits_compute_no_q_k_rotation_norm_or_softmax_of_reused_heads_but_run_al
 def test_in_a_mixed_batch_only_misses_have_q_and_k_of_the_reused_heads(family, calls, tmp_path, reused):
     sequences = random_sequences([7, 12, 7])
     served = donated(family.model(orders=ORDERS), reused, sequences, [*sequences[:2], None], tmp_path)
+    missed = rounded_up(7)
     calls.clear()
     spies = spied_run(family.model(reused, ORDERS), sequences, served)
     for spy, count in zip(spies, reused, strict=True):
         assert spy.projected == [((26, HEADS), (26, HEADS - count))]
-        assert spy.projected_reused == ([(7, count)] if count else [])
-        assert sum(tokens * heads for tokens, heads in spy.attended) == 26 * (HEADS - count) + 7 * count
+        assert spy.projected_reused == ([(missed, count)] if count else [])
+        assert sum(tokens * heads for tokens, heads in spy.attended) == 26 * (HEADS - count) + missed * count
     if reused == (HEADS,) * LAYERS:
-        assert {tokens for tokens, *_ in heads_placed(calls)} <= {7}
+        assert {tokens for tokens, *_ in heads_placed(calls)} <= {missed}
 
 
 def spied_run(model, sequences, served):
