@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +24,12 @@ from attncache_core.attention_maps.search import Outcome, ReusePlan, no_reuse
 from attncache_core.attention_maps.tightened import keep_tightened
 from attncache_core.checkpoint import Checkpoint, Task
 from attncache_core.classifier import LinearClassifier, nearest_label
+from attncache_core.devices import Device, Dtype, resolve_device, resolve_dtype
 from attncache_core.errors import InvalidInput, NoClassifier
 from attncache_core.forward import forward, hits_first
 from attncache_core.labels import LabelTokens
 from attncache_core.memory import keep_freed_memory
-from attncache_core.models import CPU, PackedModel, load_model
+from attncache_core.models import PackedModel, load_model
 from attncache_core.outputs import Judge, Measure, normalize
 from attncache_core.processor import processor_name
 from attncache_core.prompts import Prompt, Reading, Template
@@ -36,9 +37,6 @@ from attncache_core.threads import limit_faiss, limit_threads
 from attncache_core.tokenizer import TextTokenizer
 from attncache_core.tokens import TokenBatch, pack
 from attncache_core.version import __version__
-
-Dtype = Literal["auto", "bfloat16", "float32"]
-Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -440,23 +438,3 @@ class PrefillEngine:
             return no_reuse(len(batch.lengths))
         pays = self.costs.pays if self.costs else lambda _: True
         return search.plan(batch, hidden, allowed, pays)
-
-
-def resolve_device(name: Device) -> torch.device:
-    """The device that an operator asked for. Raises InvalidInput where torch has none of this kind."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(
-            "device: torch finds no CUDA device here; install a CUDA build of torch, or choose cpu",
-            field="device",
-        )
-    return torch.device(name)
-
-
-def resolve_dtype(name: Dtype, device: torch.device = CPU) -> torch.dtype:
-    """The compute dtype that an operator asked for; "auto" is bfloat16 where the device multiplies it."""
-    if name == "auto" and device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    if name == "auto":
-        has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if has_bfloat16 else torch.float32
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from attncache_core import DEFAULT_MODEL, Fetch, Quantization
 from attncache_core.attention_maps.policy import Preset
 from attncache_core.checkpoint import PoolingMode
-from attncache_core.engine import Device, Dtype
+from attncache_core.devices import Device, Dtype
 from service.errors import InvalidSettings
 
 ChosenTask = Literal["label-logits"]

@@ -20,7 +20,8 @@ from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.search import Outcome
 from attncache_core.checkpoint import read_checkpoint
 from attncache_core.classifier import LinearClassifier
-from attncache_core.engine import PrefillEngine, resolve_dtype
+from attncache_core.devices import resolve_dtype
+from attncache_core.engine import PrefillEngine
 from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput, NoClassifier
 from attncache_core.outputs import Measure, class_scores
 from attncache_core.threads import limit_threads

@@ -12,7 +12,8 @@ from attncache_core.attention_maps.calibration import Progress
 from attncache_core.attention_maps.database import FORMAT_VERSION
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.corpus import default_corpus
-from attncache_core.engine import Device, Dtype, PrefillEngine
+from attncache_core.devices import Device, Dtype
+from attncache_core.engine import PrefillEngine
 
 
 def default_database_folder(checkpoint: Checkpoint, cache_dir: Path | None = None) -> Path:

@@ -18,7 +18,8 @@ import numpy as np
 from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.policy import Preset
 from attncache_core.checkpoint import Checkpoint
-from attncache_core.engine import Dtype, PrefillEngine, PrefillResult
+from attncache_core.devices import Dtype
+from attncache_core.engine import PrefillEngine, PrefillResult
 from attncache_core.errors import InvalidInput
 from attncache_core.evaluation.comparison import FULL, Method
 from attncache_core.evaluation.per_layer_search import PerLayerEngine

@@ -22,7 +22,7 @@ from attncache_core import Outcome, PrefillResult
 from attncache_core.attention_maps.fetch import HitRecords, RecordGroup
 from attncache_core.attention_maps.store import AttentionMapStore
 from attncache_core.checkpoint import Checkpoint
-from attncache_core.engine import Dtype, resolve_dtype
+from attncache_core.devices import Dtype, resolve_dtype
 from attncache_core.evaluation.layer_search import LayerSearch, Nearest, nothing_found, train_layer_search
 from attncache_core.forward import attention_context
 from attncache_core.memory import keep_freed_memory

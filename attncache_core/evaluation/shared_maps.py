@@ -20,7 +20,7 @@ import torch
 from attncache_core import Outcome, PrefillResult, native
 from attncache_core.attention_maps.substitution import token_passes, traced_forward
 from attncache_core.checkpoint import Checkpoint
-from attncache_core.engine import Dtype, resolve_dtype
+from attncache_core.devices import Dtype, resolve_dtype
 from attncache_core.memory import keep_freed_memory
 from attncache_core.models import AttentionLayer, PackedModel, load_model, model_shape
 from attncache_core.models.attention import apply_maps

@@ -21,7 +21,7 @@ from attncache_core import (
 )
 from attncache_core.attention_maps.store import MapForm
 from attncache_core.corpus.reading import FORMATS, read_rows, read_texts
-from attncache_core.engine import Device, Dtype
+from attncache_core.devices import Device, Dtype
 from service.commands.options import device_option, max_tokens_option, model_options
 from service.commands.progress import shown_progress
 from service.commands.texts import places_without

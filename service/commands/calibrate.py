@@ -15,7 +15,7 @@ from attncache_core import (
 )
 from attncache_core.attention_maps.builder import MIN_AGREEMENT, MIN_COSINE, default_budget
 from attncache_core.corpus.reading import read_texts
-from attncache_core.engine import Device, Dtype
+from attncache_core.devices import Device, Dtype
 from service.commands.build import show_database
 from service.commands.options import device_option, max_tokens_option, model_options
 from service.commands.progress import shown_progress

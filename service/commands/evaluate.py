@@ -18,7 +18,7 @@ from attncache_core import (
 )
 from attncache_core.attention_maps.mask import is_count
 from attncache_core.corpus.reading import read_labelled, read_rated, read_texts, spread
-from attncache_core.engine import Dtype
+from attncache_core.devices import Dtype
 from attncache_core.evaluation.methods import METHODS
 from attncache_core.evaluation.mmlu import LETTERS, Prompts, Question, read_questions
 from attncache_core.evaluation.tasks import (

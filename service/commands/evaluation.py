@@ -23,7 +23,7 @@ from attncache_core import (
 )
 from attncache_core.attention_maps.database import calibrated_on
 from attncache_core.corpus.reading import read_texts
-from attncache_core.engine import Dtype
+from attncache_core.devices import Dtype
 from attncache_core.evaluation.comparison import MethodReport, compare
 from attncache_core.evaluation.methods import Methods, parse_methods
 from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, full_outputs, recordable

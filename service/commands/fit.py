@@ -9,7 +9,7 @@ import numpy as np
 
 from attncache_core import Checkpoint, PrefillEngine, fit_classifier
 from attncache_core.corpus.reading import FORMATS, read_labelled
-from attncache_core.engine import Dtype
+from attncache_core.devices import Dtype
 from service.commands.options import model_options
 from service.commands.progress import shown_progress
 

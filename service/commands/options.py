@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from attncache_core import DEFAULT_MODEL, Checkpoint, Quantization, find_variant
 from attncache_core.checkpoint import PoolingMode
-from attncache_core.engine import Device, Dtype
+from attncache_core.devices import Device, Dtype
 from attncache_core.prompts import Template
 from service.settings import ChosenTask, Settings, environment_name, option_name
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from attncache_core import Checkpoint, InvalidInput, PrefillEngine, default_corpus
 from attncache_core.corpus.reading import read_texts, spread
-from attncache_core.engine import Dtype
+from attncache_core.devices import Dtype
 from attncache_core.evaluation.importance import measure_importance
 from service.bench.report import machine, show_machine, show_table, write_json
 from service.commands.options import template_option, whole_model_options

@@ -16,7 +16,8 @@ from attncache_core.attention_maps.search import ReusePlan
 from attncache_core.attention_maps.store import MapForm, RecordKind, RecordLayout, Segment, SegmentWriter
 from attncache_core.attention_maps.substitution import collect_maps
 from attncache_core.checkpoint import read_checkpoint
-from attncache_core.engine import PrefillEngine, resolve_device
+from attncache_core.devices import resolve_device
+from attncache_core.engine import PrefillEngine
 from attncache_core.errors import InvalidInput
 from attncache_core.forward import forward
 from attncache_core.models import load_model
