@@ -137,7 +137,8 @@ def _option(name: str, field: FieldInfo) -> click.Option:
     common: dict[str, Any] = {
         "envvar": environment_name(name),
         "show_envvar": True,
-        "default": field.default,
+        # click would show the name of an enum's member.
+        "default": field.default.value if isinstance(field.default, StrEnum) else field.default,
         "show_default": field.default not in (None, ""),
         "help": field.description,
     }

@@ -26,6 +26,7 @@ def test_help_shows_options_variables_and_defaults() -> None:
     text = run("serve", "--help").stdout
     for shown in ("--max-batch-tokens", "ATTNCACHE_MAX_BATCH_TOKENS", "1024", "--reuse / --no-reuse", "θ"):
         assert shown in text
+    assert "AUTO]" not in text  # a member of an enum by its name
 
 
 def test_bad_option_is_one_line() -> None:
