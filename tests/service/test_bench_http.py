@@ -369,7 +369,8 @@ def test_ctrl_c_ends_it_and_shows_what_was_measured(texts_file: Path, tmp_path: 
     report_file = tmp_path / "report.json"
     program = "from service.cli import main; main()"
     with fake_server() as server:
-        server.pause = lambda: time.sleep(0.01)
+        # The second load is slow, so that it has not ended when it is interrupted.
+        server.pause = lambda: time.sleep(0.2 if len(server.asked) > 30 else 0)
         arguments = ["--url", server.url, "--texts", str(texts_file), "--json", str(report_file)]
         loads = ["--clients", "2", "--batch", "1", "--batch", "2", "--total", "30", "--warmup", "0"]
         with subprocess.Popen(
