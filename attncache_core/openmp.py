@@ -6,8 +6,8 @@ processes, one sentence of 16 tokens: 99th percentile 117 ms; with 3,000 spins (
 operator to the next) 11 ms, and nothing lost alone (benchmarks/busy_neighbour.py). OpenMP reads this
 variable when its library is loaded, so it has to be set first; what an operator has set stays.
 
-oneDNN builds a kernel for every shape of a product and keeps the last 1,024. Batches of any number of tokens
-are more shapes than that: kernels were built anew for each batch.
+oneDNN builds a kernel for every shape of a product and keeps the last 1,024. Batches of some hundred round
+numbers of tokens, and layers of different numbers of computed heads, are more shapes than that.
 """
 
 import os

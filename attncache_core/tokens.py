@@ -125,7 +125,7 @@ def pack(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None
 
 
 def rounded_up(tokens: int) -> int:
-    """The next round number: a multiple of 8, and from 512 on one of 32 up to the double."""
+    """The next round number: a multiple of 8, and from 512 on one of 32 numbers up to each double."""
     step = 1 << max(3, tokens.bit_length() - 6)
     return -(-tokens // step) * step
 

@@ -21,7 +21,7 @@ from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.search import Outcome
 from attncache_core.engine import PrefillEngine
 from attncache_core.forward import forward
-from attncache_core.tokens import TokenBatch, pack
+from attncache_core.tokens import TokenBatch, pack, rounded_up
 
 MASKS = ["all", "layers:1", "5", "11"]
 LAYERS, HEADS, WIDTH, HIDDEN = 3, 4, 8, 32
@@ -56,9 +56,8 @@ class Counted:
 
     def attend(self, query, key, value, offsets, heads, context):
         tokens = int(offsets[-1] - offsets[0])
-        # All of what is handed over is attended.
         assert query.shape[:2] == key.shape[:2] == value.shape[:2] == context.shape[:2]
-        assert len(query) == tokens
+        assert len(query) >= tokens
         self.attended.append((tokens, query.shape[1]))
         self.layer.attend(query, key, value, offsets, heads, context)
 
@@ -95,7 +94,7 @@ def misses():
 
 
 def run(engine, sequences):
-    # Counted without the tokens of no sequence that make numbers round: test_tokens.py tells how few these are.
+    # Without the tokens that make numbers round: test_tokens.py tells how few these are.
     with (
         mock.patch.object(TokenBatch, "filled", lambda batch: batch),
         mock.patch.object(forward_module, "rounded_up", lambda tokens: tokens),
@@ -115,6 +114,18 @@ def test_hits_never_have_q_and_k_or_softmax_of_the_reused_heads(engine, hits):
         assert layer.reused == []
         assert layer.attended_tokens_times_heads == tokens * (HEADS - reused)
         assert {heads for *_, heads in layer.attended} <= {HEADS - reused}
+
+
+@pytest.mark.usefixtures("computing")
+def test_in_a_served_batch_numbers_of_tokens_are_round_and_no_larger(engine, hits, misses):
+    engine.run([*hits, *misses], [True] * len([*hits, *misses]))
+    tokens, missed = (rounded_up(sum(map(len, sequences))) for sequences in ([*hits, *misses], misses))
+    fillers = tokens - sum(map(len, [*hits, *misses]))
+    for layer, reused in zip(engine.model.layers, engine.database.mask.reused, strict=True):
+        assert layer.values == [(tokens, HEADS)]
+        assert layer.computed == [(tokens, HEADS - reused)]
+        assert [heads for _, heads in layer.reused] == ([reused] if reused else [])
+        assert all(missed <= rows <= rounded_up(missed + fillers) for rows, _ in layer.reused)
 
 
 @pytest.mark.usefixtures("computing")

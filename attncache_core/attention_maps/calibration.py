@@ -183,6 +183,7 @@ def measure_savings(engine: PrefillEngine, search: SearchEngine, probes: Probes,
         prompt_tokens=engine.tokenizer.prompt_tokens,
         head_order=head_order(rank),
         reused_heads=reused,
+        device=engine.model.device,
     )
     costs = measure_costs(model, search)
     return Savings(

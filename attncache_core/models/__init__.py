@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from attncache_core.checkpoint import Checkpoint
-from attncache_core.errors import InvalidInput, UnsupportedModel
+from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 from attncache_core.loading import loading
 from attncache_core.models.bert import bert, roberta
 from attncache_core.models.deberta import deberta
@@ -122,7 +122,7 @@ def load_model(
     attending = layers.count(None)
     orders = zip(head_order or [range(heads)] * attending, reused_heads or [0] * attending, strict=True)
     of_layers = iter([LayerHeads(list(order), reused) for order, reused in orders])
-    with quantizing(checkpoint.quantization):
+    with quantizing(checkpoint.quantization), readable(f"config.json of model {checkpoint.name}"):
         packed = FAMILIES[checkpoint.config["model_type"]](
             model,
             [dropped or next(of_layers) for dropped in layers],

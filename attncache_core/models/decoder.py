@@ -18,7 +18,7 @@ from attncache_core.models import attention
 from attncache_core.models.attention import Pattern
 from attncache_core.models.blocks import PlainAttention, QueryKeyValue, Scores, build_layers, output_linear
 from attncache_core.models.experts import pack_networks
-from attncache_core.models.language import language_head
+from attncache_core.models.language import declared, language_head
 from attncache_core.models.layer import (
     AttentionLayer,
     Dropped,
@@ -80,8 +80,8 @@ class _FeedForward:
 
 def feed_forward(module: nn.Module, config: Any) -> FeedForward:
     """A feed-forward network, or a block of experts, with all that is gate, up and down in it packed."""
-    # A checkpoint may carry both names; the one that the configuration's class declares is used.
-    name = config.hidden_activation if hasattr(type(config), "hidden_activation") else config.hidden_act
+    # A checkpoint may carry both names.
+    name = declared(config, "hidden_activation") or config.hidden_act
     network = pack_networks(module, name)
     # transformers' blocks of experts take a batch.
     return lambda x: network(x[None])[0]
@@ -163,12 +163,17 @@ def capped_scores(scale: float, cap: float) -> Scores:
 def attention_pattern(config: Any, number: int, scale: float) -> Pattern:
     """What tokens of layer `number` attend to: all before them, or a window; both sides if config says so.
 
-    Raises UnsupportedModel for a flag that transformers itself reads in two ways.
+    Raises UnsupportedModel for a window without a token, and for a flag that transformers itself reads in two
+    ways.
     """
     types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
+    window: int | None = declared(config, "sliding_window")
     if types and types[number] != "sliding_attention":
         window = None
+    if window is not None and window < 1:
+        raise UnsupportedModel(
+            f"sliding_window {window} in config.json: it must be 1 at least", field="model"
+        )
     # Of a window of w tokens a token sees itself and w - 1 others; only where a decoder of another kind is
     # told to look both ways, w others on each side.
     last = None if window is None else window - 1

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from attncache_core.models.decoder import DecoderLayer, assembled, attention_pattern
+from attncache_core.models.language import declared
 from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel, Pool, Projection
 from attncache_core.models.linear import Linear, packed_linear
 from attncache_core.models.projections import Place, Rows, joined
@@ -118,7 +119,7 @@ def deepseek(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> P
     config = base.config
     rotary = RotaryOfLayers(_angles(base.rotary_emb), config)
     turning = torch.arange(config.qk_rope_head_dim)
-    if getattr(config, "rope_interleave", True):
+    if declared(config, "rope_interleave") is not False:
         # Neighbours turn together: the first of each pair, then the second ones. V2 has no other way.
         turning = torch.cat([turning[0::2], turning[1::2]])
 

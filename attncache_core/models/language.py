@@ -56,4 +56,12 @@ class LanguageHead:
 def language_head(model: Any, norm: nn.Module) -> LanguageHead | None:
     """The language head of a Hugging Face decoder with this last norm; None if it was loaded without."""
     linear = model.get_output_embeddings()
-    return linear and LanguageHead(norm, linear, getattr(model.config, "final_logit_softcapping", None))
+    return linear and LanguageHead(norm, linear, declared(model.config, "final_logit_softcapping"))
+
+
+def declared(config: Any, name: str) -> Any:
+    """What config.json says under a name that the model's configuration declares; None under any other.
+
+    transformers keeps every key of config.json, and a model reads its own.
+    """
+    return getattr(config, name, None) if hasattr(type(config), name) else None

@@ -6,7 +6,7 @@ The engine runs Algorithm 2 over `layers`; a family file supplies them from Hugg
     for layer in model.layers:
         x = layer.attention_input(hidden)
         V of every head, Q and K of the computed heads  = layer.project(x, positions)
-        Q and K of the reused heads                     = layer.project_reused(x, positions of the misses)
+        Q and K of the reused heads, for the misses     = layer.project_reused(x, positions)
         context                                         = maps @ V, head by head
         hidden = layer.finish(hidden, context)
     outputs = model.outputs(hidden, batch)
@@ -88,7 +88,7 @@ class AttentionLayer(Protocol):
         ...
 
     def project_reused(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Q and K of the reused heads, each [tokens, reused heads, d]; asked for misses only."""
+        """Q and K of the reused heads, each [tokens, reused heads, d]: of misses and a few tokens before."""
         ...
 
     def attention_maps(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:

@@ -135,7 +135,9 @@ def classification(
     read = labels_read(evaluation.full)
     known = read.labels if read else evaluation.full.labels
     if known is None:
-        raise InvalidInput("the model has no classes: give --train or --classifier", field="train")
+        raise InvalidInput(
+            "the model has no classes: give --train, --classifier, or --labels with --task", field="train"
+        )
     sequences, names = evaluation.tokenize(texts, read), _label_names(labels, known)
     evaluation.run(ClassificationTask(Path(data).stem, evaluation.full, sequences, names))
 
