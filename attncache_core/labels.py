@@ -35,9 +35,14 @@ class LabelTokens:
     def of(cls, tokenizer: TextTokenizer, template: Template, labels: Sequence[str]) -> Self:
         """In time and memory as the labels' tokens.
 
-        Raises InvalidInput for labels that cannot be told apart, that continue the template badly or that
-        leave no room for a text.
+        Raises InvalidInput for labels that cannot be told apart, that have white space at their ends, that
+        continue the template badly or that leave no room for a text.
         """
+        for index, label in enumerate(labels):
+            if label != label.strip():
+                raise InvalidInput(
+                    f"labels[{index}] begins or ends with white space; leave it out", field=f"labels[{index}]"
+                )
         tokens = tokenizer.continuations(template, labels)
         seen: set[Beginning] = set()
         for index, own in enumerate(tokens):

@@ -41,7 +41,9 @@ class Template:
         try:
             written = path.read_bytes().decode()
         except OSError as error:
-            raise InvalidInput(f"template {path} cannot be read ({error.strerror})", field="template") from error
+            raise InvalidInput(
+                f"template {path} cannot be read ({error.strerror})", field="template"
+            ) from error
         except UnicodeDecodeError as error:
             raise InvalidInput(f"template {path} cannot be read as UTF-8", field="template") from error
         return cls.parse(written.removesuffix("\n").removesuffix("\r"))

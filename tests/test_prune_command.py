@@ -76,6 +76,8 @@ def test_importance_of_every_layer_is_shown_and_kept(tiny_checkpoint, tiny_engin
             assert f"{value:.4f}" in shown
     assert kept["machine"]["texts"] == len(texts) == 120
     assert "processor" in shown
+    least = [kept[f"{name}_least_important_first"][0] for name in ("attention", "blocks")]
+    assert "--drop-attention {}, --drop-block {}".format(*least) in shown
 
 
 def test_sample_of_the_shipped_corpus_is_measured_where_no_texts_are_given(tiny_checkpoint, tmp_path):

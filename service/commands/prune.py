@@ -66,6 +66,9 @@ def prune(
     }
     show_machine(facts)
     _show(found.attention, found.blocks)
+    click.echo(
+        f"least important: --drop-attention {found.attention.argmin()}, --drop-block {found.blocks.argmin()}"
+    )
     write_json(
         json_file,
         {"machine": facts, **_report("attention", found.attention), **_report("blocks", found.blocks)},

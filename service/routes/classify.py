@@ -96,7 +96,7 @@ async def _by_tokens(request: Request, body: ClassifyRequest, truncate: bool, re
     if sequences > most:
         raise TooManyInputs(
             f"inputs make {sequences} sequences with these labels, and at most {most} may wait",
-            field="inputs",
+            field="inputs" if len(asked.prompt.readings) <= most else "labels",
         )
     reuse = reuse and engine.keeps_budget(asked)
     pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse, prompt=asked.prompt)

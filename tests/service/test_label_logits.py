@@ -127,10 +127,12 @@ async def test_headers_and_metrics_count_sequences(folder: Path) -> None:
         ({"labels": ["Sesam", "card", "Sesam"]}, "invalid_input", "labels[2]"),
         ({"labels": []}, "invalid_input", "labels"),
         ({"labels": ["Sesam", ""]}, "invalid_input", "labels[1]"),
+        ({"labels": ["Sesam", " card"]}, "invalid_input", "labels[1]"),
+        ({"labels": ["Sesam\n", "card"]}, "invalid_input", "labels[0]"),
         ({"labels": ["Sesam"] * 300}, "too_many_inputs", "labels"),
         ({"inputs": ["Sesam " * 200], "truncate": False}, "input_too_long", "inputs[0]"),
         ({"inputs": ["a"] * 40, "labels": SEVERAL}, "too_many_inputs", "inputs"),
-        ({"labels": ["Sesam " * 200, "card"]}, "invalid_input", "labels"),
+        ({"labels": ["Sesam" + " Sesam" * 199, "card"]}, "invalid_input", "labels"),
         ({"labels": [first + " Sesam card" * 10 for first in SINGLE]}, "input_too_long", "labels"),
     ],
 )
