@@ -259,9 +259,9 @@ class PrefillEngine:
     def keeps_budget(self, asked: LabelTokens) -> bool:
         """Whether the database's budget holds for these labels in this template.
 
-        It does for the operator's own; of labels of several tokens it was measured on prompts without them. Where
-        it is of outputs and not of decisions, it does for any labels of one token each in the operator's template
-        too.
+        It does for the operator's own; of labels of several tokens it was measured on prompts without them.
+        Where it is of outputs and not of decisions, it does for any labels of one token each in the
+        operator's template too.
         """
         if asked is self.label_tokens:
             return True
