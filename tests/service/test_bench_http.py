@@ -367,7 +367,9 @@ def test_command_line_does_not_load_aiohttp() -> None:
 
 def test_ctrl_c_ends_it_and_shows_what_was_measured(texts_file: Path, tmp_path: Path) -> None:
     report_file = tmp_path / "report.json"
-    program = "from service.cli import main; main()"
+    # A process that was started in the background of a shell ignores the signal.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{heeding}; from service.cli import main; main()"
     with fake_server() as server:
         # The second load is slow, so that it has not ended when it is interrupted.
         server.pause = lambda: time.sleep(0.2 if len(server.asked) > 30 else 0)
