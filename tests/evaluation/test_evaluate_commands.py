@@ -333,7 +333,7 @@ SCORED = "score\tsentence1\tsentence2\n"
         ("agreement", f"query\n{PRIVATE}\n", (), ("no column 'text'", "'query'")),
         ("agreement", f"text\n{PRIVATE}\n", ("--classifier", "no"), ("there is no classifier in no",)),
         ("classification", "text\tlabel\n", (), ("data.tsv has no texts",)),
-        ("classification", f"text\tlabel\n{PRIVATE}\tx\n", (), ("--train", "--classifier", "--labels with --task")),
+        ("classification", f"text\tlabel\n{PRIVATE}\tx\n", (), ("--train", "--labels with --task")),
         ("classification", f"text\tlabel\n{PRIVATE}\tx\n", ("--train", "no.tsv"), ("no.tsv cannot be read",)),
     ],
 )
