@@ -1,10 +1,11 @@
-"""How transformers is asked for what lies in a checkpoint's folder: in turn, and without its remarks."""
+"""How transformers is asked for what lies in a folder, in turn and without remarks; what its models read."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from transformers.utils import logging
 
@@ -31,3 +32,11 @@ def loading(what: str) -> Iterator[None]:
                 yield
         finally:
             logging.set_verbosity(verbosity)
+
+
+def declared(config: Any, name: str) -> Any:
+    """What config.json says under a name that the model's configuration declares; None under any other.
+
+    transformers keeps every key of config.json, and a model reads its own.
+    """
+    return getattr(config, name, None) if hasattr(type(config), name) else None

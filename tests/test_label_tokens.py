@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from core_decoders import write_decoder_tokenizer, write_llama
+from core_decoders import VOCABULARY_SIZE, write_decoder_tokenizer, write_llama
 from core_models import PLAIN_WORDS, random_text, write_model, write_sentence_transformer
 from core_reference import FLOAT32
+from families import write_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
 from attncache_core import AttentionDatabase, Outcome, class_scores
 from attncache_core.attention_maps.builder import BuildOptions, build_database, default_budget
@@ -100,6 +101,22 @@ def test_labels_of_one_token_differ_as_their_log_probabilities_do(engine, oracle
     logits, expected = summed(engine, texts, SINGLE), oracle.scores(texts, SINGLE)
     np.testing.assert_allclose(logits - logits[:, :1], expected - expected[:, :1], atol=SUMMED)
     np.testing.assert_allclose(class_scores(logits), class_scores(expected), atol=SUMMED)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_logits_are_capped_as_the_family_does_and_by_no_key_of_another(tmp_path, family):
+    if family == "llama":
+        write_llama(tmp_path, final_logit_softcapping=2.0)
+    else:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+        config = Gemma2Config(
+            **sizes, vocab_size=VOCABULARY_SIZE, intermediate_size=64, final_logit_softcapping=2.0
+        )
+        write_family(tmp_path, config, saved_as=AutoModelForCausalLM)
+        write_decoder_tokenizer(tmp_path)
+    texts = some_texts()
+    expected = Oracle(tmp_path).scores(texts, SEVERAL)
+    np.testing.assert_allclose(summed(load(tmp_path), texts, SEVERAL), expected, atol=SUMMED)
 
 
 labels_of_words = st.lists(

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from attncache_core.errors import UnsupportedModel
+from attncache_core.loading import declared
 from attncache_core.models import attention
 from attncache_core.models.attention import Pattern
 from attncache_core.models.blocks import PlainAttention, QueryKeyValue, Scores, build_layers, output_linear
 from attncache_core.models.experts import pack_networks
-from attncache_core.models.language import declared, language_head
+from attncache_core.models.language import language_head
 from attncache_core.models.layer import (
     AttentionLayer,
     Dropped,

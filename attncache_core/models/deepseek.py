@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from attncache_core.loading import declared
 from attncache_core.models.decoder import DecoderLayer, assembled, attention_pattern
-from attncache_core.models.language import declared
 from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel, Pool, Projection
 from attncache_core.models.linear import Linear, packed_linear
 from attncache_core.models.projections import Place, Rows, joined

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from attncache_core.loading import declared
+
 # Logits are held for so many numbers at a time: 64 MB of them.
 _MOST_LOGITS = 2**24
 
@@ -57,11 +59,3 @@ def language_head(model: Any, norm: nn.Module) -> LanguageHead | None:
     """The language head of a Hugging Face decoder with this last norm; None if it was loaded without."""
     linear = model.get_output_embeddings()
     return linear and LanguageHead(norm, linear, declared(model.config, "final_logit_softcapping"))
-
-
-def declared(config: Any, name: str) -> Any:
-    """What config.json says under a name that the model's configuration declares; None under any other.
-
-    transformers keeps every key of config.json, and a model reads its own.
-    """
-    return getattr(config, name, None) if hasattr(type(config), name) else None
