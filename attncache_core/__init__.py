@@ -10,7 +10,11 @@ import attncache_core.openmp  # noqa: F401 - before anything that loads torch
 from attncache_core.attention_maps.builder import BuildOptions, build_database
 from attncache_core.attention_maps.calibration import Progress, calibrate_database
 from attncache_core.attention_maps.database import AttentionDatabase, Manifest
-from attncache_core.attention_maps.default import build_default_database
+from attncache_core.attention_maps.default import (
+    build_default_database,
+    open_default_database,
+    set_damaged_aside,
+)
 from attncache_core.attention_maps.fetch import Fetch
 from attncache_core.attention_maps.search import Outcome
 from attncache_core.checkpoint import DEFAULT_MODEL, Checkpoint, Quantization, find_checkpoint
@@ -26,6 +30,7 @@ from attncache_core.errors import (
     InvalidInput,
     ModelNotFound,
     NoClassifier,
+    NotFinite,
     UnsupportedModel,
 )
 from attncache_core.outputs import class_scores, normalize
@@ -48,6 +53,7 @@ __all__ = [
     "Manifest",
     "ModelNotFound",
     "NoClassifier",
+    "NotFinite",
     "Outcome",
     "PrefillEngine",
     "PrefillResult",
@@ -63,4 +69,6 @@ __all__ = [
     "find_variant",
     "fit_classifier",
     "normalize",
+    "open_default_database",
+    "set_damaged_aside",
 ]

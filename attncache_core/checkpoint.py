@@ -1,6 +1,6 @@
-"""Find a model and read what it is: where it lies, its task, pooling, prompt and length.
+"""Read what a model is: its task, pooling, prompt and length.
 
-    "all-MiniLM-L6-v2" -> a folder | an installed package | the Hugging Face cache | the Hub
+    "all-MiniLM-L6-v2" -> sources.find_source -> a folder
                        -> Checkpoint (no weights read yet) -> tokenizer, fingerprint, models.load_model
 
 A sentence-transformers folder is read as that library reads it; a plain Hugging Face encoder is pooled
@@ -11,30 +11,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
 
-from attncache_core.errors import InvalidInput, ModelNotFound, UnsupportedModel, readable
+from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 from attncache_core.prompts import Template
+from attncache_core.sources import WEIGHTS, find_source
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 Task = Literal["embed", "classify", "label-logits"]
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
-# Any of them may be what a tokenizer is made from; which, is the family's business.
-_TOKENIZER_FILES = (
+# Any of these files may be what a tokenizer is made from. Which one depends on the family.
+_VOCABULARIES = (
     "tokenizer.json",
     "vocab.txt",
     "vocab.json",
@@ -43,7 +38,15 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "spm.model",
     "sentencepiece.bpe.model",
+)
+# What else changes how a text becomes tokens. Patterns, relative to the folder.
+_TOKENIZER_SETTINGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )
 # The flags that sentence-transformers wrote before version 6, in the order in which it joins the modes.
 _POOLING_FLAGS = {
@@ -98,6 +101,8 @@ class Checkpoint:
     labels: tuple[str, ...] = ()  # an operator's, to choose from
     dropped: DroppedLayers = DroppedLayers()
     quantization: Quantization | None = None  # of the layers' linear weights, once they are read
+    revision: str | None = None  # on the Hub, as it was asked for
+    commit: str | None = None  # what that was when the model was found; None if it is not from the Hub
 
     @property
     def variant(self) -> dict[str, Any]:
@@ -118,13 +123,18 @@ class Checkpoint:
         return positions - padding - 1
 
     @property
+    def vocabularies(self) -> list[Path]:
+        """The files in the folder that a tokenizer can be made from; empty if it has no tokenizer."""
+        return self._files(_VOCABULARIES)
+
+    @property
     def tokenizer_files(self) -> list[Path]:
-        """What is there of the files that a tokenizer may be made from."""
-        return [path for name in _TOKENIZER_FILES if (path := self.folder / name).is_file()]
+        """All files in the folder that decide how a text becomes tokens, chat templates included."""
+        return self._files(_VOCABULARIES + _TOKENIZER_SETTINGS)
 
     def weight_names(self) -> list[str]:
         """The names of the tensors in its files. Raises UnsupportedModel where these cannot be read."""
-        single, index = (self.folder / name for name in _WEIGHTS)
+        single, index = (self.folder / name for name in WEIGHTS)
         with readable(f"the weights of model {self.name}"):
             if not single.is_file():
                 return list(_read_json(index)["weight_map"])
@@ -173,7 +183,7 @@ class Checkpoint:
         )
 
     def fingerprint(self) -> str:
-        """SHA-256 over what decides the attention maps: architecture, weights, tokenizer and variant.
+        """SHA-256 over what decides the attention maps: architecture, weights, tokenizer files and variant.
 
         Not the compute dtype, the pooling or the template: they leave the maps of given tokens alone.
         Reads every weight file once in the life of the process, and again should it change.
@@ -182,7 +192,7 @@ class Checkpoint:
         for path in sorted([*self.folder.glob("*.safetensors"), *self.tokenizer_files]):
             if path.is_file():
                 state = path.stat()
-                digest.update(path.name.encode())
+                digest.update(path.relative_to(self.folder).as_posix().encode())
                 digest.update(_file_digest(path, state.st_size, state.st_mtime_ns))
         architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}
         digest.update(json.dumps(architecture, sort_keys=True).encode())
@@ -193,15 +203,16 @@ class Checkpoint:
     def embedding_fingerprint(self) -> str:
         """SHA-256 over what decides a text's embedding: the maps' fingerprint, pooling and template too."""
         way = [self.fingerprint(), self.pooling.modes, self.pooling.include_prompt]
-        way += [self.max_tokens, self.lowercase, self.template.prefix]
-        # Left out where there is none, so that classifiers fitted before there were suffixes stay good.
-        way += [self.template.suffix] if self.template.suffix else []
+        way += [self.max_tokens, self.lowercase, self.template.prefix, self.template.suffix]
         return hashlib.sha256(json.dumps(way).encode()).hexdigest()
 
     def use_fingerprint(self) -> str:
-        """SHA-256 over what decides what a text is answered: its embedding's fingerprint, task and labels."""
-        way = [self.embedding_fingerprint(), self.task, self.labels]
+        """SHA-256 over what decides the answer to a text: embedding_fingerprint, prompts, task and labels."""
+        way = [self.embedding_fingerprint(), sorted(self.prompts.items()), self.task, self.labels]
         return hashlib.sha256(json.dumps(way).encode()).hexdigest()
+
+    def _files(self, patterns: Sequence[str]) -> list[Path]:
+        return [path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()]
 
 
 # Entries of config.json that change when a model is saved again and say nothing about its maps.
@@ -211,19 +222,16 @@ _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtyp
 _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "mpnet")
 
 
-def find_checkpoint(model: str) -> Checkpoint:
+def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     """The model named `model`: a folder, a model carried by an installed package, or a Hub id.
 
-    Raises ModelNotFound, which lists what was tried, and UnsupportedModel for a folder of another kind.
+    revision: a branch, tag or commit of a model on the Hub; None: its main branch.
+    Raises ModelNotFound, which lists what was tried, UnsupportedModel for a folder of another kind, and
+    InvalidInput for a revision of what does not come from the Hub.
     """
-    tried = []
-    for find in (_in_folder, _in_package, _in_cache, _on_hub):
-        found = find(model)
-        if isinstance(found, tuple):
-            folder, source = found
-            return read_checkpoint(folder, name=model, source=source)
-        tried.append(found)
-    raise ModelNotFound(f"model {model!r} was not found: {'; '.join(tried)}", field="model")
+    found = find_source(model, revision)
+    checkpoint = read_checkpoint(found.folder, name=model, source=found.description)
+    return replace(checkpoint, revision=revision, commit=found.commit)
 
 
 def read_checkpoint(folder: Path, *, name: str | None = None, source: str = "folder") -> Checkpoint:
@@ -241,7 +249,7 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
     config = _read_json(transformer / "config.json")
     if not isinstance(config, dict):
         raise UnsupportedModel(f"{transformer / 'config.json'} is no JSON object", field="model")
-    if not any((transformer / weights).is_file() for weights in _WEIGHTS):
+    if not any((transformer / weights).is_file() for weights in WEIGHTS):
         raise UnsupportedModel(
             f"model folder {transformer} has no model.safetensors; other weight formats are not read",
             field="model",
@@ -313,63 +321,3 @@ def _read_json(path: Path, default: Any = None) -> Any:
         raise UnsupportedModel(f"model folder {path.parent} has no {path.name}", field="model") from error
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{path} cannot be read as JSON", field="model") from error
-
-
-def _in_folder(model: str) -> tuple[Path, str] | str:
-    try:
-        folder = Path(model).expanduser()
-        if folder.is_dir():
-            return folder, "folder"
-    except (OSError, RuntimeError, ValueError):
-        pass  # a name that can be no path: too long, of an unknown user, with a null byte
-    return "no such folder"
-
-
-def _in_package(model: str) -> tuple[Path, str] | str:
-    """A model folder inside an installed distribution whose name ends with the model's name.
-
-    Only the list of the distribution's files is read; none of its code is run.
-    """
-    wanted = _normalized(model.rsplit("/", 1)[-1])
-    for distribution in metadata.distributions():
-        name = _normalized(distribution.metadata["Name"] or "")
-        if name != wanted and not name.endswith(f"-{wanted}"):
-            continue
-        for file in distribution.files or []:
-            if file.name in _WEIGHTS:
-                folder = Path(str(distribution.locate_file(file))).parent
-                return folder, f"package {distribution.metadata['Name']} {distribution.version}"
-    return "no installed package carries it"
-
-
-def _normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _in_cache(model: str) -> tuple[Path, str] | str:
-    try:
-        folder = Path(snapshot_download(model, local_files_only=True, allow_patterns=_HUB_PATTERNS))
-        # Another program may have wanted no more of the model than its configuration.
-        complete = any(file.name in _WEIGHTS for file in folder.rglob("*.safetensors*"))
-        return (folder, "Hugging Face cache") if complete else "not whole in the Hugging Face cache"
-    except HFValidationError:
-        return "not a Hugging Face id"
-    except (LocalEntryNotFoundError, OSError):
-        return "not in the Hugging Face cache"
-
-
-def _on_hub(model: str) -> tuple[Path, str] | str:
-    if constants.HF_HUB_OFFLINE:
-        return "the Hub was not asked (offline mode)"
-    try:
-        folder = snapshot_download(model, allow_patterns=_HUB_PATTERNS, etag_timeout=5)
-        return Path(folder), "Hugging Face Hub"
-    except HFValidationError:
-        return "not on the Hub"
-    except HfHubHTTPError as error:
-        # A repository that is absent or closed answers 401 or 404.
-        status = error.response.status_code if error.response is not None else "with an error"
-        return f"the Hub answered {status}"
-    except Exception:
-        # httpx's, ssl's and the socket's errors share no base class; all say that the Hub is out of reach.
-        return "the Hub could not be reached"

@@ -18,9 +18,10 @@ from safetensors.numpy import load, save
 
 from attncache_core.errors import BuildFailed, DatabaseRefused
 from attncache_core.files import write_whole
-from attncache_core.outputs import normalize
+from attncache_core.outputs import normalize, require_finite
 
-FORMAT_VERSION = 1
+# 2: the fingerprint covers all files of the tokenizer.
+FORMAT_VERSION = 2
 # Cosines lie close together; a twentieth spreads them as a classifier's scores are spread.
 SIMILARITY_TEMPERATURE = 0.05
 # Little regularisation: embeddings of unit length are small numbers, and there are many texts a class.
@@ -52,9 +53,16 @@ class LinearClassifier:
         if self.fingerprint != fingerprint:
             raise DatabaseRefused(
                 f"the classifier was fitted for {self.model} with fingerprint {self.fingerprint[:12]}, and "
-                f"model {model} has {fingerprint[:12]}; fit a classifier for this model",
+                f"model {model} has {fingerprint[:12]} (other weights, quantisation, tokenizer files, "
+                "architecture, layers dropped, pooling or template); fit a classifier for this model",
                 field="classifier",
             )
+
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, over labels, weights and bias: all that decides a class."""
+        digest = hashlib.sha256(json.dumps(self.labels).encode())
+        digest.update(save({"weight": self.weight, "bias": self.bias}))
+        return digest.hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write the classifier's two files into `folder`."""
@@ -90,6 +98,8 @@ class LinearClassifier:
                 weights["weight"]
             ):
                 raise ValueError("labels and weights differ in number")
+            if not all(np.isfinite(weights[name]).all() for name in ("weight", "bias")):
+                raise ValueError("weights that are not finite")
             if description["weights"] != hashlib.sha256(content).hexdigest():
                 raise ValueError("weights of another fit")
             return cls(
@@ -128,7 +138,7 @@ def fit_classifier(
 ) -> LinearClassifier:
     """A multinomial logistic regression on embeddings [n, d], brought to unit length, and their labels.
 
-    Raises BuildFailed for fewer than two classes.
+    Raises BuildFailed for fewer than two classes, and NotFinite for the first embedding that is not finite.
     """
     # Loading scikit-learn takes most of a second, and only fitting needs it.
     from sklearn.linear_model import LogisticRegression
@@ -136,8 +146,10 @@ def fit_classifier(
     classes = sorted(set(labels))
     if len(classes) < 2:
         raise BuildFailed("a classifier needs texts of at least two labels", field="data")
+    require_finite(np.isfinite(embeddings), "embeddings")
     regression = LogisticRegression(C=_INVERSE_REGULARISATION, max_iter=2000)
-    regression.fit(normalize(embeddings), labels)
+    # In float64: in float32, rounding decides where the solver stops, so machines would differ.
+    regression.fit(normalize(embeddings).astype(np.float64), labels)
     weight, bias = regression.coef_, regression.intercept_
     if len(classes) == 2:
         # scikit-learn keeps one row for two classes: the logit of the second against the first.

@@ -6,31 +6,35 @@ texts -> tokenize -> pack -> first hidden states -> search (Algorithm 1) -> hits
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from attncache_core import native
-from attncache_core.attention_maps.cost import CostModel, cost_model
 from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.fetch import Fetch
+from attncache_core.attention_maps.gain import MeasuredGain, measure_gain
 from attncache_core.attention_maps.policy import ReusePolicy
-from attncache_core.attention_maps.search import Outcome, ReusePlan, no_reuse
-from attncache_core.attention_maps.tightened import keep_tightened
+from attncache_core.attention_maps.search import Outcome
+from attncache_core.attention_maps.store import RecordsChanged
+from attncache_core.attention_maps.tightened import ServedPolicy, Tightened
+from attncache_core.attention_maps.verification import Window
 from attncache_core.checkpoint import Checkpoint, Task
 from attncache_core.classifier import LinearClassifier, nearest_label
 from attncache_core.devices import Device, Dtype, resolve_device, resolve_dtype
-from attncache_core.errors import InvalidInput, NoClassifier
-from attncache_core.forward import forward, hits_first
+from attncache_core.errors import InvalidInput, NoClassifier, NotFinite
+from attncache_core.forward import forward_pass
 from attncache_core.labels import LabelTokens
 from attncache_core.memory import keep_freed_memory
 from attncache_core.models import PackedModel, load_model
-from attncache_core.outputs import Judge, Measure, normalize
+from attncache_core.outputs import Judge, Measure, finite_sequences, normalize, require_finite
 from attncache_core.processor import processor_name
 from attncache_core.prompts import Prompt, Reading, Template
 from attncache_core.threads import limit_faiss, limit_threads
@@ -44,13 +48,18 @@ class PrefillResult:
     """What came of a batch, in the order its sequences were given in."""
 
     outputs: np.ndarray  # float32 [sequences, d]: embeddings, not normalised, or class logits
+    finite: np.ndarray  # bool [sequences]: whether all that was computed for it is; else it has no answer
     outcomes: tuple[Outcome, ...]
     similarities: np.ndarray  # float32 [sequences], nan where nothing was searched
     tokens: int
-    search_seconds: float  # projector, index and checks
+    search_seconds: float  # familiarity, projector, index and checks
     forward_seconds: float  # all the rest
     attention_seconds: float  # within it, up to the output projections
     corrupt_records: int  # records found damaged in this batch and not used
+    # float32 [sequences], nan where nobody asked how strange a sequence is; see familiarity.py
+    strangeness: np.ndarray | None = field(default=None, kw_only=True)
+    # Lengths whose records serve nobody from this batch on: their file was cut short or cannot be read.
+    lost_lengths: tuple[int, ...] = field(default=(), kw_only=True)
     # Of each sequence's targets, float32 [targets]; None where no reading has any.
     log_probabilities: list[np.ndarray] | None = field(default=None, kw_only=True)
 
@@ -78,9 +87,11 @@ class PrefillEngine:
         self.database = database
         self.classifier = classifier
         self.fetch = fetch
-        self.costs: CostModel | None = None  # without one, every length is searched
-        self._segments = database.search.store.segments if database else {}
+        self.gain: MeasuredGain | None = None  # None: it was not asked for
+        self.reuse_off: list[str] = []  # why maps are not reused though they should be, for people
         self._search = database.search if database else None
+        self._served: ServedPolicy | None = None
+        self._serve(search_always=False)
         self.task: Task = checkpoint.task
         self.max_tokens = tokenizer.max_tokens
         self.label_tokens: LabelTokens | None = None
@@ -110,8 +121,8 @@ class PrefillEngine:
         threads: for torch and Faiss, of the whole process; None: all that the process may use.
         fetch: how the maps of hits get into their product.
         max_tokens: cut texts to so many, if that is fewer than the model takes.
-        Raises InvalidInput where there is no such device, UnsupportedModel, and DatabaseRefused if database
-        or classifier are of another model.
+        Raises InvalidInput where there is no such device, UnsupportedModel, DatabaseRefused if database or
+        classifier are of another model, and NotFinite for a label whose embedding is not finite.
         """
         if classifier and checkpoint.labels:
             raise InvalidInput("give a classifier or labels, not both", field="labels")
@@ -133,6 +144,8 @@ class PrefillEngine:
             reused_heads=database.mask.reused if database else None,
             device=place,
         )
+        if database:
+            database.require_width(model.hidden_size)
         engine = cls(
             checkpoint,
             model,
@@ -144,13 +157,31 @@ class PrefillEngine:
             fetch=fetch,
         )
         if checkpoint.task == "embed" and checkpoint.labels:
+            try:
+                embeddings = engine.embed(checkpoint.labels, reuse=False)
+            except NotFinite as error:
+                raise NotFinite.of(error.index, "labels") from error
             engine.classifier = nearest_label(
                 checkpoint.labels,
-                engine.embed(checkpoint.labels, reuse=False),
+                embeddings,
                 fingerprint=checkpoint.embedding_fingerprint(),
                 model=checkpoint.name,
             )
         return engine
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256, in hexadecimal, over all that decides how the full model answers a text.
+
+        The checkpoint's use_fingerprint, the longest text in tokens, and a fitted classifier. Not the compute
+        dtype, the device or the threads: they change an answer's rounding only. Reuse does not count either.
+        Reads all weight files at first use.
+        """
+        way = [self.checkpoint.use_fingerprint(), self.max_tokens]
+        # Labels of the checkpoint's are covered, and the classifier made of them has rounding errors.
+        if self.classifier and not self.checkpoint.labels:
+            way.append(self.classifier.digest())
+        return hashlib.sha256(json.dumps(way).encode()).hexdigest()
 
     @property
     def labels(self) -> tuple[str, ...] | None:
@@ -214,7 +245,8 @@ class PrefillEngine:
     ) -> np.ndarray:
         """Embeddings float32 [texts, d] of a list of texts, of unit length if the model's are.
 
-        prompt_name: one of the checkpoint's prompts, instead of its default one.
+        prompt_name: one of the checkpoint's prompts, instead of its default one. Raises NotFinite, naming the
+        first text whose embedding is not finite.
         """
         if self.task != "embed":
             remedy = "; load it without task label-logits" if self.task == "label-logits" else ""
@@ -226,8 +258,9 @@ class PrefillEngine:
         readings = list(prompt.readings) * len(sequences)
         # A database's budget was measured with the default prompt.
         reuse = reuse and prompt == self.default_prompt
-        outputs = self.run(sequences, [reuse] * len(sequences), readings).outputs
-        return normalize(outputs) if self.checkpoint.normalize else outputs
+        result = self.run(sequences, [reuse] * len(sequences), readings)
+        require_finite(result.finite)
+        return normalize(result.outputs) if self.checkpoint.normalize else result.outputs
 
     def class_logits(self, outputs: np.ndarray) -> np.ndarray:
         """Logits [n, labels] from the outputs of `run`. Raises NoClassifier where there are no classes."""
@@ -309,23 +342,36 @@ class PrefillEngine:
         limit_faiss(self.threads)  # this may be another thread than the one that loaded
         prompt_tokens = [reading.prompt_tokens for reading in readings] if readings else None
         batch = pack(sequences, prompt_tokens).filled().on(self.model.device)
-        hidden = self.model.embed(batch)
-        searched = time.perf_counter()
-        plan = self._plan(batch, self.model.search_input(hidden), np.asarray(reuse, dtype=bool)[batch.order])
-        search_seconds = time.perf_counter() - searched
-        batch, hidden, plan = hits_first(batch, hidden, plan)
-        hidden, attention_seconds = forward(self.model, batch, hidden, plan, self._segments, self.fetch)
-        outputs = self.model.outputs(hidden, batch)
-        log_probabilities = self._log_probabilities(batch, hidden, readings or ())
+        allowed = np.asarray(reuse, dtype=bool)[batch.order]
+        lost = self._drop_lost(set(batch.lengths[allowed].tolist()))
+        try:
+            done = forward_pass(self.model, batch, self._search, allowed, self.fetch)
+        except RecordsChanged as changed:
+            # Other maps than those that were checked, or zeros: those sequences are computed in full.
+            again = [
+                may and len(ids) not in changed.lengths for may, ids in zip(reuse, sequences, strict=True)
+            ]
+            lost += self._drop_lost(changed.lengths)
+            result = self.run(sequences, again, readings)
+            return replace(result, lost_lengths=lost + result.lost_lengths)
+        batch, plan = done.batch, done.plan
+        outputs = done.outputs.rows.cpu().numpy()
+        finite = batch.in_callers_order(finite_sequences(batch, done.hidden, outputs))
+        log_probabilities = self._log_probabilities(batch, done.hidden, readings or ())
+        if log_probabilities is not None:
+            finite &= [bool(np.isfinite(own).all()) for own in log_probabilities]
         return PrefillResult(
-            outputs=batch.in_callers_order(outputs.rows.cpu().numpy()),
+            outputs=batch.in_callers_order(outputs),
+            finite=finite,
             outcomes=tuple(batch.in_callers_order(plan.outcomes())),
             similarities=batch.in_callers_order(plan.similarities),
+            strangeness=batch.in_callers_order(plan.strangeness),
             tokens=int(batch.offsets[-1]),
-            search_seconds=search_seconds,
-            forward_seconds=time.perf_counter() - started - search_seconds,
-            attention_seconds=attention_seconds,
+            search_seconds=done.search_seconds,
+            forward_seconds=time.perf_counter() - started - done.search_seconds,
+            attention_seconds=done.attention_seconds,
             corrupt_records=plan.corrupt_records,
+            lost_lengths=lost,
             log_probabilities=log_probabilities,
         )
 
@@ -334,16 +380,45 @@ class PrefillEngine:
         """What decides at present whether a record may serve; None without a database."""
         return self._search.policy if self._search else None
 
-    def tighten(self, place: int) -> None:
+    def tighten(self, place: int | None) -> None:
         """Make the policy's length group number `place` one step tighter, from the next batch on.
 
-        Kept with the database, if its folder can be written to: only calibration loosens it again.
+        None: the limit of strangeness instead. `keep_verified` keeps the step with the database.
         """
-        if self._search and self.database:
-            policy = self._search.policy.tightened(place)
-            self._search = replace(self._search, policy=policy)
-            with contextlib.suppress(OSError):
-                keep_tightened(self.database.folder, self.database.manifest.policy, policy)
+        if self._served:
+            self._go_by(self._served.tighten(place))
+
+    def keep_verified(
+        self, new: Mapping[Window, Sequence[float]], patience_seconds: float = 0.0
+    ) -> Tightened | None:
+        """Keep with the database what was found out, and adopt what other servers on it found out.
+
+        See ServedPolicy.keep. If that is impossible, reuse is off from the next batch on, until the engine is
+        loaded again; `reuse_off` says why.
+        """
+        if self._served is None:
+            return None
+        kept = self._served.keep(new, patience_seconds)
+        self._go_by(self._served.policy)
+        return kept
+
+    def _go_by(self, policy: ReusePolicy) -> None:
+        if self._search is None:
+            return
+        paying = self._search.paying
+        if paying is not None:
+            # What a group gains was measured before it was tightened.
+            before = self._search.policy.groups
+            paying = frozenset(place for place in paying if policy.groups[place] == before[place])
+        self._search = replace(self._search, policy=policy, paying=paying)
+
+    def _serve(self, *, search_always: bool) -> None:
+        """Go by the database's policy, as tight as servers found that it must be."""
+        if self.database:
+            calibrated = self.database.search.policy
+            self._served = ServedPolicy(self.database.folder, calibrated, search_always=search_always)
+            self.reuse_off = self._served.reuse_off
+            self._go_by(self._served.policy)
 
     def judge(self, measure: Measure) -> Judge:
         """What compares outputs of `run` with reuse with those in full.
@@ -362,38 +437,76 @@ class PrefillEngine:
             field="classifier",
         )
 
+    @property
+    def approximates(self) -> bool:
+        """Whether some texts may take maps of others at present."""
+        policy = self.policy
+        if policy is None or (policy.limit and policy.limit.is_off):
+            return False
+        return any(self._reuses(place) and group.approximates for place, group in enumerate(policy.groups))
+
     def search_always(self) -> None:
         """From now on, compare every sequence with the records, also where that does not pay."""
-        self.costs = None
+        self.gain = None
         if self._search:
-            self._search = replace(self._search, policy=self._search.policy.searched_everywhere())
+            self._search = replace(self._search, paying=None)
+            self._serve(search_always=True)
 
-    def weigh_costs(self) -> None:
-        """From now on, leave lengths unsearched where reuse cannot pay on this machine.
+    def require_gain(self, min_gain: float, *, keep: bool = True) -> None:
+        """From now on, reuse only in length groups in which whole passes are faster by at least `min_gain`.
 
-        The cost model is the one kept with the database, or measured now, in a second or two.
+        0: wherever the budget holds, however long it takes. What is measured on this machine, in a few
+        seconds, is kept with the database, unless `keep` is off; see gain.measure_gain.
         """
-        if self.database:
-            circumstances = {
-                "version": __version__,
-                "processor": processor_name(),
-                "threads": self.threads,
-                "attention": native.level(),
-                "torch": torch.__version__,
-                "dtype": str(self.dtype),
-                "device": str(self.model.device),
-                "fetch": self.fetch.value,
-                "reused_heads": list(self.database.mask.reused),
-            }
-            self.costs = cost_model(
-                self.model, self.database.search, self.database.folder, circumstances, self.fetch
+        self.gain = None
+        if self._search is None or self.database is None:
+            return
+        if min_gain == 0:
+            self._search = replace(self._search, paying=None)
+            return
+        self._search = replace(self._search, paying=frozenset())
+        traffic = self.database.traffic(self._search.policy)
+        if not traffic.hit_rates:
+            return
+        try:
+            self.gain = measure_gain(
+                self.model,
+                replace(self._search, paying=None),
+                traffic,
+                min_gain,
+                self._circumstances(self._search.policy),
+                self.database.folder if keep else None,
+                self.fetch,
             )
+        except RecordsChanged as changed:
+            self._drop_lost(changed.lengths)
+            self.reuse_off.append("files of the database changed while the gain of reuse was measured")
+            return
+        self._search = replace(self._search, paying=frozenset(self.gain.paying))
+
+    def _circumstances(self, policy: ReusePolicy) -> dict[str, Any]:
+        """What a measured gain depends on."""
+        return {
+            "version": __version__,
+            "processor": processor_name(),
+            "threads": self.threads,
+            "attention": native.level(),
+            "torch": torch.__version__,
+            "dtype": str(self.dtype),
+            "device": str(self.model.device),
+            "fetch": self.fetch.value,
+            "reused_heads": list(self.database.mask.reused) if self.database else [],
+            "policy": policy.digest,
+        }
 
     def info(self) -> dict[str, Any]:
         """What is loaded, for people and /info."""
         return {
             "model": self.checkpoint.name,
             "model_source": self.checkpoint.source,
+            "revision": self.checkpoint.revision,
+            "commit": self.checkpoint.commit,
+            "fingerprint": self.fingerprint,
             "variant": self.checkpoint.variant,
             "task": self.task,
             "labels": list(self.labels or self.checkpoint.labels),
@@ -406,7 +519,8 @@ class PrefillEngine:
             "threads": self.threads,
             "attention": native.level() or "torch",
             "fetch": self.fetch,
-            "costs": self.costs.info() if self.costs else None,
+            "reuse_off": list(self.reuse_off),
+            "gain": self.gain.info(self.policy.names()) if self.gain and self.policy else None,
             "database": self._database_info(),
         }
 
@@ -414,7 +528,17 @@ class PrefillEngine:
         if self.database is None or self.policy is None:
             return None
         # Not the policy it was opened with, which may have been tightened since.
-        return {**self.database.info(), "policy": self.policy.info()}
+        told = self.policy.info()
+        for place, group in enumerate(told["groups"]):
+            group["reuses"] = self._reuses(place)
+        return {**self.database.info(), "policy": told}
+
+    def _reuses(self, place: int) -> bool:
+        """Whether sequences of the policy's length group number `place` may hit at all."""
+        search = self._search
+        if search is None or (search.paying is not None and place not in search.paying):
+            return False
+        return not search.policy.groups[place].is_off
 
     def _log_probabilities(
         self, batch: TokenBatch, hidden: torch.Tensor, readings: Sequence[Reading]
@@ -433,9 +557,5 @@ class PrefillEngine:
         found = self.model.language_head.log_probabilities(hidden, places, tokens).cpu().numpy()
         return np.split(found, np.cumsum(counts)[:-1])
 
-    def _plan(self, batch: TokenBatch, hidden: torch.Tensor, allowed: np.ndarray) -> ReusePlan:
-        search = self._search
-        if search is None or not allowed.any():
-            return no_reuse(len(batch.lengths))
-        pays = self.costs.pays if self.costs else lambda _: True
-        return search.plan(batch, hidden, allowed, pays)
+    def _drop_lost(self, lengths: Iterable[int]) -> tuple[int, ...]:
+        return self._search.store.drop_lost(lengths) if self._search else ()

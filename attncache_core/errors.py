@@ -1,6 +1,7 @@
 """Every error a caller of AttnCache can meet.
 
     a request     InvalidInput - InputTooLong, NoClassifier      the caller mends the request
+    an answer     NotFinite                                      the caller leaves the text out
     a start       ModelNotFound, UnsupportedModel                the operator mends the model
                   DatabaseRefused - CorruptDatabase              the operator mends or rebuilds the database
                   BuildFailed                                    the operator mends the corpus
@@ -14,7 +15,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class AttnCacheError(Exception):
@@ -46,6 +47,28 @@ class NoClassifier(InvalidInput):
     """Classes were asked for, but the model has none, none was fitted and no labels were given."""
 
     code = "no_classifier"
+
+
+class NotFinite(AttnCacheError):
+    """What the model computes for a text holds NaN or infinity; other texts are not affected.
+
+    The model's weights are damaged, or numbers grow too large for its dtype.
+    """
+
+    code = "not_finite"
+    index = 0  # of the text among those given
+
+    @classmethod
+    def of(cls, index: int, texts: str = "inputs") -> Self:
+        """The error of one text; texts: the field that holds them."""
+        field = f"{texts}[{index}]"
+        error = cls(
+            f"the model computes NaN or infinity for {field}; leave this text out, or have the model's "
+            "weights and dtype checked",
+            field=field,
+        )
+        error.index = index
+        return error
 
 
 class ModelNotFound(AttnCacheError):

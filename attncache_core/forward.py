@@ -1,4 +1,6 @@
-"""Algorithm 2: the layers of a model over a packed batch in which some sequences reuse maps and others don't.
+"""Algorithm 2: a pass of a model over a batch in which some sequences reuse maps and others don't.
+
+    batch -> first hidden states -> search (Algorithm 1) -> hits first, misses after -> layers -> outputs
 
 Hits stand before misses. So what only misses need is computed on one slice of the tokens.
 """
@@ -7,15 +9,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from attncache_core.attention_maps.fetch import Fetch, HitRecords, RecordGroup
-from attncache_core.attention_maps.search import ReusePlan
+from attncache_core.attention_maps.search import ReusePlan, SearchEngine, no_reuse
 from attncache_core.attention_maps.store import Segment
-from attncache_core.models import AttentionLayer, PackedModel
+from attncache_core.models import AttentionLayer, Outputs, PackedModel
 from attncache_core.tokens import TokenBatch, rounded_up
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What one pass computed: the batch with its hits first, and the rest in the order of that batch."""
+
+    batch: TokenBatch
+    hidden: torch.Tensor  # [tokens, hidden] of the last layer
+    plan: ReusePlan
+    outputs: Outputs
+    search_seconds: float
+    attention_seconds: float  # in all layers, up to the output projections
+
+
+@torch.inference_mode()
+def forward_pass(
+    model: PackedModel,
+    batch: TokenBatch,
+    search: SearchEngine | None,
+    allowed: np.ndarray,
+    fetch: Fetch = Fetch.AUTO,
+) -> ForwardPass:
+    """Run a filled batch through the model.
+
+    search: finds the records that serve; None: all is computed. allowed: bool [sequences], for each packed
+    sequence whether reuse may be tried.
+    """
+    hidden = model.embed(batch)
+    started = time.perf_counter()
+    if search is None or not allowed.any():
+        plan, segments = no_reuse(len(batch.lengths)), {}
+    else:
+        plan = search.plan(batch, model.search_input(hidden), allowed)
+        segments = search.store.segments
+    search_seconds = time.perf_counter() - started
+    batch, hidden, plan = hits_first(batch, hidden, plan)
+    hidden, attention_seconds = forward(model, batch, hidden, plan, segments, fetch)
+    outputs = model.outputs(hidden, batch)
+    return ForwardPass(batch, hidden, plan, outputs, search_seconds, attention_seconds)
 
 
 def hits_first(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from attncache_core.checkpoint import Pooling
+from attncache_core.errors import NotFinite
 from attncache_core.tokens import TokenBatch, by_sequence
 
 
@@ -67,9 +68,38 @@ def _pool(vectors: torch.Tensor, mode: str, skipped: int) -> torch.Tensor:
     raise ValueError(f"unknown pooling mode {mode}")
 
 
+def finite_sequences(batch: TokenBatch, hidden: torch.Tensor, outputs: np.ndarray) -> np.ndarray:
+    """Whether each sequence's tokens and its output are finite: bool [sequences], in packed order.
+
+    hidden: the last layer's output [tokens, hidden]; outputs: float32 [sequences, d], in packed order. A
+    token that is not finite in one layer stays so up to the last one, but need not show in the output:
+    pooling may leave the token out.
+    """
+    own = hidden[: int(batch.offsets[-1])]
+    tokens = np.isfinite(own.sum(dim=1).float().cpu().numpy())
+    if not tokens.all():
+        # A sum is finite only if all its terms are; one that is not may have overflowed.
+        tokens = own.isfinite().all(dim=1).cpu().numpy()
+    of_tokens: np.ndarray = np.logical_and.reduceat(tokens, batch.offsets[:-1])
+    return of_tokens & np.isfinite(outputs).all(axis=1)
+
+
+def require_finite(finite: np.ndarray, of: str = "inputs") -> None:
+    """Raise NotFinite for the first text that is not finite.
+
+    finite: bool [texts], or [texts, n] of all numbers that must be; of: the field that holds the texts.
+    """
+    if not finite.all():
+        raise NotFinite.of(int(finite.reshape(len(finite), -1).all(axis=1).argmin()), of)
+
+
 def normalize(embeddings: np.ndarray) -> np.ndarray:
-    """Rows [n, d] brought to unit length; a row of zeros stays zero."""
-    norms = np.linalg.norm(embeddings, axis=1, keepdims=True)
+    """Finite rows [n, d] brought to unit length; a row of zeros stays zero."""
+    with np.errstate(over="ignore"):
+        norms = np.linalg.norm(embeddings, axis=1, keepdims=True)
+    if np.isinf(norms).any() and embeddings.dtype != np.float64:
+        # Only their squares are too large.
+        return normalize(embeddings.astype(np.float64)).astype(embeddings.dtype)
     return embeddings / np.maximum(norms, 1e-12)
 
 
@@ -104,15 +134,26 @@ class Judge:
         return np.sqrt(scores)
 
     def fidelity(self, with_reuse: np.ndarray, full: np.ndarray) -> np.ndarray:
-        """The measure for each row, float64 [n]: the cosine, or 1 where all is decided alike, else 0."""
-        if self.measure is Measure.AGREEMENT:
-            assert self.class_logits is not None
-            decisions = (
-                class_decisions(self.class_logits(outputs), self.multi_label)
-                for outputs in (with_reuse, full)
-            )
-            return np.equal(*decisions).all(axis=1).astype(np.float64)
-        return cosines(self.comparable(with_reuse), self.comparable(full)).astype(np.float64)
+        """The measure for each row, float64 [n]: the cosine, or 1 where all is decided alike, else 0.
+
+        0 too where one of the two rows is not finite, or what is compared of it.
+        """
+        with np.errstate(invalid="ignore"):
+            compared = [self._compared(outputs) for outputs in (with_reuse, full)]
+            if self.measure is Measure.AGREEMENT:
+                decided = [class_decisions(logits, self.multi_label) for logits in compared]
+                alike = np.equal(*decided).all(axis=1)
+            else:
+                alike = cosines(*compared)
+        finite = np.isfinite(np.concatenate([with_reuse, full, *compared], axis=1)).all(axis=1)
+        return np.where(finite, alike, 0).astype(np.float64)
+
+    def _compared(self, outputs: np.ndarray) -> np.ndarray:
+        """Of each row its logits [n, classes], or for cosine what `comparable` says."""
+        if self.measure is Measure.COSINE:
+            return self.comparable(outputs)
+        assert self.class_logits is not None
+        return self.class_logits(outputs)
 
 
 def class_scores(logits: np.ndarray, temperature: float = 1.0, multi_label: bool = False) -> np.ndarray:

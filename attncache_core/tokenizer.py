@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
@@ -16,6 +16,15 @@ from attncache_core.prompts import Prompt, Reading, Template
 _NO_LIMIT = 10**9
 # Stands for whatever text a template is put round.
 _ANY_TEXT = "text"
+# What has more characters than this for each token that it may have is refused before it is tokenised. No
+# prose has so many on average.
+_CHARACTERS_PER_TOKEN = 16
+# A tokenizer takes up to 430 bytes for each character while it works: so many are given to it at a time.
+_CHARACTERS_AT_ONCE = 2**18
+# Of all labels of a request together. The template's end is tokenised anew with each of them: half a second
+# of work. What is made of a token of theirs takes 160 bytes until the request is answered.
+_MOST_LABEL_CHARACTERS = 2**20
+_MOST_LABEL_TOKENS = 2**16
 
 
 class TextTokenizer:
@@ -26,7 +35,7 @@ class TextTokenizer:
 
         Raises UnsupportedModel, and InvalidInput for a template that leaves no room for a text.
         """
-        if not checkpoint.tokenizer_files:
+        if not checkpoint.vocabularies:
             # transformers would make one that knows no word.
             raise UnsupportedModel(f"model folder {checkpoint.folder} has no tokenizer.json", field="model")
         with loading(f"the tokenizer of model {checkpoint.name}"):
@@ -57,6 +66,7 @@ class TextTokenizer:
         Raises InvalidInput if there is no room left for a text: it names `field`, or the labels where it is
         their tokens that take it.
         """
+        self._require_short(template.prefix + template.suffix, field)
         if template != Template() or continued:
             taken = len(self._tokenizer.encode(template.around("")).ids)
             if taken >= self.max_tokens:
@@ -77,26 +87,29 @@ class TextTokenizer:
 
         A text is cut at its end; the template, what continues it, and the tokens that open and close a
         sequence stay whole. Raises InputTooLong, naming the text, if one is longer and `truncate` is False,
-        and if all sequences together would have more than `most_tokens`.
+        and if all sequences together would have more than `most_tokens`; also, before anything is tokenised,
+        if the template is too long to be put round so many texts.
         """
         prompt = prompt or self.default_prompt
         template, readings = prompt.template, prompt.readings
+        if most_tokens is not None:
+            _require_few_characters(template, len(texts), most_tokens)
         room = self.max_tokens - max(len(reading.continuation) for reading in readings)
-        encodings = self._tokenizer.encode_batch_fast([template.around(text) for text in texts])
-        sequences: list[list[int]] = [encoding.ids for encoding in encodings]
-        for index, ids in enumerate(sequences):
+        continued = sum(len(reading.continuation) for reading in readings)
+        sequences: list[list[int]] = []
+        tokens = 0  # of all sequences: a text stands in that of every reading
+        for index, ids in enumerate(self._encoded(template.around(text) for text in texts)):
             if len(ids) > room:
                 if not truncate:
                     raise InputTooLong(
                         f"the text has more than {room} tokens; shorten it or allow truncation",
                         field=f"inputs[{index}]",
                     )
-                sequences[index] = self._cut(texts[index], template, len(ids) - room)
-        # Before they are made: a text stands in the sequence of every reading.
-        continued = sum(len(reading.continuation) for reading in readings)
-        tokens = len(readings) * sum(map(len, sequences)) + len(texts) * continued
-        if most_tokens is not None and tokens > most_tokens:
-            raise _too_many(tokens, most_tokens, "labels" if continued else "inputs")
+                ids = self._cut(texts[index], template, len(ids) - room)
+            tokens += len(readings) * len(ids) + continued
+            if most_tokens is not None and tokens > most_tokens:
+                raise _too_many(tokens, most_tokens, "labels" if continued else "inputs")
+            sequences.append(ids)
         return [[*ids, *reading.continuation] for ids in sequences for reading in readings]
 
     def require_open_end(self) -> None:
@@ -111,30 +124,55 @@ class TextTokenizer:
         """The tokens with which each label continues a text in this template.
 
         A space stands before a label unless the template ends in white space. Raises InvalidInput, naming
-        the label, if it has no token of its own.
+        the label, if it has no token of its own, and InputTooLong if the labels have too many; also, before
+        anything is tokenised, if they or the template's end are too long.
         """
         # What stands before the text does not change how the end is divided.
         before = _ANY_TEXT + template.suffix
+        self._require_short(before, "template")
+        for index, label in enumerate(labels):
+            self._require_short(label, f"labels[{index}]")
+        _require_few_label_characters(len(before), labels)
         space = "" if before[-1].isspace() else " "
-        known, *continued = (
-            encoding.ids
-            for encoding in self._tokenizer.encode_batch_fast(
-                [before, *(before + space + label for label in labels)], add_special_tokens=False
-            )
-        )
-        for index, ids in enumerate(continued):
+        encoded = self._encoded([before, *(before + space + label for label in labels)], special=False)
+        known, tokens = next(encoded), 0
+        continuations: list[tuple[int, ...]] = []
+        for index, ids in enumerate(encoded):
             if ids[: len(known)] != known or len(ids) == len(known):
                 raise InvalidInput(
                     f"labels[{index}] has no tokens of its own behind the template; if this ends in a space, "
                     "leave the space out",
                     field=f"labels[{index}]",
                 )
-        return [tuple(ids[len(known) :]) for ids in continued]
+            continuations.append(tuple(ids[len(known) :]))
+            tokens += len(continuations[-1])
+            if tokens > _MOST_LABEL_TOKENS:
+                raise InputTooLong(
+                    f"labels have more than {_MOST_LABEL_TOKENS} tokens in all; give fewer or shorter labels",
+                    field="labels",
+                )
+        return continuations
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids: the highest id that a text can have, plus one."""
+        return max(self._tokenizer.get_vocab().values()) + 1
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens that the checkpoint's template takes at the front of a sequence."""
         return self.default_prompt.readings[0].prompt_tokens
+
+    def _encoded(self, texts: Iterable[str], *, special: bool = True) -> Iterator[list[int]]:
+        """Token ids of each text, a few texts at a time; special: with the tokens that open and close it."""
+        for some in _few_at_a_time(texts):
+            for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=special):
+                yield encoding.ids
+
+    def _require_short(self, text: str, field: str) -> None:
+        """Raise InvalidInput for what is so long that no text has room beside it."""
+        if len(text) > _CHARACTERS_PER_TOKEN * self.max_tokens:
+            raise _no_room(self.max_tokens, field)
 
     def _cut(self, text: str, template: Template, surplus: int) -> list[int]:
         """The text's tokens in its template without the last `surplus` ones of the text."""
@@ -162,6 +200,43 @@ class TextTokenizer:
         return len(encoded.ids) - encoded.special_tokens_mask[-1]
 
 
+def _few_at_a_time(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The texts in parts of few characters, or of one text."""
+    part: list[str] = []
+    characters = 0
+    for text in texts:
+        if part and characters + len(text) > _CHARACTERS_AT_ONCE:
+            yield part
+            part, characters = [], 0
+        part.append(text)
+        characters += len(text)
+    if part:
+        yield part
+
+
+def _require_few_characters(template: Template, texts: int, most_tokens: int) -> None:
+    """Raise InputTooLong if a template is too long to be put round so many texts."""
+    most, own = _CHARACTERS_PER_TOKEN * most_tokens, len(template.prefix) + len(template.suffix)
+    if own * texts > most:
+        raise InputTooLong(
+            f"the template has {own} characters, and round {texts} inputs at most {most // texts} are taken; "
+            "give fewer inputs or a shorter template",
+            field="template" if own > most else "inputs",
+        )
+
+
+def _require_few_label_characters(before: int, labels: Sequence[str]) -> None:
+    """Raise InputTooLong if labels are too long, or too many for the `before` characters in front of each."""
+    repeated, own = before * len(labels), sum(map(len, labels))
+    if repeated + own > _MOST_LABEL_CHARACTERS:
+        raise InputTooLong(
+            f"labels, each with what stands before it in the template, have {repeated + own} characters in "
+            f"all, and at most {_MOST_LABEL_CHARACTERS} are taken; shorten the template behind {{}}, or give "
+            "fewer or shorter labels",
+            field="template" if repeated > own else "labels",
+        )
+
+
 def _no_room(max_tokens: int, field: str) -> InvalidInput:
     return InvalidInput(
         f"{field}: there is no room left for a text within {max_tokens} tokens; shorten what is given",
@@ -174,6 +249,6 @@ def _too_many(tokens: int, most: int, field: str) -> InputTooLong:
         "give fewer or shorter labels or inputs" if field == "labels" else "give fewer or shorter inputs"
     )
     return InputTooLong(
-        f"{field} make sequences of {tokens} tokens in all, and a request may have {most}: {shorten}",
+        f"{field} make sequences of {tokens} tokens or more, and a request may have {most}: {shorten}",
         field=field,
     )

@@ -16,18 +16,19 @@ from attncache_core.models import model_shape
 
 def find_variant(
     model: str,
+    revision: str | None = None,
     *,
     quantization: Quantization | None = None,
     drop_attention: str = "",
     drop_block: str = "",
 ) -> Checkpoint:
-    """find_checkpoint(model), quantised, without the attention of some layers and without others as a whole.
+    """find_checkpoint(model, revision), quantised, without some layers' attention and some layers as a whole.
 
     Layers are written like 10,11 or 8-11, numbered from 0 as the checkpoint has them; "" drops none. Raises
     as find_checkpoint does, UnsupportedModel for a family that is not served, and InvalidInput for layers
     that are not there, named twice, or all that attend.
     """
-    checkpoint = find_checkpoint(model)
+    checkpoint = find_checkpoint(model, revision)
     layers, _ = model_shape(checkpoint)
     attention, blocks = (
         parse_layers(text, layers, field=field) if text.strip() else frozenset[int]()

@@ -18,7 +18,7 @@ import numpy as np
 
 from attncache_core import AttentionDatabase, PrefillEngine, find_checkpoint
 from attncache_core.attention_maps.calibration import candidate_masks, measure_savings, unrecorded
-from attncache_core.attention_maps.choice import FEWEST_PROBES, Calibrated, apply_policy, choose_policy
+from attncache_core.attention_maps.choice import FEWEST_PROBES, Calibrated, Terms, apply_policy, choose_policy
 from attncache_core.attention_maps.policy import Budget
 from attncache_core.attention_maps.probes import Measured, Probes, find_probes, measure
 from attncache_core.corpus.reading import read_texts
@@ -61,10 +61,10 @@ def main(
     savings = measure_savings(engine, opened.search, first, rank)
 
     def transfer(calibration: tuple[Probes, Measurements], asked: tuple[Probes, Measurements]) -> Calibrated:
-        chosen, _ = choose_policy(calibration[0], masks, calibration[1], budget, savings)
+        terms = Terms.of(calibration[0], budget, savings)
+        chosen, _ = choose_policy(terms, masks, calibration[1])
         of_mask = asked[1][masks.index(chosen.mask)]
-        none = np.zeros(len(asked[0].sequences))
-        return apply_policy(asked[0], of_mask, chosen.mask, chosen.policy, savings, none)
+        return apply_policy(asked[0], of_mask, chosen.mask, chosen.policy)
 
     rows = []
     for name, (probes, measured) in sets.items():

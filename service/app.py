@@ -1,13 +1,17 @@
-"""The app: routes, handlers of errors, and one layer that times requests and catches what nobody expected."""
+"""The app: routes, handlers of errors, and one layer round all of them.
+
+That layer times requests, names the model in their answers, and catches what nobody expected.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,6 +20,7 @@ from service import __version__
 from service.errors import InternalError, error_response, log_failure, on_attncache_error, on_http_exception
 from service.metrics import Metrics
 from service.routes import classify, embed, health
+from service.routes.common import ANSWERED_BY, MODEL_HEADER
 from service.settings import Settings
 from service.state import ServiceState
 
@@ -24,15 +29,16 @@ logger = logging.getLogger(__name__)
 
 def create_app(
     settings: Settings,
-    load_engine: Callable[[], PrefillEngine],
+    load_engines: Callable[[], Iterator[PrefillEngine]],
     on_load_failure: Callable[[BaseException], None] | None = None,
 ) -> FastAPI:
     """An app that listens at once and loads its engine in the background.
 
-    Until `load_engine` has returned, inference is answered with 503. If it raises, the app stays so, and
-    `on_load_failure` is told, on the event loop; what is no AttnCacheError has then been logged.
+    Until `load_engines` has given an engine, inference is answered with 503. If it raises before that, the
+    app stays so, and `on_load_failure` is told, on the event loop; what is no AttnCacheError has then been
+    logged. Each further engine, of the same model, takes the place of the one before it.
     """
-    state = ServiceState(settings, load_engine, on_load_failure)
+    state = ServiceState(settings, load_engines, on_load_failure)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -53,7 +59,8 @@ def create_app(
 
 
 class _Outermost:
-    """Counts and times every request, and answers for exceptions that nobody expected.
+    """Counts and times every request, names the model that answers, also in errors, and answers for
+    exceptions that nobody expected.
 
     Such an exception must not go further: the server underneath would log its message, which may quote
     a user's text.
@@ -74,6 +81,8 @@ class _Outermost:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if ANSWERED_BY in scope:
+                    MutableHeaders(scope=message)[MODEL_HEADER] = scope[ANSWERED_BY]
             await send(message)
 
         try:

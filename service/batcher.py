@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attncache_core import InvalidInput, Outcome, PrefillEngine, PrefillResult
+from attncache_core import InvalidInput, NotFinite, Outcome, PrefillEngine, PrefillResult
 from attncache_core.prompts import Prompt
 from service.errors import InternalError, QueueFull, log_failure
 from service.metrics import Metrics
@@ -137,8 +137,8 @@ class Batcher:
         """Rows for these texts, some time later; raises QueueFull at once if they do not fit into the queue.
 
         The prompt is the checkpoint's own, unless another is given. Cancelling the future takes what still
-        waits out of the queue. It fails with InputTooLong, or with InternalError. With `counted` off the
-        sequences are left out of the metric of outcomes.
+        waits out of the queue. It fails with InputTooLong, NotFinite (naming a text) or InternalError. With
+        `counted` off the sequences are left out of the metric of outcomes.
         """
         own = prompt or self._engine.default_prompt
         job = _Job(texts, own, truncate, reuse, counted, self._loop.create_future())
@@ -147,12 +147,21 @@ class Batcher:
         self._tokenize_threads.submit(self._tokenize, job)
         return job.future
 
+    def replace_engine(self, engine: PrefillEngine, verifier: Verifier | None) -> None:
+        """Run another engine of the same model from the next batch on, and verify its hits.
+
+        What waits stays in the queue: tokens of one engine are those of the other.
+        """
+        self._engine, self._verifier = engine, verifier
+
     def close(self) -> None:
         """Finish all that was submitted, then end the threads. Blocks, but not for what is to be verified."""
         if self._verifier:
             self._verifier.stop()
         self._tokenize_threads.shutdown()
         self._engine_thread.shutdown()
+        if self._verifier:
+            self._verifier.close()
 
     def _admit(self, count: int) -> None:
         with self._lock:
@@ -212,12 +221,7 @@ class Batcher:
 
     def _run_until_empty(self) -> None:
         while shares := self._take():
-            try:
-                self._run(shares)
-            except BaseException as error:
-                log_failure(logger, "a batch failed", error)
-                failed = [(share.job, InternalError()) for share in shares]
-                self._loop.call_soon_threadsafe(_reject, failed)
+            self._run_or_fail(shares)
             if self._verifier and self._verifier.is_overdue:
                 self._verifier.verify_some()
         if self._verifier and self._verifier.has_work:
@@ -261,21 +265,56 @@ class Batcher:
         job.taken = stop
         return tokens
 
+    def _run_or_fail(self, shares: list[_Share]) -> None:
+        """Run a batch; whatever is raised, its requests fail and the thread goes on."""
+        try:
+            self._run(shares)
+        # A panic in compiled code is no Exception.
+        except BaseException as error:
+            log_failure(logger, "a batch failed", error)
+            failed = [(share.job, InternalError()) for share in shares]
+            self._loop.call_soon_threadsafe(_reject, failed)
+
     def _run(self, shares: list[_Share]) -> None:
+        """Compute a batch and answer the requests that are whole with it.
+
+        Where the engine fails on several requests, each is run alone: only those that it fails on then fail.
+        """
         started = time.perf_counter()
         sequences = [ids for job, start, stop in shares for ids in job.sequences[start:stop]]
         reuse = [job.reuse for job, start, stop in shares for _ in range(start, stop)]
         readings = [job.prompt.reading_of(at) for job, start, stop in shares for at in range(start, stop)]
-        result = self._engine.run(sequences, reuse, readings)
+        try:
+            result = self._engine.run(sequences, reuse, readings)
+        except BaseException as error:
+            if len(shares) == 1:
+                raise
+            log_failure(logger, "a batch failed, and its requests are run one by one", error)
+            result = None
+        # Not in the handler, where the exception would keep the batch's tensors in memory.
+        if result is None:
+            for share in shares:
+                if not share.job.future.done():
+                    self._run_or_fail([share])
+            return
         parts = _parts(shares, result)
         self._note_speed(result.tokens, time.perf_counter() - started)
         # Before the answers leave: who has one finds it counted. (Afterwards would be no faster, since this
         # thread would hold the interpreter lock all the same.)
         self._metrics.observe_queue(started - job.queued_at for job, start, _ in shares if start == 0)
         self._metrics.observe_batch(result)
+        for length in result.lost_lengths:
+            logger.warning(
+                "records of %d tokens are no longer used: their file was cut short or cannot be read", length
+            )
         for (job, _, _), part in zip(shares, parts, strict=True):
             if job.counted:
                 self._metrics.observe_outcomes(part.outcomes)
+        if not result.finite.all():
+            failed = _not_finite(shares, result.finite)
+            logger.error("%d of the %d requests of a batch came to NaN or infinity", len(failed), len(shares))
+            # Before the others are answered: then these are done and get no rows.
+            self._loop.call_soon_threadsafe(_reject, failed)
         self._deliver(shares, parts)
         if self._verifier:
             self._verifier.offer(sequences, readings, result)
@@ -318,6 +357,21 @@ def _parts(shares: list[_Share], result: PrefillResult) -> list[Rows]:
         Rows(result.outputs[first:last], result.outcomes[first:last], tuple(probabilities[first:last]))
         for first, last in zip([0, *stops], stops, strict=False)
     ]
+
+
+def _not_finite(shares: list[_Share], finite: np.ndarray) -> list[tuple[_Job, NotFinite]]:
+    """The requests with a sequence that is not finite, and the error that names the first such text of each.
+
+    finite: bool [sequences], of the batch.
+    """
+    failed, first = [], 0
+    for job, start, stop in shares:
+        own = finite[first : first + stop - start]
+        first += stop - start
+        if not own.all():
+            sequence = start + int(own.argmin())
+            failed.append((job, NotFinite.of(sequence // len(job.prompt.readings))))
+    return failed
 
 
 def _joined(parts: list[Rows]) -> Rows:

@@ -17,6 +17,7 @@ from service.errors import BodyTooLarge, ClientGone, MalformedBody
 from service.schemas import REFUSED
 
 REUSE_HEADER = "X-AttnCache-Reuse"
+REQUIRE_MODEL_HEADER = "X-AttnCache-Require-Model"
 
 # What must be mended, by pydantic's error type.
 _SENTENCES = {
@@ -104,7 +105,7 @@ def _field_name(location: tuple[int | str, ...]) -> str:
 
 
 def body_documentation(schema: type[BaseModel]) -> dict[str, Any]:
-    """What OpenAPI says about a route whose body is read here: its schema and the request header."""
+    """What OpenAPI says about a route whose body is read here: its schema and the request headers."""
     return {
         "requestBody": {
             "required": True,
@@ -117,6 +118,14 @@ def body_documentation(schema: type[BaseModel]) -> dict[str, Any]:
                 "required": False,
                 "description": "off computes everything for this request, and reuses nothing.",
                 "schema": {"type": "string", "enum": ["on", "off"], "default": "on"},
-            }
+            },
+            {
+                "name": REQUIRE_MODEL_HEADER,
+                "in": "header",
+                "required": False,
+                "description": "Fingerprint of the model that must answer, or at least its first 8 "
+                "characters; 409 if another one is served.",
+                "schema": {"type": "string", "pattern": "^[0-9a-fA-F]{8,64}$"},
+            },
         ],
     }

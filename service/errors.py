@@ -2,8 +2,10 @@
 
     bytes           BodyTooLarge, MalformedBody        the client mends its body
     valid JSON      InvalidInput (core), TooManyInputs, NoEmbedding
+    headers         ModelMismatch                      the client pinned another model
     queue           QueueFull, NotReady                the client comes again after `Retry-After`
     engine          InternalError                      a fixed sentence; what happened is in the log
+                    NotFinite (core)                   the client leaves the text out that it names
     start           InvalidSettings, AddressUnavailable
 
 Every response that is not a success has the body {"error": {"code", "message", "field"}}. No message
@@ -37,7 +39,7 @@ class BodyTooLarge(InvalidInput):
 
 
 class TooManyInputs(InvalidInput):
-    """One request holds more texts than `--max-request-inputs`; several requests help."""
+    """One request asks for too much, like more texts than `--max-request-inputs`; several requests help."""
 
     code = "too_many_inputs"
     status = 422
@@ -47,6 +49,13 @@ class NoEmbedding(InvalidInput):
     """The served checkpoint classifies: it has classes, no embeddings."""
 
     code = "no_embedding"
+
+
+class ModelMismatch(AttnCacheError):
+    """The request requires another model than the one served; nothing was computed."""
+
+    code = "model_mismatch"
+    status = 409
 
 
 class NotFound(AttnCacheError):

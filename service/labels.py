@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 
-# 4096 labels of 384 floats are 6 MB.
-CAPACITY = 4096
+# 17,000 short labels of 384 floats.
+CAPACITY_BYTES = 32 * 2**20
 
 
 class LabelMemory:
     """The embeddings of the labels asked for last. Used on the event loop only."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        """capacity_bytes: of labels and embeddings, and of what Python needs to hold them."""
+        self._capacity_bytes = capacity_bytes
+        self._bytes = 0
         self._embeddings: OrderedDict[tuple[str, bool], np.ndarray] = OrderedDict()
 
     def recall(self, labels: Sequence[str], truncate: bool) -> dict[str, np.ndarray]:
@@ -32,6 +35,18 @@ class LabelMemory:
     def remember(self, labels: Sequence[str], truncate: bool, embeddings: np.ndarray) -> None:
         """Keep a row of `embeddings`, [labels, dimensions], for each label; the longest unused ones go."""
         for label, embedding in zip(labels, embeddings, strict=True):
-            self._embeddings[label, truncate] = embedding
-        while len(self._embeddings) > self._capacity:
-            self._embeddings.popitem(last=False)
+            # Two requests may have asked for it at once.
+            if (label, truncate) in self._embeddings:
+                continue
+            # A copy: a row would keep all the others.
+            self._embeddings[label, truncate] = kept = embedding.copy()
+            self._bytes += _bytes_of(label, kept)
+        while self._bytes > self._capacity_bytes:
+            (label, _), gone = self._embeddings.popitem(last=False)
+            self._bytes -= _bytes_of(label, gone)
+
+
+def _bytes_of(label: str, embedding: np.ndarray) -> int:
+    key: tuple[str, bool] = (label, True)
+    # Beside the objects, a place in the dictionary and one in its order.
+    return sum(map(sys.getsizeof, (key, label, embedding))) + 200

@@ -30,7 +30,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 ROUTES = ("/embed", "/classify", "/health", "/ready", "/info", "/metrics")
 OTHER_ROUTE = "other"
-STATUSES = (200, 400, 404, 405, 413, 422, 429, 499, 500, 503)
+STATUSES = (200, 400, 404, 405, 409, 413, 422, 429, 499, 500, 503)
 
 _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -68,11 +68,15 @@ class Metrics:
         self._ready = self._gauge("ready", "1 when model and database are loaded")
         self._gauge("build_info", "The version that runs", ("version",)).labels(__version__).set(1)
         self._corrupt = self._counter("database_corrupt_records", "Records found damaged and not used")
+        self._lost_segments = self._counter(
+            "database_lost_segments",
+            "Lengths without records since their file was cut short or unreadable",
+        )
         self._verify_cosine = self._histogram(
             "verify_cosine", "Cosine of a verified hit's output to the full model's", _COSINES
         )
         self._budget_failures = self._counter(
-            "verify_budget_failures", "Times that a length group's verified hits were below the budget"
+            "verify_budget_failures", "Times that verified hits of a length group failed the budget"
         )
         self._unverified = self._counter(
             "verify_dropped", "Hits chosen to be verified that were not: too many waited, or it failed"
@@ -103,9 +107,14 @@ class Metrics:
         self._search_seconds.observe(result.search_seconds)
         self._forward_seconds.observe(result.forward_seconds)
         self._corrupt.inc(result.corrupt_records)
+        self._lost_segments.inc(len(result.lost_lengths))
         for similarity in result.similarities.tolist():
             if similarity == similarity:  # nan: not searched
                 self._similarity.observe(similarity)
+
+    def observe_changed_records(self, count: int) -> None:
+        """So many records that were in use have been found changed."""
+        self._corrupt.inc(count)
 
     def observe_outcomes(self, outcomes: Iterable[Outcome]) -> None:
         """These sequences, which clients asked for, have been computed."""
@@ -123,7 +132,7 @@ class Metrics:
         self._unverified.inc(count)
 
     def observe_budget_failure(self) -> None:
-        """A length group's verified hits were found below the budget."""
+        """Verified hits of a length group, of usual or of unusual texts, were found to fail the budget."""
         self._budget_failures.inc()
 
     def watch(self, queue_sequences: Callable[[], int], engine_info: Callable[[], Mapping[str, Any]]) -> None:
@@ -166,7 +175,13 @@ class _DatabaseNumbers(Collector):
         self.engine_info: Callable[[], Mapping[str, Any]] = dict
 
     def collect(self) -> Iterator[Metric]:
-        database = self.engine_info().get("database") or {}
+        info = self.engine_info()
+        yield GaugeMetricFamily(
+            "attncache_reuse_off_reasons",
+            "Reasons why no text reuses anything; /info lists them",
+            value=len(info.get("reuse_off", ())),
+        )
+        database = info.get("database") or {}
         yield GaugeMetricFamily(
             "attncache_database_records", "Records in the database", value=database.get("records", 0)
         )
@@ -186,6 +201,6 @@ def _of_length_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
     for group in groups:
         for kind, least in group["threshold"].items():
             threshold.add_metric((group["lengths"], kind), least)
-        off.add_metric((group["lengths"],), all(least > 1 for least in group["threshold"].values()))
+        off.add_metric((group["lengths"],), not group["reuses"])
     yield threshold
     yield off

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -79,19 +79,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run_server(
-    settings: Settings, load_engine: Callable[[], PrefillEngine], listener: socket.socket
+    settings: Settings, load_engines: Callable[[], Iterator[PrefillEngine]], listener: socket.socket
 ) -> BaseException | None:
-    """Serve until a signal comes, or until `load_engine` raises: then the answer is what it raised.
+    """Serve until a signal comes, or until `load_engines` raises instead of giving an engine.
 
-    Ends the process with code 0 if a signal comes while it is still loading.
+    Returns what `load_engines` raised. Ends the process with code 0 if a signal comes while loading.
     """
     loading = True
     failures: list[BaseException] = []
 
-    def load() -> PrefillEngine:
+    def load() -> Iterator[PrefillEngine]:
         nonlocal loading
         try:
-            return load_engine()
+            yield from load_engines()
         finally:
             loading = False
 
@@ -120,11 +120,11 @@ def run_server(
 
 def _uvicorn_config(
     settings: Settings,
-    load_engine: Callable[[], PrefillEngine],
+    load_engines: Callable[[], Iterator[PrefillEngine]],
     on_load_failure: Callable[[BaseException], None],
 ) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(settings, load_engine, on_load_failure),
+        create_app(settings, load_engines, on_load_failure),
         log_config=None,
         # A path and its query can hold a user's text; the metrics count requests.
         access_log=False,

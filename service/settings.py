@@ -38,6 +38,11 @@ class Settings(BaseModel):
         min_length=1,
         description="Model: a folder, an installed one's name, or a hub id.",
     )
+    revision: str | None = Field(
+        None,
+        min_length=1,
+        description="Branch, tag or commit of a model on the Hugging Face Hub; without it, its main branch.",
+    )
     drop_attention: str = Field(
         "",
         description="Layers to run without their attention, like 10,12 or 8-11. A database is bound to it.",
@@ -84,8 +89,18 @@ class Settings(BaseModel):
     search_always: bool = Field(
         False, description="Compare every text with the records, also where that is measured not to pay."
     )
+    min_gain: float = Field(
+        0.05,
+        ge=0,
+        allow_inf_nan=False,
+        description="Reuse only where it makes whole passes faster by at least this share, measured on this "
+        "machine; 0: wherever the budget holds.",
+    )
     verify_rate: float = Field(
         0.01, ge=0, le=1, description="Share of hits that are computed in full too, once answered."
+    )
+    reuse_headers: bool = Field(
+        True, description="Tell clients in headers how many of their texts reused maps."
     )
     fetch: Fetch = Field(Fetch.AUTO, description="How the maps of hits are read; auto takes the fastest.")
     classifier: Path | None = Field(None, description="Fitted classifier to serve on the embeddings.")
@@ -129,7 +144,16 @@ class Settings(BaseModel):
             raise _refused("--classifier and --labels both say what to choose from; leave one of them out")
         if self.policy and self.threshold is not None:
             raise _refused("--policy and --threshold both say what a hit is; leave one of them out")
-        for name in ("database", "threshold", "policy", "heads", "fetch", "search_always", "verify_rate"):
+        for name in (
+            "database",
+            "threshold",
+            "policy",
+            "heads",
+            "fetch",
+            "search_always",
+            "min_gain",
+            "verify_rate",
+        ):
             if not self.reuse and getattr(self, name) != type(self).model_fields[name].default:
                 raise _refused(f"{option_name(name)} has no effect with --no-reuse; leave one of them out")
         return self

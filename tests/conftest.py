@@ -74,7 +74,7 @@ def fixed_costs():
     A hit saves a microsecond for each head and ten tokens, and a search costs as much.
     """
     with pytest.MonkeyPatch.context() as patch:
-        savings = Savings(per_head=lambda lengths: lengths / 10, search=lambda _: 1.0)
+        savings = Savings(per_hit=lambda lengths, heads: lengths * heads / 10, search=lambda _: 1.0)
         patch.setattr(calibration, "measure_savings", lambda *_: savings)
         yield
 

@@ -16,11 +16,17 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
 from attncache_core import native
+from attncache_core.attention_maps.seal import Seal
+from attncache_core.checkpoint import Quantization
+from attncache_core.models.quantized import multiplies_integers
 
+# Of segments that belong to no whole database.
+SEAL = Seal(key=bytes(range(32)), fingerprint="ab" * 32)
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = (
     *("my", "your", "the", "a", "card", "bank", "money", "account", "transfer", "payment", "lost", "stolen"),
@@ -34,6 +40,18 @@ CLS, SEP = VOCABULARY.index("[CLS]"), VOCABULARY.index("[SEP]")
 needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor does not multiply bfloat16"
 )
+
+# What a model may compute in, and how its weights may be quantised.
+QUANTIZATIONS = [
+    None,
+    pytest.param(
+        Quantization.INT8,
+        marks=pytest.mark.skipif(not multiplies_integers(), reason="no exact products of 8-bit integers"),
+    ),
+    Quantization.INT8_WEIGHT_ONLY,
+    Quantization.INT4,
+]
+DTYPES = ["float32", pytest.param("bfloat16", marks=needs_bfloat16)]
 
 # What computes attention: the compiled kernel, or torch's operators where none was built.
 COMPUTING = ["kernel", "operators"]
@@ -166,3 +184,21 @@ def random_sequences(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 def random_text(random: np.random.Generator, words: int) -> str:
     return " ".join(random.choice(PLAIN_WORDS, size=words))
+
+
+# What a family calls the weight whose rows are words.
+WORD_EMBEDDINGS = ("word_embeddings.weight", "tok_embeddings.weight", "embed_tokens.weight")
+
+
+def damage_weights(
+    folder: Path, rows: Any, number: float = float("nan"), names: tuple[str, ...] = WORD_EMBEDDINGS
+) -> Path:
+    """In the file of a model, make every number of these rows of one weight another one.
+
+    names: how the weight's name may end; there must be one such weight.
+    """
+    weights = load_file(folder / "model.safetensors")
+    (weight,) = (weight for name, weight in weights.items() if name.endswith(names))
+    weight[rows] = number
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,22 +59,46 @@ def calibrate(checkpoint, database: Path, *arguments: object):
 def test_policy_and_mask_are_chosen_anew_on_the_texts_that_are_not_recorded(
     tiny_checkpoint, calibratable, database, files
 ):
-    given = ("--texts", files / "texts.txt", "--min-cosine", "0.8")
+    given = ("--texts", files / "texts.txt", "--min-cosine", "0.8", "--min-text-cosine", "0")
     text = succeeded(calibrate(tiny_checkpoint, database, *given))
     before, after = (AttentionDatabase.open(folder).manifest for folder in (calibratable, database))
     assert after.policy != before.policy
     assert after.policy.budget == Budget(Measure.COSINE, 0.8)
     assert (after.quality["measured"], after.quality["left_out"]) == (90, 30)
     assert after.quality["mean"] >= after.quality["lower_bound"] >= 0.8
-    assert (after.files, after.records, after.build) == (before.files, before.records, before.build)
+    changed = dict(before.files.items() ^ after.files.items())
+    assert {name.partition("-")[0] for name in changed} == {"familiarity"}
+    assert (after.records, after.build) == (before.records, before.build)
     assert text == succeeded(run("inspect", database))
     assert "mean cosine of the hits at least 0.8" in text
+
+
+def test_too_few_texts_to_promise_a_floor_serve_recorded_texts_alone(tiny_checkpoint, database, files):
+    # 90 hits say nothing about the 1st percentile with 95 % confidence; 299 would be needed.
+    given = ("--texts", files / "texts.txt", "--min-cosine", "0.1", "--min-text-cosine", "0.01")
+    text = succeeded(calibrate(tiny_checkpoint, database, *given))
+    manifest = AttentionDatabase.open(database).manifest
+    assert manifest.policy.budget == Budget(Measure.COSINE, 0.1, 0.01)
+    assert manifest.quality["hit_rate"] == 0
+    assert not any(group.approximates for group in manifest.policy.groups)
+    assert "90 held-out texts cannot tell" in " ".join(text.split())
 
 
 def test_calibrated_database_is_sound_and_serves(
     tiny_checkpoint, tiny_engine, tiny_corpus, database, files, unseen
 ):
-    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", "--min-cosine", "0.8"))
+    succeeded(
+        calibrate(
+            tiny_checkpoint,
+            database,
+            "--texts",
+            files / "texts.txt",
+            "--min-cosine",
+            "0.8",
+            "--min-text-cosine",
+            "0",
+        )
+    )
     assert "all sound" in succeeded(run("verify", database))
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
     sequences = engine.tokenize([*unseen, tiny_corpus[0].text])
@@ -94,8 +119,11 @@ def test_calibrating_again_on_the_same_texts_changes_nothing(tiny_checkpoint, da
 
 
 def test_what_a_server_had_tightened_is_forgotten(tiny_checkpoint, database, files):
+    manifest = AttentionDatabase.open(database).manifest
+    replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.8))).write(database)
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
     engine.tighten(0)
+    engine.keep_verified({})
     assert (database / "tightened.json").exists()
     succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt"))
     assert not (database / "tightened.json").exists()

@@ -246,3 +246,31 @@ def test_fingerprint_changes_with_a_vocabulary_that_is_no_tokenizer_json(copied)
         (copied / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
         prints.add(read_checkpoint(copied).fingerprint())
     assert len(prints) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+    ],
+)
+def test_fingerprint_changes_with_each_file_of_the_tokenizer_s_settings(copied, name):
+    (copied / name).parent.mkdir(exist_ok=True)
+    (copied / name).unlink(missing_ok=True)
+    prints = {read_checkpoint(copied).fingerprint()}
+    for content in ("{}", '{"a": 1}'):
+        (copied / name).write_text(content, encoding="utf-8")
+        prints.add(read_checkpoint(copied).fingerprint())
+    assert len(prints) == 3
+
+
+def test_fingerprint_leaves_a_model_s_other_files_aside(copied):
+    before = read_checkpoint(copied).fingerprint()
+    for name in ("README.md", "training_args.json", "eval_results.txt"):
+        (copied / name).write_text("{}", encoding="utf-8")
+    assert read_checkpoint(copied).fingerprint() == before

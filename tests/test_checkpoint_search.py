@@ -1,15 +1,18 @@
-"""Where a model is looked for (folder, installed package, cache), and what is said of one that is nowhere."""
+"""Where a model is looked for, at which revision, and what is said of one that is nowhere."""
 
+import json
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from command_line import assert_one_line, run, succeeded
 from core_models import write_sentence_transformer
 from huggingface_hub import constants
 
 from attncache_core.checkpoint import DEFAULT_MODEL, find_checkpoint
-from attncache_core.errors import ModelNotFound, UnsupportedModel
+from attncache_core.errors import InvalidInput, ModelNotFound, UnsupportedModel
+from service.commands import serve as serve_command
 
 
 @pytest.fixture
@@ -29,14 +32,19 @@ def installed(tmp_path, monkeypatch, tiny_checkpoint):
     return site / "acme_tiny/model"
 
 
+NOW, EARLIER = "0" * 40, "e" * 40
+
+
 @pytest.fixture
 def cached(tmp_path, monkeypatch, tiny_checkpoint):
-    """A Hugging Face cache that holds the tiny model as acme/hidden-encoder."""
+    """A Hugging Face cache that holds the tiny model as acme/hidden-encoder, and other weights as its v1."""
     repository = tmp_path / "hub/models--acme--hidden-encoder"
-    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot = repository / "snapshots" / NOW
     shutil.copytree(tiny_checkpoint.folder, snapshot)
+    write_sentence_transformer(repository / "snapshots" / EARLIER, seed=1)
     (repository / "refs").mkdir()
-    (repository / "refs/main").write_text("0" * 40, encoding="utf-8")
+    (repository / "refs/main").write_text(NOW, encoding="utf-8")
+    (repository / "refs/v1").write_text(EARLIER, encoding="utf-8")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return snapshot
 
@@ -76,6 +84,73 @@ def test_package_of_another_name_is_not_taken(name):
 def test_model_in_the_hugging_face_cache_is_found_without_the_hub(cached):
     found = find_checkpoint("acme/hidden-encoder")
     assert (found.folder.resolve(), found.source) == (cached.resolve(), "Hugging Face cache")
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"), [(None, NOW), ("main", NOW), ("v1", EARLIER), (NOW, NOW), (EARLIER, EARLIER)]
+)
+def test_revision_in_the_cache_is_a_branch_a_tag_or_a_commit(cached, revision, commit):
+    found = find_checkpoint("acme/hidden-encoder", revision)
+    assert found.folder.resolve() == (cached.parent / commit).resolve()
+    assert (found.revision, found.commit) == (revision, commit)
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("revision", ["v2", "1" * 40, "e" * 7, "no such/branch", "../refs", ""])
+def test_revision_that_is_not_there_is_named_with_what_was_tried(revision):
+    with pytest.raises(ModelNotFound) as caught:
+        find_checkpoint("acme/hidden-encoder", revision)
+    message = str(caught.value)
+    assert message.startswith(f"model 'acme/hidden-encoder' at revision {revision!r} was not found: ")
+    assert "not in the Hugging Face cache" in message
+    assert "\n" not in message
+
+
+@pytest.mark.usefixtures("installed")
+def test_revision_of_a_folder_or_a_package_is_refused(tiny_checkpoint):
+    for model, where in ((str(tiny_checkpoint.folder), "folder"), ("acme/tiny-encoder", "package acme")):
+        with pytest.raises(InvalidInput, match=rf"elsewhere \({where}.*leave revision out") as caught:
+            find_checkpoint(model, "main")
+        assert caught.value.field == "revision"
+
+
+def test_what_is_not_from_the_hub_has_no_commit(tiny_checkpoint):
+    found = find_checkpoint(str(tiny_checkpoint.folder))
+    assert (found.revision, found.commit) == (None, None)
+
+
+@pytest.mark.usefixtures("cached")
+def test_server_runs_the_revision_that_its_variable_names_and_says_so(monkeypatch):
+    infos = []
+
+    def serve(_settings, load, _listener):
+        infos.extend(engine.info() for engine in load())
+
+    monkeypatch.setattr(serve_command, "run_server", serve)
+    monkeypatch.setenv("ATTNCACHE_REVISION", "v1")
+    succeeded(run("serve", "--model", "acme/hidden-encoder", "--no-reuse", "--port", "0"))
+    assert (infos[0]["revision"], infos[0]["commit"]) == ("v1", EARLIER)
+
+
+@pytest.mark.usefixtures("cached")
+def test_commands_run_the_revision_they_are_told(tmp_path):
+    (tmp_path / "texts.tsv").write_text("text\tlabel\nmy card\ta\nthe bank\tb\n", encoding="utf-8")
+    columns = ("--text-column", "text", "--label-column", "label")
+    made = {}
+    for revision in ("main", "v1"):
+        options = ("--model", "acme/hidden-encoder", "--revision", revision, "--dtype", "float32")
+        data = ("--data", tmp_path / "texts.tsv", "--output", tmp_path / revision)
+        succeeded(run("fit-classifier", *options, *columns, *data))
+        made[revision] = json.loads((tmp_path / revision / "classifier.json").read_bytes())["fingerprint"]
+    for revision, fingerprint in made.items():
+        assert fingerprint == find_checkpoint("acme/hidden-encoder", revision).embedding_fingerprint()
+    assert len(set(made.values())) == 2
+
+
+def test_revision_of_a_folder_is_one_line_of_every_command(tiny_checkpoint):
+    options = ("--model", tiny_checkpoint.folder, "--revision", "v1")
+    for command in (("serve",), ("prune", "--importance"), ("bench", "engine")):
+        assert_one_line(run(*command, *options), "revision is for models from the Hugging Face Hub")
 
 
 def test_folder_goes_before_a_package_of_its_name(installed, tmp_path, monkeypatch):
@@ -125,10 +200,11 @@ def hub(monkeypatch, tmp_path):
 
     class Answer(BaseHTTPRequestHandler):
         status = 404
+        error = "RepoNotFound"
 
         def do_GET(self):
             self.send_response(self.status)
-            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("X-Error-Code", self.error)
             self.end_headers()
 
         do_HEAD = do_GET
@@ -151,6 +227,12 @@ def test_answer_of_the_hub_is_told_by_its_status(hub, status):
     hub.status = status
     with pytest.raises(ModelNotFound, match=rf"the Hub answered {status}$"):
         find_checkpoint("acme/absent")
+
+
+def test_revision_that_the_hub_does_not_have_is_said_to_be_missing(hub):
+    hub.error = "RevisionNotFound"
+    with pytest.raises(ModelNotFound, match=r"'v9' was not found: .*has the model, but no such revision$"):
+        find_checkpoint("acme/absent", "v9")
 
 
 @pytest.mark.usefixtures("hub")

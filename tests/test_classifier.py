@@ -37,7 +37,7 @@ def fitted(classes: int = 3) -> LinearClassifier:
 @pytest.mark.parametrize("classes", [2, 3, 5])
 def test_decisions_and_scores_are_scikit_learns(classes):
     embeddings, labels = clouds(classes)
-    oracle = LogisticRegression(C=30.0, max_iter=2000).fit(normalize(embeddings), labels)
+    oracle = LogisticRegression(C=30.0, max_iter=2000).fit(normalize(embeddings.astype(np.float64)), labels)
     classifier = fit_classifier(embeddings, labels, fingerprint="", model="m")
     asked, _ = clouds(classes, seed=1)
     expected = oracle.predict_proba(normalize(asked))
@@ -136,8 +136,8 @@ def test_classifier_that_cannot_be_read_is_refused(tmp_path, name, content):
 def test_other_format_version_is_refused(tmp_path):
     fitted().save(tmp_path)
     description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
-    (tmp_path / "classifier.json").write_text(json.dumps(description | {"format_version": 2}))
-    with pytest.raises(DatabaseRefused, match="format version 2"):
+    (tmp_path / "classifier.json").write_text(json.dumps(description | {"format_version": 3}))
+    with pytest.raises(DatabaseRefused, match="format version 3"):
         LinearClassifier.load(tmp_path)
 
 

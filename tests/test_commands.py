@@ -201,6 +201,7 @@ def test_inspect_shows_records_and_bytes_per_length_mask_threshold_and_quality(b
 def test_inspect_as_json_is_the_manifest(built):
     text = succeeded(run("inspect", built[0], "--json"))
     assert text == (built[0] / "manifest.json").read_text(encoding="utf-8")
+    assert (built[0] / "key").read_bytes().hex() not in text
     (group,) = json.loads(text)["policy"]["groups"]
     assert group["kinds"]["0"]["threshold"] == 0.9
 
@@ -219,6 +220,29 @@ def test_verify_ends_with_one_and_names_what_is_damaged(built, tmp_path):
     result = run("verify", folder)
     assert result.exit_code == 1
     assert result.stdout == "length 6: 1 damaged records, the first is 0\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "sentence"),
+    [
+        ("key", 0, "manifest.json and {} are of two databases"),
+        ("projector.safetensors", -1, "{} was changed since the database was built"),
+        ("index/00006.faiss", 9, "{} was changed since the database was built"),
+        ("maps/00006.maps", 0, "{} is not a segment of length 6 of this database"),
+        ("maps/00006.maps", 60, "{} belongs to another database"),
+        ("maps/00006.maps", 4096, "the record table of {} was changed since it was written"),
+        ("maps/00006.maps", 4095, "header or record table of {} were changed since the database was built"),
+    ],
+)
+def test_verify_ends_with_one_and_a_sentence_for_each_kind_of_file(built, tmp_path, name, place, sentence):
+    folder = Path(shutil.copytree(built[0], tmp_path / "a.db"))
+    content = bytearray((folder / name).read_bytes())
+    content[place] ^= 1
+    (folder / name).write_bytes(content)
+    result = run("verify", folder)
+    assert (result.exit_code, result.stderr) == (1, "")
+    (line,) = result.stdout.splitlines()
+    assert line.startswith(f"{sentence.format(folder / name)}; remove {folder} and build it again")
 
 
 def test_fitted_classifier_is_loaded_and_decides_what_it_was_fitted_on(tiny_checkpoint, files, tmp_path):

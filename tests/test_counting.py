@@ -14,7 +14,6 @@ import torch
 from core_models import COMPUTING, attention_by, random_sequences
 from torch.profiler import ProfilerActivity, profile
 
-from attncache_core import engine as engine_module
 from attncache_core import forward as forward_module
 from attncache_core import native
 from attncache_core.attention_maps.database import AttentionDatabase
@@ -230,7 +229,7 @@ def profiled(engine, sequences):
         with profiler:
             return forward(*arguments)
 
-    with mock.patch.object(engine_module, "forward", profiled_forward):
+    with mock.patch.object(forward_module, "forward", profiled_forward):
         _, hit = run(engine, sequences)
     return profiler.events(), np.array(hit)
 

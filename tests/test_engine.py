@@ -174,9 +174,14 @@ def test_info_names_model_dtype_threads_and_database(tiny_checkpoint, tiny_engin
     )
     assert torch.get_num_threads() == 1
     limit_threads(before)
+    told = engine.database.info()["policy"]
+    told["groups"][0]["reuses"] = True
     assert engine.info() == {
         "model": "tiny-bert",
         "model_source": "folder",
+        "revision": None,
+        "commit": None,
+        "fingerprint": engine.fingerprint,
         "template": "{}",
         "prompts": [],
         "pooling": ("mean",),
@@ -189,8 +194,9 @@ def test_info_names_model_dtype_threads_and_database(tiny_checkpoint, tiny_engin
         "threads": 1,
         "attention": native.level() or "torch",
         "fetch": "auto",
-        "costs": None,
-        "database": engine.database.info(),
+        "gain": None,
+        "reuse_off": [],
+        "database": {**engine.database.info(), "policy": told},
     }
     assert tiny_engine.info()["database"] is None
 

@@ -91,14 +91,15 @@ def test_default_model_in_bfloat16_keeps_the_direction_of_its_embeddings(
 
 def plan_of(records):
     similarities = np.linspace(0.5, 0.9, len(records), dtype=np.float32)
-    cannot_pay = np.arange(len(records)) % 3 == 0  # any: it must move along
+    reasons = np.arange(len(records)) % 3  # any: they must move along
     kinds = np.arange(len(records)) % 2
-    return ReusePlan(np.array(records), kinds, similarities, cannot_pay, corrupt_records=3)
+    return ReusePlan(np.array(records), kinds, similarities, reasons, -similarities, corrupt_records=3)
 
 
 def rows_of(plan, order):
     """What a plan says of each sequence, by the caller's number."""
-    return sorted(zip(order, plan.kinds, plan.similarities, plan.cannot_pay, strict=True))
+    columns = (plan.kinds, plan.similarities, plan.reasons, plan.strangeness)
+    return sorted(zip(order, *columns, strict=True))
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(-1, 4)), min_size=1, max_size=10))

@@ -316,7 +316,7 @@ def test_own_labels_of_one_token_are_classes_to_agree_on(folder, oracle):
     engine = load(folder, SINGLE)
     texts = some_texts()
     assert engine.labels == SINGLE
-    assert default_budget(engine, 0.9, 0.8).measure is Measure.AGREEMENT
+    assert default_budget(engine, 0.9, 0.7, 0.8).measure is Measure.AGREEMENT
     outputs = engine.run(engine.tokenize(texts), [False] * 4).outputs
     expected = oracle.scores(texts, SINGLE)
     np.testing.assert_allclose(
@@ -332,7 +332,7 @@ def test_own_labels_of_several_tokens_leave_outputs_to_be_compared_as_embeddings
     engine = load(folder, SEVERAL)
     assert engine.labels is None
     assert engine.info()["labels"] == list(SEVERAL)
-    assert default_budget(engine, 0.9, 0.8).measure is Measure.COSINE
+    assert default_budget(engine, 0.9, 0.7, 0.8).measure is Measure.COSINE
     with pytest.raises(NoClassifier):
         engine.judge(Measure.AGREEMENT)
     np.testing.assert_array_equal(

@@ -124,7 +124,7 @@ def test_server_runs_the_model_it_is_told_with_its_database(
     engines = []
 
     def serve(_settings, load, _listener):
-        engines.append(load())
+        engines.extend(load())
 
     monkeypatch.setattr(serve_command, "run_server", serve)
     monkeypatch.setenv("ATTNCACHE_DROP_BLOCK", "2")

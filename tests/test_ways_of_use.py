@@ -101,7 +101,7 @@ def test_database_serves_only_what_its_budget_was_measured_for(folder, tmp_path,
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     random = np.random.default_rng(2)
     others = engine.tokenize([random_text(random, words) for words in np.repeat([3, 4, 5], 40)])
-    calibrate_database(engine, database, others, Budget(Measure.COSINE, 0.9))
+    calibrate_database(engine, database, others, (), Budget(Measure.COSINE, 0.9))
     PrefillEngine.load(checkpoint, dtype="float32", database=AttentionDatabase.open(tmp_path / "a.db"))
 
 

@@ -19,19 +19,21 @@ import math
 import shutil
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from attncache_core.attention_maps.calibration import MOST_DAMAGE_PROBES, Progress, calibrate
+from attncache_core.attention_maps.calibration import MOST_DAMAGE_PROBES, Calibration, Progress, calibrate
 from attncache_core.attention_maps.choice import FEWEST_PROBES
 from attncache_core.attention_maps.damage import damage_of_each, joint_damage, model_for_damage, reuse_rank
-from attncache_core.attention_maps.database import FORMAT_VERSION, Manifest, file_digest, small_files, use_of
+from attncache_core.attention_maps.database import FORMAT_VERSION, Manifest, use_of
+from attncache_core.attention_maps.familiarity import remove_other_tests, write_familiarity
+from attncache_core.attention_maps.familiarity_fit import count_tokens
 from attncache_core.attention_maps.index import FeatureIndex
+from attncache_core.attention_maps.integrity import file_digests
 from attncache_core.attention_maps.mask import (
     ReuseMask,
     is_count,
@@ -39,24 +41,28 @@ from attncache_core.attention_maps.mask import (
     natural_rank,
     parse_heads,
 )
-from attncache_core.attention_maps.policy import Budget, ReusePolicy, uniform_policy
+from attncache_core.attention_maps.policy import Budget, uniform_policy
 from attncache_core.attention_maps.probes import find_probes
 from attncache_core.attention_maps.projector import DIMENSIONS, FeatureProjector
 from attncache_core.attention_maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.attention_maps.quality import donor_distances, masked_maps
 from attncache_core.attention_maps.recording import Recording, smallest_form
+from attncache_core.attention_maps.seal import Seal
 from attncache_core.attention_maps.search import SearchEngine
 from attncache_core.attention_maps.sentences import split
 from attncache_core.attention_maps.store import AttentionMapStore, MapForm, RecordLayout
 from attncache_core.attention_maps.substitution import paired
 from attncache_core.attention_maps.training import TRAINING_STEPS, PairGroup, map_distances, train_projector
-from attncache_core.corpus import CorpusSentence
+from attncache_core.corpus import CorpusSentence, unfamiliar_texts
 from attncache_core.engine import PrefillEngine
 from attncache_core.errors import BuildFailed, InvalidInput
-from attncache_core.files import is_whole, locked, move_into_place, write_whole
+from attncache_core.files import PRIVATE, is_whole, left_unfinished, locked, move_into_place, write_whole
+from attncache_core.native import MAPS_VERSION
 from attncache_core.outputs import Measure
+from attncache_core.version import __version__
 
 MIN_COSINE = 0.985
+MIN_TEXT_COSINE = 0.95
 MIN_AGREEMENT = 0.98
 PROTOTYPES = 16
 MAX_LENGTH = 64
@@ -71,6 +77,7 @@ class BuildOptions:
     """What an operator may choose about a database."""
 
     min_cosine: float = MIN_COSINE  # quality budget of embeddings: mean cosine over held-out hits
+    min_text_cosine: float = MIN_TEXT_COSINE  # of embeddings too: 1st percentile of the hits' cosine
     min_agreement: float = MIN_AGREEMENT  # quality budget of classes: share of the hits' decisions that stay
     heads: str | None = None  # see mask.parse_heads; None: chosen by damage, inside the budget
     threshold: float | None = None  # θ; None: chosen with the mask
@@ -142,33 +149,42 @@ class _Build:
         self.folder, self.options, self.progress = folder, options, progress
         self.partial = partial_folder(folder)
         self.given = len(corpus)
-        tokenized = engine.tokenize([sentence.text for sentence in corpus])
+        texts = [sentence.text for sentence in corpus]
+        self.unfamiliar = unfamiliar_texts(texts)
+        tokenized = engine.tokenize(texts)
         self.sentences = split(
             tokenized, [sentence.source for sentence in corpus], options.max_length, self._random(0)
         )
         layers, heads = len(self.model.layers), self.model.layers[0].heads
         self.rank, self.damage = natural_rank(layers, heads), np.zeros((layers, heads))
-        self.budget = default_budget(engine, options.min_cosine, options.min_agreement)
+        self.budget = default_budget(
+            engine, options.min_cosine, options.min_text_cosine, options.min_agreement
+        )
         self.use = use_of(engine.checkpoint, decides=self.budget.measure is Measure.AGREEMENT)
-        layout = RecordLayout(
+        self.layout = RecordLayout(
             self._stored_heads(),
             torch.bfloat16 if engine.dtype is torch.bfloat16 else torch.float16,
             self._form(),
         )
-        self.recording = Recording(self.model, self.sentences, layout, options.prototypes)
 
     def run(self, started: float) -> None:
         """All stages; leaves the database in its folder."""
         self._resume_or_start()
+        # A resumed build keeps its key: the segments that are there already were written with it.
+        self.seal = Seal.create(self.partial, self.fingerprint)
+        self.recording = Recording(
+            self.model, self.sentences, self.layout, self.options.prototypes, self.seal
+        )
+        self._require_space()
         self._measure_damage()
         store = self.recording.write(self.partial, self.rank, partial(self.progress, "writing records"))
         projector = self._train_projector(store)
         features = self.recording.features(projector)
         prototypes = self.recording.prototype_index(projector)
-        mask, policy, quality = self._calibrate(projector, features, prototypes, store)
+        chosen = self._calibrate(projector, features, prototypes, store)
         _indexed(features).write(self.partial)
         write_whole(prototypes_path(self.partial), prototypes.to_bytes())
-        self._finish(mask, policy, quality, prototypes, time.perf_counter() - started)
+        self._finish(chosen, prototypes, store, time.perf_counter() - started)
 
     def _random(self, stage: int) -> np.random.Generator:
         """A stage's own random numbers, the same whether the stages before it ran now or earlier."""
@@ -197,9 +213,10 @@ class _Build:
         inputs = json.dumps(
             {
                 "format_version": FORMAT_VERSION,
+                "maps_version": MAPS_VERSION,
                 "fingerprint": self.fingerprint,
                 "use": self.use,
-                "dtype": str(self.recording.layout.dtype),
+                "dtype": str(self.layout.dtype),
                 "options": asdict(self.options),
                 "sentences": _digest(json.dumps(self.sentences.sequences).encode()),
                 "held_out": _digest(self.sentences.held_out.tobytes()),
@@ -208,9 +225,8 @@ class _Build:
         path = self.partial / "inputs.json"
         if not path.is_file() or path.read_text(encoding="utf-8") != inputs:
             shutil.rmtree(self.partial, ignore_errors=True)
-            self.partial.mkdir(parents=True)
+            self.partial.mkdir(mode=PRIVATE, parents=True)
             write_whole(path, inputs.encode())
-        self._require_space()
 
     def _require_space(self) -> None:
         recording = self.recording
@@ -320,8 +336,8 @@ class _Build:
         features: dict[int, np.ndarray],
         prototypes: PrototypeIndex,
         store: AttentionMapStore,
-    ) -> tuple[ReuseMask, ReusePolicy, dict[str, Any]]:
-        """Mask and policy, and what was measured of them and of the projector."""
+    ) -> Calibration:
+        """Choose mask and policy, and measure the projector; writes the familiarity test."""
         training = {
             length: rows[: len(self.sentences.rows(self.recording.by_length[length], held_out=False))]
             for length, rows in features.items()
@@ -330,71 +346,70 @@ class _Build:
         search = SearchEngine(
             projector, _indexed(training), prototypes, store, uniform_policy(self.budget, 1.0)
         )
-        held_out = [
-            ids
-            for ids, held in zip(self.sentences.sequences, self.sentences.held_out.tolist(), strict=True)
-            if held
-        ]
+        trained, held_out = (self.sentences.of_side(held_out=side) for side in (False, True))
+        token_counts = count_tokens(trained, self.engine.tokenizer.vocabulary)
         probes = find_probes(self.model, search, held_out)
-        mask, policy, quality = calibrate(
+        chosen = calibrate(
             self.engine,
             search,
             probes,
+            self.unfamiliar,
+            token_counts,
             self.rank,
             self.budget,
             heads=self.options.heads,
             threshold=self.options.threshold,
-            on_pass=partial(self.progress, "measuring masks"),
+            progress=self.progress,
         )
+        self.familiarity = write_familiarity(self.partial, chosen.familiarity, token_counts)
+        remove_other_tests(self.partial, self.familiarity)
         distances = donor_distances(self.model, self.sentences, store, probes, self._training_mask())
-        return mask, policy, {**quality, "map_distance": distances}
+        return replace(chosen, quality={**chosen.quality, "map_distance": distances})
 
     def _finish(
-        self,
-        mask: ReuseMask,
-        policy: ReusePolicy,
-        quality: dict[str, Any],
-        prototypes: PrototypeIndex,
-        seconds: float,
+        self, chosen: Calibration, prototypes: PrototypeIndex, store: AttentionMapStore, seconds: float
     ) -> None:
         """Write the manifest and rename the folder into place."""
         records = {length: len(indices) for length, indices in self.recording.by_length.items()}
-        files = small_files(self.partial, list(records))
-        layout = self.recording.layout
         Manifest(
+            id=self.seal.id,
             fingerprint=self.fingerprint,
             model=self.engine.checkpoint.name,
-            dtype="bfloat16" if layout.dtype is torch.bfloat16 else "float16",
+            dtype="bfloat16" if self.layout.dtype is torch.bfloat16 else "float16",
             records=records,
             prototypes=prototypes.counts(),
-            stored_heads=layout.stored_heads,
-            form=layout.form,
+            stored_heads=self.layout.stored_heads,
+            form=self.layout.form,
             damage=tuple(map(tuple, self.damage.tolist())),
             rank=tuple(map(tuple, self.rank.tolist())),
-            reused_heads=mask.reused,
-            policy=policy,
+            reused_heads=chosen.mask.reused,
+            policy=chosen.policy,
             use=self.use,
-            quality=quality,
+            quality=chosen.quality,
             build={
                 **asdict(self.options),
+                "program": __version__,
                 "variant": self.engine.checkpoint.variant,
                 "texts": self.given,
                 "held_out": int(self.sentences.held_out.sum()),
                 "seconds": round(seconds, 1),
                 "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             },
-            files={str(path.relative_to(self.partial)): file_digest(path) for path in files},
+            files=file_digests(self.partial, records, self.familiarity, store),
         ).write(self.partial)
-        for scaffold in ("inputs.json", "damage.json"):
-            (self.partial / scaffold).unlink(missing_ok=True)
+        scaffold = [self.partial / name for name in ("inputs.json", "damage.json")]
+        for path in (*scaffold, *left_unfinished(self.partial)):
+            path.unlink(missing_ok=True)
         move_into_place(self.partial, self.folder)
 
 
-def default_budget(engine: PrefillEngine, min_cosine: float, min_agreement: float) -> Budget:
+def default_budget(
+    engine: PrefillEngine, min_cosine: float, min_text_cosine: float, min_agreement: float
+) -> Budget:
     """In agreement of decisions where the engine has classes of its own, else in cosine."""
     if engine.labels is not None:
         return Budget(Measure.AGREEMENT, min_agreement)
-    return Budget(Measure.COSINE, min_cosine)
+    return Budget(Measure.COSINE, min_cosine, min_text_cosine)
 
 
 def _indexed(features: dict[int, np.ndarray]) -> FeatureIndex:

@@ -155,22 +155,43 @@ def length_groups(lengths: np.ndarray, measure: Measure) -> list[np.ndarray]:
 class Savings:
     """What hits save and searches cost, on the machine that calibrates."""
 
-    per_head: Callable[[np.ndarray], np.ndarray]  # lengths [n] -> microseconds a hit saves for each head [n]
+    # lengths [n], reused heads -> microseconds that a hit of each length saves [n], which may be negative
+    per_hit: Callable[[np.ndarray, int], np.ndarray]
     # Lengths that are searched -> microseconds for each of their sequences, in batches of all lengths.
     search: Callable[[Collection[int]], float]
 
 
 @dataclass(frozen=True)
+class Terms:
+    """On what all masks and policies are compared."""
+
+    probes: Probes
+    groups: Sequence[np.ndarray]  # for each length group the places of its probes
+    budget: Budget
+    savings: Savings
+    search_costs: np.ndarray  # microseconds to search each probe's records, float64 [probes]
+
+    @classmethod
+    def of(cls, probes: Probes, budget: Budget, savings: Savings) -> Terms:
+        """Divide the probes into length groups, and measure what searching each group costs."""
+        groups = length_groups(probes.lengths, budget.measure)
+        search_costs = np.zeros(len(probes.sequences))
+        for group in groups:
+            search_costs[group] = savings.search(set(probes.lengths[group].tolist()))
+        return cls(probes, groups, budget, savings, search_costs)
+
+
+@dataclass(frozen=True)
 class Calibrated:
-    """A mask, the policy for it, and what they gave on the probes."""
+    """A mask, the policy for it, and what they gave on probes."""
 
     mask: ReuseMask
     policy: ReusePolicy
-    saved: float  # microseconds, mean over all probes
     kinds: np.ndarray  # RecordKind of each probe, int64 [probes]
     served: np.ndarray  # bool [probes]
     fidelity: np.ndarray  # float64 [probes], nan for misses
     damage: np.ndarray  # float64 [probes], nan for misses
+    saved: float = 0.0  # microseconds, mean over all probes
 
 
 def apply_policy(
@@ -178,10 +199,12 @@ def apply_policy(
     measured: Mapping[RecordKind, Measured],
     mask: ReuseMask,
     policy: ReusePolicy,
-    savings: Savings,
-    search_costs: np.ndarray,
+    familiar: np.ndarray | None = None,
 ) -> Calibrated:
-    """What a policy gives on probes, decided as when serving. search_costs: microseconds [probes]."""
+    """What a policy gives on probes, decided as when serving; what that saves is left out.
+
+    familiar: bool [probes], of the probes that are not too strange to hit; None: all.
+    """
     count = len(probes.sequences)
     kinds, served = np.full(count, RecordKind.MEAN), np.zeros(count, dtype=bool)
     places = policy.places_of(probes.lengths)
@@ -191,7 +214,9 @@ def apply_policy(
             similarities = {kind: probes.similarities[kind][rows] for kind in RecordKind}
             kinds[rows], served[rows] = group.choose(similarities)
         else:
-            served[rows] = group.mean_serves
+            served[rows] = group.mean_serves & (probes.records[RecordKind.MEAN][rows] >= 0)
+    if familiar is not None:
+        served &= familiar
     fidelity, damage = (
         np.where(served, np.array(of_kinds)[kinds, np.arange(count)], np.nan)
         for of_kinds in (
@@ -199,46 +224,74 @@ def apply_policy(
             [measured[kind].damage for kind in RecordKind],
         )
     )
-    saved = savings.per_head(probes.lengths) * served * mask.total
+    return Calibrated(mask, policy, kinds, served, fidelity, damage)
+
+
+def calibrated(
+    terms: Terms,
+    measured: Mapping[RecordKind, Measured],
+    mask: ReuseMask,
+    policy: ReusePolicy,
+    familiar: np.ndarray | None = None,
+) -> Calibrated:
+    """What a policy gives on the probes of the terms, and how much time that saves."""
+    given = apply_policy(terms.probes, measured, mask, policy, familiar)
+    places = policy.places_of(terms.probes.lengths)
     searched = np.array([group.searched for group in policy.groups])[places]
-    return Calibrated(
-        mask, policy, float((saved - search_costs * searched).mean()), kinds, served, fidelity, damage
-    )
+    if familiar is not None:
+        searched &= familiar
+    saved = terms.savings.per_hit(terms.probes.lengths, mask.total) * given.served
+    return replace(given, saved=float((saved - terms.search_costs * searched).mean()))
 
 
 def policy_for(
-    probes: Probes,
-    groups: Sequence[np.ndarray],
+    terms: Terms,
     measured: Mapping[RecordKind, Measured],
     mask: ReuseMask,
-    budget: Budget,
-    savings: Savings,
-    search_costs: np.ndarray,
+    familiar: np.ndarray | None = None,
 ) -> ReusePolicy:
-    """For each length group (places of its probes) what saves the most time inside the budget.
+    """For each length group what saves the most time inside the budget.
 
-    That is a search with the loosest θ; or no search, and the mean serves; or no search, and only recorded
-    sequences hit.
+    That is a search with the loosest θ, or no search, and the mean serves. Where neither keeps the budget,
+    nothing is searched, and only recorded sequences hit. familiar: bool [probes], of the probes that are not
+    too strange to hit, and with which the budget is to be kept; None: all.
     """
-    chosen = []
-    for rows in groups:
-        group = choose_group(probes, rows, measured, budget)
-        per_hit = savings.per_head(probes.lengths[rows]) * mask.total
-        _, served = group.choose({kind: probes.similarities[kind][rows] for kind in RecordKind})
-        by_search = (per_hit * served - search_costs[rows]).sum()
-        by_mean = per_hit.sum() if mean_keeps(rows, probes, measured[RecordKind.MEAN], budget) else 0.0
-        if by_search <= by_mean:
-            group = replace(group, searched=False) if by_mean > 0 else group.recorded_only()
-        chosen.append(group)
-    return ReusePolicy(budget, tuple(chosen))
+    members = [group if familiar is None else group[familiar[group]] for group in terms.groups]
+    longest = [int(terms.probes.lengths[group].max()) for group in terms.groups]
+    groups = (
+        replace(_group_for(terms, rows, measured, mask), longest=tokens)
+        if len(rows)
+        else recorded_only(tokens)
+        for rows, tokens in zip(members, longest, strict=True)
+    )
+    return ReusePolicy(terms.budget, tuple(groups))
+
+
+def _group_for(
+    terms: Terms, rows: np.ndarray, measured: Mapping[RecordKind, Measured], mask: ReuseMask
+) -> LengthGroup:
+    """The policy of a length group whose familiar probes are `rows` (places)."""
+    probes, budget = terms.probes, terms.budget
+    group = choose_group(probes, rows, measured, budget)
+    per_hit = terms.savings.per_hit(probes.lengths[rows], mask.total)
+    _, served = group.choose({kind: probes.similarities[kind][rows] for kind in RecordKind})
+    by_search = (per_hit * served - terms.search_costs[rows]).sum() if served.any() else -np.inf
+    mean_serves = mean_keeps(rows, probes, measured[RecordKind.MEAN], budget)
+    by_mean = per_hit.sum() if mean_serves else -np.inf
+    if by_search > by_mean:
+        return group
+    return replace(group, searched=False) if mean_serves else group.recorded_only()
+
+
+def recorded_only(longest: int) -> LengthGroup:
+    """The policy of a length group in which only recorded sequences hit."""
+    return LengthGroup(longest, {kind: KindPolicy(1.0) for kind in RecordKind}).recorded_only()
 
 
 def choose_policy(
-    probes: Probes,
+    terms: Terms,
     masks: Sequence[ReuseMask],
     measured: Sequence[Mapping[RecordKind, Measured]],
-    budget: Budget,
-    savings: Savings,
     threshold: float | None = None,
 ) -> tuple[Calibrated, list[Calibrated]]:
     """The mask and policy that save the most time inside the budget, and the best policy of every mask.
@@ -246,25 +299,65 @@ def choose_policy(
     A given `threshold` is every group's and kind's θ; then the largest mask inside the budget is taken, or
     the mildest if none is.
     """
-    groups = length_groups(probes.lengths, budget.measure)
-    search_costs = np.zeros(len(probes.sequences))
-    for group in groups:
-        search_costs[group] = savings.search(set(probes.lengths[group].tolist()))
     options = []
     for mask, rows in zip(masks, measured, strict=True):
-        policy = policy_for(probes, groups, rows, mask, budget, savings, search_costs)
+        policy = policy_for(terms, rows, mask)
         if threshold is not None:
             policy = policy.with_threshold(threshold)
-        options.append(apply_policy(probes, rows, mask, policy, savings, search_costs))
+        options.append(calibrated(terms, rows, mask, policy))
     if threshold is None:
-        return max(options, key=lambda option: (option.saved, option.mask.total)), options
+        return max(options, key=by_time_saved), options
     means = [_mean(option.fidelity) for option in options]
     inside = [
-        option for option, mean in zip(options, means, strict=True) if mean is None or mean >= budget.least
+        option
+        for option, mean in zip(options, means, strict=True)
+        if mean is None or mean >= terms.budget.least
     ]
     if inside:
         return max(inside, key=lambda option: option.mask.total), options
     return min(options, key=lambda option: option.mask.total), options
+
+
+def by_time_saved(option: Calibrated) -> tuple[bool, float, float, int]:
+    """The order of options: those that let anything hit first, then by the time saved.
+
+    Options that save no time are ordered by how many heads their hits skip, on average over all probes. So
+    where reuse does not pay, the best option is still the one that skips most; a server decides for itself.
+    """
+    heads, hit_rate = option.mask.total, float(option.served.mean())
+    return hit_rate > 0, max(option.saved, 0.0), heads * hit_rate, heads
+
+
+def keeps_budget(budget: Budget, like: Calibrated, unlike: Calibrated) -> bool:
+    """Whether hits keep what the budget says beside each length group's mean, with 95 % confidence.
+
+    like: what the policy gives on probes like the corpus: the share of harmed hits is small enough.
+    unlike: what it gives on unfamiliar texts: so is the share of harmed answers, whether they hit or not, and
+    the mean over their hits keeps the budget.
+    """
+    hits, odd_hits = like.fidelity[like.served], unlike.fidelity[unlike.served]
+    if len(odd_hits) and odd_hits.mean() < budget.least:
+        return False
+    if budget.measure is Measure.COSINE and not budget.floor:
+        return True
+    harmed, odd_harmed = (int(budget.harmed(rows).sum()) for rows in (hits, odd_hits))
+    bounds = [share_bound(harmed, len(hits))]
+    if len(unlike.served):
+        bounds.append(share_bound(odd_harmed, len(unlike.served)))
+    return max(bounds) <= budget.allowed_harm
+
+
+def could_keep_floor(budget: Budget, probes: int) -> bool:
+    """Whether so many probes can tell that hits keep the floor, if there is one: 299 are needed."""
+    return not budget.floor or share_bound(0, probes) <= budget.allowed_harm
+
+
+def share_bound(count: int, of: int) -> float:
+    """The one-sided 95 % upper bound of a share of which `count` were seen among `of`.
+
+    Clopper and Pearson 1934; 1 where nothing was seen.
+    """
+    return float(stats.beta.ppf(CONFIDENCE, count + 1, of - count)) if count < of else 1.0
 
 
 def report(chosen: Calibrated, options: Sequence[Calibrated], probes: Probes) -> dict[str, Any]:
@@ -281,6 +374,7 @@ def report(chosen: Calibrated, options: Sequence[Calibrated], probes: Probes) ->
         "heads": chosen.mask.total,
         **_figures(chosen, np.ones(len(places), dtype=bool)),
         "saved_microseconds": chosen.saved,
+        "lengths": _counts(probes.lengths),
         "groups": groups,
         "candidates": [
             {
@@ -309,6 +403,11 @@ def _figures(chosen: Calibrated, rows: np.ndarray) -> dict[str, Any]:
         "mean": _mean(fidelity),
         "lower_bound": float(1 - bound) if np.isfinite(bound) else None,
     }
+
+
+def _counts(lengths: np.ndarray) -> dict[str, int]:
+    values, counts = np.unique(lengths, return_counts=True)
+    return dict(zip(map(str, values.tolist()), counts.tolist(), strict=True))
 
 
 def _mean(values: np.ndarray) -> float | None:

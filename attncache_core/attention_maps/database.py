@@ -1,18 +1,20 @@
 """A database of attention maps on disk: projector, index, store and manifest, opened as one.
 
     DIR/manifest.json             what it is, for which model, which mask and θ, measured how well
+    DIR/key                       secret: its id and the digests of texts come from it (seal.py)
     DIR/projector.safetensors
     DIR/prototypes.safetensors    feature vectors of the prototypes, all lengths
+    DIR/familiarity-<digest>.safetensors    the familiarity test, and the counts of the corpus' tokens
     DIR/index/<length>.faiss      feature vectors of the sentences
     DIR/maps/<length>.maps        records
 
-    DIR/cost.json                 the cost model on this machine, written by `cost.cost_model`
+    DIR/gain.json                 where reuse saves time on each machine, written by `gain.measure_gain`
     DIR/decisions/                the classifier whose decisions it was calibrated to keep, if for one
     DIR/calibrated_on.json        digests of the texts it was calibrated on after its build
-    DIR/tightened.json            what a server found too loose, written by `tightened.keep_tightened`
+    DIR/tightened.json            what servers found out about the policy, written by `tightened.ServedPolicy`
 
-`builder.build_database` writes all but the last four. `calibration.calibrate_database` writes decisions, and
-changes mask, policy and quality in the manifest; nothing else is ever changed.
+`builder.build_database` writes all but the last four. `calibration.calibrate_database` writes decisions and
+familiarity, and changes mask, policy and quality in the manifest; nothing else is ever changed.
 """
 
 from __future__ import annotations
@@ -31,28 +33,32 @@ import numpy as np
 import torch
 from pydantic import ConfigDict, TypeAdapter
 
-from attncache_core.attention_maps.index import FeatureIndex, index_path
+from attncache_core.attention_maps.familiarity import familiarity_name, read_familiarity
+from attncache_core.attention_maps.gain import Traffic
+from attncache_core.attention_maps.index import FeatureIndex
+from attncache_core.attention_maps.integrity import (
+    damaged_records,
+    disagreements,
+    file_digest,
+    require_unchanged,
+)
 from attncache_core.attention_maps.mask import ReuseMask, head_order, parse_heads, within_stored
 from attncache_core.attention_maps.policy import ReusePolicy
 from attncache_core.attention_maps.projector import FeatureProjector
 from attncache_core.attention_maps.prototypes import PrototypeIndex, prototypes_path
+from attncache_core.attention_maps.seal import Seal, key_path
 from attncache_core.attention_maps.search import SearchEngine
-from attncache_core.attention_maps.store import (
-    AttentionMapStore,
-    MapForm,
-    RecordKind,
-    RecordLayout,
-    token_digest,
-)
-from attncache_core.attention_maps.tightened import as_tightened
+from attncache_core.attention_maps.store import AttentionMapStore, MapForm, RecordKind, RecordLayout
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.classifier import LinearClassifier
-from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
+from attncache_core.errors import AttnCacheError, CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.files import write_whole
+from attncache_core.native import MAPS_VERSION
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # It holds the weights' digest, so its own is that of both.
 _DECISIONS = "decisions/classifier.json"
+_CALIBRATED_ON = "calibrated_on.json"
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Manifest:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
+    id: str  # of the database, as its key has it: see seal.Seal
     fingerprint: str  # of the model, tokenizer and quantisation the maps came from
     model: str
     dtype: Literal["bfloat16", "float16"]  # of the records
@@ -73,10 +80,11 @@ class Manifest:
     policy: ReusePolicy  # budget, thresholds and curves
     quality: dict[str, Any]  # as measured when mask and policy were chosen
     build: dict[str, Any]  # how it was made
-    files: dict[str, str] = field(default_factory=dict)  # path -> SHA-256, all but the segments
+    files: dict[str, str] = field(default_factory=dict)  # path -> SHA-256, of a segment without its records
     form: MapForm = MapForm.SQUARE  # of the records' maps
     use: dict[str, Any] = field(default_factory=dict)  # of the model when the budget was measured: `use_of`
     format_version: int = FORMAT_VERSION
+    maps_version: int = MAPS_VERSION  # of the attention kernel when the maps were recorded
 
     @property
     def mask(self) -> ReuseMask:
@@ -92,6 +100,8 @@ class Manifest:
         """Raise ValueError if the entries do not fit each other or say nothing."""
         if not self.records or not self.rank:
             raise ValueError("no records or no layers")
+        if len(bytes.fromhex(self.fingerprint)) != hashlib.sha256().digest_size:
+            raise ValueError("a fingerprint that is none")
         if not all(
             math.isfinite(kind.threshold) for group in self.policy.groups for kind in group.kinds.values()
         ):
@@ -121,13 +131,7 @@ class Manifest:
         """The manifest in `folder`. Raises DatabaseRefused or CorruptDatabase."""
         try:
             text = (folder / "manifest.json").read_text(encoding="utf-8")
-            version = json.loads(text)["format_version"]
-            if version != FORMAT_VERSION:
-                raise DatabaseRefused(
-                    f"database {folder} has format version {version}, and this program reads "
-                    f"{FORMAT_VERSION}; build it again",
-                    field="database",
-                )
+            _require_versions(folder, json.loads(text))
             manifest = TypeAdapter(cls).validate_json(text, strict=True)
             manifest._require_consistency()
             return manifest
@@ -137,6 +141,19 @@ class Manifest:
             ) from error
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptDatabase(f"{folder / 'manifest.json'} cannot be read", field="database") from error
+
+
+def _require_versions(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise DatabaseRefused unless this program builds databases with the versions of this manifest."""
+    for name, own in (("format_version", FORMAT_VERSION), ("maps_version", MAPS_VERSION)):
+        held = manifest[name]
+        if held != own:
+            raise DatabaseRefused(
+                f"database {folder} has {name.replace('_', ' ')} {held}, and this program reads {own}; "
+                f"remove it and build it anew: attncache build --corpus FILE --database {folder}, with the "
+                "options that it was built with",
+                field="database",
+            )
 
 
 def use_of(checkpoint: Checkpoint, *, decides: bool) -> dict[str, Any]:
@@ -169,6 +186,7 @@ class AttentionDatabase:
     manifest: Manifest
     search: SearchEngine
     mask: ReuseMask
+    token_counts: np.ndarray  # int64 [vocabulary], how often each token occurs in the corpus
 
     @classmethod
     def open(
@@ -185,31 +203,39 @@ class AttentionDatabase:
             return cls._open(folder, threshold, heads)
         except CorruptDatabase as error:
             raise CorruptDatabase(
-                f"{error}; remove {folder} and build it again (the default one is built at the next start)",
+                f"{error}; remove {folder} and build it again (a server replaces its default one by itself)",
                 field="database",
             ) from error
 
     @classmethod
     def _open(cls, folder: Path, threshold: float | None, heads: str | None) -> AttentionDatabase:
         manifest = Manifest.read(folder)
-        _check_files(folder, manifest)
+        require_unchanged(folder, manifest.files, manifest.records)
+        seal = Seal.read(folder, manifest.fingerprint)
+        if seal.id != manifest.id:
+            raise CorruptDatabase(
+                f"manifest.json and {key_path(folder)} are of two databases", field="database"
+            )
         mask = parse_heads(heads, np.array(manifest.rank)) if heads else manifest.mask
-        policy = as_tightened(folder, manifest.policy)
+        policy = manifest.policy
         if threshold is not None:
             policy = manifest.policy.with_threshold(threshold)
         elif heads:
             # Calibrated for another mask: it keeps no budget for this one.
             policy = manifest.policy.without_budget()
         layout = RecordLayout(manifest.stored_heads, getattr(torch, manifest.dtype), manifest.form)
+        familiarity, token_counts = read_familiarity(folder / familiarity_name(manifest.files))
         search = SearchEngine(
             FeatureProjector.load(folder / "projector.safetensors"),
             FeatureIndex.read(folder, sorted(manifest.records)),
             PrototypeIndex.load(prototypes_path(folder)),
-            AttentionMapStore(folder, manifest.lengths, layout),
+            AttentionMapStore(folder, manifest.lengths, layout, seal),
             policy,
+            familiarity,
         )
-        _require_equal_counts(folder, manifest, search)
-        return cls(folder, manifest, search, within_stored(mask, manifest.stored_heads))
+        for wrong in disagreements(folder, search, manifest.records, manifest.prototypes, manifest.files):
+            raise CorruptDatabase(wrong, field="database")
+        return cls(folder, manifest, search, within_stored(mask, manifest.stored_heads), token_counts)
 
     @cached_property
     def decisions(self) -> LinearClassifier | None:
@@ -246,6 +272,24 @@ class AttentionDatabase:
             shutil.rmtree(path.parent)
         return files
 
+    def keep_calibration_texts(self, sequences: Iterable[Sequence[int]]) -> None:
+        """Keep digests of what the database was calibrated on, for an evaluation to know its own texts by.
+
+        Raises OSError.
+        """
+        seal = self.search.store.seal
+        content = json.dumps([seal.token_digest(ids).hex() for ids in sequences])
+        write_whole(self.folder / _CALIBRATED_ON, content.encode())
+
+    def calibrated_on(self, sequences: Iterable[Sequence[int]]) -> int:
+        """How many of these token sequences the database was calibrated on, after its build."""
+        try:
+            digests = set(json.loads((self.folder / _CALIBRATED_ON).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return 0
+        seal = self.search.store.seal
+        return sum(seal.token_digest(ids).hex() in digests for ids in sequences)
+
     def without(self, sequences: Iterable[Sequence[int]]) -> tuple[AttentionDatabase, int]:
         """The database without the records of these token sequences, and how many those are.
 
@@ -258,6 +302,28 @@ class AttentionDatabase:
                 gone.setdefault(len(ids), set()).add(record)
         search = replace(self.search, index=self.search.index.without(gone), left_out=gone)
         return replace(self, search=search), sum(map(len, gone.values()))
+
+    def traffic(self, policy: ReusePolicy) -> Traffic:
+        """Return what calibration saw of the texts that a policy for this database will serve.
+
+        A policy that was tightened since lets as many hit as calibration saw, at most. An operator's own
+        thresholds are taken to let all hit.
+        """
+        if policy.limit and policy.limit.is_off:
+            return Traffic({}, {})
+        measured = self.manifest.quality.get("groups", ())
+        calibrated = policy.budget.binds
+        lengths = self.manifest.quality.get("lengths") or self.manifest.records
+        rates = {
+            place: float(measured[place]["hit_rate"]) if calibrated and measured else 1.0
+            for place, group in enumerate(policy.groups)
+            if group.approximates
+        }
+        seen = {policy.place_of(int(length)) for length in lengths}
+        return Traffic(
+            {int(length): count for length, count in lengths.items()},
+            {place: rate for place, rate in rates.items() if rate > 0 and place in seen},
+        )
 
     def require_use(self, checkpoint: Checkpoint) -> None:
         """Raise DatabaseRefused unless the budget was measured for the model as it is used now."""
@@ -281,6 +347,16 @@ class AttentionDatabase:
                 field="database",
             )
 
+    def require_width(self, hidden_size: int) -> None:
+        """Raise DatabaseRefused unless the projector reads hidden states of a model of this width."""
+        width = self.search.projector.hidden_size
+        if width != hidden_size:
+            raise DatabaseRefused(
+                f"the projector of database {self.folder} reads hidden states of {width} numbers, and the "
+                f"model's have {hidden_size}; remove the database and build it again",
+                field="database",
+            )
+
     def info(self) -> dict[str, Any]:
         """What the database holds, for people and /info."""
         return {
@@ -288,6 +364,7 @@ class AttentionDatabase:
             "prototypes": sum(self.manifest.prototypes.values()),
             "bytes": self.search.store.file_bytes,
             "lengths": [self.manifest.lengths[0], self.manifest.lengths[-1]],
+            "lost_lengths": sorted(set(self.manifest.lengths) - set(self.search.store.segments)),
             "dtype": self.manifest.dtype,
             "reused_heads": list(self.mask.reused),
             "heads": self.mask.heads,
@@ -296,67 +373,14 @@ class AttentionDatabase:
         }
 
     def verify(self) -> list[str]:
-        """Every invariant of the database; returns what is wrong, one sentence each, empty if nothing is.
+        """Return what is wrong with the database's files, one sentence each; an empty list if nothing is.
 
-        Reads every record once.
+        Opens the folder again, which checks manifest, key, digests, headers, record tables, numbers and
+        dimensions, and then reads every record once.
         """
-        wrong = []
-        for length, segment in self.search.store.segments.items():
-            damaged = np.flatnonzero(~segment.are_sound(np.arange(len(segment))))
-            if len(damaged):
-                wrong.append(f"length {length}: {len(damaged)} damaged records, the first is {damaged[0]}")
-            if not np.isin(segment.kinds, list(RecordKind)).all():
-                wrong.append(f"length {length}: a record of an unknown kind")
-        return wrong
-
-
-def keep_calibration_texts(folder: Path, sequences: Iterable[Sequence[int]]) -> None:
-    """Keep digests of what the database was calibrated on, for an evaluation to know its own texts by."""
-    content = json.dumps([token_digest(ids).hex() for ids in sequences])
-    write_whole(folder / "calibrated_on.json", content.encode())
-
-
-def calibrated_on(folder: Path, sequences: Iterable[Sequence[int]]) -> int:
-    """How many of these token sequences the database was calibrated on, after its build."""
-    try:
-        digests = set(json.loads((folder / "calibrated_on.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return 0
-    return sum(token_digest(ids).hex() in digests for ids in sequences)
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def small_files(folder: Path, lengths: list[int]) -> list[Path]:
-    """The files of a database whose checksums stand in its manifest."""
-    return [
-        folder / "projector.safetensors",
-        prototypes_path(folder),
-        *(index_path(folder, length) for length in lengths),
-    ]
-
-
-def _require_equal_counts(folder: Path, manifest: Manifest, search: SearchEngine) -> None:
-    """Raise CorruptDatabase unless manifest, indices and segments hold the same numbers of records."""
-    same = search.prototypes.counts() == manifest.prototypes
-    for length in manifest.lengths:
-        stored = manifest.records.get(length, 0)
-        held = stored + manifest.prototypes.get(length, 0)
-        same &= len(search.store.segments[length]) == held
-        same &= not stored or search.index.size(length) == stored
-    if not same:
-        raise CorruptDatabase(f"manifest, index and records in {folder} differ in their numbers")
-
-
-def _check_files(folder: Path, manifest: Manifest) -> None:
-    for path in small_files(folder, sorted(manifest.records)):
         try:
-            digest = file_digest(path)
-        except OSError as error:
-            raise CorruptDatabase(f"{path} is missing or cannot be read", field="database") from error
-        if digest != manifest.files.get(str(path.relative_to(folder))):
-            raise CorruptDatabase(f"{path} was changed since the database was built", field="database")
+            database = self._open(self.folder, None, None)
+            _ = database.decisions
+        except AttnCacheError as error:
+            return [str(error)]
+        return list(damaged_records(database.search.store))

@@ -24,7 +24,7 @@ import torch
 
 from attncache_core import native
 from attncache_core.attention_maps.mapped import map_side_by_side
-from attncache_core.attention_maps.store import MapForm, Segment
+from attncache_core.attention_maps.store import MapForm, RecordsChanged, Segment
 from attncache_core.models.attention import apply_maps
 
 # Where nothing is compiled: a product costs some 15 µs to start, so that short maps are gathered sooner.
@@ -59,7 +59,8 @@ class RecordGroup(NamedTuple):
 class HitRecords:
     """The records of a batch's hits, which are its first sequences, group after group.
 
-    A context manager: what is mapped for the batch is unmapped when it is left.
+    A context manager: what is mapped for the batch is unmapped when it is left. RecordsChanged is raised
+    then if the records have not always been what they were when they were checked.
     """
 
     def __init__(self, groups: Sequence[RecordGroup], fetch: Fetch = Fetch.AUTO) -> None:
@@ -97,6 +98,10 @@ class HitRecords:
         # The views go before what they look at.
         self._mapped.clear()
         self._open.close()
+        if kind is None:
+            changed = [group.segment for group in self._groups if not group.segment.is_as_checked()]
+            if changed:
+                raise RecordsChanged(changed)
 
     def _map_side_by_side(self, opened: ExitStack) -> None:
         first = 0

@@ -33,6 +33,17 @@ def index_path(folder: Path, length: int) -> Path:
     return folder / "index" / f"{length:05d}.faiss"
 
 
+def nearest_in(index: faiss.Index, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As FeatureIndex.nearest, of one index of vectors."""
+    _, found = index.search(features, 1)
+    records = found[:, 0]
+    # Faiss' own squared distances come from |a|² + |b|² - 2ab in batches: near zero nothing of them is left,
+    # and they would depend on the batch. The distance of the one found is taken anew. Where Faiss finds none
+    # it says -1, and would read the vector that stands before the first.
+    nearest = index.reconstruct_batch(np.maximum(records, 0))
+    return records, np.linalg.norm(nearest - features, axis=1)
+
+
 class FeatureIndex:
     """Feature vectors by length; the number of a vector in its partition is its record's in its segment."""
 
@@ -68,18 +79,17 @@ class FeatureIndex:
         """Records of this length."""
         return int(self._partitions[length].ntotal)
 
+    def dimensions(self, length: int) -> int:
+        """Numbers of the feature vectors of this length."""
+        return int(self._partitions[length].d)
+
     def nearest(self, length: int, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each feature vector [n, dimensions] its nearest record and the L2 distance to it.
 
-        Returns (records int64 [n], distances float32 [n]).
+        Returns (records int64 [n], distances float32 [n]). Where features are not finite, neither is the
+        distance, and the record may be -1.
         """
-        partition = self._partitions[length]
-        _, found = partition.search(features, 1)
-        records = found[:, 0]
-        # Faiss' own squared distances come from |a|² + |b|² - 2ab in batches: near zero nothing of them
-        # is left, and they would depend on the batch. The distance of the one found is taken anew.
-        distances = np.linalg.norm(partition.reconstruct_batch(records) - features, axis=1)
-        return records, distances
+        return nearest_in(self._partitions[length], features)
 
     def without(self, records: Mapping[int, Collection[int]]) -> FeatureIndex:
         """An index that never finds these records (length -> numbers); the others keep their numbers."""

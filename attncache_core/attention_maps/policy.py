@@ -1,15 +1,18 @@
-"""When a record may serve: for each group of lengths, and each kind of record, a threshold and a curve.
+"""When a record may serve: how strange a text may be, and for each group of lengths thresholds and curves.
 
-The search finds the best record of each kind. The kind's curve says what damage to expect of it; the one
-with the least serves, if its similarity reaches the kind's θ.
+A text that is stranger than the limit takes no maps but its own. For any other text the search finds the
+best record of each kind. The kind's curve says what damage to expect of the record; the record with the least
+damage serves, if its similarity reaches the kind's θ.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -23,6 +26,8 @@ from attncache_core.outputs import Measure
 _KEPT_WHEN_TIGHTENED = 0.5
 _MOST_TIGHTENED = 6
 _NEVER = 2.0
+# The floor of a budget is one of the 1st percentile.
+FLOOR_SHARE = 0.01
 _ANY_LENGTH = 10**9
 
 
@@ -41,17 +46,36 @@ class Preset(StrEnum):
 
 @dataclass(frozen=True)
 class Budget:
-    """The quality that hits must keep: the mean of the measure is at least `least`."""
+    """The quality that hits must keep: a mean over all of them and, for cosine, a floor for nearly all."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     measure: Measure
-    least: float
+    least: float  # of the mean of the measure over hits
+    floor: float = 0.0  # of the 1st percentile of the hits' cosine; 0: none
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a quality that no mean can have."""
-        if not 0 <= self.least <= 1:
+        """Raise ValueError for a quality that no hit can have, and for a floor of decisions."""
+        if not 0 <= self.least <= 1 or not 0 <= self.floor <= 1:
             raise ValueError("a budget lies between 0 and 1")
+        if self.floor and self.measure is not Measure.COSINE:
+            raise ValueError("a budget of decisions has no floor")
+
+    @property
+    def binds(self) -> bool:
+        """Whether there is any quality to keep; thresholds of an operator's own keep none."""
+        return self.least > 0 or self.floor > 0
+
+    @property
+    def allowed_harm(self) -> float:
+        """The share of answers that may be harmed: below the floor, or decided otherwise."""
+        return FLOOR_SHARE if self.measure is Measure.COSINE else 1 - self.least
+
+    def harmed(self, fidelity: np.ndarray) -> np.ndarray:
+        """Return which hits of this fidelity [n] are harmed, bool [n]; what is no number counts as harmed."""
+        if self.measure is Measure.COSINE:
+            return ~(fidelity >= self.floor)
+        return ~(fidelity >= 1)
 
 
 @dataclass(frozen=True)
@@ -147,9 +171,70 @@ class LengthGroup:
         return np.array(kinds, dtype=np.int64)[chosen], np.asarray(served)
 
     @property
+    def approximates(self) -> bool:
+        """Whether records of other sequences may serve."""
+        if not self.searched:
+            return self.mean_serves
+        return any(policy.threshold < 1 for policy in self.kinds.values())
+
+    @property
     def is_off(self) -> bool:
         """Whether nothing can hit, not even a recorded sequence."""
         return self.searched and all(policy.threshold > 1 for policy in self.kinds.values())
+
+
+@dataclass(frozen=True)
+class StrangenessLimit:
+    """How strange a text may be that takes the maps of others; see familiarity.py."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    strangest: float  # strangeness of the strangest text that may hit
+    usual: float  # median strangeness of the texts that it was calibrated on
+    tightened: int = 0  # times, since it was calibrated
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is no number."""
+        if not math.isfinite(self.strangest) or not math.isfinite(self.usual):
+            raise ValueError("a strangeness that is no number")
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no text passes; a strangeness is above 0."""
+        return self.strangest < 0
+
+    def one_tighter(self) -> StrangenessLimit:
+        """Return the limit half as far from the usual strangeness; after the sixth time no text passes."""
+        tightened = self.tightened + 1
+        if tightened >= _MOST_TIGHTENED:
+            return replace(self, strangest=-1.0, tightened=tightened)
+        strangest = self.usual + (self.strangest - self.usual) * _KEPT_WHEN_TIGHTENED
+        return replace(self, strangest=min(self.strangest, strangest), tightened=tightened)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How often a policy was tightened since it was calibrated."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    groups: tuple[int, ...]  # by number of the length group
+    limit: int  # the limit of strangeness
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a negative number of steps."""
+        if min((*self.groups, self.limit)) < 0:
+            raise ValueError("a policy cannot be loosened")
+
+    def tighter(self, other: Steps) -> Steps:
+        """Return for each group and for the limit the larger number of steps. Both have as many groups."""
+        return Steps(tuple(map(max, self.groups, other.groups)), max(self.limit, other.limit))
+
+    def beyond(self, start: Steps) -> Steps:
+        """Return the steps where there are more than at the start, and 0 where there are not."""
+        pairs = zip(self.groups, start.groups, strict=True)
+        groups = tuple(taken if taken > before else 0 for taken, before in pairs)
+        return Steps(groups, self.limit if self.limit > start.limit else 0)
 
 
 @dataclass(frozen=True)
@@ -160,6 +245,7 @@ class ReusePolicy:
 
     budget: Budget
     groups: tuple[LengthGroup, ...]  # `longest` rises; the last also takes what is longer
+    limit: StrangenessLimit | None = None  # None: an operator chose θ, and any text may hit
 
     def __post_init__(self) -> None:
         """Raise ValueError if there is no group or their order is another."""
@@ -189,10 +275,20 @@ class ReusePolicy:
         lasts: Sequence[int | str] = [*self._bounds, ""]
         return [f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that the policy says, in hexadecimal."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
+
     def info(self) -> dict[str, Any]:
         """Budget and thresholds, for people and /info."""
         return {
-            "budget": {"measure": self.budget.measure, "least": self.budget.least},
+            "budget": {
+                "measure": self.budget.measure,
+                "least": self.budget.least,
+                "floor": self.budget.floor,
+            },
+            "strangeness": asdict(self.limit) if self.limit else None,
             "groups": [
                 {
                     "lengths": name,
@@ -213,17 +309,47 @@ class ReusePolicy:
 
     def without_budget(self) -> ReusePolicy:
         """The same with nothing to keep: hits may be verified, but nothing is tightened."""
-        return replace(self, budget=replace(self.budget, least=0.0))
+        return replace(self, budget=replace(self.budget, least=0.0, floor=0.0))
 
     def searched_everywhere(self) -> ReusePolicy:
-        """The same with a search in every group: what is asked is compared, and the thresholds decide."""
-        return replace(self, groups=tuple(replace(group, searched=True) for group in self.groups))
+        """Return the policy with a search in every group: each sequence is compared, and thresholds decide.
 
-    def tightened(self, place: int) -> ReusePolicy:
-        """The same with group number `place` one step tighter."""
+        Where the mean served unsearched, that is one step tighter.
+        """
+        groups = tuple(
+            group.one_tighter() if not group.searched and group.mean_serves else replace(group, searched=True)
+            for group in self.groups
+        )
+        return replace(self, groups=groups)
+
+    def tightened(self, place: int | None) -> ReusePolicy:
+        """Return the policy with group number `place`, or for None its limit, one step tighter."""
+        if place is None:
+            return replace(self, limit=self.limit and self.limit.one_tighter())
         groups = list(self.groups)
         groups[place] = groups[place].one_tighter()
         return replace(self, groups=tuple(groups))
+
+    @property
+    def steps(self) -> Steps:
+        """How often the policy was tightened since it was calibrated."""
+        return Steps(
+            tuple(group.tightened for group in self.groups), self.limit.tightened if self.limit else 0
+        )
+
+    def tightened_to(self, steps: Steps) -> ReusePolicy:
+        """Return the policy with at least so many steps. What is off stays as it is."""
+        policy = self
+        for place, count in enumerate(steps.groups):
+            while policy.groups[place].tightened < count and not policy.groups[place].is_off:
+                policy = policy.tightened(place)
+        while policy.limit and policy.limit.tightened < steps.limit and not policy.limit.is_off:
+            policy = policy.tightened(None)
+        return policy
+
+    def switched_off(self) -> ReusePolicy:
+        """Return the policy with thresholds that no record reaches: every sequence is computed in full."""
+        return replace(self, groups=tuple(group.with_threshold(math.inf) for group in self.groups))
 
 
 def uniform_policy(budget: Budget, threshold: float) -> ReusePolicy:

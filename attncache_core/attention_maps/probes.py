@@ -83,15 +83,19 @@ def measure(
     masks: Sequence[ReuseMask],
     judge: Judge,
     on_pass: Callable[[int, int], None] = lambda *_: None,
+    kinds: Sequence[RecordKind] = tuple(RecordKind),
 ) -> list[dict[RecordKind, Measured]]:
-    """For each mask and kind what reuse does to each probe; nothing (nan) where it has no such record."""
+    """For each mask and kind what reuse does to each probe; nothing (nan) where it has no such record.
+
+    kinds: those that are measured; the others are left at nan.
+    """
     count = len(probes.sequences)
     result = [
         {kind: Measured(np.full(count, np.nan), np.full(count, np.nan)) for kind in RecordKind} for _ in masks
     ]
     batches = [
         (kind, places, make)
-        for kind in RecordKind
+        for kind in kinds
         for places, make in stored_batches(model, store, masks[0].order, probes, probes.records[kind])
     ]
     for done, (kind, places, make) in enumerate(batches, 1):

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
+from attncache_core.errors import CorruptDatabase
 from attncache_core.models.prepacked import PackedLinear
 from attncache_core.tokens import Group
 
@@ -32,6 +34,11 @@ class FeatureProjector(nn.Module):
         self.position = nn.Parameter(torch.empty(max_length, _TOKEN_FEATURES, dimensions))
         # As if the second layer had as many inputs as a sentence of common length gives it.
         nn.init.normal_(self.position, std=(16 * _TOKEN_FEATURES) ** -0.5)
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's hidden state, as the projector reads it."""
+        return self.token.in_features
 
     @property
     def dimensions(self) -> int:
@@ -65,11 +72,14 @@ class FeatureProjector(nn.Module):
 
     @classmethod
     def load(cls, path: Path) -> FeatureProjector:
-        """The projector whose `to_bytes` is in the file."""
-        weights = load_file(path)
-        max_length, _, dimensions = weights["position"].shape
-        projector = cls(weights["token.weight"].shape[1], max_length, dimensions)
-        projector.load_state_dict(weights)
+        """The projector whose `to_bytes` is in the file. Raises CorruptDatabase."""
+        try:
+            weights = load_file(path)
+            max_length, _, dimensions = weights["position"].shape
+            projector = cls(weights["token.weight"].shape[1], max_length, dimensions)
+            projector.load_state_dict(weights)
+        except (OSError, SafetensorError, KeyError, IndexError, ValueError, RuntimeError) as error:
+            raise CorruptDatabase(f"{path} cannot be read", field="database") from error
         projector.eval().requires_grad_(False)
         projector._first_layer = PackedLinear(projector.token.weight, projector.token.bias, "gelu")
         return projector

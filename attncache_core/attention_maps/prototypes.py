@@ -123,8 +123,12 @@ class PrototypeIndex:
     def load(cls, path: Path) -> PrototypeIndex:
         """The index whose `to_bytes` is in the file. Raises CorruptDatabase."""
         try:
-            return cls(**load_file(path))
-        except (OSError, SafetensorError, TypeError) as error:
+            index = cls(**load_file(path))
+            rows, _ = index.features.shape
+            if any(column.shape != (rows,) for column in (index.lengths, index.records, index.kinds)):
+                raise ValueError("not one length, record and kind for each feature vector")
+            return index
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
             raise CorruptDatabase(f"{path} cannot be read", field="database") from error
 
 

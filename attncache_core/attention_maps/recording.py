@@ -12,13 +12,14 @@ import torch
 from attncache_core.attention_maps.mask import head_order
 from attncache_core.attention_maps.projector import FeatureProjector
 from attncache_core.attention_maps.prototypes import MeanMaps, PrototypeIndex, clusters
-from attncache_core.attention_maps.sentences import Sentences, first_inputs
+from attncache_core.attention_maps.seal import Seal
+from attncache_core.attention_maps.segment_writer import SegmentWriter
+from attncache_core.attention_maps.sentences import Sentences, first_inputs, require_finite
 from attncache_core.attention_maps.store import (
     AttentionMapStore,
     MapForm,
     RecordKind,
     RecordLayout,
-    SegmentWriter,
     is_finished,
     segment_path,
 )
@@ -50,9 +51,10 @@ class Recording:
         sentences: Sentences,
         layout: RecordLayout,
         prototypes: int,
+        seal: Seal,
     ) -> None:
         """prototypes: at most so many of each length."""
-        self._model, self._sentences, self.layout = model, sentences, layout
+        self._model, self._sentences, self.layout, self._seal = model, sentences, layout, seal
         self._most_prototypes = prototypes
         self.by_length = sentences.by_length()
         self._members: dict[int, list[list[int]]] = {}
@@ -107,7 +109,8 @@ class Recording:
 
     def is_written(self, folder: Path, length: int) -> bool:
         """Whether this length's segment is whole on disk."""
-        return is_finished(segment_path(folder, length), length, self.records(length), self.layout)
+        path, records = segment_path(folder, length), self.records(length)
+        return is_finished(path, length, records, self.layout, self._seal)
 
     def write(
         self, folder: Path, rank: np.ndarray, progress: Callable[[int, int], None]
@@ -118,14 +121,13 @@ class Recording:
             if self.is_written(folder, length):
                 done += self.records(length)
                 continue
-            with SegmentWriter(
-                segment_path(folder, length), length, self.records(length), self.layout
-            ) as writer:
+            path, records = segment_path(folder, length), self.records(length)
+            with SegmentWriter(path, length, records, self.layout, self._seal) as writer:
                 for maps, ids, kind in self._contents(length, head_order(rank)):
                     writer.append(maps, ids, kind)
                     done += 1
                     progress(done, total)
-        return AttentionMapStore(folder, self.lengths, self.layout)
+        return AttentionMapStore(folder, self.lengths, self.layout, self._seal)
 
     def _contents(
         self, length: int, order: Sequence[Sequence[int]]
@@ -163,6 +165,7 @@ class Recording:
                 layers.append(maps[:, stored].float().cpu())
 
             traced_forward(self._model, pack([sequences[place] for place in places]), keep)
+            require_finite(layers, len(sequences[0]))
             for row, place in enumerate(places):
                 yield sequences[place], [maps[row] for maps in layers]
 

@@ -1,14 +1,21 @@
-"""Algorithm 1: for each sequence of a batch, a record whose maps may stand in for its own, or none."""
+"""Algorithm 1: for each sequence of a batch, a record whose maps may stand in for its own, or none.
+
+length groups that do not pay      -> computed in full
+sequences that are too strange     -> computed in full, unless they are recorded themselves
+groups that are searched           -> the nearest records, and the policy decides
+groups that are not                -> the mean of the length
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
 import torch
 
+from attncache_core.attention_maps.familiarity import Familiarity
 from attncache_core.attention_maps.index import FeatureIndex
 from attncache_core.attention_maps.policy import ReusePolicy
 from attncache_core.attention_maps.projector import FeatureProjector
@@ -24,7 +31,8 @@ class Outcome(StrEnum):
     PROTOTYPE_HIT = "prototype_hit"  # some of its heads came from a synthetic record
     MISS = "miss"  # searched, and no record was near enough
     NOT_SEARCHED = "not_searched"  # reuse was declined, or no record of its length exists
-    CANNOT_PAY = "cannot_pay"  # not searched, since at its length a search costs more than a hit saves
+    UNFAMILIAR = "unfamiliar"  # not searched, since it does not resemble what the budget was measured on
+    CANNOT_PAY = "cannot_pay"  # not searched, since at its length reuse is measured not to save enough time
 
     @property
     def is_hit(self) -> bool:
@@ -47,7 +55,8 @@ class ReusePlan:
     records: np.ndarray  # int64 [sequences], -1 for none
     kinds: np.ndarray  # RecordKind of each record, int64 [sequences]
     similarities: np.ndarray  # float32 [sequences], nan where nothing was compared
-    cannot_pay: np.ndarray  # bool [sequences], left out for their length
+    reasons: np.ndarray  # int64 [sequences]: place in `Outcome` of what a sequence without a record is
+    strangeness: np.ndarray  # float32 [sequences], nan where it was not asked for; see familiarity.py
     corrupt_records: int = 0  # records that were found damaged; their sequences are misses
 
     @property
@@ -58,11 +67,11 @@ class ReusePlan:
     def outcomes(self) -> np.ndarray:
         """Outcome of each sequence, object [sequences]."""
         # By numbers: an assignment would make plain strings of them.
-        outcomes = np.full(len(self.records), _ALL.index(Outcome.MISS))
-        outcomes[np.isnan(self.similarities)] = _ALL.index(Outcome.NOT_SEARCHED)
+        outcomes = self.reasons.copy()
+        compared = (outcomes == place_of(Outcome.NOT_SEARCHED)) & ~np.isnan(self.similarities)
+        outcomes[compared] = place_of(Outcome.MISS)
         for kind, outcome in _HITS.items():
-            outcomes[self.hits & (self.kinds == kind)] = _ALL.index(outcome)
-        outcomes[self.cannot_pay] = _ALL.index(Outcome.CANNOT_PAY)
+            outcomes[self.hits & (self.kinds == kind)] = place_of(outcome)
         return np.array(_ALL, dtype=object)[outcomes]
 
     def reordered(self, permutation: np.ndarray) -> ReusePlan:
@@ -71,9 +80,15 @@ class ReusePlan:
             self.records[permutation],
             self.kinds[permutation],
             self.similarities[permutation],
-            self.cannot_pay[permutation],
+            self.reasons[permutation],
+            self.strangeness[permutation],
             self.corrupt_records,
         )
+
+
+def place_of(outcome: Outcome) -> int:
+    """Return the number that stands for an outcome in `ReusePlan.reasons`."""
+    return _ALL.index(outcome)
 
 
 def no_reuse(sequences: int) -> ReusePlan:
@@ -82,7 +97,8 @@ def no_reuse(sequences: int) -> ReusePlan:
         np.full(sequences, -1),
         np.full(sequences, RecordKind.STORED, dtype=np.int64),
         np.full(sequences, np.nan, dtype=np.float32),
-        np.zeros(sequences, dtype=bool),
+        np.full(sequences, place_of(Outcome.NOT_SEARCHED)),
+        np.full(sequences, np.nan, dtype=np.float32),
     )
 
 
@@ -107,41 +123,61 @@ class SearchEngine:
     prototypes: PrototypeIndex
     store: AttentionMapStore
     policy: ReusePolicy
+    familiarity: Familiarity | None = None  # None: the policy has no limit of strangeness
     # Length -> records that serve nobody, for which the index must be one without them.
     left_out: Mapping[int, Collection[int]] = field(default_factory=dict)
+    # Numbers of the length groups in which reuse is measured to save time; None: all count as such.
+    paying: frozenset[int] | None = None
 
-    def plan(
-        self,
-        batch: TokenBatch,
-        hidden: torch.Tensor,
-        allowed: np.ndarray,
-        pays: Callable[[int], bool] = lambda _: True,
-    ) -> ReusePlan:
-        """The reuse plan of a batch from the input of its first layer [tokens, hidden].
+    def plan(self, batch: TokenBatch, hidden: torch.Tensor, allowed: np.ndarray) -> ReusePlan:
+        """Return the reuse plan of a batch from the input of its first layer [tokens, hidden].
 
-        allowed: bool [sequences], for each packed sequence whether reuse may be tried. pays: whether it is
-        worth a search at this length. One whose tokens are recorded has similarity 1. A record that fails
-        its checksum serves nobody.
+        allowed: bool [sequences], for each packed sequence whether reuse may be tried. A sequence whose
+        tokens are recorded has similarity 1. A record that fails its checksum serves nobody.
         """
         plan = no_reuse(len(batch.lengths))
-        compared, taken = [], []
+        served = []
         for group in batch.groups():
             if not self.can_serve(group.length) or not allowed[group.sequences].any():
                 continue
-            if not self._is_searched(group.length):
-                taken.append(group)
-            elif pays(group.length):
-                compared.append(group)
+            if self._pays(group.length):
+                served.append(group)
             else:
-                plan.cannot_pay[group.sequences] = allowed[group.sequences]
+                _enter(plan, group, allowed, Outcome.CANNOT_PAY)
+        if not served:
+            return plan
+        familiar = self._familiar(batch, plan)
+        compared = [
+            group
+            for group in served
+            if self._is_searched(group.length) and (allowed & familiar)[group.sequences].any()
+        ]
         if compared:
             self._decide(batch, compared, self.nearest(batch, hidden, compared), plan)
+        refused = ~allowed | (~familiar & (plan.similarities < 1))
         for values, untouched in ((plan.records, -1), (plan.similarities, np.nan)):
-            values[~allowed] = untouched
+            values[refused] = untouched
         corrupt = self._drop_corrupt(compared, plan)
-        for group in taken:
-            corrupt += self._take_unsearched(batch, group, allowed, plan)
+        for group in served:
+            if group not in compared:
+                corrupt += self._take_unsearched(batch, group, allowed, familiar, plan)
+            _enter(plan, group, allowed & ~familiar, Outcome.UNFAMILIAR)
         return replace(plan, corrupt_records=corrupt)
+
+    def _pays(self, length: int) -> bool:
+        return self.paying is None or self.policy.place_of(length) in self.paying
+
+    def _familiar(self, batch: TokenBatch, plan: ReusePlan) -> np.ndarray:
+        """Return which sequences resemble what the policy was calibrated on, bool [sequences].
+
+        Enters their strangeness in the plan.
+        """
+        limit = self.policy.limit
+        if self.familiarity is None or limit is None:
+            return np.ones(len(batch.lengths), dtype=bool)
+        ids = batch.ids[: batch.offsets[-1]].cpu().numpy()
+        plan.strangeness[:] = self.familiarity.strangeness(ids, batch.lengths)
+        return plan.strangeness <= limit.strangest
 
     def _is_searched(self, length: int) -> bool:
         """Whether sequences of this length are compared; those that nobody calibrated for always are."""
@@ -150,7 +186,7 @@ class SearchEngine:
 
     def can_serve(self, length: int) -> bool:
         """Whether there are records of this length, and the policy ever lets one serve."""
-        held = length in self.index or length in self.prototypes
+        held = self.store.may_serve(length) and (length in self.index or length in self.prototypes)
         return held and not self.policy.group_of(length).is_off
 
     def nearest(self, batch: TokenBatch, hidden: torch.Tensor, groups: Sequence[Group]) -> NearestRecords:
@@ -187,19 +223,23 @@ class SearchEngine:
         ids = batch.ids[start : start + group.length].tolist()
         return self.store.segments[group.length].holds_tokens(record, ids)
 
-    def _take_unsearched(self, batch: TokenBatch, group: Group, allowed: np.ndarray, plan: ReusePlan) -> int:
-        """Enter recorded sequences' own records and, for the others, the mean of the group's length.
+    def _take_unsearched(
+        self, batch: TokenBatch, group: Group, allowed: np.ndarray, familiar: np.ndarray, plan: ReusePlan
+    ) -> int:
+        """Enter recorded sequences' own records and, for other familiar ones, the mean of the length.
 
-        Answers how many records were damaged and passed over.
+        In a group that is searched the mean serves nobody: all of its sequences are unfamiliar then. Returns
+        how many records were damaged and passed over.
         """
         segment, corrupt = self.store.segments[group.length], 0
         left_out = self.left_out.get(group.length, ())
-        serves = self.policy.group_of(group.length).mean_serves
+        serves = not self._is_searched(group.length) and self.policy.group_of(group.length).mean_serves
         mean = self.prototypes.means[group.length] if serves else None
         for place, ids in enumerate(batch.ids[group.tokens].view(group.count, group.length).cpu().numpy()):
             sequence = group.first + place
             own = segment.record_of(ids) if allowed[sequence] else None
-            for record, kind in ((own, RecordKind.STORED), (mean, RecordKind.MEAN)):
+            common = mean if familiar[sequence] else None
+            for record, kind in ((own, RecordKind.STORED), (common, RecordKind.MEAN)):
                 if record is None or record in left_out or not allowed[sequence]:
                     continue
                 if segment.is_sound(record):
@@ -237,6 +277,11 @@ class SearchEngine:
             records[hits] = np.where(sound, records[hits], -1)
             corrupt += int((~sound).sum())
         return corrupt
+
+
+def _enter(plan: ReusePlan, group: Group, sequences: np.ndarray, reason: Outcome) -> None:
+    """Enter why sequences of the group (those marked in bool [sequences]) are without a record."""
+    plan.reasons[group.sequences][sequences[group.sequences]] = place_of(reason)
 
 
 # Below this similarity a record cannot be the sequence's own, whatever the rounding.

@@ -52,6 +52,12 @@ class Sentences:
         """Places within a length's `indices` (their record numbers) of those held out, or of the others."""
         return np.flatnonzero(self.held_out[list(indices)] == held_out).tolist()
 
+    def of_side(self, *, held_out: bool) -> list[list[int]]:
+        """The sequences that are held out, or the others."""
+        return [
+            ids for ids, own in zip(self.sequences, self.held_out.tolist(), strict=True) if own == held_out
+        ]
+
     def inputs(self, model: PackedModel, indices: Sequence[int]) -> torch.Tensor:
         """What the projector reads of sequences of one length, float32 [n, L, hidden]."""
         return first_inputs(model, [self.sequences[index] for index in indices])
@@ -61,7 +67,18 @@ def first_inputs(model: PackedModel, sequences: Sequence[Sequence[int]]) -> torc
     """What the projector reads of sequences of one length, float32 [n, L, hidden]."""
     with torch.inference_mode():
         hidden = model.search_input(model.embed(pack(sequences)))
+    require_finite([hidden], len(sequences[0]))
     return hidden.cpu().float().view(len(sequences), -1, model.hidden_size).clone()
+
+
+def require_finite(computed: Sequence[torch.Tensor], length: int) -> None:
+    """Raise BuildFailed if what the model computed for texts of `length` tokens is not finite."""
+    if not all(x.isfinite().all() for x in computed):
+        raise BuildFailed(
+            f"the model computes NaN or infinity for a text of {length} tokens in the corpus; leave it out, "
+            "or check the model's weights",
+            field="corpus",
+        )
 
 
 def split(

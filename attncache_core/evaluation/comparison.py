@@ -15,7 +15,7 @@ from attncache_core.engine import PrefillResult
 from attncache_core.evaluation.gamma import gamma
 from attncache_core.evaluation.tasks import Task
 from attncache_core.labels import LabelTokens
-from attncache_core.outputs import Judge
+from attncache_core.outputs import Judge, require_finite
 
 # Token sequences -> their outputs, computed one way or another.
 Method = Callable[[Sequence[Sequence[int]]], PrefillResult]
@@ -73,7 +73,8 @@ def compare(
 
     batch_size: sequences in a batch; one text's are never parted.
     judge: tells the cosine of outputs with reuse to those in full; decisions: tells agreement, if there are
-    classes. One untimed round comes first, then `rounds` timed ones, in each all methods in turn.
+    classes. One untimed round comes first, then `rounds` timed ones, in each all methods in turn. Raises
+    NotFinite for the first text for which a method computes what is not finite.
     """
     if FULL not in methods:
         raise ValueError("there is nothing to compare with: no method 'full'")
@@ -100,6 +101,9 @@ def _run(method: Method, batches: Sequence[Sequence[Sequence[int]]], labels: Lab
     started = time.perf_counter()
     results = [method(batch) for batch in batches]
     seconds = time.perf_counter() - started
+    together = len(labels.prompt.readings) if labels else 1
+    finite = np.concatenate([result.finite for result in results])
+    require_finite(finite.reshape(-1, together), "data")
     search_seconds = sum(result.search_seconds for result in results)
     return _Run(
         np.concatenate([_outputs(result, labels) for result in results]),

@@ -70,14 +70,14 @@ def measure_curves(
     rank: np.ndarray,
     chosen: ReuseMask,
     judge: Judge,
-    saved_per_head: Callable[[np.ndarray], np.ndarray],
+    saved_per_hit: Callable[[np.ndarray, int], np.ndarray],
     full_microseconds: float,
     progress: Progress = lambda *_: None,
 ) -> Curves:
     """Measure all families on the probes.
 
-    model: without a mask. rank: [layers, heads]. chosen: the policy's mask. saved_per_head: lengths [n] ->
-    microseconds. full_microseconds: the full model's time for a probe, on average.
+    model: without a mask. rank: [layers, heads]. chosen: the policy's mask. saved_per_hit: see
+    choice.Savings. full_microseconds: the full model's time for a probe, on average.
     """
     mildest = candidate_masks(rank)
     layers = _layer_masks(rank)
@@ -87,7 +87,7 @@ def measure_curves(
     compared = mildest_mask(rank, max(1, rank.size * 2 // 3))
     best = _with_best_records(model, store, probes, compared, partial(progress, "comparing maps"))
     by_best = measure(model, store, best, mildest, judge, partial(progress, "measuring best records"))
-    share = partial(_points, probes, lambda lengths: saved_per_head(lengths) / full_microseconds)
+    share = partial(_points, probes, lambda lengths, heads: saved_per_hit(lengths, heads) / full_microseconds)
     stored, prototype = RecordKind.STORED, RecordKind.PROTOTYPE
     count = len(mildest)
     points = [
@@ -165,7 +165,7 @@ def _family(
 
 def _points(
     probes: Probes,
-    saved_per_head: Callable[[np.ndarray], np.ndarray],
+    saved_per_hit: Callable[[np.ndarray, int], np.ndarray],
     family: str,
     heads: int,
     scores: np.ndarray,
@@ -173,7 +173,7 @@ def _points(
 ) -> Iterator[Point]:
     ranked = np.argsort(-scores, kind="stable")
     ranked = ranked[np.isfinite(scores[ranked])]
-    saved = saved_per_head(probes.lengths) * heads / len(scores)
+    saved = saved_per_hit(probes.lengths, heads) / len(scores)
     for share in _HIT_SHARES:
         hits = ranked[: round(share * len(scores))]
         if len(hits):

@@ -12,6 +12,7 @@ import faiss
 import numpy as np
 import torch
 
+from attncache_core.attention_maps.index import nearest_in
 from attncache_core.attention_maps.projector import DIMENSIONS, FeatureProjector
 from attncache_core.attention_maps.store import AttentionMapStore
 from attncache_core.attention_maps.training import PairGroup, map_distances, train_projector
@@ -58,10 +59,7 @@ class LayerSearch:
         if not groups:
             return found
         for group, features in zip(groups, self.projector.project(hidden, groups), strict=True):
-            index = self._indexes[group.length]
-            records = index.search(features, 1)[1][:, 0]
-            # Of Faiss' own squared distances nothing is left near zero: that of the one found is taken anew.
-            distances = np.linalg.norm(index.reconstruct_batch(records) - features, axis=1)
+            records, distances = nearest_in(self._indexes[group.length], features)
             found.records[group.sequences] = records
             found.similarities[group.sequences] = 1 - distances
         return found

@@ -107,12 +107,10 @@ class Methods:
         return engine.run(sequences, [reuse] * count, readings)
 
     def reusing(self, database: AttentionDatabase) -> PrefillEngine:
-        """An engine with the database, as it would serve: lengths at which reuse cannot pay go unsearched."""
-        engine = PrefillEngine.load(
+        """An engine with the database that reuses wherever the budget holds, if that saves time or not."""
+        return PrefillEngine.load(
             self._checkpoint, database=database, dtype=self._dtype, threads=self._full.threads
         )
-        engine.weigh_costs()
-        return engine
 
     def _sharing(self, blocks: Sequence[range]) -> Method:
         return SharedMapsEngine.load(

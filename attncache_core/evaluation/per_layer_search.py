@@ -27,6 +27,7 @@ from attncache_core.evaluation.layer_search import LayerSearch, Nearest, nothing
 from attncache_core.forward import attention_context
 from attncache_core.memory import keep_freed_memory
 from attncache_core.models import PackedModel, load_model
+from attncache_core.outputs import finite_sequences
 from attncache_core.threads import limit_faiss, limit_threads
 from attncache_core.tokenizer import TextTokenizer
 from attncache_core.tokens import TokenBatch, pack
@@ -123,9 +124,10 @@ class PerLayerEngine:
         seen = _Seen(len(sequences), len(self.model.layers))
         for number in range(len(self.model.layers)):
             batch, hidden = self._layer(number, batch, hidden, seen)
-        outputs = self.model.outputs(hidden, batch)
+        outputs = self.model.outputs(hidden, batch).rows.cpu().numpy()
         return PerLayerResult(
-            outputs=batch.in_callers_order(outputs.rows.cpu().numpy()),
+            outputs=batch.in_callers_order(outputs),
+            finite=batch.in_callers_order(finite_sequences(batch, hidden, outputs)),
             outcomes=seen.outcomes(),
             similarities=seen.similarities[:, 0],
             tokens=int(batch.offsets[-1]),

@@ -25,6 +25,7 @@ from attncache_core.memory import keep_freed_memory
 from attncache_core.models import AttentionLayer, PackedModel, load_model, model_shape
 from attncache_core.models.attention import apply_maps
 from attncache_core.models.blocks import PlainAttention
+from attncache_core.outputs import finite_sequences
 from attncache_core.threads import limit_threads
 from attncache_core.tokenizer import TextTokenizer
 from attncache_core.tokens import Group, TokenBatch, by_sequence, pack
@@ -133,9 +134,10 @@ class SharedMapsEngine:
         started = time.perf_counter()
         batch = pack(sequences).filled()
         hidden, attention_seconds = self._forward(batch, self.model.embed(batch))
-        outputs = self.model.outputs(hidden, batch)
+        outputs = self.model.outputs(hidden, batch).rows.cpu().numpy()
         return PrefillResult(
-            outputs=batch.in_callers_order(outputs.rows.cpu().numpy()),
+            outputs=batch.in_callers_order(outputs),
+            finite=batch.in_callers_order(finite_sequences(batch, hidden, outputs)),
             outcomes=(Outcome.NOT_SEARCHED,) * len(sequences),
             similarities=np.full(len(sequences), np.nan, dtype=np.float32),
             tokens=int(batch.offsets[-1]),

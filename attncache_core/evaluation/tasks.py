@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from attncache_core.engine import PrefillEngine
 from attncache_core.errors import InvalidInput
 from attncache_core.labels import LabelTokens
-from attncache_core.outputs import Judge, cosines
+from attncache_core.outputs import Judge, cosines, require_finite
 
 Sequences = list[list[int]]
 
@@ -23,9 +23,14 @@ Sequences = list[list[int]]
 def full_outputs(
     engine: PrefillEngine, sequences: Sequence[Sequence[int]], batch_size: int = 64
 ) -> np.ndarray:
-    """What the engine gives for at least one sequence with everything computed, float32 [sequences, d]."""
+    """What the engine gives for at least one sequence with everything computed, float32 [sequences, d].
+
+    Raises NotFinite for the first sequence whose output is not finite.
+    """
     batches = [sequences[at : at + batch_size] for at in range(0, len(sequences), batch_size)]
-    return np.concatenate([engine.run(batch, [False] * len(batch)).outputs for batch in batches])
+    results = [engine.run(batch, [False] * len(batch)) for batch in batches]
+    require_finite(np.concatenate([result.finite for result in results]), "data")
+    return np.concatenate([result.outputs for result in results])
 
 
 class Task(Protocol):
@@ -121,6 +126,7 @@ class ClassificationTask:
     def items(self, outputs: np.ndarray) -> np.ndarray:
         """See Task."""
         logits = outputs if self.labels else self._engine.class_logits(outputs)
+        require_finite(np.isfinite(logits), "data")
         return np.equal(logits.argmax(axis=1), self._truth).astype(np.float64)
 
 

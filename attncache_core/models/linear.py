@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attncache_core.checkpoint import Quantization
-from attncache_core.models.prepacked import FUSED, PackedLinear
+from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
 from attncache_core.models.quantized import QUANTIZED, QuantizedLinear
 
 # Of the model that is being built. It is told around the build and not through the layers of every family: so
@@ -63,7 +63,7 @@ def quantizing(quantization: Quantization | None) -> Iterator[None]:
 def packed_linear(
     weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> Linear:
-    """A linear layer of plain weights, with the activation called so (one of those that can be fused).
+    """A linear layer of plain weights, with the activation called so (one of ACTIVATIONS).
 
     Raises UnsupportedModel if it is to be quantised in a way that this processor does not compute.
     """
@@ -76,13 +76,13 @@ def packed(
     name: str | None = None,
     activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Linear:
-    """`module` packed if it is a plain linear layer, with the activation called `name` fused if oneDNN can.
+    """`module` packed if it is a plain linear layer, with the activation `name` if it is one of ACTIVATIONS.
 
-    `activation` is the model's own function of that name, used where the two cannot be fused.
+    `activation` is the model's own function of that name, called where the two are not packed together.
     """
     # A subclass may compute something else: only the very class is taken apart.
     if type(module) is not nn.Linear:
         return ActivatedLinear(module, activation)
-    if activation is None or name in FUSED:
+    if activation is None or name in ACTIVATIONS:
         return packed_linear(module.weight, module.bias, name)
     return ActivatedLinear(packed_linear(module.weight, module.bias), activation)

@@ -12,11 +12,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-# Our name of an activation -> oneDNN's name and algorithm.
-FUSED = {
+# Our name of an activation -> oneDNN's name and algorithm. Its relu is not among them: it makes 0 of a NaN.
+_FUSED = {
     "gelu": ("gelu", "none"),
     "gelu_pytorch_tanh": ("gelu", "tanh"),
-    "relu": ("relu", ""),
     "silu": ("swish", ""),
 }
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -77,6 +76,6 @@ def fused_linear(
     if residual is not None:
         summed: torch.Tensor = _BINARY(x, residual, weight, bias, "add")
         return summed
-    name, algorithm = FUSED[activation] if activation else ("none", "")
+    name, algorithm = _FUSED.get(activation or "", ("none", ""))
     product = _UNARY(x, weight, bias, name, [], algorithm)
-    return product
+    return product.relu_() if activation == "relu" else product

@@ -151,10 +151,12 @@ QUANTIZED: dict[Quantization, type[QuantizedLinear]] = {
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels int8 [rows, n] and scales float32 [rows] with x ~ levels * scales; x: float32 [rows, n].
 
-    The largest number of a row, by size, becomes 127 or -127.
+    The largest number of a row, by size, becomes 127 or -127. The scale of a row with NaN or infinity is NaN:
+    levels cannot tell these, and so whatever is made of the row is NaN.
     """
     largest = x.abs().amax(dim=1, keepdim=True).clamp_(min=_LEAST)
     levels = (x * (_LEVELS / largest)).round_().to(torch.int8)
+    largest += largest - largest  # 0, or NaN
     return levels, largest[:, 0] / _LEVELS
 
 

@@ -19,6 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+# The version of what is recorded, and of what is made of it. Raise it whenever a change to a model's layers,
+# to recording or to this kernel alters the maps in records or what comes of multiplying them. Databases of
+# another version are refused, and the default one is built anew.
+MAPS_VERSION = 1
+
 _NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _POINTERS = ("offsets", "maps", "kept", "runs")
 _COUNTS = ("run_count", "heads", "key_width", "width", "type", "map_type", "before", "after", "packed")

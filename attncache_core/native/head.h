@@ -65,7 +65,8 @@ INLINE void NAME(store_weights)(char *weights, int at, floats weight) {
 }
 
 // exp(scale (score - the row's largest)) of columns from .. to - 1, else 0, as words that multiply V; returns
-// their sum. All but the first and the last vector of columns hold some of these: rows of a tile are so near.
+// their sum, NaN where a score is NaN or the largest is infinite. All but the first and the last vector of
+// columns hold some of these: rows of a tile are so near.
 INLINE float NAME(weigh)(const float *scores, int from, int to, int columns, float scale, char *weights) {
     const int start = from / LANES * LANES, last = (to - 1) / LANES * LANES;
     const words behind = ~lanes_below(from - start), before = lanes_below(to - last);
@@ -82,7 +83,8 @@ INLINE float NAME(weigh)(const float *scores, int from, int to, int columns, flo
     NAME(store_weights)(weights, 0, sum);
     NAME(store_weights)(weights, columns - LANES, sum);
     for (int at = start; at <= last; at += LANES) {
-        floats weight = exponential((*(const floats *)(scores + at) - largest) * scale);
+        const floats below = (*(const floats *)(scores + at) - largest) * scale;
+        floats weight = either(below == below, exponential(below), below);
         if (at == start) weight = either(behind, weight, every(0));
         if (at == last) weight = either(before, weight, every(0));
         sum += weight;

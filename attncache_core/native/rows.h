@@ -43,11 +43,12 @@ INLINE void quantize_row(const rows_job *job, int64_t row, number_type type) {
     for (int i = 0; i < width; i += LANES) {
         const words sign = {0};
         floats part = load_some(x + i * number, type, width - i);
-        largest = larger(largest, (floats)((words)part & (sign + 0x7fffffff)));
+        largest = larger_size(largest, (floats)((words)part & (sign + 0x7fffffff)));
     }
-    float scale = largest_lane(largest) / 127.0f;
-    if (!(scale > least_scale)) scale = least_scale;
-    job->scales[row] = scale;
+    float scale = largest_size(largest) / 127.0f;
+    if (scale < least_scale) scale = least_scale;
+    // Levels cannot tell NaN and infinity: a row that holds any has the scale NaN, and so has all made of it.
+    job->scales[row] = scale - scale == 0.0f ? scale : __builtin_nanf("");
     const float steps = 1.0f / scale;
     uint8_t *levels = job->levels + row * width;
     for (int i = 0; i < width; i += LANES) {
@@ -83,7 +84,7 @@ INLINE floats activated(floats x, activation_type activation) {
     switch (activation) {
         case GELU: return gelu(x);
         case GELU_TANH: return x * sigmoid((x * x * x * 0.044715f + x) * 1.59576912f);
-        case RELU: return larger(x, every(0.0f));
+        case RELU: return either(x < 0.0f, every(0.0f), x);  // not larger(x, 0), which makes 0 of a NaN
         case SILU: return x * sigmoid(x);
         default: return x;
     }

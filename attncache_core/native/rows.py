@@ -37,8 +37,8 @@ class RowKernel:
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Levels uint8 [rows, n], 128 higher than they are, and scales float32 [rows] of x [rows, n].
 
-        x ~ (levels - 128) * scales; the largest number of a row, by
-        size, becomes 127 or -127.
+        x ~ (levels - 128) * scales; the largest number of a row, by size, becomes 127 or -127. The scale of a
+        row with NaN or infinity is NaN.
         """
         levels = torch.empty(x.shape, dtype=torch.uint8)
         scales = torch.empty(len(x))

@@ -30,6 +30,9 @@ INLINE floats either(words condition, floats a, floats b) {
 
 INLINE floats larger(floats a, floats b) { return either(a > b, a, b); }
 
+// Of numbers without a sign. Their bits have the same order, with NaN above all numbers.
+INLINE floats larger_size(floats a, floats b) { return either((words)a > (words)b, a, b); }
+
 // The largest, and the sum, of all lanes: halves folded onto each other.
 #define FOLD(x, with)                                                                                       \
     x = with(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));        \
@@ -41,6 +44,11 @@ INLINE floats sum_of_two(floats a, floats b) { return a + b; }
 
 INLINE float largest_lane(floats x) {
     FOLD(x, larger)
+    return x[0];
+}
+
+INLINE float largest_size(floats x) {
+    FOLD(x, larger_size)
     return x[0];
 }
 
@@ -72,7 +80,8 @@ INLINE floats load_some(const char *at, number_type type, int count) {
     return load(whole, type);
 }
 
-// To the nearest bfloat16, ties to even. Only finite numbers come here.
+// To the nearest bfloat16, ties to even. A NaN stays one: where it came of bfloat16 numbers or of arithmetic,
+// the lower half of its bits is 0, and nothing is carried from there.
 INLINE halves narrowed(floats x) {
     words bits = (words)x;
     bits += 0x7fff + ((bits >> 16) & 1);
@@ -91,7 +100,8 @@ INLINE void store_some(char *at, number_type type, floats x, int count) {
 }
 
 // e^x for x <= 0, to 3.4e-6 of its value: 2^n times a polynomial of what is left, |left| <= 1/2.
-// The coefficients are those of the Taylor series of 2^left, its last one adjusted to the interval.
+// The coefficients are those of the Taylor series of 2^left, its last one adjusted to the interval. Of a NaN
+// with its lowest bits set a number may come: whoever may meet one looks at x too.
 INLINE floats exponential(floats x) {
     const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
     // In this order a NaN stays one.

@@ -9,19 +9,30 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from attncache_core.attention_maps.database import Manifest, file_digest, small_files
+from attncache_core.attention_maps.database import Manifest
+from attncache_core.attention_maps.familiarity import write_familiarity
 from attncache_core.attention_maps.index import FeatureIndex
+from attncache_core.attention_maps.integrity import file_digests
 from attncache_core.attention_maps.mask import natural_rank
 from attncache_core.attention_maps.policy import Budget, uniform_policy
 from attncache_core.attention_maps.projector import FeatureProjector
 from attncache_core.attention_maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.attention_maps.recording import smallest_form
-from attncache_core.attention_maps.store import RecordKind, RecordLayout, SegmentWriter, segment_path
+from attncache_core.attention_maps.seal import Seal
+from attncache_core.attention_maps.segment_writer import SegmentWriter
+from attncache_core.attention_maps.store import (
+    AttentionMapStore,
+    RecordKind,
+    RecordLayout,
+    segment_path,
+)
 from attncache_core.attention_maps.substitution import collect_maps
 from attncache_core.checkpoint import Checkpoint
 from attncache_core.engine import PrefillEngine
+from attncache_core.files import PRIVATE
 from attncache_core.outputs import Measure
 from attncache_core.tokens import pack
+from attncache_core.version import __version__
 
 # Short maps: as many records as a well-filled length has. Long ones: what memory keeps at hand.
 _MOST_RECORDS = 1000
@@ -39,13 +50,16 @@ def write_database(
     layers, heads = len(model.layers), model.layers[0].heads
     dtype = torch.bfloat16 if engine.dtype is torch.bfloat16 else torch.float16
     layout = RecordLayout((heads,) * layers, dtype, smallest_form(model))
+    folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    seal = Seal.create(folder, checkpoint.fingerprint())
     projector = FeatureProjector(model.hidden_size, max(lengths))
     index = FeatureIndex()
     records = {}
     for length in lengths:
         records[length] = max(16, min(most_records, _MOST_BYTES // layout.record_bytes(length)))
         features = []
-        with SegmentWriter(segment_path(folder, length), length, records[length], layout) as writer:
+        path = segment_path(folder, length)
+        with SegmentWriter(path, length, records[length], layout, seal) as writer:
             for _ in range(records[length]):
                 ids = random_sequence(random, length)
                 batch = pack([ids])
@@ -58,8 +72,10 @@ def write_database(
     none = np.empty(0, dtype=np.int64)
     prototypes = PrototypeIndex(np.empty((0, projector.dimensions), np.float32), none, none, none)
     prototypes_path(folder).write_bytes(prototypes.to_bytes())
+    familiarity = write_familiarity(folder, None, none)
     rank = natural_rank(layers, heads)
     Manifest(
+        id=seal.id,
         fingerprint=checkpoint.fingerprint(),
         model=checkpoint.name,
         dtype="bfloat16" if dtype is torch.bfloat16 else "float16",
@@ -72,10 +88,12 @@ def write_database(
         reused_heads=layout.stored_heads,
         policy=uniform_policy(Budget(Measure.COSINE, 0.0), EVERYTHING_HITS),
         quality={"measured": False},
-        build={"synthetic": True, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
-        files={
-            str(path.relative_to(folder)): file_digest(path) for path in small_files(folder, list(lengths))
+        build={
+            "synthetic": True,
+            "program": __version__,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },
+        files=file_digests(folder, lengths, familiarity, AttentionMapStore(folder, lengths, layout, seal)),
     ).write(folder)
 
 

@@ -15,7 +15,7 @@ from service.bench import engine as bench
 from service.bench.breakdown import Breakdown, break_down
 from service.bench.peers import PEERS
 from service.bench.report import machine, show_machine, show_table, write_json
-from service.commands.options import drop_options, quantize_option
+from service.commands.options import drop_options, quantize_option, revision_option
 from service.commands.progress import shown_progress
 
 _DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
@@ -23,6 +23,7 @@ _DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
 
 @click.command("engine")
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id.")
+@revision_option
 @quantize_option
 @drop_options
 @click.option("--threads", type=click.IntRange(min=1), help="Of every engine; default: all that may be used.")
@@ -33,6 +34,7 @@ _DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
 def engine(
     model: str,
+    revision: str | None,
     quantize: Quantization | None,
     drop_attention: str,
     drop_block: str,
@@ -56,6 +58,7 @@ def engine(
         raise InvalidInput("texts needs at least 32 lines, a batch", field="texts")
     variant: dict[str, Any] = {
         "model": model,
+        "revision": revision,
         "quantization": quantize,
         "drop_attention": drop_attention,
         "drop_block": drop_block,

@@ -16,10 +16,14 @@ from attncache_core import (
     BuildOptions,
     Checkpoint,
     CorpusSentence,
+    CorruptDatabase,
+    Manifest,
     PrefillEngine,
     build_database,
 )
+from attncache_core.attention_maps.choice import could_keep_floor
 from attncache_core.attention_maps.store import MapForm
+from attncache_core.attention_maps.tightened import ServedPolicy
 from attncache_core.corpus.reading import FORMATS, read_rows, read_texts
 from attncache_core.devices import Device, Dtype
 from service.commands.options import device_option, max_tokens_option, model_options
@@ -27,6 +31,14 @@ from service.commands.progress import shown_progress
 from service.commands.texts import places_without
 
 _defaults = BuildOptions()
+
+min_text_cosine_option = click.option(
+    "--min-text-cosine",
+    type=click.FloatRange(0, 1),
+    default=_defaults.min_text_cosine,
+    show_default=True,
+    help="Quality budget of single texts: 99 of 100 hits have this cosine to the full model's; 0: none.",
+)
 
 
 @click.command("build")
@@ -58,6 +70,7 @@ _defaults = BuildOptions()
     show_default=True,
     help="Quality budget: mean cosine of the hits' embeddings to the full model's, on held-out texts.",
 )
+@min_text_cosine_option
 @click.option(
     "--min-agreement",
     type=click.FloatRange(0, 1),
@@ -160,9 +173,12 @@ def inspect(database: Path, as_json: bool) -> None:
 @click.command("verify")
 @click.argument("database", type=click.Path(path_type=Path))
 def verify(database: Path) -> None:
-    """Read every record of a database and say whether it is what was written. Exit code 1 if not."""
-    opened = AttentionDatabase.open(database)
-    wrong = opened.verify()
+    """Read all files of a database and say what is wrong with them. Exit code 1 if anything is."""
+    try:
+        opened = AttentionDatabase.open(database)
+        wrong = opened.verify()
+    except CorruptDatabase as error:
+        wrong = [str(error)]
     for sentence in wrong:
         click.echo(sentence)
     if wrong:
@@ -190,7 +206,10 @@ def show_database(database: AttentionDatabase) -> None:
     console.print(
         f"reuse mask   {database.mask.total} of {database.mask.heads} heads (layer: heads) {layers}"
     )
-    policy = database.search.policy
+    served = ServedPolicy(database.folder, database.search.policy)
+    policy = served.policy
+    for reason in served.reuse_off:
+        console.print(f"reuse off    {reason}")
     console.print(f"budget       mean {policy.budget.measure} of the hits at least {policy.budget.least}")
     for name, group in zip(policy.names(), policy.groups, strict=True):
         thresholds = ", ".join(
@@ -199,7 +218,7 @@ def show_database(database: AttentionDatabase) -> None:
         serves = "the mean serves" if group.mean_serves else "only recorded texts hit"
         unsearched = "" if group.searched else f"no search, {serves}; else "
         console.print(f"threshold θ  {name} tokens: {unsearched}{thresholds}")
-    console.print(f"quality      {_quality(manifest.quality)}")
+    console.print(f"quality      {_quality(manifest)}")
     distances = manifest.quality.get("map_distance")
     if distances:
         means = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in distances.items())
@@ -213,12 +232,24 @@ def show_database(database: AttentionDatabase) -> None:
     console.print(table)
 
 
-def _quality(quality: dict[str, Any]) -> str:
+def why_exact(manifest: Manifest) -> str:
+    """Say why no text may take the maps of another."""
+    probes = manifest.quality["measured"]
+    if not could_keep_floor(manifest.policy.budget, probes):
+        return (
+            f"only recorded texts hit: {probes} held-out texts cannot tell that 99 of 100 hits keep cosine "
+            f"{manifest.policy.budget.floor}; 299 can, of some 3,000 texts in all (or --min-text-cosine 0)"
+        )
+    return "no mask fits the budget, so only recorded texts hit"
+
+
+def _quality(manifest: Manifest) -> str:
+    quality = manifest.quality
     if not quality["measured"]:
         return "not measured (too few texts to hold out): only recorded texts hit unless θ is lowered"
     measured = f"{quality['measured']} held-out texts: hit rate {quality['hit_rate']:.3f}"
     if quality["mean"] is None:
-        return f"{measured}; no mask fits the budget"
+        return f"{measured}; {why_exact(manifest)}"
     return (
         f"{measured} ({quality['prototype_hit_rate']:.3f} by prototypes), mean of the hits "
         f"{quality['mean']:.4f}, cosine {quality['mean_cosine']:.4f} on average and "

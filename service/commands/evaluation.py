@@ -21,7 +21,6 @@ from attncache_core import (
     build_database,
     fit_classifier,
 )
-from attncache_core.attention_maps.database import calibrated_on
 from attncache_core.corpus.reading import read_texts
 from attncache_core.devices import Dtype
 from attncache_core.evaluation.comparison import MethodReport, compare
@@ -137,9 +136,9 @@ class Evaluation:
             "reused_heads": f"{opened.mask.total} of {opened.mask.heads}" if opened else None,
         }
         show_comparison(task.metric, facts, reports, request.json_file, request.markdown)
-        for name, engine in methods.engines.items():
+        for name in methods.engines:
             report = next(report for report in reports if report.method == name)
-            click.echo(f"{name}: {_time_saved(report, reports[0], engine)}")
+            click.echo(f"{name}: {1 - 1 / report.speedup:+.3f} of the time saved over all texts")
         return reports
 
     def _judges(self, task: Task) -> tuple[Judge, Judge | None]:
@@ -175,7 +174,7 @@ class Evaluation:
         opened = AttentionDatabase.open(folder, heads=request.heads, threshold=request.threshold)
         database, gone = opened.without(evaluated)
         click.echo(f"{gone} of {opened.info()['records']} records are of evaluated texts and left out")
-        known = calibrated_on(folder, evaluated)
+        known = opened.calibrated_on(evaluated)
         if known:
             click.echo(
                 f"{known} evaluated texts are among those the database was calibrated on; calibrate with "
@@ -199,16 +198,3 @@ class Evaluation:
         )
         with shown_progress() as progress:
             build_database(engine, sentences, folder, options, progress)
-
-
-def _time_saved(report: MethodReport, full: MethodReport, engine: PrefillEngine) -> str:
-    """How much of the time was saved, beside what hits save at best: by the cost model, nothing searched."""
-    assert engine.costs is not None
-    lengths, hits = (
-        np.array(list(part)) for part in (report.hit_lengths.keys(), report.hit_lengths.values())
-    )
-    at_best = float(engine.costs.saved(lengths) @ hits) / 1e6 / full.seconds
-    return (
-        f"{1 - 1 / report.speedup:+.3f} of the time saved; Q, K and softmax of the hits' reused heads are "
-        f"{at_best:.3f} of it"
-    )

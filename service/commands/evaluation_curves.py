@@ -52,7 +52,7 @@ def plot_curves(
         rank,
         database.mask,
         judge,
-        measure_savings(full, database.search, probes, rank).per_head,
+        measure_savings(full, database.search, probes, rank).per_hit,
         _full_microseconds(full, probes.sequences),
         progress,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from attncache_core import Checkpoint, PrefillEngine, fit_classifier
+from attncache_core import Checkpoint, NotFinite, PrefillEngine, fit_classifier
 from attncache_core.corpus.reading import FORMATS, read_labelled
 from attncache_core.devices import Dtype
 from service.commands.options import model_options
@@ -41,7 +41,10 @@ def fit(
     embeddings: list[np.ndarray] = []
     with shown_progress() as progress:
         for at in range(0, len(texts), _BATCH):
-            embeddings.extend(engine.embed(texts[at : at + _BATCH]))
+            try:
+                embeddings.extend(engine.embed(texts[at : at + _BATCH]))
+            except NotFinite as error:
+                raise NotFinite.of(at + error.index, "data") from error
             progress("embedding texts", min(at + _BATCH, len(texts)), len(texts))
     fitted = fit_classifier(
         np.array(embeddings), labels, fingerprint=checkpoint.embedding_fingerprint(), model=checkpoint.name

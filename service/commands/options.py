@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -84,52 +85,59 @@ def use_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+revision_option = _of_settings("revision", str)
+
+
 def whole_model_options(command: Callable[..., None]) -> Callable[..., None]:
     """As model_options, for a command that has no use for some of them: those are not taken."""
 
     @functools.wraps(command)
-    def with_checkpoint(
-        *,
-        model: str,
-        quantize: Quantization | None,
-        drop_attention: str = "",
-        drop_block: str = "",
-        template: Path | None = None,
-        pooling: PoolingMode | None = None,
-        task: ChosenTask | None = None,
-        labels: str | None = None,
-        **rest: Any,
-    ) -> None:
-        checkpoint = find_variant(
-            model, quantization=quantize, drop_attention=drop_attention, drop_block=drop_block
-        )
-        command(checkpoint=adapted(checkpoint, template, pooling, task, labels), **rest)
+    def with_checkpoint(**values: Any) -> None:
+        chosen = {name: values.pop(name) for name in _OF_CHECKPOINTS if name in values}
+        command(checkpoint=chosen_checkpoint(**chosen), **values)
 
     described: Callable[..., None] = with_checkpoint
     for option in (
         click.option("--threads", type=click.IntRange(min=1), help="Threads; default: all that may be used."),
         quantize_option,
         click.option("--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True),
+        revision_option,
         click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id."),
     ):
         described = option(described)
     return described
 
 
-def adapted(
-    checkpoint: Checkpoint,
-    template: Path | None,
-    pooling: PoolingMode | None,
-    task: ChosenTask | None,
-    labels: str | None,
+def chosen_checkpoint(
+    *,
+    model: str,
+    revision: str | None,
+    quantize: Quantization | None,
+    drop_attention: str = "",
+    drop_block: str = "",
+    template: Path | None = None,
+    pooling: PoolingMode | None = None,
+    task: ChosenTask | None = None,
+    labels: str | None = None,
 ) -> Checkpoint:
-    """The checkpoint used as these options say."""
-    return checkpoint.adapted(
+    """The checkpoint that these options choose, used as they say."""
+    found = find_variant(
+        model, revision, quantization=quantize, drop_attention=drop_attention, drop_block=drop_block
+    )
+    return found.adapted(
         template=Template.read(template) if template else None,
         pooling=pooling,
         label_logits=task is not None,
         labels=[name.strip() for name in labels.split(",")] if labels else (),
     )
+
+
+def checkpoint_of(settings: Settings) -> Checkpoint:
+    """The checkpoint that a server's settings choose."""
+    return chosen_checkpoint(**{name: getattr(settings, name) for name in _OF_CHECKPOINTS})
+
+
+_OF_CHECKPOINTS = tuple(inspect.signature(chosen_checkpoint).parameters)
 
 
 def _option(name: str, field: FieldInfo) -> click.Option:

@@ -14,18 +14,29 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from attncache_core import InputTooLong, InvalidInput, NoClassifier, class_scores, normalize
+from attncache_core import InputTooLong, InvalidInput, NoClassifier, NotFinite, class_scores, normalize
 from attncache_core.classifier import SIMILARITY_TEMPERATURE
+from attncache_core.outputs import require_finite
 from attncache_core.prompts import Template
 from service.bodies import body_documentation, read_body, reuse_wanted
 from service.errors import TooManyInputs
-from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count, rows_unless_gone, state_of
+from service.routes.common import (
+    ANSWER_HEADERS,
+    ERRORS,
+    answer,
+    check_count,
+    rows_unless_gone,
+    serving_of,
+    state_of,
+)
 from service.schemas import ClassifyRequest, LabelScore
 from service.state import Serving
 
 router = APIRouter()
 
 _CLASSIFIER_TEMPERATURE = 1.0
+# An answer repeats the labels for each input: of a body of 2 MB it could make one of 250.
+_MOST_ANSWER_CHARACTERS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +68,13 @@ class _Choice:
 async def classify(request: Request) -> Response:
     """Score the labels given, or those of the served classifier, for each input."""
     state = state_of(request)
-    serving = state.serving()
+    serving = serving_of(request)
     reuse = reuse_wanted(request)
     body = await read_body(request, ClassifyRequest, state.settings.max_body_bytes)
     check_count(body.inputs, "inputs", state.settings.max_request_inputs)
     truncate = state.settings.truncate if body.truncate is None else body.truncate
     if serving.engine.task == "label-logits":
-        return await _by_tokens(request, body, truncate, reuse)
+        return await _by_tokens(request, serving, body, truncate, reuse)
     if body.template is not None:
         raise InvalidInput(
             "template is for labels that are scored by their tokens, with --task label-logits",
@@ -72,23 +83,25 @@ async def classify(request: Request) -> Response:
     if serving.engine.labels is not None:
         choice = _among_known(body.labels, serving.engine.labels)
     else:
-        labels = _given(body.labels, state.settings.max_request_inputs)
+        if body.labels is None:
+            raise NoClassifier("no classifier is served: give labels to choose from", field="labels")
+        labels = body.labels
+        _check_labels(labels, len(body.inputs), state.settings.max_request_inputs)
         choice = _Choice(labels, None, await _label_embeddings(request, serving, labels, truncate))
     rows = await rows_unless_gone(
         request, serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse)
     )
     scores = choice.scores(rows.outputs, serving, body.temperature)
-    return answer([_best_first(choice.labels, row) for row in scores], rows)
+    return answer([_best_first(choice.labels, row) for row in scores], rows, state.settings)
 
 
-async def _by_tokens(request: Request, body: ClassifyRequest, truncate: bool, reuse: bool) -> Response:
+async def _by_tokens(
+    request: Request, serving: Serving, body: ClassifyRequest, truncate: bool, reuse: bool
+) -> Response:
     """Score labels by the logits of their tokens behind the template."""
-    state = state_of(request)
-    serving = state.serving()
-    engine = serving.engine
+    state, engine = state_of(request), serving.engine
     if body.labels is not None:
-        check_count(body.labels, "labels", state.settings.max_request_inputs)
-        _refuse_duplicates(body.labels)
+        _check_labels(body.labels, len(body.inputs), state.settings.max_request_inputs)
     template = None if body.template is None else Template.parse(body.template)
     # In a thread: a template may be long, and labels many.
     asked = await asyncio.to_thread(engine.labels_in, template, body.labels)
@@ -103,8 +116,10 @@ async def _by_tokens(request: Request, body: ClassifyRequest, truncate: bool, re
     rows = await rows_unless_gone(request, pending)
     # In a thread too: of many labels there is as much to add up.
     logits = await asyncio.to_thread(engine.label_logits, asked, rows.outputs, rows.log_probabilities)
+    # Of finite outputs: what is not finite is a label's row of the language head.
+    require_finite(np.isfinite(logits).T, "labels")
     scores = class_scores(logits, body.temperature or _CLASSIFIER_TEMPERATURE)
-    return answer([_best_first(list(asked.labels), row) for row in scores], rows)
+    return answer([_best_first(list(asked.labels), row) for row in scores], rows, state.settings)
 
 
 def _among_known(asked: list[str] | None, known: tuple[str, ...]) -> _Choice:
@@ -119,12 +134,17 @@ def _among_known(asked: list[str] | None, known: tuple[str, ...]) -> _Choice:
     return _Choice(asked, [columns[label] for label in asked], None)
 
 
-def _given(labels: list[str] | None, limit: int) -> list[str]:
-    if labels is None:
-        raise NoClassifier("no classifier is served: give labels to choose from", field="labels")
+def _check_labels(labels: list[str], inputs: int, limit: int) -> None:
+    """Raise TooManyInputs for too many labels or too long ones, InvalidInput for two that are alike."""
     check_count(labels, "labels", limit)
     _refuse_duplicates(labels)
-    return labels
+    characters = inputs * sum(map(len, labels))
+    if characters > _MOST_ANSWER_CHARACTERS:
+        raise TooManyInputs(
+            f"the answer repeats the labels for each input: {characters} characters, and at most "
+            f"{_MOST_ANSWER_CHARACTERS} are sent; give fewer inputs or shorter labels",
+            field="labels",
+        )
 
 
 def _refuse_duplicates(labels: list[str]) -> None:
@@ -146,6 +166,8 @@ async def _label_embeddings(
         pending = serving.batcher.submit(missing, truncate=truncate, reuse=False, counted=False)
         try:
             rows = await rows_unless_gone(request, pending)
+        except NotFinite as error:
+            raise NotFinite.of(labels.index(missing[error.index]), "labels") from error
         except InputTooLong as error:
             # Its field would name an input.
             raise InputTooLong(

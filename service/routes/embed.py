@@ -8,7 +8,15 @@ from fastapi import APIRouter, Request, Response
 from attncache_core import normalize
 from service.bodies import body_documentation, read_body, reuse_wanted
 from service.errors import NoEmbedding
-from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count, rows_unless_gone, state_of
+from service.routes.common import (
+    ANSWER_HEADERS,
+    ERRORS,
+    answer,
+    check_count,
+    rows_unless_gone,
+    serving_of,
+    state_of,
+)
 from service.schemas import EmbedRequest
 
 router = APIRouter()
@@ -23,7 +31,7 @@ router = APIRouter()
 async def embed(request: Request) -> Response:
     """Embed one text or several; the answer is a list of embeddings, for one text too."""
     state = state_of(request)
-    serving = state.serving()
+    serving = serving_of(request)
     if serving.engine.task == "classify":
         raise NoEmbedding("the served model classifies and has no embeddings; ask /classify")
     if serving.engine.task == "label-logits":
@@ -40,4 +48,4 @@ async def embed(request: Request) -> Response:
     )
     rows = await rows_unless_gone(request, pending)
     embeddings = normalize(rows.outputs) if body.normalize else rows.outputs
-    return answer(np.ascontiguousarray(embeddings), rows)
+    return answer(np.ascontiguousarray(embeddings), rows, state.settings)

@@ -16,6 +16,7 @@ router = APIRouter()
 
 _SHOWN_SETTINGS = {
     "reuse",
+    "min_gain",
     "verify_rate",
     "truncate",
     "max_batch_tokens",

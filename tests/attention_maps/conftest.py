@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from core_models import random_sequences
+from core_models import SEAL, random_sequences
 
 from attncache_core.attention_maps.index import FeatureIndex
 from attncache_core.attention_maps.policy import Budget, uniform_policy
@@ -36,7 +36,7 @@ def recorded(tiny_engine, tmp_path_factory) -> Recorded:
     sides[-12:] = True
     sentences = Sentences(sequences, sides)
     rank = np.array([[3, 0, 2, 1], [4, 7, 5, 6], [11, 10, 9, 8]])
-    recording = Recording(tiny_engine.model, sentences, RecordLayout((4, 4, 4), torch.float16), 3)
+    recording = Recording(tiny_engine.model, sentences, RecordLayout((4, 4, 4), torch.float16), 3, SEAL)
     store = recording.write(tmp_path_factory.mktemp("recorded"), rank, lambda *_: None)
     torch.manual_seed(1)
     projector = FeatureProjector(tiny_engine.model.hidden_size, 9).requires_grad_(False)

@@ -1,14 +1,22 @@
 """A build that was stopped goes on where it was, and ends in the very database of one that was not."""
 
 import json
+import secrets
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from attncache_core import files
 from attncache_core.attention_maps.builder import BuildOptions, build_database
 from attncache_core.attention_maps.database import AttentionDatabase
 
-STAGES = ["measuring heads", "writing records", "comparing maps", "training the projector", "measuring masks"]
+STAGES = [
+    *("measuring heads", "writing records", "comparing maps", "training the projector", "measuring masks"),
+    *("measuring unfamiliar texts", "measuring kinds not fitted to"),
+]
 STEPS = 10
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
@@ -34,7 +42,7 @@ def build(engine, corpus, folder: Path, stop_at: tuple[str, int] | None = None, 
         engine,
         corpus,
         folder,
-        BuildOptions(**{"training_steps": STEPS, "prototypes": 4, **options}),
+        BuildOptions(**{"training_steps": STEPS, "prototypes": 4, "min_text_cosine": 0.0, **options}),
         progress,
     )
     if stop_at:
@@ -64,18 +72,28 @@ def segment_times(folder: Path) -> dict[str, int]:
     }
 
 
+@pytest.fixture
+def same_key(monkeypatch):
+    """All databases get one key, so that equal ones are equal to the byte."""
+    monkeypatch.setattr(secrets, "token_bytes", bytes)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: ARG001 - they choose
     folder = tmp_path_factory.mktemp("uninterrupted") / "a.db"
-    assert build(tiny_engine, tiny_corpus, folder) == STAGES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secrets, "token_bytes", bytes)
+        assert build(tiny_engine, tiny_corpus, folder) == STAGES
     return contents(folder)
 
 
+@pytest.mark.usefixtures("same_key")
 def test_two_builds_of_one_corpus_are_equal(tiny_engine, tiny_corpus, uninterrupted, tmp_path):
     build(tiny_engine, tiny_corpus, tmp_path / "a.db")
     assert contents(tmp_path / "a.db") == uninterrupted
 
 
+@pytest.mark.usefixtures("same_key")
 @pytest.mark.parametrize(
     "stop_at",
     [
@@ -127,6 +145,44 @@ def test_resumed_build_repeats_nothing_that_was_finished(
     assert {name: after[name] for name in before} == before
 
 
+def test_resumed_build_goes_on_with_its_key_and_another_build_has_another(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("writing records", 100))
+    key = (tmp_path / ".a.db.partial" / "key").read_bytes()
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+    build(tiny_engine, tiny_corpus, tmp_path / "b.db")
+    assert (tmp_path / "a.db" / "key").read_bytes() == key
+    ids = {AttentionDatabase.open(tmp_path / name).manifest.id for name in ("a.db", "b.db")}
+    assert len(ids) == 2
+
+
+# A writer that is killed before its file is whole; it loads the module by itself, without its package.
+WRITER = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import files
+os.fsync = lambda _: os.kill(os.getpid(), 9)
+files.write_whole(Path(sys.argv[2]), b"content")
+"""
+
+
+def test_what_a_killed_build_was_writing_is_not_left_in_the_database(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("writing records", 100))
+    partial = tmp_path / ".a.db.partial"
+    arguments = (Path(files.__file__).parent, partial / "projector.safetensors")
+    killed = subprocess.run([sys.executable, "-c", WRITER, *map(str, arguments)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(partial.glob(".projector.safetensors.*.unfinished"))) == 1
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+    assert not [path for path in (tmp_path / "a.db").iterdir() if path.name.startswith(".")]
+
+
+def test_segments_of_a_key_that_was_lost_are_written_again(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("writing records", 100))
+    (tmp_path / ".a.db.partial" / "key").unlink()
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+
+
 def test_build_stopped_twice_still_ends(tiny_engine, tiny_corpus, tmp_path):
     for stop_at in (("writing records", 50), ("writing records", 150), ("measuring masks", 1)):
         build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop_at)
@@ -148,7 +204,8 @@ def test_build_stopped_twice_still_ends(tiny_engine, tiny_corpus, tmp_path):
 def test_build_with_other_options_starts_anew(tiny_engine, tiny_corpus, tmp_path, change):
     build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
     before = segment_times(tmp_path / ".a.db.partial")
-    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db", **change) == STAGES
+    # Unfamiliar texts are measured where a limit is chosen: not with an operator's threshold.
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db", **change)[:5] == STAGES[:5]
     after = segment_times(tmp_path / "a.db")
     assert not set(before.items()) & set(after.items())
 

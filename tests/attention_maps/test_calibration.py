@@ -39,7 +39,9 @@ BUDGET = Budget(Measure.COSINE, 0.8)
 @pytest.fixture(scope="module")
 def built(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: ARG001 - they choose
     folder = tmp_path_factory.mktemp("databases") / "built.db"
-    build_database(tiny_engine, tiny_corpus, folder, BuildOptions(prototypes=4, training_steps=20))
+    build_database(
+        tiny_engine, tiny_corpus, folder, BuildOptions(prototypes=4, training_steps=20, min_text_cosine=0)
+    )
     return folder
 
 
@@ -53,8 +55,13 @@ def texts():
 def calibrated(tiny_engine, built, texts, tmp_path_factory):
     """(folder of the calibrated database, report)."""
     folder = Path(shutil.copytree(built, tmp_path_factory.mktemp("calibrated") / "a.db"))
-    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, BUDGET)
+    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), BUDGET)
     return folder, report
+
+
+def counts(engine: PrefillEngine) -> np.ndarray:
+    """Every token of the vocabulary occurs once."""
+    return np.ones(engine.tokenizer.vocabulary, dtype=np.int64)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -67,15 +74,17 @@ def manifest_of(folder: Path) -> dict[str, object]:
 
 def test_only_the_manifest_changes_and_digests_of_the_texts_are_kept_beside_it(built, calibrated):
     before, after = contents(built), contents(calibrated[0])
-    assert after.keys() - before.keys() == {"calibrated_on.json"}
-    assert {name for name in before if before[name] != after[name]} == {"manifest.json"}
+    new, gone = after.keys() - before.keys(), before.keys() - after.keys()
+    assert {name.partition("-")[0] for name in new} == {"calibrated_on.json", "familiarity"}
+    assert [name.partition("-")[0] for name in gone] == ["familiarity"]
+    assert {name for name in before.keys() - gone if before[name] != after[name]} == {"manifest.json"}
 
 
 def test_manifest_changes_in_mask_policy_and_what_was_measured_alone(built, calibrated):
     before, after = manifest_of(built), manifest_of(calibrated[0])
     changed = {name for name in before if before[name] != after[name]}
     assert {"damage", "policy", "quality"} <= changed
-    assert changed <= {"damage", "rank", "reused_heads", "policy", "quality"}
+    assert changed <= {"damage", "rank", "reused_heads", "policy", "quality", "files"}
 
 
 def test_report_is_the_manifests_and_keeps_the_budget(calibrated, texts):
@@ -124,7 +133,7 @@ def test_recorded_repeated_and_unservable_sequences_are_left_out(
     folder = Path(shutil.copytree(built, tmp_path / "a.db"))
     recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus[::10]])
     others = [*recorded, *texts[:7], *random_sequences([4, 11, 30])]
-    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), [*others, *texts], BUDGET)
+    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), [*others, *texts], (), BUDGET)
     assert report["left_out"] == len(others)
     assert report["measured"] == len(texts)
     before, after = (AttentionDatabase.open(path).manifest for path in (calibrated[0], folder))
@@ -135,7 +144,7 @@ def test_recorded_repeated_and_unservable_sequences_are_left_out(
 def test_tighter_budget_reuses_less(tiny_engine, built, texts, calibrated, tmp_path):
     folder = Path(shutil.copytree(built, tmp_path / "a.db"))
     tighter = Budget(Measure.COSINE, 0.97)
-    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, tighter)
+    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), tighter)
     loose = calibrated[1]
     assert report["hit_rate"] * report["heads"] < loose["hit_rate"] * loose["heads"]
     assert report["lower_bound"] is None or report["lower_bound"] >= 0.97
@@ -144,7 +153,7 @@ def test_tighter_budget_reuses_less(tiny_engine, built, texts, calibrated, tmp_p
 def test_calibrating_twice_gives_the_same_as_once(tiny_engine, built, texts, calibrated, tmp_path):
     folder = Path(shutil.copytree(built, tmp_path / "a.db"))
     for _ in range(2):
-        calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, BUDGET)
+        calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), BUDGET)
     assert manifest_of(folder) == manifest_of(calibrated[0])
 
 
@@ -161,6 +170,7 @@ def test_too_few_texts_are_refused_and_nothing_is_written(
             tiny_engine,
             AttentionDatabase.open(folder),
             [*recorded, *texts[:count] * 2],
+            (),
             BUDGET,
             lambda *step: seen.append(step),
         )
@@ -178,7 +188,7 @@ def test_calibration_that_is_stopped_leaves_the_database_as_it_was(tiny_engine, 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, BUDGET, stop)
+        calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), BUDGET, stop)
     assert contents(folder) == before
 
 
@@ -186,7 +196,7 @@ def test_progress_of_both_stages_reaches_its_end(tiny_engine, built, texts, tmp_
     folder = Path(shutil.copytree(built, tmp_path / "a.db"))
     seen = []
     database = AttentionDatabase.open(folder)
-    calibrate_database(tiny_engine, database, texts, BUDGET, lambda *step: seen.append(step))
+    calibrate_database(tiny_engine, database, texts, (), BUDGET, lambda *step: seen.append(step))
     stages = list(dict.fromkeys(stage for stage, *_ in seen))
     assert stages == ["measuring heads", "measuring masks"]
     for stage in stages:
@@ -199,19 +209,19 @@ def test_database_of_another_model_is_refused(built, texts, tmp_path):
         read_checkpoint(write_sentence_transformer(tmp_path / "other", seed=1)), dtype="float32"
     )
     with pytest.raises(DatabaseRefused):
-        calibrate_database(other, AttentionDatabase.open(built), texts, BUDGET)
+        calibrate_database(other, AttentionDatabase.open(built), texts, (), BUDGET)
 
 
 def test_mask_never_holds_heads_that_the_records_lack(
     tiny_checkpoint, tiny_engine, tiny_corpus, texts, tmp_path
 ):
     folder = tmp_path / "a.db"
-    options = BuildOptions(heads="layers:0,2", prototypes=2, training_steps=5)
+    options = BuildOptions(heads="layers:0,2", prototypes=2, training_steps=5, min_text_cosine=0)
     build_database(tiny_engine, tiny_corpus, folder, options)
     before = AttentionDatabase.open(folder).manifest
     # Everything keeps this budget: the largest mask would be taken.
     report = calibrate_database(
-        tiny_engine, AttentionDatabase.open(folder), texts, Budget(Measure.COSINE, 0.0)
+        tiny_engine, AttentionDatabase.open(folder), texts, (), Budget(Measure.COSINE, 0.0)
     )
     database = AttentionDatabase.open(folder)
     assert report["heads"] == 8
@@ -238,7 +248,7 @@ def test_decisions_of_a_classifier_stay_within_the_budget(
     assert AttentionDatabase.open(folder).search.policy.budget == Budget(Measure.AGREEMENT, 0.7)
     texts = random_sequences(list(range(5, 11)) * 30, seed=41)
     budget = Budget(Measure.AGREEMENT, 0.85)
-    report = calibrate_database(classifier, AttentionDatabase.open(folder), texts, budget)
+    report = calibrate_database(classifier, AttentionDatabase.open(folder), texts, (), budget)
     database = AttentionDatabase.open(folder)
     assert database.verify() == []
     assert database.search.policy.budget == budget
@@ -253,11 +263,11 @@ def test_decisions_of_a_classifier_stay_within_the_budget(
 
 
 def test_budget_is_agreement_where_there_are_classes(tiny_engine, tiny_checkpoint, classifier):
-    assert default_budget(tiny_engine, 0.9, 0.8) == Budget(Measure.COSINE, 0.9)
-    assert default_budget(classifier, 0.9, 0.8) == Budget(Measure.AGREEMENT, 0.8)
+    assert default_budget(tiny_engine, 0.9, 0.7, 0.8) == Budget(Measure.COSINE, 0.9, 0.7)
+    assert default_budget(classifier, 0.9, 0.7, 0.8) == Budget(Measure.AGREEMENT, 0.8)
     fitted = PrefillEngine.load(tiny_checkpoint, dtype="float32")
     fitted.classifier = nearest_label(("a", "b"), np.eye(2, 32), fingerprint="", model="")
-    assert default_budget(fitted, 0.9, 0.8) == Budget(Measure.AGREEMENT, 0.8)
+    assert default_budget(fitted, 0.9, 0.7, 0.8) == Budget(Measure.AGREEMENT, 0.8)
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.data())
@@ -280,12 +290,20 @@ def test_operators_heads_are_the_only_candidate():
 def test_too_few_probes_measure_nothing_and_take_the_largest_mask(tiny_engine, recorded):
     few = find_probes(tiny_engine.model, recorded.search, recorded.held_out[: FEWEST_PROBES - 1])
     for threshold in (None, 0.5):
-        mask, policy, report = calibrate(
-            tiny_engine, recorded.search, few, recorded.rank, BUDGET, threshold=threshold
+        chosen = calibrate(
+            tiny_engine,
+            recorded.search,
+            few,
+            (),
+            counts(tiny_engine),
+            recorded.rank,
+            BUDGET,
+            threshold=threshold,
         )
-        assert mask.total == 12
-        assert report == {"measured": 0}
-        (group,) = policy.groups
+        assert chosen.mask.total == 12
+        assert chosen.quality == {"measured": 0}
+        assert chosen.familiarity is None
+        (group,) = chosen.policy.groups
         assert {kind.threshold for kind in group.kinds.values()} == {threshold or 1.0}
         assert set(group.kinds) == set(RecordKind)
 
@@ -293,13 +311,14 @@ def test_too_few_probes_measure_nothing_and_take_the_largest_mask(tiny_engine, r
 def test_chosen_mask_and_policy_are_those_of_the_report(tiny_engine, recorded):
     held_out = [ids for ids in recorded.held_out if len(ids) < 9]
     probes = find_probes(tiny_engine.model, recorded.search, held_out)
-    mask, policy, report = calibrate(tiny_engine, recorded.search, probes, recorded.rank, BUDGET)
+    chosen = calibrate(tiny_engine, recorded.search, probes, (), counts(tiny_engine), recorded.rank, BUDGET)
+    mask, policy, report = chosen.mask, chosen.policy, chosen.quality
     assert mask.order == head_order(recorded.rank)
     assert report["heads"] == mask.total
     assert [row["heads"] for row in report["candidates"]] == list(range(1, 13))
     assert [group["lengths"] for group in report["groups"]] == policy.names()
     saved = [row["saved_microseconds"] for row in report["candidates"]]
-    assert report["saved_microseconds"] == max(saved)
+    assert report["saved_microseconds"] <= max(saved)
     json.dumps([report, asdict(policy)], allow_nan=False)
 
 
@@ -312,7 +331,8 @@ def test_savings_are_measured_with_the_heads_that_records_hold(tiny_engine, reco
             savings = measure_savings(tiny_engine, recorded.search, probes, recorded.rank)
         finally:
             recorded.store.layout = before
-        saved = savings.per_head(np.array([5, 7, 500]))
-        assert (saved >= 0).all()
+        saved = savings.per_hit(np.array([5, 7, 500]), 4)
+        assert np.isfinite(saved).all()
         assert saved[2] >= saved[1] >= saved[0]
+        assert (savings.per_hit(np.array([5, 7, 500]), 8) >= saved).all()
         assert savings.search({5, 7}) > 0

@@ -1,6 +1,7 @@
 """Curves, bounds and the choice of mask and policy, against scikit-learn, SciPy and trying everything."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,8 @@ from attncache_core.attention_maps.choice import (
     CONFIDENCE,
     FEWEST_PROBES,
     Savings,
-    apply_policy,
+    Terms,
+    calibrated,
     choose_group,
     choose_policy,
     fit_curve,
@@ -305,7 +307,7 @@ def test_mean_that_a_length_lacks_may_not_serve_unsearched():
             {STORED, RecordKind.MEAN},
         ),  # a search that costs nothing, and less, would have to win
         (0.3, 1.0, True, {STORED}),  # the mean breaks the budget, a search pays
-        (0.3, 1e6, False, set()),  # neither: only recorded sequences hit
+        (0.3, 1e6, True, {STORED}),  # it costs more than it saves, which a server finds out for itself
     ],
 )
 def test_a_length_group_is_served_in_the_way_that_saves_the_most(mean_damage, search, searched, kinds):
@@ -316,8 +318,8 @@ def test_a_length_group_is_served_in_the_way_that_saves_the_most(mean_damage, se
     mean = np.full(40, mean_damage)
     probes, measured = probes_of([9] * 40, similarities, nothing, damages, nothing, COSINE, mean)
     mask, budget = mildest_mask(natural_rank(3, 4), 6), Budget(COSINE, 0.98)
-    costs = np.full(40, search)
-    policy = policy_for(probes, [all_rows(probes)], measured, mask, budget, SAVINGS, costs)
+    terms = replace(terms_of(probes, budget), search_costs=np.full(40, search))
+    policy = policy_for(terms, measured, mask)
     (group,) = policy.groups
     assert group.searched is searched
     applied = applied_to(probes, measured, mask, policy, search)
@@ -356,13 +358,17 @@ def test_length_groups_are_equally_large_where_no_length_is_common(measure, coun
 
 
 # A hit saves two microseconds for each token and head, a search costs seven.
-SAVINGS = Savings(per_head=lambda lengths: 2.0 * lengths, search=lambda _: 7.0)
+SAVINGS = Savings(per_hit=lambda lengths, heads: 2.0 * lengths * heads, search=lambda _: 7.0)
 
 
 def applied_to(probes, measured, mask, policy, search=7.0):
     """What a policy gives on probes where each search costs as much."""
-    costs = np.full(len(probes.sequences), search)
-    return apply_policy(probes, measured, mask, policy, SAVINGS, costs)
+    terms = replace(terms_of(probes, policy.budget), search_costs=np.full(len(probes.sequences), search))
+    return calibrated(terms, measured, mask, policy)
+
+
+def terms_of(probes, budget):
+    return Terms.of(probes, budget, SAVINGS)
 
 
 def some_probes(measure=COSINE, seed=0, count=240):
@@ -421,7 +427,7 @@ def by_hand(probes, measured, policy: ReusePolicy):
 @pytest.mark.parametrize("least", [0.96, 0.965, 0.97])
 def test_policy_is_applied_to_probes_as_when_serving(least):
     probes, masks, measured = some_probes()
-    chosen, _ = choose_policy(probes, masks, measured, Budget(COSINE, least), SAVINGS)
+    chosen, _ = choose_policy(terms_of(probes, Budget(COSINE, least)), masks, measured)
     applied = applied_to(probes, measured[masks.index(chosen.mask)], chosen.mask, chosen.policy)
     served, kinds, fidelity, damage = by_hand(probes, measured[masks.index(chosen.mask)], chosen.policy)
     assert 0 < served.sum() < len(served)
@@ -438,7 +444,7 @@ def test_policy_is_applied_to_probes_as_when_serving(least):
 def test_chosen_mask_is_the_one_whose_hits_save_the_most(measure, least):
     probes, masks, measured = some_probes(measure)
     budget = Budget(measure, least)
-    chosen, options = choose_policy(probes, masks, measured, budget, SAVINGS)
+    chosen, options = choose_policy(terms_of(probes, budget), masks, measured)
     assert [option.mask for option in options] == masks
     saved = []
     for mask, rows, option in zip(masks, measured, options, strict=True):
@@ -457,7 +463,7 @@ def test_chosen_mask_is_the_one_whose_hits_save_the_most(measure, least):
 
 def test_each_length_group_keeps_the_budget_by_itself():
     probes, masks, measured = some_probes(count=600)
-    chosen, _ = choose_policy(probes, masks, measured, Budget(COSINE, 0.95), SAVINGS)
+    chosen, _ = choose_policy(terms_of(probes, Budget(COSINE, 0.95)), masks, measured)
     assert len(chosen.policy.groups) == 6
     places = chosen.policy.places_of(probes.lengths)
     for place in range(6):
@@ -469,7 +475,7 @@ def test_each_length_group_keeps_the_budget_by_itself():
 def test_with_a_given_threshold_the_largest_mask_inside_the_budget_is_taken_or_the_mildest(least, heads):
     probes, masks, measured = some_probes()
     budget = Budget(COSINE, least)
-    chosen, options = choose_policy(probes, masks, measured, budget, SAVINGS, threshold=0.4)
+    chosen, options = choose_policy(terms_of(probes, budget), masks, measured, threshold=0.4)
     means = [np.nanmean(option.fidelity) for option in options]
     assert means == sorted(means, reverse=True)
     inside = [mask.total for mask, mean in zip(masks, means, strict=True) if mean >= least]
@@ -480,7 +486,7 @@ def test_with_a_given_threshold_the_largest_mask_inside_the_budget_is_taken_or_t
 
 def test_with_a_given_threshold_that_nothing_reaches_the_largest_mask_is_taken():
     probes, masks, measured = some_probes()
-    chosen, _ = choose_policy(probes, masks, measured, Budget(COSINE, 0.9), SAVINGS, threshold=1.0)
+    chosen, _ = choose_policy(terms_of(probes, Budget(COSINE, 0.9)), masks, measured, threshold=1.0)
     assert chosen.mask.total == 12
     assert not chosen.served.any()
 
@@ -494,7 +500,7 @@ def test_hits_that_lose_every_decision_are_outside_the_budget():
         for damage in (0.1, 1.0)
     ]
     chosen, options = choose_policy(
-        tables[0][0], masks, [measured for _, measured in tables], Budget(AGREEMENT, 0.9), SAVINGS, 0.4
+        terms_of(tables[0][0], Budget(AGREEMENT, 0.9)), masks, [measured for _, measured in tables], 0.4
     )
     assert [np.mean(option.fidelity) for option in options] == [1.0, 0.0]
     assert chosen.mask.total == 2
@@ -503,7 +509,7 @@ def test_hits_that_lose_every_decision_are_outside_the_budget():
 @pytest.mark.parametrize("measure", Measure)
 def test_report_says_what_the_chosen_policy_gave_in_all_and_in_each_group(measure):
     probes, masks, measured = some_probes(measure, count=1300)
-    chosen, options = choose_policy(probes, masks, measured, Budget(measure, 0.95), SAVINGS)
+    chosen, options = choose_policy(terms_of(probes, Budget(measure, 0.95)), masks, measured)
     served, kinds, fidelity, damage = by_hand(probes, measured[masks.index(chosen.mask)], chosen.policy)
     told = report(chosen, options, probes)
     assert (told["measured"], told["confidence"], told["heads"]) == (1300, 0.95, chosen.mask.total)

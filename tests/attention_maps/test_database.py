@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from core_models import write_sentence_transformer
 
 import attncache_core
 import service
 from attncache_core import PrefillEngine
 from attncache_core.attention_maps.builder import BuildOptions, build_database
 from attncache_core.attention_maps.database import AttentionDatabase, Manifest
+from attncache_core.checkpoint import read_checkpoint
 from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput
+from attncache_core.native import MAPS_VERSION
 
 
 @pytest.fixture
@@ -69,7 +72,8 @@ def test_opened_database_says_what_its_manifest_says(folder):
     assert info["lengths"] == [5, 10]
     assert info["prototypes"] == 0
     assert info["policy"] == {
-        "budget": {"measure": "cosine", "least": 0.0},  # a given θ keeps none
+        "budget": {"measure": "cosine", "least": 0.0, "floor": 0.0},  # a given θ keeps none
+        "strangeness": None,
         "groups": [
             {
                 "lengths": "1-",
@@ -111,12 +115,13 @@ def test_override_beyond_the_stored_heads_is_refused(tiny_engine, tiny_corpus, t
     assert refused.value.field == "heads"
 
 
-def test_database_of_another_model_is_refused_with_both_names(folder, tiny_checkpoint):
-    change_manifest(folder, fingerprint="f" * 64, model="other-model")
+def test_database_of_another_model_is_refused_with_both_names(folder, tiny_checkpoint, tmp_path):
+    other = read_checkpoint(write_sentence_transformer(tmp_path / "other-model", seed=1))
     database = AttentionDatabase.open(folder)
-    with pytest.raises(DatabaseRefused, match=r"other-model.*ffffffffffff") as refused:
-        PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
-    assert tiny_checkpoint.fingerprint()[:12] in str(refused.value)
+    with pytest.raises(DatabaseRefused, match=r"tiny-bert.*other-model") as refused:
+        PrefillEngine.load(other, database=database, dtype="float32")
+    for checkpoint in (tiny_checkpoint, other):
+        assert checkpoint.fingerprint()[:12] in str(refused.value)
     assert refused.value.field == "database"
 
 
@@ -124,11 +129,31 @@ def test_database_of_its_own_model_is_accepted(folder, tiny_checkpoint):
     AttentionDatabase.open(folder).require_fingerprint(tiny_checkpoint.fingerprint(), tiny_checkpoint.name)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", None])
 def test_other_format_version_is_refused_with_both_numbers(folder, version):
     change_manifest(folder, format_version=version)
-    with pytest.raises(DatabaseRefused, match=f"format version {version}, and this program reads 2"):
+    with pytest.raises(DatabaseRefused, match=f"format version {version}, and this program reads 3"):
         AttentionDatabase.open(folder)
+
+
+@pytest.mark.parametrize("version", [0, MAPS_VERSION + 1, "1", None])
+def test_maps_of_another_version_of_the_kernel_are_refused_with_both_numbers(folder, version):
+    change_manifest(folder, maps_version=version)
+    with pytest.raises(
+        DatabaseRefused, match=f"maps version {version}, and this program reads {MAPS_VERSION}"
+    ):
+        AttentionDatabase.open(folder)
+
+
+@pytest.mark.parametrize("version", ["format_version", "maps_version"])
+def test_refused_version_comes_with_the_command_that_builds_one_of_ours(folder, version):
+    change_manifest(folder, **{version: 0})
+    with pytest.raises(DatabaseRefused) as refused:
+        AttentionDatabase.open(folder)
+    command = f"attncache build --corpus FILE --database {folder}"
+    assert f"remove it and build it anew: {command}, with the options" in str(refused.value)
+    assert refused.value.field == "database"
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_folder_without_a_manifest_is_no_database(folder):
@@ -139,7 +164,18 @@ def test_folder_without_a_manifest_is_no_database(folder):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"null", b"{}", b"\xff\xfe", b'{"format_version": 2}'], ids=repr
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"{}",
+        b"\xff\xfe",
+        b'{"format_version": 3}',
+        b'{"format_version": 3, "maps_version": 1}',
+    ],
+    ids=repr,
 )
 def test_manifest_that_cannot_be_read_is_corrupt(folder, content):
     (folder / "manifest.json").write_bytes(content)
@@ -193,6 +229,11 @@ def test_manifest_with_an_unknown_entry_is_corrupt(folder):
         {"rank": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]},
         {"damage": []},
         {"records": {}},
+        {"fingerprint": "none"},
+        {"fingerprint": "ab"},
+        {"fingerprint": "f" * 64},
+        {"id": "f" * 32},
+        {"id": ""},
         {"quality": {}},
         {"quality": {"measured": 30}},
         {"quality": {"measured": "many"}},
@@ -227,7 +268,7 @@ def test_changed_projector_prototypes_or_index_is_refused_by_name(folder, name, 
 
 
 @pytest.mark.parametrize(
-    "name", ["projector.safetensors", "prototypes.safetensors", "index/00007.faiss", "maps/00007.maps"]
+    "name", ["key", "projector.safetensors", "prototypes.safetensors", "index/00007.faiss", "maps/00007.maps"]
 )
 def test_missing_file_is_refused_by_name(folder, name):
     (folder / name).unlink()

@@ -1,5 +1,6 @@
 """The database that the first start of a server builds: found again by model and format, built once."""
 
+import stat
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ def test_of_two_first_starts_one_builds_and_both_get_the_folder(built):
     folder, builders = built
     assert len(builders) == 1
     assert folder.is_dir()
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
     assert sorted(path.name for path in folder.parent.iterdir()) == [f".{folder.name}.lock", folder.name]
 
 
@@ -74,13 +76,13 @@ def test_next_start_builds_nothing(built, tiny_checkpoint):
 
 def test_folder_is_named_by_model_fingerprint_and_format(tiny_checkpoint, tmp_path):
     folder = default_database_folder(tiny_checkpoint, tmp_path)
-    assert folder == tmp_path / "databases" / f"tiny-bert-{tiny_checkpoint.use_fingerprint()[:12]}-v2"
+    assert folder == tmp_path / "databases" / f"tiny-bert-{tiny_checkpoint.use_fingerprint()[:12]}-v3.1"
 
 
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2"),
+        ("sentence-transformers/all-MiniLM-L6-v3.1", "all-MiniLM-L6-v3.1"),
         ("./models/my model (new)", "my-model-new-"),
         ("/a/b/model/", "model"),
     ],
@@ -88,7 +90,7 @@ def test_folder_is_named_by_model_fingerprint_and_format(tiny_checkpoint, tmp_pa
 def test_name_of_the_folder_is_one_plain_word(tiny_checkpoint, tmp_path, name, shown):
     folder = default_database_folder(replace(tiny_checkpoint, name=name), tmp_path)
     assert folder.parent == tmp_path / "databases"
-    assert folder.name == f"{shown}-{tiny_checkpoint.use_fingerprint()[:12]}-v2"
+    assert folder.name == f"{shown}-{tiny_checkpoint.use_fingerprint()[:12]}-v3.1"
 
 
 def test_another_way_of_use_has_another_folder(tiny_checkpoint, tmp_path):

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from core_models import attention_by, random_sequences
+from core_models import SEAL, attention_by, random_sequences
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
@@ -18,7 +18,8 @@ from attncache_core import native
 from attncache_core.attention_maps import fetch
 from attncache_core.attention_maps.fetch import Fetch, HitRecords, RecordGroup
 from attncache_core.attention_maps.mapped import map_side_by_side
-from attncache_core.attention_maps.store import MapForm, RecordKind, RecordLayout, Segment, SegmentWriter
+from attncache_core.attention_maps.segment_writer import SegmentWriter
+from attncache_core.attention_maps.store import MapForm, RecordKind, RecordLayout, Segment
 
 STORED, RECORDS, WIDTH = (4, 2, 3), 5, 8
 LAYERS = range(len(STORED))
@@ -55,11 +56,11 @@ def segment(tmp_path_factory):
         if (length, dtype, form) not in made:
             path = tmp_path_factory.mktemp("segments") / "random.maps"
             layout = RecordLayout(STORED, dtype, form)
-            with SegmentWriter(path, length, RECORDS, layout) as writer:
+            with SegmentWriter(path, length, RECORDS, layout, SEAL) as writer:
                 for record, ids in enumerate(random_sequences([length] * RECORDS)):
                     maps = [layer[record] for layer in random_maps(length, dtype, form)]
                     writer.append(maps, ids, RecordKind.STORED)
-            made[length, dtype, form] = Segment(path, length, layout)
+            made[length, dtype, form] = Segment(path, length, layout, SEAL)
         return made[length, dtype, form]
 
     return segment

@@ -68,6 +68,24 @@ def test_distance_does_not_depend_on_what_else_is_asked(exact_below, rows):
 
 
 @pytest.mark.parametrize("exact_below", [EXACT, COMPRESSED])
+@pytest.mark.parametrize("asked", [1, 3, 40])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_features_that_are_not_finite_are_near_to_nothing_and_change_nothing_beside_them(
+    exact_below, asked, number
+):
+    recorded, queries = vectors(700), vectors(asked, 1)
+    index = FeatureIndex()
+    index.add(9, recorded, exact_below)
+    found, distances = index.nearest(9, queries)
+    queries[asked // 2, 3] = number
+    others = np.arange(asked) != asked // 2
+    found_beside, distances_beside = index.nearest(9, queries)
+    np.testing.assert_array_equal(found_beside[others], found[others])
+    np.testing.assert_array_equal(distances_beside[others], distances[others])
+    assert not np.isfinite(distances_beside[~others]).any()
+
+
+@pytest.mark.parametrize("exact_below", [EXACT, COMPRESSED])
 @pytest.mark.parametrize("dimensions", [5, 40, 128])
 def test_stored_vector_finds_itself_at_distance_zero(exact_below, dimensions):
     recorded = vectors(2000, dimensions=dimensions)

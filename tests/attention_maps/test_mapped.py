@@ -7,15 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from core_models import COMPUTING, attention_by, random_sequences
+from core_models import COMPUTING, SEAL, attention_by, random_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncache_core import native
-from attncache_core.attention_maps import mapped
+from attncache_core.attention_maps import mapped, mapping
 from attncache_core.attention_maps.fetch import Fetch, HitRecords, RecordGroup
 from attncache_core.attention_maps.mapped import map_side_by_side
-from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment, SegmentWriter
+from attncache_core.attention_maps.segment_writer import SegmentWriter
+from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mappings are read from /proc")
 
@@ -31,10 +32,10 @@ def random_maps(length):
 
 
 def written(path, length):
-    with SegmentWriter(path, length, RECORDS, LAYOUT) as writer:
+    with SegmentWriter(path, length, RECORDS, LAYOUT, SEAL) as writer:
         for ids, maps in zip(random_sequences([length] * RECORDS), random_maps(length), strict=True):
             writer.append([maps[:2], maps[2:]], ids, RecordKind.STORED)
-    return Segment(path, length, LAYOUT)
+    return Segment(path, length, LAYOUT, SEAL)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,18 @@ def test_a_byte_changed_in_the_file_changes_the_tensor(own_segment):
         assert not torch.equal(before, changed)
 
 
+@pytest.mark.parametrize("change", ["replaced", "deleted"])
+def test_records_are_those_of_the_file_that_was_opened_whatever_its_name_means_now(own_segment, change):
+    if change == "replaced":
+        other = written(own_segment.path.with_name("other.maps"), 40).path
+        other.write_bytes(bytes(other.stat().st_size))
+        other.replace(own_segment.path)
+    else:
+        own_segment.path.unlink()
+    with map_side_by_side(own_segment, records_of(3, 1)) as tensor:
+        assert torch.equal(tensor[:, : 3 * 40**2], random_maps(40)[[3, 1]].flatten(1))
+
+
 @pytest.mark.parametrize(("left", "maps"), [(4, True), (3, False), (0, False), (-9, False)])
 def test_no_more_is_mapped_than_the_system_allows(segments, monkeypatch, left, maps):
     monkeypatch.setattr(mapped, "_mappings_left", lambda: left)
@@ -165,7 +178,7 @@ class FailingLibrary:
     """The C library, in which the call of mmap with this number fails."""
 
     def __init__(self, failing_call):
-        self.calls, self._failing_call, self._libc = 0, failing_call, mapped_libc()
+        self.calls, self._failing_call, self._libc = 0, failing_call, system_library()
 
     def mmap(self, *arguments):
         self.calls += 1
@@ -178,7 +191,7 @@ class FailingLibrary:
         return self._libc.munmap(*arguments)
 
 
-mapped_libc = mapped._libc
+system_library = mapping._libc
 
 
 @pytest.mark.parametrize(
@@ -187,7 +200,7 @@ mapped_libc = mapped._libc
 def test_a_mapping_that_fails_is_an_error_and_leaves_nothing_behind(segments, monkeypatch, call, message):
     segment, before = segments[40], reserved_ranges()
     library = FailingLibrary(call)
-    monkeypatch.setattr(mapped, "_libc", lambda: library)
+    monkeypatch.setattr(mapping, "_libc", lambda: library)
     with (
         pytest.raises(OSError, match=message) as caught,
         map_side_by_side(segment, records_of(0, 2, 4)),
@@ -257,19 +270,20 @@ def test_the_kernel_reads_each_record_where_it_was_mapped(segments, monkeypatch)
 
 @pytest.mark.parametrize("way", [way for way in Fetch if way is not Fetch.MAPPED])
 def test_no_other_way_maps_records(segments, monkeypatch, way):
-    monkeypatch.setattr(mapped, "_libc", lambda: pytest.fail("a record was mapped"))
+    monkeypatch.setattr(mapping, "_libc", lambda: pytest.fail("a record was mapped"))
     context_of(*hit_groups(segments), way)
 
 
-def test_a_batch_whose_second_length_cannot_be_mapped_leaves_nothing_behind(segments, tmp_path):
-    lost = written(tmp_path / "lost.maps", 40)
-    groups = [RecordGroup(segments[7], records_of(1, 4)), RecordGroup(lost, records_of(0))]
-    lost.path.unlink()
+def test_a_batch_whose_second_length_cannot_be_mapped_leaves_nothing_behind(segments, monkeypatch):
+    groups = [RecordGroup(segments[7], records_of(1, 4)), RecordGroup(segments[40], records_of(0))]
     before = reserved_ranges()
+    # A range and two records of the first length, a range and this record of the second.
+    library = FailingLibrary(5)
+    monkeypatch.setattr(mapping, "_libc", lambda: library)
     # Whoever holds the exception holds its frames: what is mapped must not wait until they are collected.
-    with pytest.raises(FileNotFoundError) as caught, HitRecords(groups, Fetch.MAPPED):
+    with pytest.raises(OSError, match="cannot be mapped") as caught, HitRecords(groups, Fetch.MAPPED):
         pass
-    assert caught.value.filename == str(lost.path)
+    assert caught.value.filename == str(segments[40].path)
     assert side_by_side_mappings(segments[7].path) == []
     assert reserved_ranges() == before
 

@@ -236,7 +236,8 @@ def test_uniform_policy_takes_every_length_alike():
         RecordKind, 0.75
     )
     assert policy.info() == {
-        "budget": {"measure": "cosine", "least": 0.985},
+        "budget": {"measure": "cosine", "least": 0.985, "floor": 0.0},
+        "strangeness": None,
         "groups": [
             {
                 "lengths": "1-",

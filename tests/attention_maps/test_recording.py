@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from core_models import random_sequences
+from core_models import SEAL, random_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +47,7 @@ def sentences():
 
 
 def recording_of(engine, sentences, prototypes=4) -> Recording:
-    return Recording(engine.model, sentences, LAYOUT, prototypes)
+    return Recording(engine.model, sentences, LAYOUT, prototypes, SEAL)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.projector import FeatureProjector
-from attncache_core.attention_maps.search import Outcome, ReusePlan, no_reuse
+from attncache_core.attention_maps.search import Outcome, ReusePlan, no_reuse, place_of
 from attncache_core.tokens import pack
 
 # Features are sums of a few hundred float32 products; a batch sums them in another order.
@@ -177,7 +177,9 @@ def test_outcomes_tell_hit_miss_and_not_searched_apart():
     records = np.array([4, -1, -1, 0, -1, -1, 7])
     kinds = np.array([0, 0, 0, 1, 0, 1, 0])
     similarities = np.array([0.9, 0.3, np.nan, 0.8, np.nan, 0.7, 1.0], np.float32)
-    plan = ReusePlan(records, kinds, similarities, cannot_pay=np.array([False] * 4 + [True, False, False]))
+    reasons = no_reuse(7).reasons
+    reasons[4] = place_of(Outcome.CANNOT_PAY)
+    plan = ReusePlan(records, kinds, similarities, reasons, np.zeros(7))
     assert plan.hits.tolist() == [True, False, False, True, False, False, True]
     assert plan.outcomes().tolist() == [
         *(Outcome.HIT, Outcome.MISS, Outcome.NOT_SEARCHED, Outcome.PROTOTYPE_HIT, Outcome.CANNOT_PAY),
@@ -190,14 +192,14 @@ def test_hits_of_either_kind_of_record_are_hits_and_nothing_else_is():
 
 
 def test_plan_follows_a_permutation_of_its_batch():
-    cannot_pay = np.array([False, True, False])
     kinds, similarities = np.array([0, 1, 1]), np.array([0.9, 0.3, 0.8], np.float32)
-    plan = ReusePlan(np.array([4, -1, 7]), kinds, similarities, cannot_pay, 2)
+    plan = ReusePlan(np.array([4, -1, 7]), kinds, similarities, np.array([3, 4, 5]), np.array([6, 7, 8]), 2)
     moved = plan.reordered(np.array([2, 0, 1]))
     assert moved.records.tolist() == [7, 4, -1]
     assert moved.kinds.tolist() == [1, 0, 1]
     assert moved.similarities.tolist() == plan.similarities[[2, 0, 1]].tolist()
-    assert moved.cannot_pay.tolist() == [False, False, True]
+    assert moved.reasons.tolist() == [5, 3, 4]
+    assert moved.strangeness.tolist() == [8, 6, 7]
     assert moved.corrupt_records == 2
 
 
@@ -207,19 +209,22 @@ def test_plan_without_reuse_serves_nobody():
     assert plan.records.tolist() == [-1] * 3
 
 
-def test_a_length_at_which_reuse_cannot_pay_is_not_searched(tiny_engine, opened, asked):
+def test_length_groups_in_which_reuse_does_not_pay_are_not_searched(tiny_engine, opened, asked):
     batch = pack(asked.sequences)
     hidden = tiny_engine.model.embed(batch)
-    unpaid = next(length for length in batch.lengths.tolist() if length in opened.search.index)
+    (group,) = opened.search.policy.groups
+    shortest = min(set(batch.lengths.tolist()) & set(opened.search.store.segments))
+    policy = replace(opened.search.policy, groups=(replace(group, longest=shortest), group))
+    search = replace(opened.search, policy=policy)
     allowed = np.ones(len(batch.lengths), dtype=bool)
-    everywhere = opened.search.plan(batch, hidden, allowed)
-    plan = opened.search.plan(batch, hidden, allowed, pays=lambda length: length != unpaid)
-    left_out = (batch.lengths == unpaid) & np.isin(batch.lengths, list(opened.search.store.segments))
+    everywhere = search.plan(batch, hidden, allowed)
+    plan = replace(search, paying=frozenset({1})).plan(batch, hidden, allowed)
+    left_out = batch.lengths == shortest  # what is shorter has no records
     assert left_out.any()
     assert not left_out.all()
     assert (plan.outcomes()[left_out] == Outcome.CANNOT_PAY).all()
     assert (plan.outcomes()[~left_out] == everywhere.outcomes()[~left_out]).all()
     assert plan.records[~left_out].tolist() == everywhere.records[~left_out].tolist()
     allowed[:] = False
-    plan = opened.search.plan(batch, hidden, allowed, pays=lambda _: False)
+    plan = replace(search, paying=frozenset()).plan(batch, hidden, allowed)
     assert (plan.outcomes() == Outcome.NOT_SEARCHED).all()

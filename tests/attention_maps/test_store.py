@@ -13,23 +13,23 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from core_models import SEAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncache_core.attention_maps.segment_writer import SegmentWriter
 from attncache_core.attention_maps.store import (
     AttentionMapStore,
     MapForm,
     RecordKind,
     RecordLayout,
     Segment,
-    SegmentWriter,
     segment_path,
-    token_digest,
 )
 from attncache_core.errors import CorruptDatabase
 
 PAGE = 4096
-HEADER = struct.Struct("<8sIIQQ16sI")
+HEADER = struct.Struct("<8sIIQQ16sI16s32s")
 TABLE_ROW = struct.Struct("<II16s")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,7 +60,7 @@ def made_records(layout: RecordLayout, length: int, count: int, seed: int = 0) -
 
 
 def write_segment(path: Path, length: int, layout: RecordLayout, records: list[Record]) -> Path:
-    with SegmentWriter(path, length, len(records), layout) as writer:
+    with SegmentWriter(path, length, len(records), layout, SEAL) as writer:
         for record in records:
             writer.append(record.maps, record.ids, record.kind)
     return path
@@ -102,7 +102,9 @@ layouts = st.builds(
 def test_every_record_comes_back_to_the_bit_in_any_layout(layout, length, count, seed):
     records = made_records(layout, length, count, seed)
     with tempfile.TemporaryDirectory() as folder:
-        segment = Segment(write_segment(Path(folder) / "a.maps", length, layout, records), length, layout)
+        segment = Segment(
+            write_segment(Path(folder) / "a.maps", length, layout, records), length, layout, SEAL
+        )
         assert len(segment) == count
         assert segment.kinds.tolist() == [record.kind for record in records]
         for number, record in enumerate(records):
@@ -124,8 +126,9 @@ def test_file_is_header_table_and_page_aligned_records_with_layers_in_a_row(layo
     packed = layout.form is MapForm.PACKED
     size = sum(layout.stored_heads) * (length * (length + 1) // 2 if packed else length**2) * 2
     table = content[PAGE : PAGE + count * TABLE_ROW.size]
-    magic, version, held, number, record_bytes, dtype, checksum = HEADER.unpack_from(content)
-    assert (magic, version, held, number, record_bytes) == (b"ATTNMAPS", 1, length, count, size)
+    magic, version, held, number, record_bytes, dtype, checksum, database, model = HEADER.unpack_from(content)
+    assert (magic, version, held, number, record_bytes) == (b"ATTNMAPS", 2, length, count, size)
+    assert (database.hex(), model.hex()) == (SEAL.id, SEAL.fingerprint)
     assert DTYPES[dtype.rstrip(b"\0").decode()] is layout.dtype
     assert checksum == zlib.crc32(table)
     first = PAGE + pages(len(table))
@@ -137,7 +140,8 @@ def test_file_is_header_table_and_page_aligned_records_with_layers_in_a_row(layo
         assert start % PAGE == 0
         assert content[start : start + size] == maps
         assert not any(content[start + size : start + pages(size)])
-        digest = blake2b(struct.pack(f"<{len(record.ids)}q", *record.ids), digest_size=16).digest()
+        ids = struct.pack(f"<{len(record.ids)}q", *record.ids)
+        digest = blake2b(ids, digest_size=16, key=SEAL.key).digest()
         assert row == (record.kind, zlib.crc32(maps), digest)
 
 
@@ -147,11 +151,11 @@ def test_table_of_more_than_a_page_moves_the_records_on(tmp_path):
     path = write_segment(tmp_path / "a.maps", 2, layout, records)
     on_disk = np.fromfile(path, dtype=np.int16, offset=PAGE + pages(400 * TABLE_ROW.size))
     assert on_disk.reshape(400, -1)[399, :4].tobytes() == bits(records[399].maps[0])
-    assert bits(Segment(path, 2, layout).layer_maps(399, 0, 1)) == bits(records[399].maps[0])
+    assert bits(Segment(path, 2, layout, SEAL).layer_maps(399, 0, 1)) == bits(records[399].maps[0])
 
 
 def test_record_knows_its_own_tokens_and_no_others(segment_file, records):
-    segment = Segment(segment_file, LENGTH, LAYOUT)
+    segment = Segment(segment_file, LENGTH, LAYOUT, SEAL)
     known = [[segment.holds_tokens(place, record.ids) for record in records] for place in range(COUNT)]
     assert known == np.eye(COUNT, dtype=bool).tolist()
     assert not segment.holds_tokens(0, records[0].ids[::-1])
@@ -160,7 +164,7 @@ def test_record_knows_its_own_tokens_and_no_others(segment_file, records):
 @settings(deadline=None)
 @given(left=st.lists(st.integers(0, 2**31), max_size=8), right=st.lists(st.integers(0, 2**31), max_size=8))
 def test_digest_differs_exactly_where_the_tokens_do(left, right):
-    assert (token_digest(left) == token_digest(right)) == (left == right)
+    assert (SEAL.token_digest(left) == SEAL.token_digest(right)) == (left == right)
 
 
 @settings(max_examples=25, deadline=None)
@@ -172,7 +176,7 @@ def test_gather_equals_the_stacked_views(chosen, layer_heads):
     layer, heads = layer_heads
     with tempfile.TemporaryDirectory() as folder:
         path = write_segment(Path(folder) / "a.maps", LENGTH, LAYOUT, made_records(LAYOUT, LENGTH, COUNT))
-        segment = Segment(path, LENGTH, LAYOUT)
+        segment = Segment(path, LENGTH, LAYOUT, SEAL)
         gathered = segment.gather_layer_maps(torch.tensor(chosen), layer, heads)
         stacked = torch.stack([segment.layer_maps(record, layer, heads) for record in chosen])
     assert gathered.shape == stacked.shape
@@ -190,7 +194,7 @@ def mapped_offset(address: int, path: Path) -> int:
 
 
 def test_layer_maps_are_the_file_itself_mapped_into_memory(segment_file):
-    segment = Segment(segment_file, LENGTH, LAYOUT)
+    segment = Segment(segment_file, LENGTH, LAYOUT, SEAL)
     first = 2 * PAGE  # a page of header, a page of table
     for record in range(COUNT):
         for layer, heads_before in ((0, 0), (2, 2)):
@@ -201,7 +205,7 @@ def test_layer_maps_are_the_file_itself_mapped_into_memory(segment_file):
 
 def test_writing_to_a_view_never_reaches_the_file(segment_file):
     before = segment_file.read_bytes()
-    segment = Segment(segment_file, LENGTH, LAYOUT)
+    segment = Segment(segment_file, LENGTH, LAYOUT, SEAL)
     segment.layer_maps(1, 0, 2).zero_()
     del segment
     assert segment_file.read_bytes() == before
@@ -210,7 +214,7 @@ def test_writing_to_a_view_never_reaches_the_file(segment_file):
 def test_sizes_of_the_store_are_those_of_its_files(tmp_path):
     for length in (3, 5):
         write_segment(segment_path(tmp_path, length), length, LAYOUT, made_records(LAYOUT, length, length))
-    store = AttentionMapStore(tmp_path, [5, 3], LAYOUT)
+    store = AttentionMapStore(tmp_path, [5, 3], LAYOUT, SEAL)
     assert list(store.segments) == [3, 5]
     assert store.records == 8
     assert store.file_bytes == sum(path.stat().st_size for path in (tmp_path / "maps").iterdir())
@@ -228,7 +232,7 @@ def test_sizes_of_the_store_are_those_of_its_files(tmp_path):
 def test_maps_that_do_not_fit_the_layout_are_not_written(tmp_path, maps):
     with (
         pytest.raises(ValueError, match="does not fit"),
-        SegmentWriter(tmp_path / "a.maps", LENGTH, 1, LAYOUT) as writer,
+        SegmentWriter(tmp_path / "a.maps", LENGTH, 1, LAYOUT, SEAL) as writer,
     ):
         writer.append(maps, [1] * LENGTH, RecordKind.STORED)
 
@@ -237,4 +241,4 @@ def test_packed_segment_is_not_taken_for_a_square_one(tmp_path):
     packed = RecordLayout((1,), torch.float16, MapForm.PACKED)
     path = write_segment(tmp_path / "a.maps", 5, packed, made_records(packed, 5, 2))
     with pytest.raises(CorruptDatabase):
-        Segment(path, 5, RecordLayout((1,), torch.float16))
+        Segment(path, 5, RecordLayout((1,), torch.float16), SEAL)

@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from core_models import SEAL
 
-from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment, SegmentWriter, is_finished
+from attncache_core.attention_maps.segment_writer import SegmentWriter
+from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment, is_finished
 from attncache_core.errors import CorruptDatabase
 
 PAGE = 4096
-HEADER_BYTES, TABLE_ROW_BYTES = 52, 24
+HEADER_BYTES, TABLE_ROW_BYTES = 100, 24
 LAYOUT = RecordLayout((2, 0, 3), torch.bfloat16)
 LENGTH, COUNT = 7, 4
 CONTENT_BYTES = 5 * LENGTH**2 * 2  # a record fits a page
@@ -27,7 +29,7 @@ def append(writer: SegmentWriter, number: int) -> None:
 @pytest.fixture
 def segment_file(tmp_path):
     path = tmp_path / "00007.maps"
-    with SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
+    with SegmentWriter(path, LENGTH, COUNT, LAYOUT, SEAL) as writer:
         for number in range(COUNT):
             append(writer, number)
     assert path.stat().st_size == (2 + COUNT) * PAGE
@@ -76,20 +78,20 @@ def test_missing_file_is_refused(tmp_path):
 )
 def test_segment_of_another_kind_is_refused(segment_file, length, layout):
     with pytest.raises(CorruptDatabase, match=r"00007\.maps"):
-        Segment(segment_file, length, layout)
-    assert not is_finished(segment_file, length, COUNT, layout)
+        Segment(segment_file, length, layout, SEAL)
+    assert not is_finished(segment_file, length, COUNT, layout, SEAL)
 
 
 def test_segment_of_another_number_of_records_is_not_the_finished_one(segment_file):
-    assert is_finished(segment_file, LENGTH, COUNT, LAYOUT)
-    assert not is_finished(segment_file, LENGTH, COUNT + 1, LAYOUT)
+    assert is_finished(segment_file, LENGTH, COUNT, LAYOUT, SEAL)
+    assert not is_finished(segment_file, LENGTH, COUNT + 1, LAYOUT, SEAL)
 
 
 @pytest.mark.parametrize("byte", [0, CONTENT_BYTES // 2, CONTENT_BYTES - 1])
 @pytest.mark.parametrize("damaged", range(COUNT))
 def test_changed_byte_in_a_record_condemns_that_record_alone(segment_file, damaged, byte):
     flip(segment_file, 2 * PAGE + damaged * PAGE + byte)
-    segment = Segment(segment_file, LENGTH, LAYOUT)
+    segment = Segment(segment_file, LENGTH, LAYOUT, SEAL)
     for _ in range(2):  # the second answer is remembered
         assert segment.are_sound(np.arange(COUNT)).tolist() == [record != damaged for record in range(COUNT)]
 
@@ -98,7 +100,7 @@ def test_segment_whose_writing_failed_is_not_finished(tmp_path):
     path = tmp_path / "a.maps"
 
     def write() -> None:
-        with SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
+        with SegmentWriter(path, LENGTH, COUNT, LAYOUT, SEAL) as writer:
             for number in range(COUNT):
                 append(writer, number)
             raise KeyboardInterrupt
@@ -110,17 +112,20 @@ def test_segment_whose_writing_failed_is_not_finished(tmp_path):
 
 def test_segment_is_not_finished_before_its_writer_is_left(tmp_path):
     path, seen = tmp_path / "a.maps", tmp_path / "as a kill would leave it.maps"
-    with SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
+    with SegmentWriter(path, LENGTH, COUNT, LAYOUT, SEAL) as writer:
         for number in range(COUNT):
             append(writer, number)
         shutil.copyfile(path, seen)
     assert_refused(seen)
-    assert is_finished(path, LENGTH, COUNT, LAYOUT)
+    assert is_finished(path, LENGTH, COUNT, LAYOUT, SEAL)
 
 
 def test_segment_with_too_few_records_is_an_error_and_not_finished(tmp_path):
     path = tmp_path / "a.maps"
-    with pytest.raises(ValueError, match="1 of 4"), SegmentWriter(path, LENGTH, COUNT, LAYOUT) as writer:
+    with (
+        pytest.raises(ValueError, match="1 of 4"),
+        SegmentWriter(path, LENGTH, COUNT, LAYOUT, SEAL) as writer,
+    ):
         append(writer, 0)
     assert_refused(path)
 
@@ -135,5 +140,5 @@ def flip(path: Path, place: int) -> None:
 
 def assert_refused(path: Path) -> None:
     with pytest.raises(CorruptDatabase, match=path.name):
-        Segment(path, LENGTH, LAYOUT)
-    assert not is_finished(path, LENGTH, COUNT, LAYOUT)
+        Segment(path, LENGTH, LAYOUT, SEAL)
+    assert not is_finished(path, LENGTH, COUNT, LAYOUT, SEAL)

@@ -1,7 +1,10 @@
-"""A policy that a server tightened stays tight at the next start, until it is calibrated anew."""
+"""A policy that one server tightened is tight in all servers, at the next start and if the disk fails."""
 
 import json
 import shutil
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,39 +12,51 @@ import pytest
 from core_models import random_sequences
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tightening_process import POLICY, SHARED, group
 
-from attncache_core.attention_maps import tightened
 from attncache_core.attention_maps.calibration import calibrate_database
 from attncache_core.attention_maps.database import AttentionDatabase
-from attncache_core.attention_maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy
+from attncache_core.attention_maps.policy import (
+    Budget,
+    ReusePolicy,
+    Steps,
+    StrangenessLimit,
+)
+from attncache_core.attention_maps.search import Outcome
 from attncache_core.attention_maps.store import RecordKind
-from attncache_core.attention_maps.tightened import as_tightened, forget_tightened, keep_tightened
+from attncache_core.attention_maps.tightened import (
+    ServedPolicy,
+    Tightened,
+    as_tightened,
+    forget_tightened,
+)
+from attncache_core.attention_maps.verification import Band, Window, windows_of
 from attncache_core.engine import PrefillEngine
+from attncache_core.errors import CorruptDatabase
+from attncache_core.files import locked
 from attncache_core.outputs import Measure
 
-
-def group(longest: int, theta: float, searched: bool = True) -> LengthGroup:
-    return LengthGroup(
-        longest, {kind: KindPolicy(theta, (0.5, 0.9), (0.2, 0.1)) for kind in RecordKind}, searched
-    )
-
-
-POLICY = ReusePolicy(
-    Budget(Measure.COSINE, 0.9), (group(6, 0.5), group(8, 0.7, searched=False), group(9, 0.9).recorded_only())
-)
-places = st.lists(st.integers(0, len(POLICY.groups) - 1), max_size=12)
+FIRST = Window(0, Band.USUAL)
+places = st.lists(st.sampled_from([0, 1, 2, None]), max_size=12)
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=8,
 )
+same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def after(policy: ReusePolicy, steps: list[int]) -> ReusePolicy:
+def after(policy: ReusePolicy, steps: list[int | None]) -> ReusePolicy:
     for place in steps:
-        if not policy.groups[place].is_off:
+        is_off = policy.limit.is_off if place is None else policy.groups[place].is_off
+        if not is_off:
             policy = policy.tightened(place)
     return policy
+
+
+def kept(folder: Path) -> dict:
+    """What the file says of the policy."""
+    return json.loads((folder / "tightened.json").read_bytes())["policies"][POLICY.digest]
 
 
 @pytest.fixture
@@ -49,7 +64,7 @@ def folder(tiny_database, tmp_path) -> Path:
     """A database with three length groups that may be changed."""
     folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
     manifest = AttentionDatabase.open(folder).manifest
-    replace(manifest, policy=POLICY).write(folder)
+    replace(manifest, policy=replace(POLICY, limit=None)).write(folder)
     return folder
 
 
@@ -59,143 +74,414 @@ def engine_of(checkpoint, folder, **overrides) -> PrefillEngine:
     )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def tighten(engine: PrefillEngine, *places: int | None) -> None:
+    for place in places:
+        engine.tighten(place)
+        engine.keep_verified({})
+
+
+# What is merged.
+
+
+def found(steps: Steps, fidelity: float, hits: int = 3) -> Tightened:
+    """So many hits of one fidelity in every window."""
+    return Tightened(steps, tuple((window, (fidelity,) * hits) for window in windows_of(steps)))
+
+
+steps = st.builds(Steps, st.tuples(*[st.integers(0, 3)] * 3), st.integers(0, 3))
+
+
+@given(first=steps, second=steps)
+def test_merged_is_the_tighter_of_both_and_holds_only_hits_of_windows_as_tight(first, second):
+    merged = found(first, 0.1).merged(found(second, 0.2))
+    assert merged.steps.groups == tuple(map(max, first.groups, second.groups))
+    assert merged.steps.limit == max(first.limit, second.limit)
+    windows = dict(merged.windows)
+    for window in windows_of(merged.steps):
+        own = merged.steps.groups[window.place], merged.steps.limit
+        expected = []
+        for side, fidelity in ((first, 0.1), (second, 0.2)):
+            # Usual texts know nothing of the limit.
+            as_tight = side.groups[window.place] == own[0]
+            if as_tight and (window.band is Band.USUAL or side.limit == own[1]):
+                expected += [fidelity] * 3
+        assert list(windows.pop(window, ())) == expected
+    assert not windows
+
+
+def test_window_holds_the_last_200_hits_of_all_servers():
+    none = Steps((0, 0, 0), 0)
+    merged = found(none, 0.1, hits=150).merged(found(none, 0.2, hits=80))
+    assert dict(merged.windows)[FIRST] == (0.1,) * 120 + (0.2,) * 80
+
+
+# What is kept.
+
+
+@settings(same_folder, max_examples=30)
 @given(steps=places)
 def test_what_was_kept_comes_back(tmp_path, steps):
+    forget_tightened(tmp_path)
     policy = after(POLICY, steps)
-    keep_tightened(tmp_path, POLICY, policy)
-    assert as_tightened(tmp_path, POLICY) == policy
+    served = ServedPolicy(tmp_path, POLICY)
+    for place, count in enumerate([*policy.steps.groups, policy.steps.limit]):
+        for _ in range(count):
+            served.tighten(place if place < 3 else None)
+    served.keep({})
+    assert as_tightened(tmp_path, POLICY) == ServedPolicy(tmp_path, POLICY).policy == served.policy == policy
 
 
 def test_nothing_kept_is_the_calibrated_policy(tmp_path):
     assert as_tightened(tmp_path, POLICY) == POLICY
 
 
+def test_hits_are_kept_over_a_restart_and_added_to(tmp_path):
+    assert ServedPolicy(tmp_path, POLICY).keep({FIRST: [0.25, float("nan")]})
+    again = ServedPolicy(tmp_path, POLICY).keep({FIRST: [0.5]})
+    assert str(dict(again.windows)[FIRST]) == "(0.25, nan, 0.5)"
+
+
+def test_after_a_tightening_its_windows_start_anew_for_every_server(tmp_path):
+    first, second = (ServedPolicy(tmp_path, POLICY) for _ in range(2))
+    unusual, other = replace(FIRST, band=Band.UNUSUAL), Window(1, Band.USUAL)
+    first.keep({FIRST: [0.1], unusual: [0.2], other: [0.3]})
+    first.tighten(0)
+    first.keep({})
+    # The second server has not heard of it when it verifies these.
+    known = second.keep({FIRST: [0.4], unusual: [0.5], other: [0.6]})
+    assert dict(known.windows) == {other: (0.3, 0.6)}
+    assert second.policy == first.policy
+    third = second.keep({replace(FIRST, steps=1): [0.7]})
+    assert dict(third.windows) == {other: (0.3, 0.6), replace(FIRST, steps=1): (0.7,)}
+
+
+def test_what_is_kept_is_numbers_only(tmp_path):
+    served = ServedPolicy(tmp_path, POLICY)
+    for place in (0, 2, None, 0):
+        served.tighten(place)
+    served.keep({replace(FIRST, steps=2): [0.5, 1.0]})
+    content = json.loads((tmp_path / "tightened.json").read_bytes())
+    assert content == {
+        "format_version": 1,
+        "policies": {
+            POLICY.digest: {
+                "steps": {"groups": [2, 0, 1], "limit": 1},
+                "windows": [[{"place": 0, "band": "usual", "steps": 2, "limit_steps": 0}, [0.5, 1.0]]],
+            }
+        },
+    }
+
+
+def test_another_policy_starts_empty_and_overwrites_nothing(tmp_path):
+    """A server may still run with the policy that held before the database was calibrated again."""
+    served = ServedPolicy(tmp_path, POLICY)
+    served.tighten(0)
+    served.keep({Window(1, Band.USUAL): [0.5]})
+    for other in (
+        replace(POLICY, groups=POLICY.groups[1:]),
+        replace(POLICY, budget=Budget(Measure.COSINE, 0.91)),
+        replace(POLICY, groups=(group(6, 0.51), *POLICY.groups[1:])),
+        replace(POLICY, limit=StrangenessLimit(0.03, 0.02)),
+    ):
+        newer = ServedPolicy(tmp_path, other)
+        assert newer.policy == other
+        newer.tighten(1)
+        assert newer.keep({}).windows == ()
+        assert as_tightened(tmp_path, other) == other.tightened(1)
+    assert as_tightened(tmp_path, POLICY) == POLICY.tightened(0)
+    assert kept(tmp_path)["windows"]
+
+
+def test_policy_that_keeps_no_budget_keeps_nothing_and_needs_no_file(tmp_path):
+    (tmp_path / "tightened.json").mkdir()
+    served = ServedPolicy(tmp_path, POLICY.with_threshold(0.3))
+    served.tighten(0)
+    assert served.keep({FIRST: [0.0]}) is None
+    assert served.policy == POLICY.with_threshold(0.3).tightened(0)
+    assert served.reuse_off == []
+
+
+def test_forgetting_what_was_never_kept_is_no_error(tmp_path):
+    forget_tightened(tmp_path)
+    served = ServedPolicy(tmp_path, POLICY)
+    served.tighten(0)
+    served.keep({})
+    forget_tightened(tmp_path)
+    assert as_tightened(tmp_path, POLICY) == POLICY
+
+
+# Several servers.
+
+
+def process(act: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+    script = Path(__file__).with_name("tightening_process.py")
+    return subprocess.Popen(
+        [sys.executable, script, act, folder, *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_processes_that_tighten_at_once_lose_no_step_and_no_hit(tmp_path):
+    both = [process("tighten_beside_another", tmp_path, number) for number in "01"]
+    assert [each.communicate()[1] for each in both] == ["", ""]
+    served = ServedPolicy(tmp_path, POLICY)
+    assert served.policy.steps == Steps((5, 0, 0), 5)
+    assert sorted(dict(served.keep({}).windows)[SHARED]) == [0.0] * 100 + [0.1] * 100
+
+
+def test_what_one_engine_tightened_reaches_the_other(tiny_checkpoint, folder):
+    first, second = (engine_of(tiny_checkpoint, folder) for _ in range(2))
+    first.tighten(0)
+    second.tighten(1)
+    for engine in (first, second, first):
+        engine.keep_verified({})
+    assert first.policy == second.policy == after(replace(POLICY, limit=None), [0, 1])
+
+
+def test_engine_does_not_wait_for_a_lock_that_is_held_and_keeps_it_later(tiny_checkpoint, folder):
+    engine = engine_of(tiny_checkpoint, folder)
+    with locked(folder / "tightened.json", on_wait=pytest.fail):
+        engine.tighten(0)
+        assert engine.keep_verified({FIRST: [0.5]}) is None
+        assert engine.policy.steps.groups == (1, 0, 0)
+    assert engine.reuse_off == []
+    assert not (folder / "tightened.json").exists()
+    assert engine.keep_verified({}).steps.groups == (1, 0, 0)
+
+
+# The next start.
+
+
 def test_engine_that_was_tightened_is_tight_at_the_next_start(tiny_checkpoint, folder):
     engine = engine_of(tiny_checkpoint, folder)
-    for place in (0, 2, 0):
-        engine.tighten(place)
+    tighten(engine, 0, 2, 0)
     policy = engine_of(tiny_checkpoint, folder).policy
-    assert policy == engine.policy == after(POLICY, [0, 2, 0])
+    assert policy == engine.policy == after(replace(POLICY, limit=None), [0, 2, 0])
     assert [each.tightened for each in policy.groups] == [2, 0, 1]
 
 
 def test_tightening_goes_on_from_where_it_was(tiny_checkpoint, folder):
     for _ in range(3):
-        engine_of(tiny_checkpoint, folder).tighten(0)
-    assert engine_of(tiny_checkpoint, folder).policy == after(POLICY, [0, 0, 0])
+        tighten(engine_of(tiny_checkpoint, folder), 0)
+    assert engine_of(tiny_checkpoint, folder).policy.steps.groups == (3, 0, 0)
 
 
 def test_manifest_keeps_what_calibration_found(tiny_checkpoint, folder):
     before = (folder / "manifest.json").read_bytes()
-    engine_of(tiny_checkpoint, folder).tighten(0)
+    tighten(engine_of(tiny_checkpoint, folder), 0)
     assert (folder / "manifest.json").read_bytes() == before
-    assert AttentionDatabase.open(folder).manifest.policy == POLICY
 
 
 def test_group_that_was_switched_off_stays_off(tiny_checkpoint, folder):
-    engine = engine_of(tiny_checkpoint, folder)
-    for _ in range(6):
-        engine.tighten(0)
+    tighten(engine_of(tiny_checkpoint, folder), *[0] * 6)
     assert engine_of(tiny_checkpoint, folder).policy.groups[0].is_off
+
+
+def test_with_a_search_everywhere_the_policy_is_as_tight_as_without_and_the_other_way_round(
+    tiny_checkpoint, folder
+):
+    """To start a search is a step of its own, so that the steps mean the same."""
+    searching = engine_of(tiny_checkpoint, folder)
+    searching.search_always()
+    # That it was told to search is no step for other servers, but what it finds out is.
+    window = replace(SHARED, steps=1)
+    assert searching.keep_verified({window: [0.5]}).steps == Steps((0, 0, 0), 0)
+    assert engine_of(tiny_checkpoint, folder).policy == replace(POLICY, limit=None)
+    assert dict(searching.keep_verified({}).windows) == {window: (0.5,)}
+    tighten(searching, 1, 0)
+    plain = engine_of(tiny_checkpoint, folder)
+    assert plain.policy.groups[:2] == searching.policy.groups[:2]
+    assert plain.policy.groups[1].kinds[RecordKind.STORED].threshold == 0.85
+    tighten(plain, 0)
+    again = engine_of(tiny_checkpoint, folder)
+    again.search_always()
+    assert again.policy.groups[:2] == plain.policy.groups[:2]
+    assert again.policy.groups[2].searched
 
 
 @pytest.mark.parametrize("overrides", [{"threshold": 0.3}, {"threshold": 0.3, "heads": "all"}])
 def test_operators_own_threshold_knows_nothing_of_it(tiny_checkpoint, folder, overrides):
-    engine_of(tiny_checkpoint, folder).tighten(0)
-    policy = AttentionDatabase.open(folder, **overrides).search.policy
-    assert policy == POLICY.with_threshold(0.3)
-    assert {each.tightened for each in policy.groups} == {0}
+    tighten(engine_of(tiny_checkpoint, folder), 0)
+    policy = engine_of(tiny_checkpoint, folder, **overrides).policy
+    assert policy == replace(POLICY, limit=None).with_threshold(0.3)
+    assert policy.steps.groups == (0, 0, 0)
 
 
 def test_operators_own_heads_keep_no_budget_and_are_not_tightened(tiny_checkpoint, folder):
-    engine_of(tiny_checkpoint, folder).tighten(1)
-    assert AttentionDatabase.open(folder, heads="3").search.policy == POLICY.without_budget()
-
-
-def test_another_policy_is_not_tightened_by_what_was_kept_for_this_one(tmp_path):
-    keep_tightened(tmp_path, POLICY, after(POLICY, [0, 1]))
-    for other in (
-        replace(POLICY, groups=POLICY.groups[1:]),
-        replace(POLICY, budget=Budget(Measure.COSINE, 0.91)),
-        replace(POLICY, groups=(group(6, 0.51), *POLICY.groups[1:])),
-    ):
-        assert as_tightened(tmp_path, other) == other
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.one_of(st.binary(max_size=60), anything.map(lambda value: json.dumps(value).encode())))
-def test_file_that_is_none_changes_nothing(tmp_path, content):
-    (tmp_path / "tightened.json").write_bytes(content)
-    assert as_tightened(tmp_path, POLICY) == POLICY
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.one_of(anything, st.lists(st.integers(), max_size=5)))
-def test_damaged_steps_never_loosen_and_never_fail(tmp_path, steps):
-    content = {"policy": tightened._digest(POLICY), "steps": steps}
-    (tmp_path / "tightened.json").write_text(json.dumps(content), encoding="utf-8")
-    found = as_tightened(tmp_path, POLICY)
-    assert len(found.groups) == len(POLICY.groups)
-    for own, calibrated in zip(found.groups, POLICY.groups, strict=True):
-        assert own.tightened <= 6
-        for kind, of_kind in own.kinds.items():
-            assert of_kind.threshold >= calibrated.kinds[kind].threshold
-
-
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000])
-def test_file_of_endless_brackets_changes_nothing(tmp_path, content):
-    (tmp_path / "tightened.json").write_bytes(content)
-    assert as_tightened(tmp_path, POLICY) == POLICY
-
-
-def test_folder_in_the_place_of_the_file_changes_nothing(tmp_path):
-    (tmp_path / "tightened.json").mkdir()
-    assert as_tightened(tmp_path, POLICY) == POLICY
-
-
-def test_forgetting_what_was_never_kept_is_no_error(tmp_path):
-    forget_tightened(tmp_path)
-    keep_tightened(tmp_path, POLICY, after(POLICY, [0]))
-    forget_tightened(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert as_tightened(tmp_path, POLICY) == POLICY
+    tighten(engine_of(tiny_checkpoint, folder), 1)
+    policy = engine_of(tiny_checkpoint, folder, heads="3").policy
+    assert policy == replace(POLICY, limit=None).without_budget()
 
 
 @pytest.mark.usefixtures("fixed_costs")
 def test_calibration_begins_anew(tiny_checkpoint, tiny_engine, folder):
-    engine_of(tiny_checkpoint, folder).tighten(0)
-    assert (folder / "tightened.json").exists()
+    tighten(engine_of(tiny_checkpoint, folder), 0)
     sequences = random_sequences([5, 6, 7, 8, 9, 10] * 6, seed=71)
-    calibrate_database(tiny_engine, AttentionDatabase.open(folder), sequences, Budget(Measure.COSINE, 0.5))
+    calibrate_database(
+        tiny_engine, AttentionDatabase.open(folder), sequences, (), Budget(Measure.COSINE, 0.5)
+    )
     assert not (folder / "tightened.json").exists()
-    database = AttentionDatabase.open(folder)
-    assert database.search.policy == database.manifest.policy
-    assert {each.tightened for each in database.search.policy.groups} == {0}
-
-
-def test_folder_that_cannot_be_written_to_is_no_error(tiny_checkpoint, folder, monkeypatch):
-    """Permissions would not stop an administrator, so that the refusal is the system's own."""
-
-    def refuse(path, _):
-        raise OSError(30, "Read-only file system", str(path))
-
-    monkeypatch.setattr(tightened, "write_whole", refuse)
     engine = engine_of(tiny_checkpoint, folder)
-    engine.tighten(0)
-    assert engine.policy == after(POLICY, [0])
-    assert engine_of(tiny_checkpoint, folder).policy == POLICY
+    assert engine.policy == engine.database.manifest.policy
+    assert set(engine.policy.steps.groups) == {0}
 
 
-def test_folder_that_is_gone_is_no_error(tiny_checkpoint, folder):
+# What cannot be read.
+
+
+def directory(path: Path) -> None:
+    path.mkdir()
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x00garbage")
+
+
+UNREADABLE = [directory, garbage]
+
+
+def is_never_looser(served: ServedPolicy) -> bool:
+    if served.reuse_off:
+        return all(each.is_off for each in served.policy.groups)
+    return all(
+        of_kind.threshold >= calibrated.kinds[kind].threshold
+        for own, calibrated in zip(served.policy.groups, POLICY.groups, strict=True)
+        for kind, of_kind in own.kinds.items()
+    )
+
+
+def is_refused(folder: Path, content: bytes) -> bool:
+    """Whether nothing is reused with this content, and the content stays as it is."""
+    (folder / "tightened.json").write_bytes(content)
+    served = ServedPolicy(folder, POLICY)
+    assert is_never_looser(served)
+    if served.reuse_off:
+        assert served.keep({FIRST: [1.0]}) is None
+        assert (folder / "tightened.json").read_bytes() == content
+    return bool(served.reuse_off)
+
+
+@same_folder
+@given(st.one_of(st.binary(max_size=60), anything.map(lambda value: json.dumps(value).encode())))
+def test_with_a_file_that_is_none_nothing_is_reused(tmp_path, content):
+    assert is_refused(tmp_path, content)
+
+
+@same_folder
+@given(steps=st.one_of(anything, st.lists(st.integers(), max_size=5)), windows=anything)
+def test_damaged_steps_never_loosen_and_never_fail(tmp_path, steps, windows):
+    for own in ({"groups": steps, "limit": 0}, {"groups": [1, 1, 1], "limit": steps}, steps):
+        policies = {POLICY.digest: {"steps": own, "windows": windows}}
+        is_refused(tmp_path, json.dumps({"format_version": 1, "policies": policies}).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": {"groups": [1, 1], "limit": 0}},
+        {"steps": {"groups": [1, 1, -1], "limit": 0}},
+        {"steps": {"groups": [1, 1, 1]}},
+        {"windows": [[{"place": 0, "band": "usual"}, [1.5]]]},
+        {"windows": [[{"place": 0, "band": "usual"}, [float("inf")]]]},
+        {"windows": [[{"place": 0, "band": "other"}, [1.0]]]},
+        {"more": 1},
+    ],
+)
+def test_damaged_content_is_refused(tmp_path, change):
+    sound = {"steps": {"groups": [1, 1, 1], "limit": 0}, "windows": []}
+    for content, refused in ((sound, False), (sound | change, True)):
+        policies = {POLICY.digest: content}
+        assert refused == is_refused(
+            tmp_path, json.dumps({"format_version": 1, "policies": policies}).encode()
+        )
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000])
+def test_file_of_endless_brackets_is_refused(tmp_path, content):
+    assert is_refused(tmp_path, content)
+
+
+def test_another_format_version_is_refused(tmp_path):
+    assert is_refused(tmp_path, b'{"format_version": 2, "policies": {}}')
+    assert is_refused(tmp_path, b'{"policies": {}}')
+    assert not is_refused(tmp_path, b'{"format_version": 1, "policies": {}}')
+
+
+@pytest.mark.parametrize("spoil", UNREADABLE)
+def test_engine_reuses_nothing_and_says_why(tiny_checkpoint, tiny_corpus, folder, caplog, spoil):
+    engine = engine_of(tiny_checkpoint, folder)
+    recorded = engine.tokenize([sentence.text for sentence in tiny_corpus[::80]])
+    assert engine.run(recorded, [True] * 3).outcomes == (Outcome.HIT,) * 3
+    assert engine.info()["reuse_off"] == []
+    spoil(folder / "tightened.json")
+    engine = engine_of(tiny_checkpoint, folder)
+    (reason,) = engine.info()["reuse_off"]
+    assert reason.startswith("tightened.json cannot be read (")
+    assert f"attention maps are not reused: {reason}" in caplog.text
+    assert engine.run(recorded, [True] * 3).outcomes == (Outcome.NOT_SEARCHED,) * 3
+    engine.search_always()
+    assert all(each.is_off for each in engine.policy.groups)
+
+
+@pytest.mark.parametrize("spoil", UNREADABLE)
+def test_file_that_is_spoiled_while_serving_ends_reuse(tiny_checkpoint, folder, spoil):
+    engine = engine_of(tiny_checkpoint, folder)
+    engine.keep_verified({})
+    (folder / "tightened.json").unlink()
+    spoil(folder / "tightened.json")
+    assert engine.keep_verified({FIRST: [1.0]}) is None
+    assert engine.reuse_off
+    assert all(each.is_off for each in engine.policy.groups)
+
+
+def test_unreadable_file_is_no_hindrance_to_whoever_looks_into_the_database(folder):
+    garbage(folder / "tightened.json")
+    database = AttentionDatabase.open(folder)
+    assert database.verify() == []
+    with pytest.raises(CorruptDatabase, match="calibrate the database again"):
+        as_tightened(folder, database.manifest.policy)
+
+
+# What cannot be written.
+
+
+def test_folder_that_is_gone_ends_reuse_and_is_not_made_again(tiny_checkpoint, folder):
     engine = engine_of(tiny_checkpoint, folder)
     shutil.rmtree(folder)
-    engine.tighten(0)
-    assert engine.policy == after(POLICY, [0])
+    tighten(engine, 0)
+    assert not folder.exists()
+    assert engine.reuse_off == [
+        "tightened.json cannot be written (No such file or directory), so nothing would remember that the "
+        "policy was found too loose; make the database's folder writable and start again"
+    ]
+    assert all(each.is_off for each in engine.policy.groups)
 
 
-def test_what_is_kept_is_the_policys_digest_and_a_number_for_each_group(tmp_path):
-    keep_tightened(tmp_path, POLICY, after(POLICY, [0, 2, 0]))
-    content = json.loads((tmp_path / "tightened.json").read_bytes())
-    assert content["steps"] == [2, 0, 1]
-    assert set(content) == {"policy", "steps"}
+def test_reuse_stays_off_until_the_next_start(tiny_checkpoint, folder):
+    engine = engine_of(tiny_checkpoint, folder)
+    (folder / ".tightened.json.lock").mkdir()
+    assert engine.keep_verified({}) is None
+    (folder / ".tightened.json.lock").rmdir()
+    assert engine.keep_verified({}) is None
+    assert len(engine.reuse_off) == 1
+    again = engine_of(tiny_checkpoint, folder)
+    assert again.keep_verified({}) is not None
+    assert again.reuse_off == []
+
+
+@pytest.mark.parametrize(
+    ("act", "mode", "reason"),
+    [("fill_the_disk", 0o755, "File too large"), ("lack_permission", 0o555, "Permission denied")],
+)
+def test_step_that_cannot_be_written_ends_reuse(act, mode, reason):
+    # Not in tmp_path, which others than its owner cannot reach.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(mode)
+        told, _ = process(act, folder).communicate()
+        assert f"tightened.json cannot be written ({reason})" in told
+        # What was kept before is whole.
+        assert as_tightened(folder, POLICY) == POLICY
+        folder.chmod(0o755)

@@ -1,71 +1,237 @@
-"""A length group is found below the budget exactly when the mean of its last verified hits is."""
+"""A window of verified hits fails the budget exactly when its mean is too low or too many are harmed."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
-from attncache_core.attention_maps.verification import Shortfall, VerifiedHits
+from attncache_core.attention_maps.policy import (
+    Budget,
+    KindPolicy,
+    LengthGroup,
+    ReusePolicy,
+    Steps,
+    StrangenessLimit,
+)
+from attncache_core.attention_maps.store import RecordKind
+from attncache_core.attention_maps.verification import (
+    Band,
+    Shortfall,
+    VerifiedHits,
+    Window,
+    find_shortfall,
+    window_of,
+    windows_of,
+)
+from attncache_core.outputs import Measure
 
-LEAST = 0.985
-GROUPS = 3
+MEAN = Budget(Measure.COSINE, 0.985)  # and no floor
+FLOOR = Budget(Measure.COSINE, 0.5, floor=0.95)
+DECISIONS = Budget(Measure.AGREEMENT, 0.98)
+NONE = Budget(Measure.COSINE, 0.0)
+
+FIRST, SECOND = (Window(place, Band.USUAL) for place in range(2))
 
 # Eighths sum exactly, so that the oracle's mean is the very same number.
-fidelities = st.integers(0, 8).map(lambda eighths: eighths / 8)
-runs = st.tuples(st.integers(0, GROUPS - 1), st.lists(fidelities, max_size=70))
+eighths = st.integers(0, 8).map(lambda count: count / 8)
+runs = st.tuples(st.sampled_from([FIRST, SECOND]), st.lists(eighths, max_size=70))
 
 
-@given(runs=st.lists(runs, max_size=20), least=fidelities)
+def without_floor(least: float) -> Budget:
+    return Budget(Measure.COSINE, least)
+
+
+# What the fidelities of one window say.
+
+
+@given(values=st.lists(eighths, min_size=1, max_size=200), least=eighths.filter(bool))
+def test_mean_of_fifty_and_more_must_be_the_budgets(values, least):
+    failed = find_shortfall(values, without_floor(least)) is not None
+    assert failed == (len(values) >= 50 and np.mean(values) < least)
+
+
+@given(hits=st.integers(1, 200), harmed=st.integers(0, 200), random=st.randoms())
+def test_floor_fails_exactly_where_more_than_one_in_a_hundred_are_harmed_with_confidence(
+    hits, harmed, random
+):
+    harmed = min(hits, harmed)
+    values = [0.94] * harmed + [1.0] * (hits - harmed)
+    random.shuffle(values)
+    exact = binomtest(harmed, hits, alternative="greater").proportion_ci(0.95, method="exact")
+    failed = harmed >= 2 and exact.low > 0.01
+    assert find_shortfall(values, FLOOR) == (
+        Shortfall(hits, pytest.approx(np.mean(values)), harmed) if failed else None
+    )
+
+
+def test_one_harmed_hit_is_no_share_however_few_there_are():
+    assert find_shortfall([0.1], FLOOR) is None
+    assert find_shortfall([0.1, 1.0, 0.1], FLOOR) is not None
+
+
+def test_floor_is_noticed_though_the_mean_is_fine():
+    values = [0.999] * 190 + [0.9] * 10
+    assert np.mean(values) > 0.985
+    assert find_shortfall(values, MEAN) is None
+    assert find_shortfall(values, replace(MEAN, floor=0.95)) is not None
+
+
+def test_decisions_have_no_floor_beside_their_mean():
+    assert find_shortfall([1.0] * 40 + [0.0] * 9, DECISIONS) is None
+    assert find_shortfall([1.0] * 49 + [0.0] * 1, DECISIONS) is None
+    assert find_shortfall([1.0] * 48 + [0.0] * 2, DECISIONS) is not None
+
+
+@pytest.mark.parametrize("budget", [MEAN, FLOOR])
+def test_result_that_is_no_number_is_too_low_and_harmed(budget):
+    assert find_shortfall([1.0] * 58 + [math.nan] * 2, budget) is not None
+
+
+@given(values=st.lists(st.one_of(st.just(math.nan), st.floats(-1, 1)), min_size=1, max_size=200))
+def test_budget_that_keeps_nothing_is_always_kept(values):
+    assert find_shortfall(values, NONE) is None
+
+
+def test_reason_names_what_failed():
+    assert Shortfall(52, 0.979, 3).reason(MEAN) == (
+        "mean cosine 0.9790 of the last 52 verified hits is below the budget 0.9850"
+    )
+    assert Shortfall(20, 0.979, 3).reason(replace(MEAN, floor=0.95)) == (
+        "3 of the last 20 verified hits are below cosine 0.9500, and the budget allows 1%"
+    )
+
+
+# Windows in time.
+
+
+@given(runs=st.lists(runs, max_size=20), least=eighths.filter(bool))
 def test_shortfall_comes_exactly_when_the_last_200_since_the_one_before_are_too_low(runs, least):
-    verified = VerifiedHits(GROUPS, least)
-    since = [[] for _ in range(GROUPS)]  # all hits of a group since its last shortfall: the oracle
-    for place, values in runs:
-        since[place] += values
-        last = since[place][-200:]
-        expected = None
-        if len(last) >= 50 and np.mean(last) < least:
-            expected = Shortfall(np.mean(last), len(last))
-            since[place] = []
-        assert verified.note(place, values) == expected
-
-
-@given(count=st.integers(0, 49), value=fidelities)
-def test_fewer_than_fifty_say_nothing(count, value):
-    assert VerifiedHits(1, least=2.0).note(0, [value] * count) is None
+    verified = VerifiedHits(without_floor(least))
+    since = {FIRST: [], SECOND: []}  # all hits of a window since its last shortfall: the oracle
+    for window, values in runs:
+        since[window] += values
+        last = since[window][-200:]
+        expected = len(last) >= 50 and np.mean(last) < least
+        found = verified.note(window, values)
+        assert (found is not None) == expected
+        if found:
+            assert (found.hits, found.mean) == (len(last), np.mean(last))
+            since[window] = []
 
 
 def test_fifty_bad_ones_are_enough_whether_they_come_together_or_singly():
-    together, singly = VerifiedHits(1, LEAST), VerifiedHits(1, LEAST)
-    assert together.note(0, [0.5] * 50) == Shortfall(0.5, 50)
-    assert [singly.note(0, [0.5]) for _ in range(50)] == [None] * 49 + [Shortfall(0.5, 50)]
+    together, singly = VerifiedHits(MEAN), VerifiedHits(MEAN)
+    assert together.note(FIRST, [0.5] * 50) == Shortfall(50, 0.5, 0)
+    assert [singly.note(FIRST, [0.5]) for _ in range(50)] == [None] * 49 + [Shortfall(50, 0.5, 0)]
 
 
 def test_hits_older_than_the_window_are_forgotten():
-    verified = VerifiedHits(1, LEAST)
-    assert verified.note(0, [1.0] * 1000) is None
+    verified = VerifiedHits(MEAN)
+    assert verified.note(FIRST, [1.0] * 1000) is None
     # 200 hits of which n have 0.9 fall below when n * 0.1 / 200 > 0.015.
-    found = [verified.note(0, [0.9]) for _ in range(31)]
+    found = [verified.note(FIRST, [0.9]) for _ in range(31)]
     assert found[:30] == [None] * 30
-    assert found[30] == Shortfall(pytest.approx(0.9845), 200)
+    assert found[30] == Shortfall(200, pytest.approx(0.9845), 0)
 
 
-def test_groups_are_apart():
-    verified = VerifiedHits(2, LEAST)
-    assert verified.note(0, [0.5] * 49) is None
-    assert verified.note(1, [0.5] * 49) is None
-    assert verified.note(1, [1.0] * 2000) is None
-    assert verified.note(0, [0.5]) == Shortfall(0.5, 50)
+@pytest.mark.parametrize("other", [SECOND, replace(FIRST, band=Band.UNUSUAL), replace(FIRST, steps=1)])
+def test_windows_are_apart(other):
+    verified = VerifiedHits(MEAN)
+    assert verified.note(FIRST, [0.5] * 49) is None
+    assert verified.note(other, [0.5] * 49) is None
+    assert verified.note(other, [1.0] * 2000) is None
+    assert verified.note(FIRST, [0.5]) == Shortfall(50, 0.5, 0)
+
+
+def test_many_good_usual_hits_hide_no_bad_unusual_ones():
+    together = [0.999] * 180 + [0.9] * 20
+    assert np.mean(together) > 0.985
+    verified = VerifiedHits(replace(MEAN, floor=0.89))
+    assert verified.note(FIRST, together) is None
+    verified = VerifiedHits(replace(MEAN, floor=0.95))
+    assert verified.note(FIRST, [0.999] * 180) is None
+    assert verified.note(replace(FIRST, band=Band.UNUSUAL), [0.9] * 20) is not None
 
 
 def test_window_starts_anew_after_a_shortfall():
-    verified = VerifiedHits(1, LEAST)
-    assert verified.note(0, [0.5] * 50) is not None
-    assert verified.note(0, [1.0] * 50) is None
+    verified = VerifiedHits(MEAN)
+    assert verified.note(FIRST, [0.5] * 50) is not None
+    assert verified.new == {}
+    assert verified.note(FIRST, [1.0] * 50) is None
 
 
-def test_result_that_is_no_number_is_too_low():
-    shortfall = VerifiedHits(1, LEAST).note(0, [1.0] * 60 + [math.nan])
-    assert shortfall is not None
-    assert math.isnan(shortfall.mean)
+def test_hits_of_other_servers_and_earlier_ones_count_too():
+    verified = VerifiedHits(MEAN)
+    assert verified.note(FIRST, [0.5] * 10) is None
+    assert list(verified.new[FIRST]) == [0.5] * 10
+    verified.take_over({FIRST: [0.5] * 49})
+    assert verified.new == {}
+    assert verified.note(FIRST, [0.5]) == Shortfall(50, 0.5, 0)
+
+
+def test_what_rounding_takes_beyond_1_counts_as_1():
+    verified = VerifiedHits(MEAN)
+    verified.note(FIRST, [1.0000001, math.nan, -1.0000001])
+    first, second, third = verified.new[FIRST]
+    assert (first, third) == (1.0, -1.0)
+    assert math.isnan(second)
+
+
+# Which window a hit counts in.
+
+GROUP = {kind: KindPolicy(0.5) for kind in RecordKind}
+POLICY = ReusePolicy(
+    Budget(Measure.COSINE, 0.9),
+    (LengthGroup(6, GROUP), LengthGroup(9, GROUP)),
+    StrangenessLimit(strangest=0.04, usual=0.02),
+)
+
+
+@pytest.mark.parametrize(
+    ("length", "strangeness", "window"),
+    [
+        (6, 0.02, Window(0, Band.USUAL)),
+        (6, 0.021, Window(0, Band.UNUSUAL)),
+        (7, 0.0, Window(1, Band.USUAL)),
+        (30, 0.04, Window(1, Band.UNUSUAL)),
+        (7, math.nan, Window(1, Band.USUAL)),
+    ],
+)
+def test_hit_counts_by_its_length_and_by_whether_it_is_stranger_than_the_median(length, strangeness, window):
+    assert window_of(POLICY, length, strangeness) == window
+
+
+def test_without_a_limit_every_text_is_usual():
+    assert window_of(replace(POLICY, limit=None), 7, 5.0) == Window(1, Band.USUAL)
+
+
+@given(steps=st.lists(st.sampled_from([0, 1, None]), max_size=8), length=st.sampled_from([5, 8]))
+def test_window_is_named_by_the_steps_that_decide_which_hits_are_in_it(steps, length):
+    policy = POLICY
+    for place in steps:
+        policy = policy.tightened(place)
+    group = 0 if length == 5 else 1
+    own, limit = steps.count(group), steps.count(None)
+    usual, unusual = (window_of(policy, length, strangeness) for strangeness in (0.01, 0.03))
+    assert usual == Window(group, Band.USUAL, own)
+    assert unusual == Window(group, Band.UNUSUAL, own, limit)
+    windows = windows_of(policy.steps)
+    assert len(windows) == len(set(windows)) == 4
+    assert {usual, unusual} < set(windows)
+
+
+@given(steps=st.lists(st.sampled_from([0, 1, None]), max_size=8))
+def test_policy_is_tightened_to_the_steps_that_it_took(steps):
+    policy = POLICY
+    for place in steps:
+        policy = policy.tightened(place)
+    assert policy.steps == Steps((steps.count(0), steps.count(1)), steps.count(None))
+    again = POLICY.tightened_to(policy.steps)
+    # Beyond what switches a group off, there is nothing left to tighten.
+    assert [group.kinds for group in again.groups] == [group.kinds for group in policy.groups]
+    assert again.limit is not None
+    assert again.limit.strangest == policy.limit.strangest

@@ -2,18 +2,7 @@
 
 import pytest
 
-from attncache_core import engine
 from attncache_core.attention_maps.builder import BuildOptions, build_database
-from attncache_core.attention_maps.cost import CostModel
-
-
-@pytest.fixture(scope="module")
-def reuse_pays():
-    """Whether reuse pays depends on the machine; here a hit saves 10 µs a token and a search is free."""
-    costs = CostModel(lengths=(1, 99), search=(0.0, 0.0), fetch=(0.0, 0.0), compute=(10.0, 990.0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "cost_model", lambda *_: costs)
-        yield
 
 
 @pytest.fixture(scope="session")

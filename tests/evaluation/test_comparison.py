@@ -44,6 +44,7 @@ class Fake:
         seconds = self.seconds[0] * share
         return PrefillResult(
             outputs=self.outputs[places],
+            finite=np.isfinite(self.outputs[places]).all(axis=1),
             outcomes=tuple(self.outcomes[place] for place in places),
             similarities=self.similarities[places],
             tokens=len(places),

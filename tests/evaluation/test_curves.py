@@ -74,8 +74,8 @@ def rank(database):
     return np.array(database.manifest.rank)
 
 
-def saved_per_head(lengths: np.ndarray) -> np.ndarray:
-    return lengths / 10
+def saved_per_hit(lengths: np.ndarray, heads: int) -> np.ndarray:
+    return lengths * heads / 10
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def curves(tiny_engine, database, probes, rank, told):
         rank,
         database.mask,
         tiny_engine.judge(Measure.COSINE),
-        saved_per_head,
+        saved_per_hit,
         FULL_MICROSECONDS,
         lambda *step: told.append(step),
     )
@@ -313,7 +313,7 @@ def test_without_prototypes_their_families_are_left_out(tiny_engine, tiny_databa
         np.array(database.manifest.rank),
         database.mask,
         tiny_engine.judge(Measure.COSINE),
-        saved_per_head,
+        saved_per_hit,
         FULL_MICROSECONDS,
     )
     families = {point.family for point in found.points}

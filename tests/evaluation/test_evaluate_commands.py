@@ -23,8 +23,6 @@ from attncache_core.evaluation.per_layer_search import PerLayerEngine
 from service.commands import evaluation
 from service.plots import Plots
 
-pytestmark = pytest.mark.usefixtures("reuse_pays")
-
 
 @pytest.fixture(scope="module")
 def unseen(tiny_corpus) -> list[str]:
@@ -209,7 +207,9 @@ def test_agreement_reads_the_columns_it_is_told(tiny_checkpoint, tiny_database, 
     assert table_of(tmp_path / "a.md")["recorded texts"] == ["0", "0"]
 
 
-def test_time_saved_stands_beside_what_hits_save_at_best(tiny_checkpoint, tiny_database, files, tmp_path):
+def test_time_saved_over_all_texts_is_told_of_each_method_with_a_database(
+    tiny_checkpoint, tiny_database, files, tmp_path
+):
     given = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
     outputs = ("--json", tmp_path / "a.json", "--methods", "attncache,attncache:moderate,lazyformer")
     text = " ".join(succeeded(evaluate("agreement", tiny_checkpoint, *given, *outputs)).split())
@@ -218,11 +218,7 @@ def test_time_saved_stands_beside_what_hits_save_at_best(tiny_checkpoint, tiny_d
         saved = 1 - 1 / reports[name]["speedup"]
         hits = {int(length): count for length, count in reports[name]["hit_lengths"].items()}
         assert sum(hits.values()) == pytest.approx(reports[name]["hit_rate"] * 60)
-        # Each text that hits saves ten microseconds a token.
-        tokens = sum(length * count for length, count in hits.items())
-        at_best = tokens / 1e5 / reports["full"]["seconds"]
-        assert f"{name}: {saved:+.3f} of the time saved" in text
-        assert f"{at_best:.3f} of it" in text
+        assert f"{name}: {saved:+.3f} of the time saved over all texts" in text
     assert text.count("of the time saved") == 2
 
 
@@ -378,7 +374,7 @@ def curves(checkpoint, database: Path, data: object, output: Path, *options: obj
 
 
 @pytest.fixture(scope="module")
-def plotted(tiny_checkpoint, tiny_prototypes_database, files, tmp_path_factory, reuse_pays):  # noqa: ARG001 - it decides
+def plotted(tiny_checkpoint, tiny_prototypes_database, files, tmp_path_factory):
     """(folder of the plots, what the command printed);"""
     folder = tmp_path_factory.mktemp("plots") / "new" / "folder"
     data = f"{files / 'test.tsv'}:text"
@@ -416,7 +412,7 @@ def test_data_of_quality_against_time_are_all_points(plotted):
         counts[row["family"]] = counts.get(row["family"], 0) + 1
         assert 0 < float(row["hit_rate"]) <= 1
         assert -1 <= float(row["quality"]) <= 1 + 1e-6
-        assert float(row["saved"]) >= 0
+        assert float(row["saved"]) < 1  # a share of the full time, below zero where hits take longer
     assert counts == {
         "mildest heads, better kind": 240,
         "whole layers": 40,

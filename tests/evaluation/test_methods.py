@@ -29,9 +29,6 @@ from attncache_core.evaluation.shared_maps import (
 SEQUENCES = random_sequences([5, 6, 7, 8, 9, 10] * 4, seed=51)
 
 
-pytestmark = pytest.mark.usefixtures("reuse_pays")
-
-
 @pytest.fixture(scope="module")
 def corpus(tiny_engine, tiny_corpus):
     return tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])

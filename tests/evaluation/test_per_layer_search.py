@@ -5,18 +5,18 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from core_models import COMPUTING, attention_by, random_sequences
+from core_models import COMPUTING, SEAL, attention_by, random_sequences
 from core_reference import FLOAT32, SIXTEEN_BITS, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncache_core import Outcome
 from attncache_core.attention_maps.projector import FeatureProjector
+from attncache_core.attention_maps.segment_writer import SegmentWriter
 from attncache_core.attention_maps.store import (
     AttentionMapStore,
     RecordKind,
     RecordLayout,
-    SegmentWriter,
     segment_path,
 )
 from attncache_core.attention_maps.training import ALPHA
@@ -42,7 +42,7 @@ def store_of(tiny_reference, tmp_path_factory):
         folder = tmp_path_factory.mktemp("maps")
         layout = RecordLayout(stored_heads, torch.float16)
         for length, sequences in RECORDED.items():
-            with SegmentWriter(segment_path(folder, length), length, len(sequences), layout) as writer:
+            with SegmentWriter(segment_path(folder, length), length, len(sequences), layout, SEAL) as writer:
                 for ids in sequences:
                     maps = tiny_reference.maps(ids)
                     layers = [
@@ -51,7 +51,7 @@ def store_of(tiny_reference, tmp_path_factory):
                         if heads
                     ]
                     writer.append(layers, ids, RecordKind.STORED)
-        return AttentionMapStore(folder, list(RECORDED), layout)
+        return AttentionMapStore(folder, list(RECORDED), layout, SEAL)
 
     return store_of
 
@@ -225,7 +225,7 @@ def test_damaged_record_serves_nobody_and_is_counted(trained, store_of, tiny_ref
     with segment.path.open("r+b") as file:
         file.seek(segment.records_start + 2 * segment.layout.record_bytes(7) + 10)
         file.write(b"\xff")
-    store = AttentionMapStore(segment.path.parent.parent, list(RECORDED), store.layout)
+    store = AttentionMapStore(segment.path.parent.parent, list(RECORDED), store.layout, SEAL)
     sequences = RECORDED[7][1:4]
     result = changed(trained(), store=store).run(sequences)
     np.testing.assert_allclose(result.outputs, tiny_reference.means(sequences), atol=SIXTEEN_BITS, rtol=0)

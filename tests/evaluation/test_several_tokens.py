@@ -21,8 +21,6 @@ from attncache_core.prompts import Template
 LABELS = ("bank account", "account bank", "bank", "card", "zebra lost")
 TEMPLATE = Template("my card: ", "\nask:")
 
-pytestmark = pytest.mark.usefixtures("reuse_pays")
-
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):

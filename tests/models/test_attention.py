@@ -219,3 +219,45 @@ def test_values_are_multiplied_in_the_dtype_of_the_maps(maps, value):
     made = apply_maps(torch.full((1, 2, 3, 3), 0.25, dtype=maps), torch.ones(1, 3, 2, 4, dtype=value))
     assert made.dtype is maps
     assert (made == 0.75).all()
+
+
+@pytest.mark.parametrize("computing", COMPUTING)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)])
+@pytest.mark.parametrize("before_and_after", [(None, None), (None, 0), (4, 4)])
+@pytest.mark.parametrize("damaged", ["query", "key", "value"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_seen_by_all_that_attend_to_it(
+    computing, dtype, before_and_after, damaged, number
+):
+    lengths = [1, 3, 16, 17, 40, 100]
+    parts = {name: x.clone() for name, x in zip(("query", "key", "value"), projected(177), strict=True)}
+    for place in (0, 2, 10, 20, 50, 120):  # a token of each sequence
+        parts[damaged][place, 1, 3] = number
+    parts = {name: x.to(dtype) for name, x in parts.items()}
+    pattern, offsets = Pattern(SCALE, *before_and_after), offsets_of(lengths)
+    context = torch.zeros_like(parts["value"])
+    with attention_by(computing):
+        attend(*parts.values(), offsets, pattern, context)
+    for first, end in pairwise(offsets.tolist()):
+        query, key, value = (x[first:end].double() for x in parts.values())
+        scores = SCALE * torch.einsum("phd,qhd->hpq", query, key)
+        hidden = pattern.hidden(end - first)
+        hidden = torch.zeros(end - first, end - first, dtype=torch.bool) if hidden is None else hidden
+        maps = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        spoilt = (
+            ~maps.isfinite().all(dim=-1).T[..., None]
+            | torch.einsum("pq,qhd->phd", (~hidden).double(), (~value.isfinite()).double()).bool()
+        )
+        assert not context[first:end].isfinite()[spoilt].any()
+        assert context[first:end, [0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("computing", COMPUTING)
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00080, 0x7FFFFFFF])
+def test_a_nan_of_any_bits_is_no_number_in_a_row_of_a_map(computing, bits):
+    """The last one is CUDA's; e^x took the middle one for -1.5."""
+    query, key, value = (x.clone() for x in projected(20, width=24))
+    query.view(torch.int32)[5, 1, 3] = bits
+    with attention_by(computing):
+        context = attended(query, key, value, offsets_of([20]))
+    assert context[5, 1].isnan().all()

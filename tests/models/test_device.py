@@ -4,16 +4,19 @@ torch's meta device stands in for a GPU: it computes shapes only, and refuses to
 Results are compared on a GPU, where there is one.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from core_models import random_sequences
+from core_models import SEAL, random_sequences
 from families import CASES, write_family
 
 from attncache_core.attention_maps.database import AttentionDatabase
 from attncache_core.attention_maps.fetch import Fetch
-from attncache_core.attention_maps.search import ReusePlan
-from attncache_core.attention_maps.store import MapForm, RecordKind, RecordLayout, Segment, SegmentWriter
+from attncache_core.attention_maps.search import no_reuse
+from attncache_core.attention_maps.segment_writer import SegmentWriter
+from attncache_core.attention_maps.store import MapForm, RecordKind, RecordLayout, Segment
 from attncache_core.attention_maps.substitution import collect_maps
 from attncache_core.checkpoint import read_checkpoint
 from attncache_core.devices import resolve_device
@@ -36,10 +39,10 @@ def recorded(checkpoint, folder):
     """A segment with the maps of the first sequence."""
     model, ids = load_model(checkpoint, torch.float32), random_sequences(LENGTHS)[0]
     layout = RecordLayout((model.layers[0].heads,) * len(model.layers), torch.float16, MapForm.SQUARE)
-    with SegmentWriter(folder / "a.maps", RECORDED, 1, layout) as writer:
+    with SegmentWriter(folder / "a.maps", RECORDED, 1, layout, SEAL) as writer:
         maps = collect_maps(model, pack([ids]))
         writer.append([layer[0].half() for (layer,) in maps], ids, RecordKind.STORED)
-    return Segment(folder / "a.maps", RECORDED, layout)
+    return Segment(folder / "a.maps", RECORDED, layout, SEAL)
 
 
 def run(checkpoint, segment, device, fetch):
@@ -48,8 +51,7 @@ def run(checkpoint, segment, device, fetch):
     half = [full.layers[0].heads // 2] * len(full.layers)
     model = load_model(checkpoint, torch.float32, reused_heads=half, device=device)
     batch = pack(random_sequences(LENGTHS))
-    none = np.zeros(3)
-    plan = ReusePlan(np.array([0, -1, -1]), none, none.astype(np.float32), none > 0, corrupt_records=0)
+    plan = replace(no_reuse(3), records=np.array([0, -1, -1]))
     with torch.inference_mode():
         hidden, _ = forward(model, batch, model.embed(batch), plan, {RECORDED: segment}, fetch)
         return model.outputs(hidden, batch).representation

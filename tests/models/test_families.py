@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import COMPUTING, attention_by, needs_bfloat16, random_sequences
+from core_models import COMPUTING, SEAL, attention_by, needs_bfloat16, random_sequences
 from core_reference import rounded
 from families import CASES, HEADS, SIZES, Case, write_family
 from hypothesis import example, given, settings
@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from attncache_core import models
 from attncache_core.attention_maps.recording import smallest_form
-from attncache_core.attention_maps.search import ReusePlan, no_reuse
-from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment, SegmentWriter, segment_path
+from attncache_core.attention_maps.search import no_reuse
+from attncache_core.attention_maps.segment_writer import SegmentWriter
+from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment, segment_path
 from attncache_core.attention_maps.substitution import collect_maps
 from attncache_core.checkpoint import DroppedLayers, read_checkpoint
 from attncache_core.forward import forward, hits_first
@@ -104,16 +105,16 @@ def donated(full, reused, sequences, donors, folder):
     for length in {len(donor) for donor in donors if donor}:
         own = [place for place, donor in enumerate(donors) if donor and len(donor) == length]
         path = segment_path(folder, length)
-        with SegmentWriter(path, length, len(own), layout) as writer:
+        with SegmentWriter(path, length, len(own), layout, SEAL) as writer:
             for record, place in enumerate(own):
                 maps = collect_maps(full, pack([donors[place]]))
                 stored = [group[0, :held].half() for (group,), held in zip(maps, reused, strict=True)]
                 writer.append(stored, donors[place], RecordKind.STORED)
                 records[place] = record
-        segments[length] = Segment(path, length, layout)
+        segments[length] = Segment(path, length, layout, SEAL)
     nothing = no_reuse(len(sequences))
     records = records[pack(sequences).order]
-    return ReusePlan(records, nothing.kinds, nothing.similarities, nothing.cannot_pay), segments
+    return replace(nothing, records=records), segments
 
 
 def assert_near(found, expected, tolerance):

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from attncache_core.models.linear import ActivatedLinear, packed
-from attncache_core.models.prepacked import PackedLinear
+from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
 
 # Sums of 24 products of numbers of size 1, in another order.
 TOLERANCE = 1e-5
@@ -88,6 +88,19 @@ def test_activation_is_the_one_of_its_name(name, kind):
 def test_only_the_plain_layer_with_a_fusable_activation_is_packed(kind, name, expected):
     layer, _ = layer_and_input(kind=kind)
     assert type(packed(layer, name, ACT2FN[name] if name else None)) is expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)])
+@pytest.mark.parametrize("name", [None, *ACTIVATIONS])
+def test_what_is_no_number_stays_none_whatever_the_activation(name, dtype):
+    layer, x = layer_and_input(rows=40)
+    x[3, 5] = torch.nan
+    found = PackedLinear(layer.weight.to(dtype), layer.bias.to(dtype), name)(x.to(dtype)).isnan()
+    assert found[3].all()
+    assert found.sum() == 16
+    layer.weight[7, 3] = torch.nan
+    found = PackedLinear(layer.weight.to(dtype), layer.bias.to(dtype), name)(x.to(dtype)).isnan()
+    assert found[:, 7].all()
 
 
 @needs_bfloat16

@@ -200,6 +200,34 @@ def test_bfloat16_is_float32_rounded(kind, rows):
     torch.testing.assert_close(found.float(), expected, atol=COARSE, rtol=0.02)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_row_that_is_not_finite_is_never_rounded_to_numbers(kind, dtype, number, activation):
+    x, weight, bias = numbers(9, 40, 24, dtype)
+    layer = kind(weight, bias, activation)
+    expected = layer(x)
+    x[4, 33] = number
+    found = layer(x)
+    # Of an infinity, a float's product has both signs, of which relu makes one 0; of levels it has none.
+    of_weights = kind in WEIGHT_ONLY and not x[4].isnan().any()
+    assert not found[4].isfinite().all() if of_weights else found[4].isnan().all()
+    others = torch.arange(9) != 4
+    assert torch.equal(found[others], expected[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*LAYERS, by_operators(Int8WeightOnlyLinear), by_operators(Int4Linear)])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_weight_that_is_not_finite_is_never_rounded_to_numbers(kind, dtype, number):
+    x, weight, bias = numbers(9, 40, 24, dtype)
+    weight[7, 33] = number
+    finite = kind(weight, bias)(x).isfinite()
+    assert not finite[:, 7].any()
+    assert finite.sum() == 9 * 23
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_zeros_give_the_bias(kind):
     x, weight, bias = numbers(5, 64, 48)

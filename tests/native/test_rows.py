@@ -108,6 +108,26 @@ def test_4_bits_are_unpacked_as_torch_multiplies_and_adds(row_kernel, shape, dty
     assert torch.equal(found, unpacked_4_bits(levels, steps, shape[1]).to(dtype))
 
 
+@settings(max_examples=100)
+@given(shapes, dtypes, st.sampled_from([math.nan, math.inf, -math.inf]), st.data())
+def test_row_that_is_not_finite_has_a_scale_that_is_no_number(row_kernel, shape, dtype, number, data):
+    x = numbers(shape, dtype)
+    row, place = (data.draw(st.integers(0, size - 1)) for size in shape)
+    x[row, place] = number
+    _, scales = row_kernel.quantize(x)
+    assert scales.isnan().nonzero().flatten().tolist() == [row]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_what_is_no_number_stays_none_when_it_is_finished(row_kernel, activation, dtype):
+    product, scales = numbers((3, 40)), torch.ones(3)
+    scales[1] = torch.nan
+    found = row_kernel.finish(product, scales, None, activation, None, dtype).isnan()
+    assert found[1].all()
+    assert found.sum() == 40
+
+
 def test_rows_of_zeros_stay_zeros(row_kernel):
     levels, scales = row_kernel.quantize(torch.zeros(3, 20))
     assert (levels == 128).all()

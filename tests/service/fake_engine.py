@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
 from attncache_core import InputTooLong, NoClassifier, Outcome, PrefillEngine, PrefillResult
-from attncache_core.attention_maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy
+from attncache_core.attention_maps.policy import (
+    Budget,
+    KindPolicy,
+    LengthGroup,
+    ReusePolicy,
+    StrangenessLimit,
+)
 from attncache_core.attention_maps.store import RecordKind
+from attncache_core.attention_maps.tightened import ServedPolicy, Tightened
+from attncache_core.attention_maps.verification import Window
 from attncache_core.outputs import Judge, Measure
 from attncache_core.prompts import Prompt, Reading, Template
 from service.app import create_app
@@ -26,6 +35,7 @@ from service.settings import Settings
 
 DIMENSIONS = 128
 FAILING = "the engine must fail on this text"
+NOT_FINITE = "the engine makes NaN of this text"
 CORRUPT = "the record of this text is damaged"
 SIMILARITY = 0.999  # of every hit
 OWN_PROMPT = Prompt(Template(), (Reading(0),))
@@ -35,15 +45,20 @@ def embedding_of(ids: Sequence[int]) -> np.ndarray:
     return np.bincount([code % DIMENSIONS for code in ids], minlength=DIMENSIONS).astype(np.float32)
 
 
-def policy_of(measure: Measure = Measure.COSINE) -> ReusePolicy:
+def policy_of(
+    measure: Measure = Measure.COSINE, floor: float = 0.0, limit: StrangenessLimit | None = None
+) -> ReusePolicy:
     kinds = {RecordKind.STORED: KindPolicy(0.9), RecordKind.PROTOTYPE: KindPolicy(0.95)}
-    return ReusePolicy(Budget(measure, least=0.985), (LengthGroup(8, kinds), LengthGroup(9, kinds)))
+    groups = (LengthGroup(8, kinds), LengthGroup(9, kinds))
+    return ReusePolicy(Budget(measure, least=0.985, floor=floor), groups, limit)
 
 
 class FakeEngine:
+    fingerprint = "0123456789abcdef" * 4
     max_tokens = 64
     default_prompt = OWN_PROMPT
     multi_label = False
+    database = None
 
     def __init__(
         self,
@@ -52,15 +67,24 @@ class FakeEngine:
         labels: tuple[str, ...] | None = None,
         stored: Collection[str] = (),
         prototypes: Collection[str] = (),
-        damage: float = 0.0,
+        damage: float | Callable[[str], float] = 0.0,
         policy: ReusePolicy | None = None,
+        strangeness: Callable[[str], float] = lambda _: np.nan,
+        folder: Path | None = None,
+        failure: type[BaseException] = RuntimeError,
     ) -> None:
+        """damage, strangeness: of each text. folder: where it is kept what verification finds out."""
         self.task = task
         self.labels = labels
         self.stored = stored
         self.prototypes = prototypes
         self.damage = damage
-        self.policy: ReusePolicy | None = policy or policy_of()
+        self.strangeness = strangeness
+        calibrated = policy or policy_of()
+        self.served = ServedPolicy(folder, calibrated) if folder else None
+        self.policy: ReusePolicy | None = self.served.policy if self.served else calibrated
+        self.failure = failure
+        self.before_failing: Callable[[], None] = lambda: None
         self.batches: list[list[str]] = []
         self.verified: list[list[str]] = []  # those of the batches that were computed without reuse
         self.may_run = threading.Event()  # cleared: the engine is busy
@@ -97,14 +121,16 @@ class FakeEngine:
             self.runs.release()
             assert self.may_run.wait(timeout=10)
         if FAILING in texts:
-            raise RuntimeError(f"cannot compute {texts}")
+            self.before_failing()
+            raise self.failure(f"cannot compute {texts}")
         outcomes = tuple(self._outcome(*pair) for pair in zip(texts, reuse, strict=True))
         outputs = [
-            self._damaged(embedding_of(ids)) if outcome.is_hit else embedding_of(ids)
-            for ids, outcome in zip(sequences, outcomes, strict=True)
+            self._damaged(text) if outcome.is_hit else embedding_of(ids)
+            for ids, text, outcome in zip(sequences, texts, outcomes, strict=True)
         ]
         return PrefillResult(
             outputs=np.stack(outputs),
+            finite=np.array([text != NOT_FINITE for text in texts]),
             outcomes=outcomes,
             similarities=np.array([_SIMILARITY[outcome] for outcome in outcomes], np.float32),
             tokens=sum(map(len, sequences)),
@@ -112,6 +138,7 @@ class FakeEngine:
             forward_seconds=0.002,
             attention_seconds=0.0,
             corrupt_records=texts.count(CORRUPT),
+            strangeness=np.array([self.strangeness(text) for text in texts], np.float32),
         )
 
     def class_logits(self, outputs: np.ndarray) -> np.ndarray:
@@ -127,17 +154,40 @@ class FakeEngine:
             raise NoClassifier("there are no decisions to agree on")
         return Judge(measure, self.class_logits)
 
-    def tighten(self, place: int) -> None:
+    def tighten(self, place: int | None) -> None:
         assert self.policy is not None
-        self.policy = self.policy.tightened(place)
+        self.policy = self.served.tighten(place) if self.served else self.policy.tightened(place)
+
+    def keep_verified(
+        self, new: Mapping[Window, Sequence[float]], patience_seconds: float = 0.0
+    ) -> Tightened | None:
+        if self.served is None:
+            return None
+        kept = self.served.keep(new, patience_seconds)
+        self.policy = self.served.policy
+        return kept
 
     def info(self) -> dict[str, object]:
-        database = {"records": 7, "bytes": 4096, "policy": self.policy.info()} if self.policy else None
-        return {"model": "fake", "task": self.task, "database": database}
+        database = None
+        if self.policy:
+            told = self.policy.info()
+            for told_group, group in zip(told["groups"], self.policy.groups, strict=True):
+                told_group["reuses"] = not group.is_off
+            database = {"records": 7, "bytes": 4096, "policy": told}
+        return {
+            "model": "fake",
+            "fingerprint": self.fingerprint,
+            "task": self.task,
+            "reuse_off": self.served.reuse_off if self.served else [],
+            "database": database,
+        }
 
     def _outcome(self, text: str, reuse: bool) -> Outcome:
         if not reuse or self.policy is None:
             return Outcome.NOT_SEARCHED
+        limit = self.policy.limit
+        if limit and self.strangeness(text) > limit.strangest:
+            return Outcome.UNFAMILIAR
         kinds = self.policy.group_of(len(text)).kinds
         if text in self.stored and kinds[RecordKind.STORED].threshold <= SIMILARITY:
             return Outcome.HIT
@@ -145,10 +195,12 @@ class FakeEngine:
             return Outcome.PROTOTYPE_HIT
         return Outcome.MISS
 
-    def _damaged(self, row: np.ndarray) -> np.ndarray:
-        """Turned to where its cosine to `row` is 1 - damage, by way of a character that no text has."""
+    def _damaged(self, text: str) -> np.ndarray:
+        """The embedding, turned to where its cosine is 1 - damage by way of a character that no text has."""
+        damage = self.damage(text) if callable(self.damage) else self.damage
+        row = embedding_of([ord(character) for character in text])
         sideways = np.zeros_like(row)
-        sideways[0] = np.linalg.norm(row) * np.tan(np.arccos(1 - self.damage))
+        sideways[0] = np.linalg.norm(row) * np.tan(np.arccos(1 - damage))
         return row + sideways
 
 
@@ -157,6 +209,7 @@ _SIMILARITY = {
     Outcome.PROTOTYPE_HIT: SIMILARITY,
     Outcome.MISS: 0.5,
     Outcome.NOT_SEARCHED: np.nan,
+    Outcome.UNFAMILIAR: np.nan,
 }
 
 
@@ -184,8 +237,13 @@ async def serving(
 async def starting(
     load_engine: Any, on_failure: Any = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the real app that has begun to load."""
-    app = create_app(Settings(**settings), load_engine, on_failure)
+    """A client of the real app that has begun to load; `load_engine` returns one engine or an iterator."""
+
+    def load_engines() -> Iterator[Any]:
+        loaded = load_engine()
+        yield from loaded if isinstance(loaded, Iterator) else [loaded]
+
+    app = create_app(Settings(**settings), load_engines, on_failure)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Iterator
 
 from fake_engine import FakeEngine
 
@@ -17,15 +18,15 @@ class SlowEngine(FakeEngine):
         return super().run(*batch)
 
 
-def load_engine() -> FakeEngine:
+def load_engines() -> Iterator[FakeEngine]:
     match sys.argv[1]:
         case "never-loads":
             time.sleep(60)
         case "refuses":
             raise ModelNotFound("there is no such model")
-    return SlowEngine()
+    yield SlowEngine()
 
 
 configure_logging("info")
-failure = run_server(Settings(), load_engine, bind("127.0.0.1", 0))
+failure = run_server(Settings(), load_engines, bind("127.0.0.1", 0))
 sys.exit(0 if failure is None else f"failed with {type(failure).__name__}")

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FAILING, FakeEngine, embedding_of
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core import InputTooLong, Outcome
+from attncache_core import InputTooLong, NotFinite, Outcome
+from attncache_core.prompts import Prompt, Reading, Template
 from service.batcher import Batcher, Limits, Rows
 from service.errors import InternalError, QueueFull
 from service.metrics import Metrics
@@ -22,10 +23,14 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def batching(
-    engine: FakeEngine, tokens: int = 1000, sequences: int = 100, queue: int = 1000
+    engine: FakeEngine,
+    tokens: int = 1000,
+    sequences: int = 100,
+    queue: int = 1000,
+    metrics: Metrics | None = None,
 ) -> AsyncIterator[Batcher]:
     """A batcher over the engine; at the end the law: nothing waits any more."""
-    batcher = Batcher(engine, Limits(tokens, sequences, queue, request_tokens=10**6), Metrics())
+    batcher = Batcher(engine, Limits(tokens, sequences, queue, request_tokens=10**6), metrics or Metrics())
     try:
         yield batcher
     finally:
@@ -182,18 +187,131 @@ async def test_time_to_come_again_grows_with_what_waits() -> None:
         assert refused.value.retry_after_seconds >= 240 / 20
 
 
-async def test_engine_s_exception_fails_its_batch_and_no_other() -> None:
-    engine = FakeEngine()
-    async with batching(engine, sequences=2) as batcher:
+class Panic(BaseException):
+    """What compiled code raises is no Exception."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, Panic])
+async def test_engine_s_exception_fails_the_request_it_is_about_and_no_other(
+    kind: type[BaseException],
+) -> None:
+    engine = FakeEngine(failure=kind)
+    async with batching(engine, sequences=3) as batcher:
         busy = await hold(engine, batcher)
-        pending = [submit(batcher, [text]) for text in (FAILING, "with it", "after it")]
+        pending = [submit(batcher, [text]) for text in ("before it", FAILING, "with it", "after it")]
+        await queued(batcher, 4)
+        engine.may_run.set()
+        before, failing, beside, after = await asyncio.gather(*pending, return_exceptions=True)
+        assert isinstance(failing, InternalError)
+        for rows, text in ((before, "before it"), (beside, "with it"), (after, "after it")):
+            assert_own_rows(rows, [text])
+        assert_own_rows(await busy, ["busy"])
+    assert engine.batches[1:] == [
+        ["before it", FAILING, "with it"],
+        ["before it"],
+        [FAILING],
+        ["with it"],
+        ["after it"],
+    ]
+
+
+async def test_requests_of_a_failed_batch_are_counted_once() -> None:
+    engine, metrics = FakeEngine(stored={"hit"}), Metrics()
+    async with batching(engine, metrics=metrics) as batcher:
+        await hold(engine, batcher)
+        pending = [submit(batcher, texts) for texts in (["hit", "miss"], ["miss", FAILING], ["hit"])]
         await queued(batcher, 3)
         engine.may_run.set()
-        failing, beside, after = await asyncio.gather(*pending, return_exceptions=True)
-        assert isinstance(failing, InternalError)
-        assert isinstance(beside, InternalError)
-        assert_own_rows(after, ["after it"])
-        assert_own_rows(await busy, ["busy"])
+        await asyncio.gather(*pending, return_exceptions=True)
+    told = metrics.render().decode()
+    assert 'attncache_sequences_total{outcome="hit"} 2.0' in told
+    assert 'attncache_sequences_total{outcome="miss"} 2.0' in told  # "busy" among them
+    assert "attncache_queue_seconds_count 3.0" in told
+    assert "attncache_batch_sequences_count 3.0" in told
+
+
+async def test_request_that_was_given_up_is_not_run_again() -> None:
+    engine = FakeEngine()
+    async with batching(engine) as batcher:
+        await hold(engine, batcher)
+        pending = [submit(batcher, [text]) for text in (FAILING, "gone", "stays")]
+        await queued(batcher, 3)
+
+        # The batch is running when its request goes.
+        def give_up() -> None:
+            batcher._loop.call_soon_threadsafe(pending[1].cancel)
+            while not pending[1].done():
+                time.sleep(0.0005)
+
+        engine.before_failing = give_up
+        engine.may_run.set()
+        failing, _, stays = await asyncio.gather(*pending, return_exceptions=True)
+    assert isinstance(failing, InternalError)
+    assert_own_rows(stays, ["stays"])
+    assert engine.batches[1:] == [[FAILING, "gone", "stays"], [FAILING], ["stays"]]
+
+
+async def test_text_that_comes_to_nan_fails_its_request_alone_and_by_name() -> None:
+    engine = FakeEngine()
+    async with batching(engine) as batcher:
+        await hold(engine, batcher)
+        pending = [submit(batcher, texts) for texts in (["a", "b"], ["c", NOT_FINITE, NOT_FINITE], ["d"])]
+        await queued(batcher, 3)
+        engine.may_run.set()
+        first, damaged, last = await asyncio.gather(*pending, return_exceptions=True)
+    assert isinstance(damaged, NotFinite)
+    assert damaged.field == "inputs[1]"
+    assert_own_rows(first, ["a", "b"])
+    assert_own_rows(last, ["d"])
+    assert len(engine.batches) == 2
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 100])
+async def test_text_of_several_sequences_is_named_by_its_own_place(sequences: int) -> None:
+    readings = (Reading(0), Reading(0), Reading(0))
+
+    class Labelled(FakeEngine):
+        def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
+            return super().tokenize([text for text in texts for _ in readings], *arguments)
+
+    async with batching(Labelled(), sequences=sequences) as batcher:
+        with pytest.raises(NotFinite) as refused:
+            await batcher.submit(
+                ["a", "b", NOT_FINITE, "c"], truncate=True, reuse=True, prompt=Prompt(Template(), readings)
+            )
+    assert refused.value.field == "inputs[2]"
+
+
+texts_of_all_kinds = st.one_of(
+    st.text(alphabet="abcdefgh", min_size=1, max_size=40), st.sampled_from([FAILING, NOT_FINITE])
+)
+
+
+@given(
+    requests=st.lists(st.lists(texts_of_all_kinds, min_size=1, max_size=5), min_size=1, max_size=9),
+    tokens=st.integers(1, 200),
+    sequences=st.integers(1, 10),
+)
+def test_requests_get_their_own_rows_or_their_own_error_whatever_they_were_batched_with(
+    requests: list[list[str]], tokens: int, sequences: int
+) -> None:
+    async def scenario() -> list[Any]:
+        engine = FakeEngine()
+        async with batching(engine, tokens, sequences) as batcher:
+            await hold(engine, batcher)
+            pending = [submit(batcher, texts) for texts in requests]
+            await queued(batcher, len(requests))
+            engine.may_run.set()
+            return await asyncio.gather(*pending, return_exceptions=True)
+
+    for texts, answer in zip(requests, asyncio.run(scenario()), strict=True):
+        if isinstance(answer, NotFinite):
+            assert answer.field == f"inputs[{texts.index(NOT_FINITE)}]"
+        elif isinstance(answer, InternalError):
+            assert FAILING in texts
+        else:
+            assert not {FAILING, NOT_FINITE} & set(texts)
+            assert_own_rows(answer, texts)
 
 
 async def test_request_in_several_batches_fails_whole_if_one_of_them_does() -> None:
@@ -214,9 +332,6 @@ async def test_text_that_is_too_long_fails_its_request_before_the_queue() -> Non
 
 
 async def test_tokenizer_that_panics_fails_its_request_and_no_other() -> None:
-    class Panic(BaseException):
-        pass
-
     class PanickingEngine(FakeEngine):
         def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
             if texts == ["panic"]:

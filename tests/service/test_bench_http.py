@@ -401,7 +401,7 @@ def test_ctrl_c_ends_it_and_shows_what_was_measured(texts_file: Path, tmp_path: 
 
 
 def test_this_server_is_measured(texts_file: Path, tmp_path: Path) -> None:
-    app = create_app(Settings(), FakeEngine)
+    app = create_app(Settings(), lambda: iter([FakeEngine()]))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -76,6 +76,18 @@ async def test_classifier_needs_no_labels(task: str) -> None:
     assert second[0]["label"] == "account"
 
 
+async def test_labels_too_long_to_be_repeated_for_each_input_are_refused() -> None:
+    labels = [character * 100_000 for character in "ab"]
+    async with serving() as client:
+        for inputs, status in ((84, 422), (83, 200)):
+            response = await client.post("/classify", json={"inputs": ["a"] * inputs, "labels": labels})
+            assert response.status_code == status
+            if status == 422:
+                error = response.json()["error"]
+                assert (error["code"], error["field"]) == ("too_many_inputs", "labels")
+                assert "fewer inputs or shorter labels" in error["message"]
+
+
 async def test_labels_restrict_a_classifier_and_its_scores_sum_to_one_again() -> None:
     async with serving(FakeEngine(labels=KNOWN)) as client:
         response = await client.post("/classify", json={"inputs": "a", "labels": ["account", "refund"]})

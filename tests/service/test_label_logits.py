@@ -149,6 +149,33 @@ async def test_bad_request_is_refused_with_what_is_wrong(
     assert after.status_code == 200
 
 
+NUMBERED = [f"label {number}" for number in range(256)]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({"template": "{}" + " Sesam" * 1000, "labels": NUMBERED}, 422, "template"),
+        ({"template": "{}" + " Sesam" * 30_000, "labels": NUMBERED}, 400, "template"),
+        ({"labels": [f"{label} {'Sesam' * 900}" for label in NUMBERED]}, 422, "labels"),
+        ({"labels": ["card", "Sesam" * 200_000]}, 400, "labels[1]"),
+        (
+            {"inputs": ["a"] * 256, "labels": [f"{label} {'Sesam' * 60}" for label in NUMBERED]},
+            422,
+            "labels",
+        ),
+    ],
+    ids=["template 256 times", "template", "labels", "a label", "answer"],
+)
+async def test_request_that_would_take_too_much_is_refused_before_it_does(
+    folder: Path, body: dict[str, Any], status: int, field: str
+) -> None:
+    async with serving(load(folder, SINGLE)) as client:
+        response = await client.post("/classify", json={"inputs": "card", **body})
+    assert (response.status_code, response.json()["error"]["field"]) == (status, field)
+    assert "Sesam" not in response.text
+
+
 async def test_without_labels_of_its_own_a_server_asks_for_them(folder: Path) -> None:
     async with serving(load(folder)) as client:
         without = await client.post("/classify", json={"inputs": "card"})

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 
-from attncache_core import AttentionDatabase, Checkpoint, Outcome, PrefillEngine
+from attncache_core import AttentionDatabase, Checkpoint, CorruptDatabase, Outcome, PrefillEngine
+from attncache_core.attention_maps.default import default_database_folder
 from attncache_core.attention_maps.policy import Preset
 from attncache_core.corpus import CorpusSentence
-from service.commands.serve import load_engine
+from service.commands.serve import load_engine, load_engines
 from service.settings import read_settings
 
 
 @pytest.fixture(autouse=True)
-def weighed(monkeypatch: pytest.MonkeyPatch) -> list[PrefillEngine]:
-    """Costs are not measured; answers the engines that would have been weighed."""
-    seen: list[PrefillEngine] = []
-    monkeypatch.setattr(PrefillEngine, "weigh_costs", lambda engine: seen.append(engine))
+def weighed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Gains are not measured; answers those that were required."""
+    seen: list[float] = []
+    monkeypatch.setattr(PrefillEngine, "require_gain", lambda _, min_gain, **_kept: seen.append(min_gain))
     return seen
 
 
@@ -83,14 +84,16 @@ def test_longest_text_is_what_the_settings_say(tiny_checkpoint: Checkpoint, tiny
 
 
 @pytest.mark.parametrize("search_always", [False, True])
-def test_costs_are_weighed_unless_every_text_is_to_be_searched(
+def test_gain_is_required_unless_every_text_is_to_be_searched(
     tiny_checkpoint: Checkpoint,
     tiny_database: Path,
-    weighed: list[PrefillEngine],
+    weighed: list[float],
     search_always: bool,
 ) -> None:
-    engine = engine_of(tiny_checkpoint, tiny_database, search_always=search_always)
-    assert weighed == ([] if search_always else [engine])
+    engine_of(tiny_checkpoint, tiny_database, search_always=search_always)
+    assert weighed == ([] if search_always else [0.05])
+    engine_of(tiny_checkpoint, tiny_database, min_gain=0.2)
+    assert weighed[-1] == 0.2
 
 
 def test_every_text_is_compared_where_that_was_asked_for(
@@ -110,3 +113,40 @@ def test_without_reuse_no_database_is_opened(tiny_checkpoint: Checkpoint) -> Non
     engine = engine_of(tiny_checkpoint, None, reuse=False)
     assert engine.database is None
     assert engine.policy is None
+
+
+def test_one_engine_comes_of_a_sound_database(
+    tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_database, default_database_folder(tiny_checkpoint, tmp_path))
+    for given in ({"database": str(tiny_database)}, {"cache_dir": str(tmp_path)}, {"reuse": "off"}):
+        settings = read_settings({"dtype": "float32", **given})
+        (engine,) = load_engines(settings, tiny_checkpoint)
+        assert (engine.database is not None) == settings.reuse
+        assert engine.info()["reuse_off"] == []
+
+
+@pytest.mark.parametrize("given", [{}, {"threshold": "0.7"}, {"heads": "5"}, {"policy": "moderate"}], ids=str)
+def test_engine_without_reuse_serves_first_where_the_default_database_is_damaged(
+    tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path, given: dict[str, str]
+) -> None:
+    folder = default_database_folder(tiny_checkpoint, tmp_path)
+    shutil.copytree(tiny_database, folder)
+    next(folder.glob("maps/*.maps")).unlink()
+    settings = read_settings({"dtype": "float32", "cache_dir": str(tmp_path), **given})
+    engine = next(load_engines(settings, tiny_checkpoint))
+    assert engine.database is None
+    assert engine.info()["reuse_off"] == ["the default database is damaged, and a new one is being built"]
+    # Nothing happens to the database before somebody is served.
+    assert folder.is_dir()
+
+
+def test_damaged_database_that_was_chosen_ends_the_start_and_is_left_alone(
+    tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+    next(folder.glob("maps/*.maps")).unlink()
+    settings = read_settings({"dtype": "float32", "database": str(folder)})
+    with pytest.raises(CorruptDatabase, match=r"remove .* and build it again"):
+        next(load_engines(settings, tiny_checkpoint))
+    assert folder.is_dir()

@@ -11,7 +11,7 @@ from service.settings import Settings
 
 @pytest.fixture(scope="module")
 def description() -> dict[str, Any]:
-    return create_app(Settings(), FakeEngine).openapi()
+    return create_app(Settings(), lambda: iter([FakeEngine()])).openapi()
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,17 @@ def test_inference_routes_document_body_header_answer_and_errors(
     body = route["requestBody"]["content"]["application/json"]["schema"]
     assert set(body["properties"]) == fields
     assert body["properties"]["inputs"]["anyOf"][0] == {"type": "string"}
-    assert [parameter["name"] for parameter in route["parameters"]] == ["X-AttnCache-Reuse"]
-    assert set(route["responses"]["200"]["headers"]) == {"X-AttnCache-Hits", "X-AttnCache-Prototype-Hits"}
+    assert [parameter["name"] for parameter in route["parameters"]] == [
+        "X-AttnCache-Reuse",
+        "X-AttnCache-Require-Model",
+    ]
+    assert set(route["responses"]["200"]["headers"]) == {
+        "X-AttnCache-Hits",
+        "X-AttnCache-Prototype-Hits",
+        "X-AttnCache-Model",
+    }
     assert route["responses"]["200"]["content"]["application/json"]["schema"]["type"] == "array"
-    for status in ("400", "413", "422", "429", "500", "503"):
+    for status in ("400", "409", "413", "422", "429", "500", "503"):
         schema = route["responses"][status]["content"]["application/json"]["schema"]
         assert schema == {"$ref": "#/components/schemas/ErrorBody"}
 

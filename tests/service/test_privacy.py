@@ -112,6 +112,20 @@ async def test_verification_tells_nothing_of_the_texts_and_keeps_none(
     assert SECRET not in metrics
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/embed", {}), ("/classify", {"labels": ["a", "b"]})], ids=["embed", "classify"]
+)
+async def test_headers_about_reuse_are_sent_unless_the_server_withholds_them(path: str, body: Any) -> None:
+    hits = {"x-attncache-hits": "1/2", "x-attncache-prototype-hits": "0/2"}
+    names = {}
+    for sent in (True, False):
+        async with serving(FakeEngine(stored={SECRET}), reuse_headers=sent) as client:
+            answer = await client.post(path, json={"inputs": [SECRET, "new"], **body})
+        assert answer.status_code == 200
+        names[sent] = {name: value for name, value in answer.headers.items() if "hits" in name}
+    assert names == {True: hits, False: {}}
+
+
 def test_stack_tells_types_and_places_of_the_whole_chain() -> None:
     try:
         try:

@@ -40,9 +40,11 @@ EXPECTED = [
     ("attncache_search_seconds_count",),
     ("attncache_forward_seconds_count",),
     ("attncache_queue_sequences",),
+    ("attncache_reuse_off_reasons",),
     ("attncache_database_records",),
     ("attncache_database_bytes",),
     ("attncache_database_corrupt_records_total",),
+    ("attncache_database_lost_segments_total",),
     ("attncache_verify_cosine_count",),
     ("attncache_verify_budget_failures_total",),
     ("attncache_verify_dropped_total",),
@@ -68,7 +70,7 @@ def test_two_apps_count_apart() -> None:
 
 def test_every_status_of_our_errors_is_foreseen() -> None:
     assert QueueFull.status in STATUSES
-    assert set(STATUSES) == {200, 400, 404, 405, 413, 422, 429, 499, 500, 503}
+    assert set(STATUSES) == {200, 400, 404, 405, 409, 413, 422, 429, 499, 500, 503}
 
 
 async def test_requests_move_the_numbers() -> None:

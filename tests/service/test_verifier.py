@@ -1,13 +1,14 @@
-"""Some hits are computed again in full, when nobody waits, and thresholds tighten where these show need."""
+"""Some hits are computed again in full, when nobody waits, and the policy tightens where these show need."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import shutil
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,9 @@ from attncache_core import (
     PrefillEngine,
     PrefillResult,
 )
-from attncache_core.attention_maps.policy import Budget
+from attncache_core.attention_maps.policy import Budget, ReusePolicy, StrangenessLimit
+from attncache_core.attention_maps.tightened import as_tightened
+from attncache_core.files import locked
 from attncache_core.outputs import Measure
 from service.batcher import Batcher, Limits
 from service.metrics import Metrics
@@ -185,8 +188,8 @@ def test_group_below_the_budget_is_tightened_counted_and_told(caplog: pytest.Log
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        "sequences of 1-8 tokens: mean cosine 0.9840 of the last 50 verified hits is below the budget 0.9850;"
-        " thresholds are now stored 0.9500, prototype 0.9750"
+        "sequences of 1-8 tokens, usual texts: mean cosine 0.9840 of the last 50 verified hits is below the "
+        "budget 0.9850; thresholds are now stored 0.9500, prototype 0.9750"
     )
 
 
@@ -238,6 +241,225 @@ def test_failing_verification_is_logged_without_the_text_and_counted(
     assert "verifying hits failed" in caplog.text
     assert "Sesam" not in caplog.text
     assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(DROPPED,)]) == (0, 1)
+
+
+# Usual and unusual texts.
+
+LIMITED = policy_of(floor=0.95, limit=StrangenessLimit(strangest=0.04, usual=0.02))
+
+
+def mixed_engine(policy: ReusePolicy = LIMITED) -> FakeEngine:
+    """Texts that begin with "odd" are stranger than the others, and hits of "bad" ones are harmed."""
+    return FakeEngine(
+        stored=AnyText(),
+        policy=policy,
+        damage=lambda text: 0.1 if "bad" in text else 0.001,
+        strangeness=lambda text: 0.03 if text.startswith("odd") else 0.01,
+    )
+
+
+def test_many_good_usual_hits_hide_no_bad_unusual_ones(caplog: pytest.LogCaptureFixture) -> None:
+    engine, metrics = mixed_engine(), Metrics()
+    verifier = verifier_of(engine, metrics)
+    # All together, their mean would be 0.989.
+    serve(engine, verifier, ["good"] * 180 + ["odd, bad"] * 20)
+    verify_all(verifier)
+    assert engine.policy == LIMITED.tightened(None)
+    assert numbers(metrics)[(FAILURES,)] == 1
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "sequences of 1-8 tokens, unusual texts: 4 of the last 4 verified hits are below cosine 0.9500, and "
+        "the budget allows 1%; texts of a strangeness above 0.03 are computed in full now"
+    )
+
+
+def test_bad_usual_hits_tighten_their_group_and_not_the_limit() -> None:
+    engine, metrics = mixed_engine(), Metrics()
+    verifier = verifier_of(engine, metrics)
+    serve(engine, verifier, ["good"] * 90 + ["bad"] * 4 + ["odd"] * 90)
+    verify_all(verifier)
+    # Their mean, 0.995, keeps the budget.
+    assert engine.policy == LIMITED.tightened(0)
+
+
+def test_tightening_the_limit_forgets_what_is_pending_of_unusual_texts_only() -> None:
+    engine, metrics = mixed_engine(), Metrics()
+    verifier = verifier_of(engine, metrics)
+    texts = ["odd, bad"] * 10 + ["good"] * 3 + ["odd but good"] * 3
+    serve(engine, verifier, texts)
+    verify_all(verifier)
+    assert verified_texts(engine) == [*texts[:8], *texts[10:13]]
+    assert numbers(metrics)[(DROPPED,)] == 5
+
+
+def test_limit_that_is_never_tight_enough_lets_only_recorded_texts_hit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, metrics = mixed_engine(), Metrics()
+    engine.strangeness = lambda _: 0.0201
+    verifier = verifier_of(engine, metrics)
+    for _ in range(20):
+        serve(engine, verifier, ["bad"] * 8)
+        verify_all(verifier)
+    assert engine.policy is not None
+    assert engine.policy.limit is not None
+    assert engine.policy.limit.is_off
+    assert [group.is_off for group in engine.policy.groups] == [False, False]
+    assert caplog.records[-1].getMessage().endswith("; only recorded texts hit from now on")
+
+
+def test_recorded_texts_are_not_verified() -> None:
+    class RecordingEngine(FakeEngine):
+        def run(self, *asked: Any) -> PrefillResult:
+            result = super().run(*asked)
+            similarities = np.where(result.outputs[:, ord("r")] > 0, 1, result.similarities)
+            return replace(result, similarities=similarities.astype(np.float32))
+
+    engine, metrics = RecordingEngine(stored=AnyText()), Metrics()
+    verifier = verifier_of(engine, metrics)
+    serve(engine, verifier, ["new", "recorded", "unseen"])
+    verify_all(verifier)
+    assert verified_texts(engine) == ["new", "unseen"]
+
+
+# What was found out is kept.
+
+
+def keeping_engine(folder: Path, damage: float) -> FakeEngine:
+    return FakeEngine(stored=AnyText(), damage=damage, folder=folder)
+
+
+def kept_hits(folder: Path) -> list[float]:
+    content = json.loads((folder / "tightened.json").read_bytes())
+    windows = content["policies"][policy_of().digest]["windows"]
+    return [fidelity for _, fidelities in windows for fidelity in fidelities]
+
+
+@pytest.mark.parametrize("counts", [(30, 30), (49, 1)])
+def test_hits_before_and_after_a_restart_count_together(tmp_path: Path, counts: tuple[int, int]) -> None:
+    for count, failures in zip(counts, (0, 1), strict=True):
+        engine, metrics = keeping_engine(tmp_path, damage=0.1), Metrics()
+        verifier = verifier_of(engine, metrics)
+        serve(engine, verifier, ["short"] * count)
+        verify_all(verifier)
+        verifier.close()
+        assert numbers(metrics)[(FAILURES,)] == failures
+    assert as_tightened(tmp_path, policy_of()) == policy_of().tightened(0)
+
+
+def test_hits_are_kept_sixteen_at_a_time_and_the_rest_at_the_end(tmp_path: Path) -> None:
+    engine = keeping_engine(tmp_path, damage=0.01)
+    verifier = verifier_of(engine, Metrics())
+    kept = []
+    for _ in range(5):
+        serve(engine, verifier, ["short"] * 8)
+        verify_all(verifier)
+        kept.append(len(kept_hits(tmp_path)))
+    assert kept == [0, 16, 16, 32, 32]
+    verifier.close()
+    assert kept_hits(tmp_path) == [pytest.approx(0.99)] * 40
+
+
+def test_tightening_is_kept_at_once(tmp_path: Path) -> None:
+    engine = keeping_engine(tmp_path, damage=0.1)
+    verifier = verifier_of(engine, Metrics())
+    serve(engine, verifier, ["short"] * 50)
+    verify_all(verifier)
+    assert as_tightened(tmp_path, policy_of()) == engine.policy == policy_of().tightened(0)
+    # Later hits were chosen by the tighter policy, so that earlier ones do not count any more.
+    assert kept_hits(tmp_path) == []
+
+
+def test_what_another_server_tightened_is_adopted_and_pending_hits_of_it_are_forgotten(
+    tmp_path: Path,
+) -> None:
+    good, bad = keeping_engine(tmp_path, damage=0.0), keeping_engine(tmp_path, damage=0.1)
+    metrics = Metrics()
+    verifier, tightening = verifier_of(good, metrics), verifier_of(bad, Metrics())
+    serve(good, verifier, ["longer than eight"] * 10 + ["short"] * 30)
+    serve(bad, tightening, ["short"] * 50)
+    verify_all(tightening)
+    assert good.policy == policy_of()
+    verify_all(verifier)
+    assert good.policy == bad.policy == policy_of().tightened(0)
+    # Batches of seven, eight and eight: the third brings the sixteenth.
+    assert verified_texts(good) == ["longer than eight"] * 10 + ["short"] * 13
+    assert numbers(metrics)[(DROPPED,)] == 17
+
+
+def test_hits_of_two_servers_count_together(tmp_path: Path) -> None:
+    verifiers = []
+    for _ in range(2):
+        engine, metrics = keeping_engine(tmp_path, damage=0.1), Metrics()
+        verifier = verifier_of(engine, metrics)
+        serve(engine, verifier, ["short"] * 32)
+        verifiers.append((verifier, engine, metrics))
+    for verifier, _, _ in verifiers:
+        verify_all(verifier)
+    (_, first, _), (_, second, metrics) = verifiers
+    assert first.policy == policy_of()
+    assert second.policy == policy_of().tightened(0)
+    assert numbers(metrics)[(FAILURES,)] == 1
+
+
+def test_lock_that_another_process_holds_hinders_neither_verifying_nor_tightening(tmp_path: Path) -> None:
+    engine, metrics = keeping_engine(tmp_path, damage=0.1), Metrics()
+    verifier = verifier_of(engine, metrics)
+    with locked(tmp_path / "tightened.json", on_wait=pytest.fail):
+        serve(engine, verifier, ["short"] * 56)
+        verify_all(verifier)
+        assert engine.policy == policy_of().tightened(0)
+        assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(FAILURES,)]) == (56, 1)
+    assert as_tightened(tmp_path, policy_of()) == policy_of()
+    # The next hits bring it there, however few they are.
+    serve(engine, verifier, ["short"])
+    verify_all(verifier)
+    assert as_tightened(tmp_path, policy_of()) == policy_of().tightened(0)
+    assert len(kept_hits(tmp_path)) == 1
+
+
+async def test_server_that_is_stopped_keeps_what_it_verified(tmp_path: Path) -> None:
+    async with serving(keeping_engine(tmp_path, damage=0.0), verify_rate=1) as client:
+        await client.post("/embed", json={"inputs": ["short"] * 5})
+        while (await values_of(client))[(VERIFIED,)] < 5:
+            await asyncio.sleep(0.001)
+    assert kept_hits(tmp_path) == [1.0] * 5
+
+
+def lock_is_a_folder(folder: Path) -> None:
+    (folder / ".tightened.json.lock").unlink(missing_ok=True)
+    (folder / ".tightened.json.lock").mkdir()
+
+
+def file_is_garbage(folder: Path) -> None:
+    (folder / "tightened.json").write_bytes(b"garbage")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"), [(lock_is_a_folder, "cannot be written"), (file_is_garbage, "cannot be read")]
+)
+@pytest.mark.parametrize("when", ["at the start", "while serving"])
+async def test_where_nothing_can_be_kept_nothing_is_reused_and_the_server_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None], told: str, when: str
+) -> None:
+    body = {"inputs": ["short"] * 16}
+    if when == "at the start":
+        spoil(tmp_path)
+    async with serving(keeping_engine(tmp_path, damage=0.0), verify_rate=1) as client:
+        if when == "while serving":
+            assert (await values_of(client))[("attncache_reuse_off_reasons",)] == 0
+            spoil(tmp_path)
+            assert (await client.post("/embed", json=body)).headers["X-AttnCache-Hits"] == "16/16"
+            while not (await values_of(client))[("attncache_reuse_off_reasons",)]:
+                await asyncio.sleep(0.001)
+        response = await client.post("/embed", json=body)
+        values, info = await values_of(client), (await client.get("/info")).json()
+    assert response.headers["X-AttnCache-Hits"] == "0/16"
+    assert values[("attncache_reuse_off_reasons",)] == 1
+    assert (values["attncache_reuse_off", "1-8"], values["attncache_reuse_off", "9-"]) == (1, 1)
+    (reason,) = info["reuse_off"]
+    assert f"tightened.json {told}" in reason
+    assert f"attention maps are not reused: {reason}" in caplog.text
 
 
 # Behind the batcher.

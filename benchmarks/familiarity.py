@@ -1,0 +1,102 @@
+"""What the limit of strangeness keeps from unfamiliar texts, kind by kind, and what the test costs.
+
+    python benchmarks/familiarity.py --database banking77.db --corpus banking77_train.tsv \\
+        --data banking77_test_a.tsv
+
+The texts are of the kinds that no database is fitted to, generated with another seed than calibration's. Each
+is embedded in full, with the database as it is, and with its limit taken away; so are the texts of --data.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import numpy as np
+
+from attncache_core import AttentionDatabase, PrefillEngine, default_corpus, find_checkpoint
+from attncache_core.attention_maps.familiarity import Familiarity
+from attncache_core.corpus import unfamiliar_texts
+from attncache_core.corpus.reading import read_texts
+from attncache_core.outputs import cosines
+from service.bench.report import machine, show_machine, show_table
+
+_BATCH = 64
+_TIMINGS = 1000
+
+
+@click.command()
+@click.option("--model", default="all-MiniLM-L6-v2", show_default=True)
+@click.option("--database", type=click.Path(path_type=Path), required=True)
+@click.option("--corpus", help="FILE or FILE:column,column; default: the shipped corpus.")
+@click.option("--data", multiple=True, help="FILE or FILE:column,column with texts like the corpus.")
+@click.option("--seed", default=1, show_default=True)
+def main(model: str, database: Path, corpus: str | None, data: tuple[str, ...], seed: int) -> None:
+    """Print hits and cosines of each kind, with the limit and without."""
+    opened = AttentionDatabase.open(database)
+    checkpoint = find_checkpoint(model)
+    without = replace(opened.search, policy=replace(opened.search.policy, limit=None))
+    engines = [
+        PrefillEngine.load(checkpoint, database=each) for each in (opened, replace(opened, search=without))
+    ]
+    known = read_texts(corpus) if corpus else [sentence.text for sentence in default_corpus()]
+    texts = [text for text in unfamiliar_texts(known, seed=seed) if not text.fitted]
+    asked = [(Path(source.partition(":")[0]).stem, text) for source in data for text in read_texts(source)]
+    sequences = engines[0].tokenize([*(text.text for text in texts), *(text for _, text in asked)])
+    full = np.concatenate([engines[0].run(part, [False] * len(part)).outputs for part in _batches(sequences)])
+    measured = [_measured(engine, sequences, full) for engine in engines]
+    kinds = np.array([*(text.kind for text in texts), *(name for name, _ in asked)])
+    unfamiliar = np.arange(len(kinds)) < len(texts)
+    rows = [_row(kind, kinds == kind, measured) for kind in dict.fromkeys(kinds.tolist())] + [
+        _row("all kinds", unfamiliar, measured)
+    ]
+    familiarity = opened.search.familiarity
+    cost = "no test" if familiarity is None else f"{_microseconds(familiarity):.2f} µs"
+    show_machine({**machine(engines[0].threads), "strangeness of a text of 16 tokens, 64 together": cost})
+    columns = ("kind", "texts", "hits", "mean", "least", "below 0.95", "hits", "mean", "least", "below 0.95")
+    show_table("hits and their cosines with the limit, and without", columns, rows)
+
+
+def _batches(sequences: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
+    return [sequences[at : at + _BATCH] for at in range(0, len(sequences), _BATCH)]
+
+
+def _measured(
+    engine: PrefillEngine, sequences: Sequence[Sequence[int]], full: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which sequences hit, bool [n], and the cosine of each answer to the full one, float32 [n]."""
+    results = [engine.run(part, [True] * len(part)) for part in _batches(sequences)]
+    hits = [outcome.is_hit for result in results for outcome in result.outcomes]
+    return np.array(hits), cosines(np.concatenate([result.outputs for result in results]), full)
+
+
+def _row(kind: str, rows: np.ndarray, measured: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[object]:
+    cells: list[object] = [kind, int(rows.sum())]
+    for hits, likeness in measured:
+        of_hits = likeness[rows & hits]
+        cells += [
+            len(of_hits),
+            f"{of_hits.mean():.4f}" if len(of_hits) else "",
+            f"{of_hits.min():.4f}" if len(of_hits) else "",
+            int((of_hits < 0.95).sum()),
+        ]
+    return cells
+
+
+def _microseconds(familiarity: Familiarity) -> float:
+    ids = np.random.default_rng(0).integers(0, len(familiarity.token_weights), 16 * _BATCH)
+    lengths = np.full(_BATCH, 16)
+    seconds = []
+    for _ in range(_TIMINGS):
+        started = time.perf_counter()
+        familiarity.strangeness(ids, lengths)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds) / _BATCH * 1e6
+
+
+if __name__ == "__main__":
+    main()

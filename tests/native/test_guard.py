@@ -1,0 +1,60 @@
+"""The guard of mapped files: reading what is gone gives zeros and a mark, and every other fault is as before.
+
+Each case runs in a process of its own: where the guard failed, a signal would end it.
+"""
+
+import platform
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attncache_core.native import guard
+
+SCRIPT = Path(__file__).with_name("file_faults.py")
+
+guarded = pytest.mark.skipif(guard.guard() is None, reason="the guard was not compiled")
+
+
+def test_the_guard_is_there_wherever_it_can_be_compiled():
+    can_be = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+    assert (guard.guard() is not None) == can_be
+
+
+def run(case: str) -> tuple[int, str]:
+    """The exit status of the case, and what it wrote to standard error."""
+    command = [sys.executable, str(SCRIPT), str(Path(guard.__file__)), case]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return ended.returncode, ended.stderr
+
+
+@guarded
+@pytest.mark.parametrize(
+    "case",
+    [
+        "reads_zeros_behind_the_cut",
+        "marks_the_range_that_faulted_alone",
+        "reads_while_others_watch_and_forget",
+        "sent_signal_with_a_handler_of_python",
+    ],
+)
+def test_file_that_is_cut_short_while_it_is_read_ends_no_process(case):
+    assert run(case) == (0, "")
+
+
+@guarded
+@pytest.mark.parametrize(
+    "case", ["foreign_fault", "fault_of_a_forgotten_range", "sent_signal", "is_installed_once"]
+)
+def test_every_other_fault_ends_the_process_as_it_always_did(case):
+    assert run(case) == (-signal.SIGBUS, "")
+
+
+@guarded
+def test_fault_that_is_nobodys_reaches_the_handler_that_was_there_before():
+    status, told = run("foreign_fault_with_a_handler_of_python")
+    assert status == -signal.SIGBUS
+    assert told.startswith("Fatal Python error: Bus error")
+    assert "in foreign_fault" in told

@@ -1,0 +1,249 @@
+"""Texts that come to NaN, asked of the real app beside others: a tiny real model with one damaged word."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from core_decoders import write_llama
+from core_models import (
+    COMPUTING,
+    DTYPES,
+    QUANTIZATIONS,
+    VOCABULARY,
+    attention_by,
+    damage_weights,
+    random_text,
+    write_model,
+    write_sentence_transformer,
+)
+from fake_engine import NOT_FINITE, FakeEngine, serving
+from test_service_metrics import samples
+from test_verifier import FAILURES, VERIFIED, AnyText, serve, verifier_of, verify_all
+
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    CorpusSentence,
+    PrefillEngine,
+    PrefillResult,
+    build_database,
+)
+from attncache_core.checkpoint import read_checkpoint
+from attncache_core.native import rows
+from attncache_core.outputs import class_scores
+from attncache_core.prompts import Template
+from service.metrics import Metrics
+
+pytestmark = pytest.mark.anyio
+
+WORD = "?"
+SOUND = [["where is my card", "money"], ["why was the bank closed", "card"], ["my old account was late"]]
+DAMAGED = [["my card", "where ? is it"], ["? card", "my ?"]]
+# So many tokens that what is asked meanwhile waits, and shares the next batch.
+LONG = "card " * 480
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "damaged"
+    return damage_weights(write_sentence_transformer(folder), VOCABULARY.index(WORD))
+
+
+async def ask_together(
+    client: httpx.AsyncClient, path: str, requests: Sequence[list[str]], **body: Any
+) -> list[httpx.Response]:
+    """Answers to requests that wait together behind a busy engine."""
+    busy = [asyncio.ensure_future(client.post(path, json={"inputs": [LONG] * 16, **body})) for _ in range(2)]
+    await asyncio.sleep(0.02)
+    pending = [client.post(path, json={"inputs": texts, **body}) for texts in requests]
+    answers = await asyncio.gather(*pending)
+    assert [answer.status_code for answer in await asyncio.gather(*busy)] == [200, 200]
+    return answers
+
+
+def assert_refused(answer: httpx.Response, field: str) -> None:
+    assert answer.status_code == 500
+    error = answer.json()["error"]
+    assert (error["code"], error["field"]) == ("not_finite", field)
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize("computing", COMPUTING)
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_request_with_a_damaged_text_fails_and_those_beside_it_do_not(
+    folder: Path, dtype: Any, kind: Any, computing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attention_by(computing):
+        if computing == "operators":
+            monkeypatch.setattr(rows, "kernel", lambda: None)
+        engine = PrefillEngine.load(replace(read_checkpoint(folder), quantization=kind), dtype=dtype)
+        async with serving(engine) as client:
+            alone = [(await client.post("/embed", json={"inputs": texts})).json() for texts in SOUND]
+            requests = [SOUND[0], DAMAGED[0], SOUND[1], DAMAGED[1], SOUND[2]]
+            answers = await ask_together(client, "/embed", requests)
+    for answer, expected in zip(answers[::2], alone, strict=True):
+        np.testing.assert_allclose(answer.json(), expected, atol=1e-5 if dtype == "float32" else 0.05)
+    assert_refused(answers[1], "inputs[1]")
+    assert_refused(answers[3], "inputs[0]")
+
+
+async def test_neither_null_nor_nan_is_answered_where_nothing_is_normalised(folder: Path) -> None:
+    async with serving(PrefillEngine.load(read_checkpoint(folder))) as client:
+        answers = await ask_together(client, "/embed", [*SOUND, *DAMAGED], normalize=False)
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 500, 500]
+    assert not any("null" in answer.text or "NaN" in answer.text for answer in answers[:3])
+
+
+async def test_log_tells_that_it_happened_and_no_text(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        async with serving(PrefillEngine.load(read_checkpoint(folder))) as client:
+            await client.post("/embed", json={"inputs": "my stolen card ?"})
+    assert "1 of the 1 requests of a batch came to NaN or infinity" in caplog.text
+    assert "stolen" not in caplog.text
+
+
+async def test_label_that_is_damaged_is_named_and_none_is_remembered(folder: Path) -> None:
+    async with serving(PrefillEngine.load(read_checkpoint(folder), dtype="float32")) as client:
+        for labels, at in ((["card", "lost ?", "bank"], 1), (["card", "bank", "? late"], 2)):
+            for _ in range(2):
+                answer = await client.post("/classify", json={"inputs": "my card", "labels": labels})
+                assert_refused(answer, f"labels[{at}]")
+        sound = await client.post("/classify", json={"inputs": ["my card"], "labels": ["card", "bank"]})
+        damaged = await client.post("/classify", json={"inputs": ["a", "?"], "labels": ["card", "bank"]})
+    assert sum(row["score"] for row in sound.json()[0]) == pytest.approx(1)
+    assert_refused(damaged, "inputs[1]")
+
+
+@pytest.mark.parametrize("problem", ["multi_label_classification", "single_label_classification"])
+async def test_damaged_text_gets_no_scores_of_a_model_of_classes(tmp_path: Path, problem: str) -> None:
+    write_model(tmp_path, ["transfer", "card", "help"], problem_type=problem)
+    damage_weights(tmp_path, VOCABULARY.index(WORD))
+    engine = PrefillEngine.load(read_checkpoint(tmp_path), dtype="float32")
+    async with serving(engine) as client:
+        sound, damaged, *_ = await ask_together(client, "/classify", [SOUND[0], DAMAGED[0], SOUND[1]])
+    assert_refused(damaged, "inputs[1]")
+    logits = engine.run(engine.tokenize(SOUND[0]), [False] * 2).outputs
+    expected = np.sort(class_scores(logits, multi_label=engine.multi_label), axis=1)[:, ::-1]
+    found = [[row["score"] for row in scores] for scores in sound.json()]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+# A decoder that scores labels by their tokens.
+
+
+def scoring(folder: Path, labels: Sequence[str]) -> PrefillEngine:
+    adapted = read_checkpoint(folder).adapted(
+        template=Template.parse("ask: {}\nanswer:"), label_logits=True, labels=labels
+    )
+    return PrefillEngine.load(adapted, dtype="float32")
+
+
+@pytest.mark.parametrize("labels", [["bank", "card"], ["bank account lost", "bank account", "zebra"]])
+async def test_damaged_text_of_several_sequences_is_named_by_its_place(
+    tmp_path: Path, labels: list[str]
+) -> None:
+    write_llama(tmp_path)
+    (money,) = scoring(tmp_path, labels).labels_in(Template("", ""), ["money", "card"]).tokens[0]
+    damage_weights(tmp_path, money)
+    engine = scoring(tmp_path, labels)
+    async with serving(engine, max_batch_sequences=5) as client:
+        alone = (await client.post("/classify", json={"inputs": ["card", "late"]})).json()
+        requests = [["card", "late"], ["card", "late", "my money", "lost money"], ["card", "late"]]
+        first, damaged, last = await asyncio.gather(
+            *(client.post("/classify", json={"inputs": texts}) for texts in requests)
+        )
+    assert_refused(damaged, "inputs[2]")
+    for answer in (first, last):
+        for found, expected in zip(answer.json(), alone, strict=True):
+            assert [row["score"] for row in found] == pytest.approx(
+                [row["score"] for row in expected], abs=1e-4
+            )
+
+
+async def test_label_whose_row_of_the_language_head_is_damaged_is_named(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    labels = ["bank", "card", "lost"]
+    (card,) = scoring(tmp_path, labels).label_tokens.tokens[1]  # type: ignore[union-attr]
+    damage_weights(tmp_path, card, names=("lm_head.weight",))
+    async with serving(scoring(tmp_path, labels)) as client:
+        damaged = await client.post("/classify", json={"inputs": "money"})
+        without = await client.post("/classify", json={"inputs": "money", "labels": ["lost", "bank"]})
+    assert_refused(damaged, "labels[1]")
+    assert without.status_code == 200
+
+
+# With a database.
+
+
+async def test_damaged_texts_spoil_no_hits_of_their_batch_and_are_not_verified(
+    folder: Path, tmp_path: Path
+) -> None:
+    random = np.random.default_rng(7)
+    texts = [random_text(random, words) for words in np.repeat(np.arange(2, 7), 20)]
+    # Recorded texts are exact and would not be verified.
+    asked = [text for text in (random_text(random, 4) for _ in range(40)) if text not in texts][:8]
+    plain = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    options = BuildOptions(heads="all", threshold=0.0, training_steps=5)
+    build_database(plain, [CorpusSentence(text, text) for text in texts], tmp_path / "a.db", options)
+    database = AttentionDatabase.open(tmp_path / "a.db")
+    # The mean of its length serves every text, damaged ones too.
+    groups = tuple(replace(group, searched=False) for group in database.search.policy.groups)
+    policy = replace(database.search.policy, groups=groups)
+    for search in (database.search, replace(database.search, policy=policy)):
+        engine = PrefillEngine.load(
+            plain.checkpoint, database=replace(database, search=search), dtype="float32"
+        )
+        async with serving(engine, verify_rate=1) as client:
+            requests = [asked[:3], ["my ? card", *asked[3:5]], asked[5:8]]
+            first, damaged, last = await ask_together(client, "/embed", requests)
+            metrics = {(VERIFIED,): 0.0}
+            # All hits but the damaged text, which hit too where nothing was searched.
+            async with asyncio.timeout(60):
+                while metrics[VERIFIED,] < 8:
+                    await asyncio.sleep(0.01)
+                    metrics = samples((await client.get("/metrics")).text)
+        assert_refused(damaged, "inputs[0]")
+        for answer, own in ((first, asked[:3]), (last, asked[5:8])):
+            assert answer.headers["X-AttnCache-Hits"] == "3/3"
+            expected = engine.embed(own)
+            np.testing.assert_allclose(answer.json(), expected, atol=1e-5)
+        assert (metrics[VERIFIED,], metrics[FAILURES,]) == (8, 0)
+
+
+class HidingEngine(FakeEngine):
+    """A text that hits well comes to NaN when all is computed, in a token that its output does not show."""
+
+    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], *readings: Any) -> PrefillResult:
+        result = super().run(sequences, reuse, *readings)
+        return replace(result, finite=np.array(reuse) | result.finite)
+
+
+def test_hit_that_comes_to_nan_when_computed_in_full_does_not_agree() -> None:
+    engine, metrics = HidingEngine(stored=AnyText()), Metrics()
+    verifier = verifier_of(engine, metrics)
+    serve(engine, verifier, ["fine", NOT_FINITE])
+    verify_all(verifier)
+    told = samples(metrics.render().decode())
+    assert told["attncache_verify_cosine_bucket", "0.5"] == 1
+    assert told["attncache_verify_cosine_sum",] == pytest.approx(1)
+    for _ in range(60):
+        serve(engine, verifier, [NOT_FINITE])
+    verify_all(verifier)
+    assert samples(metrics.render().decode())[FAILURES,] > 0
+
+
+def test_hit_that_came_to_nan_is_no_hit_to_verify() -> None:
+    engine = FakeEngine(stored=AnyText())
+    verifier = verifier_of(engine, Metrics())
+    serve(engine, verifier, ["fine", NOT_FINITE])
+    verify_all(verifier)
+    assert engine.verified == [["fine"]]

@@ -1,0 +1,208 @@
+"""Processes of the real server whose default database is damaged: they serve in full, and build a new one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+import service
+from attncache_core import AttentionDatabase, Checkpoint, default_corpus
+from attncache_core.attention_maps.default import default_database_folder
+from attncache_core.files import locked
+
+RECORDED = default_corpus()[0].text
+BUILDING = "the default database is damaged, and a new one is being built"
+FAILED = "the default database is damaged, and no new one could be built"
+
+
+def change_a_byte_of_an_index(folder: Path) -> None:
+    index = next(folder.glob("index/*.faiss"))
+    content = bytearray(index.read_bytes())
+    content[-1] ^= 1
+    index.write_bytes(content)
+
+
+def cut_a_segment(folder: Path) -> None:
+    segment = next(folder.glob("maps/*.maps"))
+    os.truncate(segment, segment.stat().st_size // 2)
+
+
+def scramble_the_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(b"\x00garbage\xff")
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path) -> Path:
+    """The tiny model's default database in a cache folder."""
+    folder = default_database_folder(tiny_checkpoint, tmp_path / "cache")
+    return Path(shutil.copytree(tiny_database, folder))
+
+
+def wait_for(happened: Callable[[], object]) -> None:
+    for _ in range(6000):  # five minutes, and then something is wrong
+        if happened():
+            return
+        time.sleep(0.05)
+    pytest.fail("it did not happen")
+
+
+class Server:
+    """A process of `attncache serve`, and a client of it."""
+
+    def __init__(self, checkpoint: Checkpoint, folder: Path, log: Path) -> None:
+        self._log = log
+        # The builder must import what the server does, and not what lies where the server was started.
+        decoy = log.parent / "service"
+        decoy.mkdir(exist_ok=True)
+        (decoy / "__init__.py").write_text("raise RuntimeError", encoding="utf-8")
+        program = (sys.executable, "-P", "-c", "from service.cli import main; main()", "serve")
+        model = ("--model", str(checkpoint.folder), "--dtype", "float32", "--min-gain", "0")
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [*program, *model, "--port", "0", "--cache-dir", str(folder.parent.parent)],
+                stderr=file,
+                cwd=log.parent,
+                env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[1])},
+            )
+
+    @property
+    def logged(self) -> str:
+        return self._log.read_text()
+
+    def until(self, happened: Callable[[], object]) -> None:
+        wait_for(lambda: happened() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.logged
+
+    def until_ready(self) -> httpx.Client:
+        self.until(lambda: "listening on" in self.logged)
+        found = re.search(r"listening on (http://[\d.:]+)", self.logged)
+        assert found
+        client = httpx.Client(base_url=found[1], timeout=60)
+        self.until(lambda: client.get("/ready").status_code == 200)
+        return client
+
+    def builders(self) -> list[int]:
+        """The processes that the server has started."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+
+@contextmanager
+def serving(checkpoint: Checkpoint, folder: Path, name: str = "server") -> Iterator[Server]:
+    server = Server(checkpoint, folder, folder.parent.parent.parent / f"{name}.log")
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def reuse_off(client: httpx.Client) -> list[str]:
+    return list(client.get("/info").json()["reuse_off"])
+
+
+def hits(client: httpx.Client) -> str:
+    answer = client.post("/embed", json={"inputs": RECORDED})
+    assert answer.status_code == 200
+    return answer.headers["X-AttnCache-Hits"]
+
+
+def test_two_servers_serve_in_full_until_one_of_them_has_built_a_new_database(
+    tiny_checkpoint: Checkpoint, folder: Path
+) -> None:
+    change_a_byte_of_an_index(folder)
+    with (
+        serving(tiny_checkpoint, folder, "a") as one,
+        serving(tiny_checkpoint, folder, "b") as other,
+    ):
+        servers = (one, other)
+        with locked(folder, on_wait=lambda: None):
+            # Until here nobody can set aside or build, and both serve all the same.
+            clients = [server.until_ready() for server in servers]
+            for client in clients:
+                assert (hits(client), reuse_off(client)) == ("0/1", [BUILDING])
+            assert folder.exists()
+        for server, client in zip(servers, clients, strict=True):
+            server.until(lambda client=client: hits(client) == "1/1")
+            assert reuse_off(client) == []
+            metrics = client.get("/metrics").text
+            assert 'attncache_requests_total{route="/embed",status="200"}' in metrics
+            assert 'status="500"} 0.0' in metrics
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(timeout=60) == 0
+            assert "Traceback" not in server.logged
+    logs = [server.logged for server in servers]
+    assert [log.count("the default database is damaged") for log in logs] == [1, 1]
+    assert sum(log.count("the damaged database was set aside as") for log in logs) == 1
+    (aside,) = folder.parent.glob("*.damaged-*")
+    assert any(str(aside) in log for log in logs)
+    assert AttentionDatabase.open(folder).verify() == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "end", "code"),
+    [(cut_a_segment, signal.SIGKILL, -9), (scramble_the_manifest, signal.SIGTERM, 0)],
+    ids=["killed", "told to stop"],
+)
+def test_building_ends_with_the_server(
+    tiny_checkpoint: Checkpoint,
+    folder: Path,
+    damage: Callable[[Path], None],
+    end: signal.Signals,
+    code: int,
+) -> None:
+    damage(folder)
+    partial = folder.parent / f".{folder.name}.partial"
+    with serving(tiny_checkpoint, folder) as server:
+        server.until_ready()
+        server.until(partial.exists)
+        (builder,) = server.builders()
+        assert os.getpriority(os.PRIO_PROCESS, builder) == 19
+        server.process.send_signal(end)
+        assert server.process.wait(timeout=60) == code
+        wait_for(lambda: not Path(f"/proc/{builder}").exists())
+        # The lock was let go with it: another build may go on.
+        with locked(folder, on_wait=lambda: pytest.fail("the builder still holds the lock")):
+            assert not folder.exists()
+
+
+def test_building_that_fails_is_told_once_and_the_server_goes_on_in_full(
+    tiny_checkpoint: Checkpoint, folder: Path
+) -> None:
+    cut_a_segment(folder)
+    # Where the build's folder should be.
+    (folder.parent / f".{folder.name}.partial").write_bytes(b"")
+    with serving(tiny_checkpoint, folder) as server:
+        client = server.until_ready()
+        server.until(lambda: reuse_off(client) == [FAILED])
+        assert hits(client) == "0/1"
+        assert server.logged.count("there is no new default database: ") == 1
+        assert "cannot be written" in server.logged
+        assert "Traceback" not in server.logged
+
+
+def test_database_that_cannot_be_set_aside_is_told_and_the_server_goes_on_in_full(
+    tiny_checkpoint: Checkpoint, folder: Path
+) -> None:
+    scramble_the_manifest(folder)
+    # Where the lock's file should be; a folder without write permission does not stop root.
+    lock = folder.parent / f".{folder.name}.lock"
+    lock.mkdir()
+    with serving(tiny_checkpoint, folder) as server:
+        client = server.until_ready()
+        server.until(lambda: reuse_off(client) == [FAILED])
+        assert hits(client) == "0/1"
+        assert server.logged.count("there is no new default database: ") == 1
+        assert str(lock) in server.logged
+        assert folder.exists()

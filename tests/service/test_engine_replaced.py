@@ -1,0 +1,120 @@
+"""Another engine of the same model takes the place of the one that serves, and nobody notices."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, policy_of, starting
+
+pytestmark = pytest.mark.anyio
+
+
+class Successor:
+    """The engine of before serves at once; `engine` follows when `may_come` is set."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.may_come = threading.Event()
+        self.before = FakeEngine()
+        self.before.policy = None
+
+    def __call__(self) -> Iterator[FakeEngine]:
+        yield self.before
+        self.may_come.wait()
+        yield self.engine
+
+
+async def ready(client: httpx.AsyncClient) -> None:
+    while (await client.get("/ready")).status_code == 503:
+        await asyncio.sleep(0.001)
+
+
+async def replaced(client: httpx.AsyncClient, successor: Successor) -> None:
+    successor.may_come.set()
+    while (await client.get("/info")).json()["database"] is None:
+        await asyncio.sleep(0.001)
+
+
+async def embed(client: httpx.AsyncClient, *texts: str) -> httpx.Response:
+    return await client.post("/embed", json={"inputs": list(texts)})
+
+
+async def test_requests_are_answered_before_and_after_and_metrics_go_on() -> None:
+    successor = Successor(FakeEngine(stored={"a"}))
+    async with starting(successor, verify_rate=0) as client:
+        await ready(client)
+        before = await embed(client, "a")
+        await replaced(client, successor)
+        after = await embed(client, "a")
+        metrics = (await client.get("/metrics")).text
+    assert [answer.headers["X-AttnCache-Hits"] for answer in (before, after)] == ["0/1", "1/1"]
+    assert before.headers["X-AttnCache-Model"] == after.headers["X-AttnCache-Model"]
+    assert (successor.before.batches, successor.engine.batches) == ([["a"]], [["a"]])
+    assert 'attncache_requests_total{route="/embed",status="200"} 2.0' in metrics
+    assert "attncache_database_records 7.0" in metrics
+
+
+async def test_what_was_queued_for_the_engine_of_before_is_answered_by_the_next() -> None:
+    successor = Successor(FakeEngine(stored={"waits"}))
+    async with starting(successor, verify_rate=0) as client:
+        await ready(client)
+        successor.before.may_run.clear()
+        runs = asyncio.create_task(embed(client, "runs"))
+        await asyncio.to_thread(successor.before.runs.acquire)
+        waits = asyncio.create_task(embed(client, "waits"))
+        while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.001)
+        await replaced(client, successor)
+        assert "attncache_queue_sequences 1.0" in (await client.get("/metrics")).text
+        successor.before.may_run.set()
+        answers = [await runs, await waits]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert [answer.headers["X-AttnCache-Hits"] for answer in answers] == ["0/1", "1/1"]
+    assert (successor.before.batches, successor.engine.batches) == ([["runs"]], [["waits"]])
+
+
+async def test_hits_of_the_next_engine_are_verified_by_it() -> None:
+    successor = Successor(FakeEngine(stored={"a"}, policy=policy_of()))
+    async with starting(successor, verify_rate=1) as client:
+        await ready(client)
+        await replaced(client, successor)
+        await embed(client, "a")
+        while "attncache_verify_cosine_count 1.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.001)
+    assert successor.engine.verified == [["a"]]
+
+
+async def test_memory_of_the_engine_of_before_is_given_back() -> None:
+    successor = Successor(FakeEngine())
+    before = weakref.ref(successor.before)
+    async with starting(successor, verify_rate=0) as client:
+        await ready(client)
+        await embed(client, "a")
+        del successor.before
+        await replaced(client, successor)
+        await embed(client, "b")
+        while before() is not None:
+            gc.collect()
+            await asyncio.sleep(0.01)
+
+
+async def test_engine_that_does_not_come_leaves_the_one_that_serves(caplog: pytest.LogCaptureFixture) -> None:
+    failed: list[BaseException] = []
+
+    def load_engines() -> Iterator[FakeEngine]:
+        yield FakeEngine()
+        raise ValueError("broken file")
+
+    async with starting(load_engines, failed.append) as client:
+        await ready(client)
+        while "no other engine takes the place" not in caplog.text:
+            await asyncio.sleep(0.001)
+        assert (await embed(client, "a")).status_code == 200
+    assert failed == []
+    assert caplog.text.count("Traceback") == 1

@@ -1,0 +1,114 @@
+"""Answers name the model that gave them, and a request that requires another one is not computed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FAILING, FakeEngine, serving, starting
+
+from attncache_core import Checkpoint, PrefillEngine
+
+pytestmark = pytest.mark.anyio
+
+OWN = FakeEngine.fingerprint
+OTHER = OWN[::-1]
+ROUTES = [("/embed", {"inputs": "a"}), ("/classify", {"inputs": "a", "labels": ["a", "b"]})]
+
+
+async def ask(client: httpx.AsyncClient, path: str, body: Any, required: str) -> httpx.Response:
+    return await client.post(path, json=body, headers={"X-AttnCache-Require-Model": required})
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+async def test_answer_names_the_model_as_info_does(path: str, body: Any) -> None:
+    async with serving() as client:
+        answer = await client.post(path, json=body)
+        info = (await client.get("/info")).json()
+    assert answer.headers["X-AttnCache-Model"] == info["fingerprint"] == OWN
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [({"inputs": ""}, 400), ({"inputs": FAILING}, 500), ({"inputs": ["a"] * 257}, 422)],
+    ids=["refused", "failed", "too many"],
+)
+async def test_error_names_the_model_too(body: Any, status: int) -> None:
+    async with serving() as client:
+        answer = await client.post("/embed", json=body)
+    assert (answer.status_code, answer.headers["X-AttnCache-Model"]) == (status, OWN)
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+@pytest.mark.parametrize("required", [OWN, OWN[:8], OWN.upper(), f" {OWN[:12]} "])
+async def test_model_that_is_required_answers(path: str, body: Any, required: str) -> None:
+    async with serving() as client:
+        assert (await ask(client, path, body, required)).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+@pytest.mark.parametrize("required", [OTHER, OTHER[:8], OWN[:-1] + "0", OWN[1:]])
+async def test_other_model_refuses_with_409_and_computes_nothing(path: str, body: Any, required: str) -> None:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        answer = await ask(client, path, body, required)
+        metrics = (await client.get("/metrics")).text
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (409, "model_mismatch")
+    assert error["field"] == "X-AttnCache-Require-Model"
+    assert answer.headers["X-AttnCache-Model"] == OWN
+    assert OWN[:12] in error["message"]
+    assert required not in answer.text
+    assert engine.batches == []
+    assert f'attncache_requests_total{{route="{path}",status="409"}} 1.0' in metrics
+
+
+@pytest.mark.parametrize("required", ["", OWN[:7], "all-MiniLM-L6-v2", OWN + "0", f"{OWN},{OTHER}"])
+async def test_what_is_no_fingerprint_is_a_400_that_says_where_to_find_one(required: str) -> None:
+    async with serving() as client:
+        answer = await ask(client, "/embed", {"inputs": "a"}, required)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_input")
+    assert error["field"] == "X-AttnCache-Require-Model"
+    assert "/info" in error["message"]
+
+
+async def test_required_model_is_checked_before_the_body_and_before_the_task() -> None:
+    async with serving(FakeEngine(task="classify", labels=("a", "b"))) as client:
+        assert (await client.post("/embed", content=b"{")).status_code == 400
+        refused = await client.post(
+            "/embed", content=b"{", headers={"X-AttnCache-Require-Model": OTHER, "Content-Length": "9" * 12}
+        )
+    assert refused.status_code == 409
+
+
+async def test_server_that_is_loading_does_not_know_its_model_yet() -> None:
+    loaded = threading.Event()
+
+    def load_engine() -> FakeEngine:
+        loaded.wait()
+        return FakeEngine()
+
+    async with starting(load_engine) as client:
+        answer = await ask(client, "/embed", {"inputs": "a"}, OTHER)
+        loaded.set()
+        while (await client.get("/ready")).status_code == 503:
+            await asyncio.sleep(0.001)
+    assert answer.status_code == 503
+    assert "X-AttnCache-Model" not in answer.headers
+
+
+async def test_models_tell_themselves_apart(tiny_checkpoint: Checkpoint) -> None:
+    """Embeddings of the model with other pooling cannot be compared, so a pin refuses them."""
+    first, other = (
+        PrefillEngine.load(tiny_checkpoint.adapted(pooling=pooling), dtype="float32")
+        for pooling in ("mean", "cls")
+    )
+    async with serving(first) as client:
+        pinned = (await client.post("/embed", json={"inputs": "my card"})).headers["X-AttnCache-Model"]
+        assert (await ask(client, "/embed", {"inputs": "my card"}, pinned)).status_code == 200
+    async with serving(other) as client:
+        assert (await ask(client, "/embed", {"inputs": "my card"}, pinned)).status_code == 409

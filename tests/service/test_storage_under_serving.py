@@ -1,0 +1,121 @@
+"""The real app on a real database whose files fail: clients notice nothing, and operators are told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, serving
+from test_service_metrics import samples
+
+from attncache_core import AttentionDatabase, Checkpoint, CorpusSentence, PrefillEngine
+from attncache_core.native.guard import guard
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(guard() is None, reason="records were read and not mapped"),
+]
+
+RECORDS_START, RECORD_BYTES = 2 * 4096, 4096
+# Outputs of a hit on the text's own record, in 16 bits, and of the full model, both of unit length.
+SIXTEEN_BITS = 1e-3
+
+
+@pytest.fixture
+def folder(tiny_database: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_database, tmp_path / "tiny.db"))
+
+
+@pytest.fixture
+def engine(tiny_checkpoint: Checkpoint, folder: Path) -> PrefillEngine:
+    database = AttentionDatabase.open(folder, threshold=1.0)
+    return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+
+
+def text_of(engine: PrefillEngine, corpus: list[CorpusSentence], length: int) -> str:
+    texts = [sentence.text for sentence in corpus]
+    return next(text for text, ids in zip(texts, engine.tokenize(texts), strict=True) if len(ids) == length)
+
+
+async def embedded(client: httpx.AsyncClient, text: str) -> tuple[str, np.ndarray]:
+    """The header of hits and the embedding."""
+    response = await client.post("/embed", json={"inputs": text})
+    assert response.status_code == 200
+    return response.headers["X-AttnCache-Hits"], np.array(response.json()[0])
+
+
+async def metric(client: httpx.AsyncClient, name: str) -> float:
+    return samples((await client.get("/metrics")).text)[(name,)]
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    while not await condition():
+        await asyncio.sleep(0.02)
+
+
+async def test_segment_that_is_cut_under_the_server_is_computed_in_full_counted_and_logged_once(
+    engine: PrefillEngine, folder: Path, tiny_corpus: list[CorpusSentence], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = text_of(engine, tiny_corpus, 7)
+    async with serving(engine) as client:
+        hits, before = await embedded(client, text)
+        assert hits == "1/1"
+        os.truncate(folder / "maps" / "00007.maps", RECORDS_START)
+        for _ in range(3):
+            hits, after = await embedded(client, text)
+            assert hits == "0/1"
+            np.testing.assert_allclose(after, before, atol=SIXTEEN_BITS)
+        assert await metric(client, "attncache_database_lost_segments_total") == 1
+        assert (await client.get("/info")).json()["database"]["lost_lengths"] == [7]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("records of 7 tokens are no longer used")
+
+
+async def test_byte_that_changes_without_a_write_is_found_and_its_record_used_no_more(
+    engine: PrefillEngine, folder: Path, tiny_corpus: list[CorpusSentence], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = text_of(engine, tiny_corpus, 7)
+    assert engine.database
+    record = engine.database.search.store.record_of(engine.tokenize([text])[0])
+    assert record is not None
+    async with serving(engine) as client:
+        hits, before = await embedded(client, text)
+        assert hits == "1/1"
+        with (folder / "maps" / "00007.maps").open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+            content[RECORDS_START + record * RECORD_BYTES + 1] ^= 0x20
+
+        async def is_found() -> bool:
+            return await metric(client, "attncache_database_corrupt_records_total") == 1
+
+        await until(is_found)
+        hits, after = await embedded(client, text)
+        assert hits == "0/1"
+        np.testing.assert_allclose(after, before, atol=SIXTEEN_BITS)
+    assert "records changed after they were checked, and are no longer used: 1" in caplog.text
+    assert text not in caplog.text
+
+
+def scrubbing() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "scrub"]
+
+
+async def test_check_in_the_background_begins_and_ends_with_the_server(engine: PrefillEngine) -> None:
+    assert scrubbing() == []
+    async with serving(engine):
+        assert scrubbing() == ["scrub"]
+    assert scrubbing() == []
+
+
+async def test_without_a_database_nothing_is_checked() -> None:
+    async with serving(FakeEngine()):
+        assert scrubbing() == []

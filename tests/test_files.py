@@ -1,0 +1,145 @@
+"""Files that are whole or absent, whoever else writes and whatever interrupts the writer."""
+
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from attncache_core import files
+from attncache_core.files import move_into_place, write_whole
+
+CONTENT_BYTES = 300_000
+
+
+def content_of(writer: int) -> bytes:
+    """What one writer writes: unlike every other one's, and longer than a single write of the system."""
+    return bytes([writer]) * (CONTENT_BYTES + writer)
+
+
+# The module by itself, which needs nothing else of the package. argv: its folder, path, writer, times.
+WRITER = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from files import write_whole
+writer = int(sys.argv[3])
+for _ in range(int(sys.argv[4])):
+    write_whole(Path(sys.argv[2]), bytes([writer]) * ({CONTENT_BYTES} + writer))
+"""
+
+
+def test_of_processes_that_write_at_once_one_leaves_its_whole_file_and_none_a_stray_one(tmp_path):
+    path, writers = tmp_path / "a.json", [1, 2, 3]
+    write_whole(path, content_of(1))
+    command = [sys.executable, "-c", WRITER, Path(files.__file__).parent, path]
+    running = [subprocess.Popen([*map(str, command), str(writer), "40"]) for writer in writers]
+    wholes, seen = {content_of(writer) for writer in writers}, set()
+    while any(process.poll() is None for process in running):
+        seen.add(path.read_bytes())
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert seen | {path.read_bytes()} <= wholes
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@contextmanager
+def full_disk_beyond(size: int):
+    """Files of more bytes meet an error of the operating system."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "a.json"
+    write_whole(path, b"old")
+    with full_disk_beyond(1000), pytest.raises(OSError, match="too large"):
+        write_whole(path, content_of(1))
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@contextmanager
+def interrupted_after(seconds: float):
+    """Ctrl-C comes after so many seconds of real time, wherever the program is then."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_interrupted_write_leaves_a_whole_file_and_no_other(tmp_path):
+    path, old, new = tmp_path / "a.json", b"old", bytes(20_000_000)
+    write_whole(path, old)
+    interrupted = 0
+    for milliseconds in range(1, 40):
+        try:
+            with interrupted_after(milliseconds / 1000):
+                write_whole(path, new)
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert path.read_bytes() in (old, new)
+        assert list(tmp_path.iterdir()) == [path]
+    assert interrupted
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """What is flushed to the disk, as (what it was called then, what its folder holds by then)."""
+    seen, fsync = [], os.fsync
+
+    def noting(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        folder = path if path.is_dir() else path.parent
+        seen.append((path, sorted(entry.name for entry in folder.iterdir())))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    return seen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the names of open files are read from /proc")
+def test_content_is_on_disk_before_the_name_and_the_name_before_the_call_returns(tmp_path, synced):
+    write_whole(tmp_path / "a.json", b"new")
+    (file, (unfinished,)), (folder, names) = synced
+    assert file == tmp_path / unfinished
+    assert unfinished != "a.json"
+    assert (folder, names) == (tmp_path, ["a.json"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the names of open files are read from /proc")
+def test_folder_is_on_disk_with_all_it_holds_before_it_gets_its_name(tmp_path, synced):
+    (tmp_path / "unfinished" / "inner").mkdir(parents=True)
+    (tmp_path / "unfinished" / "a").write_bytes(b"a")
+    (tmp_path / "unfinished" / "inner" / "b").write_bytes(b"b")
+    move_into_place(tmp_path / "unfinished", tmp_path / "finished")
+    *before, (last, names) = synced
+    assert {path for path, _ in before} == {
+        tmp_path / "unfinished" / name for name in ("", "a", "inner", "inner/b")
+    }
+    assert (last, names) == (tmp_path, ["finished"])
+
+
+@pytest.mark.parametrize(("mode", "umask", "expected"), [(0o600, 0o000, 0o600), (0o666, 0o027, 0o640)])
+def test_file_has_the_mode_that_was_asked_for_less_the_umask(tmp_path, mode, umask, expected):
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "a", b"a", mode)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == expected
