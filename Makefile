@@ -1,5 +1,6 @@
-# The two commands: `make serve` starts the server, `make test` checks everything.
-# PIP_ARGUMENTS reaches pip, for an index or a folder of wheels: make serve PIP_ARGUMENTS="--find-links wheels"
+# `make serve` starts the server, `make test` runs all checks.
+# PIP_ARGUMENTS is passed to pip, for example to use a folder of wheels:
+# make serve PIP_ARGUMENTS="--find-links wheels"
 
 PYTHON ?= python3
 PIP_ARGUMENTS ?=
@@ -14,11 +15,11 @@ test: .venv/installed-with-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/pytest
+	.venv/bin/pytest --numprocesses auto --dist loadfile
 
 install: .venv/installed
 
-# torch comes first and by itself: what is installed already, no later requirement replaces by another build.
+# torch is installed first, so that a later requirement does not replace it with another build.
 .venv/installed: pyproject.toml constraints.txt setup.py $(wildcard attncache_core/native/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(PIP) torch

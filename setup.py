@@ -1,7 +1,7 @@
-"""Builds attncache_core/native: attention.c once for each level of processor that it may run on; sigbus.c.
+"""Compile the C libraries of attncache_core/native: attention.c once per processor level, and sigbus.c.
 
-The compiler is Zig's C compiler, from a package: the same one on every machine, and none has to be installed.
-All else about the package stands in pyproject.toml.
+The compiler is Zig's C compiler, which pip installs from a package for the build. Every machine thus uses the
+same compiler, and no system compiler is needed. pyproject.toml has all other settings of the package.
 """
 
 import platform
@@ -12,8 +12,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-# A library -> its source, and the processor it is compiled for. attncache_core/native chooses among the
-# levels of attention.
+# Machine -> library -> source file and target processor. At run time, attncache_core/native chooses among the
+# levels of the attention library.
 LIBRARIES = {
     "x86_64": {
         "attention_avx2": ("attention.c", "x86_64_v3"),
@@ -24,7 +24,7 @@ LIBRARIES = {
     "aarch64": {"attention_neon": ("attention.c", "generic"), "sigbus": ("sigbus.c", "generic")},
 }
 SOURCES = Path("attncache_core/native")
-# Contracted: a multiplication and an addition may be one instruction.
+# -ffp-contract=fast lets a multiplication and an addition become one instruction.
 FLAGS = [
     "-std=c11",
     "-O3",
@@ -38,10 +38,10 @@ FLAGS = [
 
 
 class BuildLibraries(build_ext):
-    """Compiles each extension for its processor: shared libraries, no Python modules."""
+    """A build step that compiles each extension to a shared library for its processor."""
 
     def build_extension(self, extension: Extension) -> None:
-        """Called once a library."""
+        """Compile one library. A failure is reported as a warning, because the package works without it."""
         _, processor = LIBRARIES[platform.machine()][extension.name.rpartition(".")[2]]
         output = Path(self.get_ext_fullpath(extension.name))
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -49,8 +49,8 @@ class BuildLibraries(build_ext):
         try:
             subprocess.run([*command, *extension.sources, "-o", str(output)], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            # Attention then runs on torch's operators, more slowly, and /info says so; without the guard,
-            # records are read into memory instead of mapped.
+            # Without the kernel, attention runs on torch's operators, which is slower, and /info reports it.
+            # Without sigbus.c, records are read into memory instead of mapped.
             print(f"warning: {extension.name} was not compiled: {error}", file=sys.stderr)
 
 

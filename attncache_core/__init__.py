@@ -6,21 +6,23 @@ engine = PrefillEngine.load(checkpoint, database=database)
 embeddings = engine.embed(["Where is my card?"])
 """
 
-import attncache_core.openmp  # noqa: F401 - before anything that loads torch
-from attncache_core.attention_maps.builder import BuildOptions, build_database
-from attncache_core.attention_maps.calibration import Progress, calibrate_database
-from attncache_core.attention_maps.database import AttentionDatabase, Manifest
-from attncache_core.attention_maps.default import (
+import attncache_core.runtime.openmp  # noqa: F401 - before anything that loads torch
+from attncache_core.build.builder import build_database
+from attncache_core.build.default import (
     build_default_database,
     open_default_database,
     set_damaged_aside,
 )
-from attncache_core.attention_maps.fetch import Fetch
-from attncache_core.attention_maps.search import Outcome
-from attncache_core.checkpoint import DEFAULT_MODEL, Checkpoint, Quantization, find_checkpoint
-from attncache_core.classifier import LinearClassifier, fit_classifier
-from attncache_core.corpus import CorpusSentence, default_corpus
-from attncache_core.engine import PrefillEngine, PrefillResult
+from attncache_core.build.options import BuildOptions
+from attncache_core.calibration.calibrate import Progress
+from attncache_core.calibration.database import calibrate_database
+from attncache_core.calibration.gain import require_gain
+from attncache_core.checkpoints.checkpoint import Checkpoint, Quantization
+from attncache_core.checkpoints.description import DEFAULT_MODEL, find_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.corpus import CorpusSentence, default_corpus, unfamiliar_texts
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.errors import (
     AttnCacheError,
     BuildFailed,
@@ -33,13 +35,24 @@ from attncache_core.errors import (
     NotFinite,
     UnsupportedModel,
 )
-from attncache_core.outputs import class_scores, normalize
-from attncache_core.variant import find_variant
+from attncache_core.heads.classifier import LinearClassifier, fit_classifier
+from attncache_core.heads.comparator import Measure
+from attncache_core.heads.decisions import class_scores
+from attncache_core.heads.vectors import normalize
+from attncache_core.models.variant import find_variant
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.fetch import Fetch
+from attncache_core.reuse.maps.manifest import Manifest
+from attncache_core.reuse.mask import ReuseMask
+from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse
+from attncache_core.reuse.strategy import ReuseStrategy
 
 __all__ = [
     "DEFAULT_MODEL",
     "AttentionDatabase",
     "AttnCacheError",
+    "Budget",
     "BuildFailed",
     "BuildOptions",
     "Checkpoint",
@@ -51,14 +64,20 @@ __all__ = [
     "InvalidInput",
     "LinearClassifier",
     "Manifest",
+    "Measure",
     "ModelNotFound",
     "NoClassifier",
     "NotFinite",
     "Outcome",
     "PrefillEngine",
+    "PrefillRequest",
     "PrefillResult",
     "Progress",
     "Quantization",
+    "ReuseMask",
+    "ReusePlan",
+    "ReuseStrategy",
+    "Template",
     "UnsupportedModel",
     "build_database",
     "build_default_database",
@@ -68,7 +87,10 @@ __all__ = [
     "find_checkpoint",
     "find_variant",
     "fit_classifier",
+    "no_reuse",
     "normalize",
     "open_default_database",
+    "require_gain",
     "set_damaged_aside",
+    "unfamiliar_texts",
 ]

@@ -1,13 +1,13 @@
-"""Every error a caller of AttnCache can meet.
+"""Define every error that AttnCache raises for its callers.
 
-    a request     InvalidInput - InputTooLong, NoClassifier      the caller mends the request
+    a request     InvalidInput - InputTooLong, NoClassifier      the caller fixes the request
     an answer     NotFinite                                      the caller leaves the text out
-    a start       ModelNotFound, UnsupportedModel                the operator mends the model
-                  DatabaseRefused - CorruptDatabase              the operator mends or rebuilds the database
-                  BuildFailed                                    the operator mends the corpus
+    a start       ModelNotFound, UnsupportedModel                the operator fixes the model
+                  DatabaseRefused - CorruptDatabase              the operator fixes or rebuilds the database
+                  BuildFailed                                    the operator fixes the corpus
 
-An error has a stable `code`, a plain integer `status` in HTTP's sense, and a message written for the
-person who can mend it. A message never holds a user's text.
+Each error has a stable `code`, an integer `status` (an HTTP status code), and a message for the person who
+can fix the problem. A message never contains a user's text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import ClassVar, Self
 
 
 class AttnCacheError(Exception):
-    """The root: something a caller can act on."""
+    """The base class of all errors that a caller can act on."""
 
     code: ClassVar[str] = "error"
     status: ClassVar[int] = 500
@@ -30,37 +30,40 @@ class AttnCacheError(Exception):
 
 
 class InvalidInput(AttnCacheError):
-    """A value is not what the call accepts; `field` names it."""
+    """The call does not accept a value; `field` names the parameter that has the value."""
 
     code = "invalid_input"
     status = 400
 
 
 class InputTooLong(InvalidInput):
-    """A text has more tokens than the model takes and truncation was declined, or all have too many."""
+    """One text has more tokens than the model accepts, or a whole request has too many tokens.
+
+    One text that is too long raises this error only if the caller declined truncation.
+    """
 
     code = "input_too_long"
     status = 422
 
 
 class NoClassifier(InvalidInput):
-    """Classes were asked for, but the model has none, none was fitted and no labels were given."""
+    """A request asks for classes, but there is no classification model, no fitted classifier and no label."""
 
     code = "no_classifier"
 
 
 class NotFinite(AttnCacheError):
-    """What the model computes for a text holds NaN or infinity; other texts are not affected.
+    """The model computes NaN or infinity for a text. Other texts of the batch are not affected.
 
-    The model's weights are damaged, or numbers grow too large for its dtype.
+    Either the model's weights are damaged, or numbers become too large for the compute dtype.
     """
 
     code = "not_finite"
-    index = 0  # of the text among those given
+    index = 0  # index of the text in the texts of the call
 
     @classmethod
     def of(cls, index: int, texts: str = "inputs") -> Self:
-        """The error of one text; texts: the field that holds them."""
+        """Create the error for text `index` of the request field `texts`."""
         field = f"{texts}[{index}]"
         error = cls(
             f"the model computes NaN or infinity for {field}; leave this text out, or have the model's "
@@ -72,41 +75,45 @@ class NotFinite(AttnCacheError):
 
 
 class ModelNotFound(AttnCacheError):
-    """No folder, installed package, cache or hub holds the model; the message lists what was tried."""
+    """No folder, installed package, cache or hub has the model; the message lists where it was searched."""
 
     code = "model_not_found"
 
 
 class UnsupportedModel(AttnCacheError):
-    """The checkpoint was found, but it is of a kind that is not served."""
+    """The model folder was found, but AttnCache cannot read it or does not support such a model."""
 
     code = "unsupported_model"
 
 
 class DatabaseRefused(AttnCacheError):
-    """The database cannot serve this model: it is absent, of another fingerprint, format or dtype."""
+    """The database cannot be used with this model.
+
+    The database is missing, was built for a model with another fingerprint, or has another format or dtype.
+    """
 
     code = "database_refused"
 
 
 class CorruptDatabase(DatabaseRefused):
-    """A file of the database is missing, cut short or changed since it was built."""
+    """A file of the database is missing, was cut short or was changed after the build."""
 
     code = "corrupt_database"
 
 
 class BuildFailed(AttnCacheError):
-    """A database or a classifier cannot be made from this corpus."""
+    """No database or classifier can be built from this corpus."""
 
     code = "build_failed"
 
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Whatever is raised inside, but an error of ours, becomes UnsupportedModel: `what` cannot be read.
+    """Turn any exception of the `with` block into UnsupportedModel, with the message "`what` cannot be read".
 
-    For the files of a model, in which anything may stand. What safetensors, tokenizers, transformers and our
-    own reading raise then shares no base class.
+    An AttnCacheError passes unchanged. Use this context manager where files of a model are read. Such files
+    may have any content, and the exceptions of safetensors, tokenizers, transformers and this library for
+    wrong content have no common base class.
     """
     try:
         yield

@@ -1,11 +1,11 @@
-"""The attention kernel beside torch's operators, and what the machine does at best.
+"""Compare the attention kernel with torch's operators, and measure the machine's peak speed.
 
     python benchmarks/attention_kernel.py [--threads 2] [--layers 6] [--heads 12] [--width 32]
 
-Milliseconds of the attention of all layers for batches of one length: torch's explicit softmax (in the
-model's dtype and in float32) and SDPA, each level of the kernel that was built, and maps @ V from given maps;
-then the best kernel's causal attention, and its products with causal maps, square and packed. Every way in
-turn, medians of 21 rounds.
+The table shows milliseconds for the attention of all layers, for batches of equal lengths. It compares
+torch's explicit softmax (in the model's dtype and in float32), torch's SDPA, each level of the kernel that
+was built, maps @ V from given maps, the best kernel's causal attention, and its products with causal maps,
+square and packed. Times are medians of 21 rounds, in which the methods alternate.
 """
 
 import argparse
@@ -22,34 +22,37 @@ import torch
 from torch.nn import functional
 
 from attncache_core import native
-from attncache_core.memory import keep_freed_memory
+from attncache_core.native import attention_kernel
+from attncache_core.runtime.memory import keep_freed_memory
 
 SHAPES = ((1, 16), (32, 16), (32, 32), (8, 128), (2, 512))
 ROUNDS = 21
-Ways = dict[str, Callable[[], object]]
+Methods = dict[str, Callable[[], object]]
 
 
-def milliseconds(ways: Ways) -> dict[str, float]:
-    """The median of each way, in turn."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+def milliseconds(methods: Methods) -> dict[str, float]:
+    """Return the median time of each function in ms. The functions alternate."""
+    taken: dict[str, list[float]] = {name: [] for name in methods}
     for number in range(ROUNDS + 3):
-        for name, way in ways.items():
-            way()  # what the way before left in the cache is not this one's
+        for name, method in methods.items():
+            method()  # a first run, not timed, so that the processor's caches hold this function's data
             started = time.perf_counter()
-            way()
+            method()
             if number >= 3:
                 taken[name].append(time.perf_counter() - started)
     return {name: statistics.median(seconds) * 1e3 for name, seconds in taken.items()}
 
 
 def explicit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """softmax(Q Kᵀ / sqrt(d)) V in `dtype`, for [n, L, h, d]."""
+    """Compute softmax(Q Kᵀ / sqrt(d)) V in `dtype`, for Q, K and V of shape [n, L, h, d]."""
     query, key, value = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
     return ((query * query.shape[-1] ** -0.5) @ key.transpose(2, 3)).softmax(-1) @ value
 
 
-def ways_of(count: int, length: int, heads: int, width: int, kernels: list[native.AttentionKernel]) -> Ways:
-    """Everything that is compared at one shape."""
+def methods_of(
+    count: int, length: int, heads: int, width: int, kernels: list[native.AttentionKernel]
+) -> Methods:
+    """Return name -> function for all methods, for a batch of `count` sequences of `length` tokens."""
     joined = torch.randn(count * length, 3 * heads, width).bfloat16()
     query, key, value = joined.split(heads, dim=1)
     side_by_side = [x.unflatten(0, (count, length)) for x in (query, key, value)]
@@ -57,7 +60,7 @@ def ways_of(count: int, length: int, heads: int, width: int, kernels: list[nativ
     context, scale = torch.empty(value.shape, dtype=value.dtype), width**-0.5
     maps = torch.rand(count, heads, length, length).bfloat16()
     triangles = maps[..., torch.ones(length, length, dtype=torch.bool).tril()]
-    ways: Ways = {
+    methods: Methods = {
         "torch, explicit, bf16": partial(explicit, *side_by_side, torch.bfloat16),
         "torch, explicit, fp32": partial(explicit, *side_by_side, torch.float32),
         "torch, SDPA, bf16": lambda: functional.scaled_dot_product_attention(
@@ -65,22 +68,24 @@ def ways_of(count: int, length: int, heads: int, width: int, kernels: list[nativ
         ),
     }
     for kernel in kernels:
-        ways[f"kernel, {kernel.level}"] = partial(kernel.attend, query, key, value, offsets, scale, context)
+        methods[f"kernel, {kernel.level}"] = partial(
+            kernel.attend, query, key, value, offsets, scale, context
+        )
     best = kernels[0]
 
     def given(held: torch.Tensor, **more: Any) -> None:
         addresses = held.data_ptr() + np.arange(count) * held[0].nbytes
         best.apply_maps(addresses, held.dtype, runs, value, offsets, context, **more)
 
-    ways["maps given, best kernel"] = partial(given, maps)
-    ways["causal, best kernel"] = partial(best.attend, query, key, value, offsets, scale, context, after=0)
-    ways["causal maps, square"] = partial(given, maps.tril(), after=0)
-    ways["causal maps, packed"] = partial(given, triangles, packed=True)
-    return ways
+    methods["maps given, best kernel"] = partial(given, maps)
+    methods["causal, best kernel"] = partial(best.attend, query, key, value, offsets, scale, context, after=0)
+    methods["causal maps, square"] = partial(given, maps.tril(), after=0)
+    methods["causal maps, packed"] = partial(given, triangles, packed=True)
+    return methods
 
 
 def show_peaks() -> None:
-    """What the machine multiplies and reads at best."""
+    """Print the machine's peak speed for matrix products and for reading memory."""
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(2048, 2048).to(dtype)
         best = milliseconds({"product": partial(torch.mm, x, x)})["product"]
@@ -92,7 +97,7 @@ def show_peaks() -> None:
 
 @torch.inference_mode()
 def main() -> None:
-    """Print the machine's peaks and a line per way."""
+    """Print the machine's peak speed and a line per method."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -104,13 +109,13 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
     show_peaks()
-    folder = Path(native.__file__).parent
+    folder = Path(attention_kernel.__file__).parent
     kernels = [
         native.AttentionKernel(level, folder / f"attention_{level}{EXTENSION_SUFFIXES[0]}")
-        for level in native._levels()
+        for level in attention_kernel._levels()
     ]
     found = {
-        shape: milliseconds(ways_of(*shape, arguments.heads, arguments.width, kernels)) for shape in SHAPES
+        shape: milliseconds(methods_of(*shape, arguments.heads, arguments.width, kernels)) for shape in SHAPES
     }
     print(f"{'':26}" + "".join(f"{f'{count}x{length}':>9}" for count, length in SHAPES))
     for name in found[SHAPES[0]]:

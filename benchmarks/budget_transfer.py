@@ -1,11 +1,12 @@
-"""Does a budget hold on texts it was not calibrated on: one half against the other, and other texts?
+"""Test whether a budget holds on texts that were not used for its calibration.
 
     python benchmarks/budget_transfer.py --database banking77.db --data banking77_test_a.tsv \\
         --other STSB_test.tsv:sentence1,sentence2
 
-Masks are measured once on all texts; then mask and policy are chosen on a random half and applied to the
-other, and chosen on the one set of texts and applied to the other set. A length group fails when the mean of
-its hits (at least 20) is below the budget.
+All masks are measured once on all texts. Then mask and policy are chosen on a random half of the texts and
+applied to the other half, for several random splits. With --other, mask and policy are also chosen on one set
+of texts and applied to the other set. A length group fails if it has at least 20 hits and their mean fidelity
+is below the budget.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import click
 import numpy as np
 
 from attncache_core import AttentionDatabase, PrefillEngine, find_checkpoint
-from attncache_core.attention_maps.calibration import candidate_masks, measure_savings, unrecorded
-from attncache_core.attention_maps.choice import FEWEST_PROBES, Calibrated, Terms, apply_policy, choose_policy
-from attncache_core.attention_maps.policy import Budget
-from attncache_core.attention_maps.probes import Measured, Probes, find_probes, measure
+from attncache_core.calibration.database import unrecorded
+from attncache_core.calibration.masks import candidate_masks
+from attncache_core.calibration.policy_selection import Calibrated, Terms, apply_policy, choose_policy
+from attncache_core.calibration.probes import Measured, Probes, find_probes, measure
+from attncache_core.calibration.savings import measure_savings
+from attncache_core.calibration.thresholds import FEWEST_PROBES
 from attncache_core.corpus.reading import read_texts
-from attncache_core.outputs import Measure
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
 from service.bench.report import machine, show_machine, show_table
 
 Measurements = list[dict]
@@ -31,11 +35,11 @@ Measurements = list[dict]
 @click.command()
 @click.option("--model", default="all-MiniLM-L6-v2", show_default=True)
 @click.option("--database", type=click.Path(path_type=Path), required=True)
-@click.option("--data", required=True, help="FILE or FILE:column,column")
-@click.option("--other", help="FILE or FILE:column,column")
+@click.option("--data", required=True, help="FILE or FILE:column,column with the texts.")
+@click.option("--other", help="FILE or FILE:column,column with a second set of texts.")
 @click.option("--min-cosine", default=0.985, show_default=True)
 @click.option("--min-agreement", default=0.98, show_default=True)
-@click.option("--splits", default=20, show_default=True)
+@click.option("--splits", default=20, show_default=True, help="Number of random splits into halves.")
 def main(
     model: str,
     database: Path,
@@ -45,7 +49,7 @@ def main(
     min_agreement: float,
     splits: int,
 ) -> None:
-    """Print how often and by how much the budget fails."""
+    """Print how often the budget fails, and by how much."""
     opened = AttentionDatabase.open(database)
     engine = PrefillEngine.load(find_checkpoint(model))
     budget = Budget(Measure.AGREEMENT, min_agreement) if engine.labels else Budget(Measure.COSINE, min_cosine)
@@ -55,16 +59,19 @@ def main(
     for source in filter(None, (data, other)):
         sequences = engine.tokenize(read_texts(source))
         probes = find_probes(engine.model, opened.search, unrecorded(opened, sequences, field="data"))
-        measured = measure(engine.model, opened.search.store, probes, masks, engine.judge(budget.measure))
+        measured = measure(
+            engine.model, opened.search.store, probes, masks, engine.comparator(budget.measure)
+        )
         sets[Path(source.partition(":")[0]).stem] = (probes, measured)
     first, _ = next(iter(sets.values()))
-    savings = measure_savings(engine, opened.search, first, rank)
+    savings = measure_savings(engine, opened.search, first)
 
-    def transfer(calibration: tuple[Probes, Measurements], asked: tuple[Probes, Measurements]) -> Calibrated:
+    def transfer(calibration: tuple[Probes, Measurements], target: tuple[Probes, Measurements]) -> Calibrated:
+        """Choose mask and policy on `calibration`, and apply them to `target`."""
         terms = Terms.of(calibration[0], budget, savings)
         chosen, _ = choose_policy(terms, masks, calibration[1])
-        of_mask = asked[1][masks.index(chosen.mask)]
-        return apply_policy(asked[0], of_mask, chosen.mask, chosen.policy)
+        of_mask = target[1][masks.index(chosen.mask)]
+        return apply_policy(target[0], of_mask, chosen.mask, chosen.policy)
 
     rows = []
     for name, (probes, measured) in sets.items():
@@ -74,14 +81,14 @@ def main(
             halves = np.sort(shuffled[::2]), np.sort(shuffled[1::2])
             one, two = (_part(probes, measured, half) for half in halves)
             results += [(transfer(one, two), two[0]), (transfer(two, one), one[0])]
-        rows.append(_row(f"{name}, half against half", results, budget))
+        rows.append(_row(f"{name}, half to half", results, budget))
     if other:
         (one_name, one), (two_name, two) = sets.items()
-        rows.append(_row(f"{one_name} against {two_name}", [(transfer(one, two), two[0])], budget))
-        rows.append(_row(f"{two_name} against {one_name}", [(transfer(two, one), one[0])], budget))
+        rows.append(_row(f"{one_name} to {two_name}", [(transfer(one, two), two[0])], budget))
+        rows.append(_row(f"{two_name} to {one_name}", [(transfer(two, one), one[0])], budget))
     show_machine({**machine(engine.threads), "budget": f"{budget.measure} {budget.least}"})
     columns = (
-        "calibrated on, asked",
+        "calibrated on, applied to",
         "runs",
         "heads",
         "hits",
@@ -91,30 +98,32 @@ def main(
         "groups below",
         "least",
     )
-    show_table("budget on texts it was not calibrated on", columns, rows)
+    show_table("budget on texts that were not used for calibration", columns, rows)
 
 
-def _part(probes: Probes, measured: Measurements, places: np.ndarray) -> tuple[Probes, Measurements]:
+def _part(probes: Probes, measured: Measurements, indices: np.ndarray) -> tuple[Probes, Measurements]:
+    """Return the probes with these indices, and their measurements."""
     part = Probes(
-        [probes.sequences[place] for place in places],
-        {kind: records[places] for kind, records in probes.records.items()},
-        {kind: similarities[places] for kind, similarities in probes.similarities.items()},
+        [probes.sequences[index] for index in indices],
+        {kind: records[indices] for kind, records in probes.records.items()},
+        {kind: similarities[indices] for kind, similarities in probes.similarities.items()},
     )
     of_masks = [
-        {kind: Measured(each.damage[places], each.fidelity[places]) for kind, each in of_mask.items()}
+        {kind: Measured(each.damage[indices], each.fidelity[indices]) for kind, each in of_mask.items()}
         for of_mask in measured
     ]
     return part, of_masks
 
 
 def _row(name: str, results: Sequence[tuple[Calibrated, Probes]], budget: Budget) -> list[object]:
+    """Return the table row of several transfers."""
     means, groups = [], []
     for result, probes in results:
         if result.served.any():
             means.append(float(result.fidelity[result.served].mean()))
-        places = result.policy.places_of(probes.lengths)
-        for place in range(len(result.policy.groups)):
-            hits = result.served & (places == place)
+        group_of = result.policy.group_indices(probes.lengths)
+        for group in range(len(result.policy.groups)):
+            hits = result.served & (group_of == group)
             if hits.sum() >= FEWEST_PROBES:
                 groups.append(float(result.fidelity[hits].mean()))
     below = [mean for mean in means if mean < budget.least]

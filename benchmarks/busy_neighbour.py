@@ -1,8 +1,9 @@
-"""One short text's latency beside busy processes, for several settings of OpenMP's spinning.
+"""Measure the latency of a short text beside busy processes, for several limits on OpenMP's spinning.
 
     python benchmarks/busy_neighbour.py [--neighbours 2]
 
-Each setting runs in a process of its own, since OpenMP reads it when it is loaded. "default" is GNU OpenMP's.
+OpenMP reads its settings when its library is loaded, so each setting runs in its own process. "default" is
+the default of GNU OpenMP.
 """
 
 import argparse
@@ -15,19 +16,19 @@ _MEASURE = """
 import statistics, time
 from attncache_core import PrefillEngine, find_checkpoint
 engine = PrefillEngine.load(find_checkpoint("all-MiniLM-L6-v2"))
-sequence = [list(range(2000, 2016))]
+requests = engine.requests([list(range(2000, 2016))], reuse=False)
 seconds = []
 for _ in range(300):
     started = time.perf_counter()
-    engine.run(sequence, [False])
+    engine.run(requests)
     seconds.append(time.perf_counter() - started)
 print(statistics.median(seconds[50:]) * 1000, sorted(seconds[50:])[-3] * 1000)
 """
 
 
 def milliseconds(spins: str | None) -> tuple[float, float]:
-    """Median and 99th percentile of the milliseconds for one sequence of 16 tokens, in a new process."""
-    # OMP_WAIT_POLICY without a value changes nothing, but keeps attncache_core from setting the spins.
+    """Return the median and 99th percentile of the latency of 16 tokens in ms, measured in a new process."""
+    # An empty OMP_WAIT_POLICY has no effect on OpenMP, but keeps attncache_core from setting GOMP_SPINCOUNT.
     setting = {"OMP_WAIT_POLICY": ""} if spins is None else {"GOMP_SPINCOUNT": spins}
     output = subprocess.run(
         [sys.executable, "-c", _MEASURE], env=os.environ | setting, capture_output=True, text=True, check=True
@@ -37,17 +38,17 @@ def milliseconds(spins: str | None) -> tuple[float, float]:
 
 
 def stay_busy() -> None:
-    """Keep a processor busy until the process is ended."""
+    """Keep a processor busy until the process is killed."""
     while True:
         pass
 
 
 def main() -> None:
-    """Print a line per setting: alone and beside the neighbours, medians of three processes."""
+    """Print a line per setting: the latency alone, and beside the busy processes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--neighbours", type=int, default=2, help="Busy processes.")
+    parser.add_argument("--neighbours", type=int, default=2, help="Number of busy processes.")
     arguments = parser.parse_args()
     print(
         f"{'spins':>10} {'alone: median, p99 ms':>24} {f'beside {arguments.neighbours}: median, p99 ms':>28}"

@@ -1,11 +1,11 @@
-"""Reuse beside and on top of smaller models, as the papers' Table 8: quantised, AttnDrop, BlockDrop.
+"""Compare reuse with smaller models: quantised, AttnDrop, BlockDrop; and combine both (papers' Table 8).
 
     python benchmarks/combined.py --corpus STSB_train.tsv:sentence1,sentence2 --data STS12.tsv \\
         --data STS13.tsv --folder combined
 
-What is dropped is least important on the corpus, as `attncache prune --importance` measures it. Each variant
-has a database of its own, built in the folder, if it is not there, from the texts of the corpus that are not
-evaluated. All are compared with the whole model in one run, in turn.
+The dropped layers are the least important layers on the corpus, as `attncache prune` measures importance.
+Each variant has its own database in --folder. A missing database is built from the texts of the corpus that
+are not evaluated. All variants and the whole model are compared in one run, in which they alternate.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ from attncache_core import (
     build_database,
     find_checkpoint,
 )
-from attncache_core.checkpoint import DroppedLayers
+from attncache_core.checkpoints.checkpoint import DroppedLayers
 from attncache_core.corpus.reading import read_rated, read_texts
 from attncache_core.evaluation.comparison import FULL, Method, MethodReport, compare
 from attncache_core.evaluation.importance import measure_importance
 from attncache_core.evaluation.methods import Methods
 from attncache_core.evaluation.tasks import RatedPairs, SimilarityTask
+from attncache_core.heads.comparator import Measure
 from attncache_core.models import model_shape
-from attncache_core.outputs import Measure
 from service.bench.report import machine, show_machine, show_table
 from service.commands.progress import shown_progress
 
-_SAMPLE = 500  # texts whose hidden states tell what is important
+_SAMPLE = 500  # number of texts on which the importance of layers is measured
 
 
 @click.command()
 @click.option("--model", default="all-MiniLM-L6-v2", show_default=True)
 @click.option("--threads", type=int)
 @click.option("--corpus", required=True, multiple=True, help="FILE or FILE:column,column")
-@click.option("--data", required=True, multiple=True, help="A table with score, sentence1 and sentence2.")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Of the databases.")
+@click.option(
+    "--data", required=True, multiple=True, help="A table with columns score, sentence1 and sentence2."
+)
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder of the databases.")
 @click.option("--quantize", type=click.Choice([kind.value for kind in Quantization]), default="int8")
 @click.option(
-    "--layers", default=1, show_default=True, help="Attention modules, or blocks, that are dropped."
+    "--layers", default=1, show_default=True, help="Number of attention modules, or blocks, to drop."
 )
-@click.option("--share", default=1 / 3, help="Of the heads, to be reused.", show_default="a third")
+@click.option("--share", default=1 / 3, help="Share of the heads to reuse.", show_default="a third")
 @click.option("--rounds", default=3, show_default=True)
 def main(
     model: str,
@@ -64,7 +66,7 @@ def main(
     share: float,
     rounds: int,
 ) -> None:
-    """Print quality, hits and time of each variant, in full and with reuse."""
+    """Print the quality, hits and speed-up of each variant, in full and with reuse."""
     checkpoint = find_checkpoint(model)
     full = PrefillEngine.load(checkpoint, threads=threads)
     task = SimilarityTask({Path(path).stem: _rated(full, path) for path in data})
@@ -88,7 +90,7 @@ def main(
         reports = compare(
             methods,
             task,
-            full.judge(Measure.COSINE),
+            full.comparator(Measure.COSINE),
             rounds=rounds,
             on_step=lambda done, total: progress("measuring", done, total),
         )
@@ -105,6 +107,7 @@ def _variants(
     quantization: Quantization,
     layers: int,
 ) -> dict[str, Checkpoint]:
+    """Return name -> checkpoint of the whole model and its three smaller variants."""
     found = measure_importance(full.model, sample)
     attention, blocks = (
         frozenset(np.argsort(importance)[:layers].tolist()) for importance in (found.attention, found.blocks)
@@ -120,11 +123,13 @@ def _variants(
 
 
 def _rated(engine: PrefillEngine, path: str) -> RatedPairs:
+    """Read and tokenize the rated pairs of a table."""
     left, right, ratings = read_rated(path, "sentence1", "sentence2", "score")
     return RatedPairs(engine.tokenize(left), engine.tokenize(right), ratings)
 
 
 def _build(engine: PrefillEngine, texts: Sequence[str], path: Path, heads: str) -> None:
+    """Build a database of texts for the engine's model."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with shown_progress() as progress:
         build_database(

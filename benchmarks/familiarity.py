@@ -1,10 +1,11 @@
-"""What the limit of strangeness keeps from unfamiliar texts, kind by kind, and what the test costs.
+"""Measure how the strangeness limit protects unfamiliar texts, kind by kind, and what the test costs.
 
     python benchmarks/familiarity.py --database banking77.db --corpus banking77_train.tsv \\
         --data banking77_test_a.tsv
 
-The texts are of the kinds that no database is fitted to, generated with another seed than calibration's. Each
-is embedded in full, with the database as it is, and with its limit taken away; so are the texts of --data.
+The unfamiliar texts are of the kinds that no familiarity test is fitted on, generated with another seed than
+in calibration. Each text, and each text of --data, is embedded three times: in full, with the database, and
+with the database without its limit.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import click
 import numpy as np
 
 from attncache_core import AttentionDatabase, PrefillEngine, default_corpus, find_checkpoint
-from attncache_core.attention_maps.familiarity import Familiarity
 from attncache_core.corpus import unfamiliar_texts
 from attncache_core.corpus.reading import read_texts
-from attncache_core.outputs import cosines
+from attncache_core.heads.vectors import cosines
+from attncache_core.reuse.maps.familiarity import Familiarity
 from service.bench.report import machine, show_machine, show_table
 
 _BATCH = 64
@@ -32,11 +33,11 @@ _TIMINGS = 1000
 @click.command()
 @click.option("--model", default="all-MiniLM-L6-v2", show_default=True)
 @click.option("--database", type=click.Path(path_type=Path), required=True)
-@click.option("--corpus", help="FILE or FILE:column,column; default: the shipped corpus.")
-@click.option("--data", multiple=True, help="FILE or FILE:column,column with texts like the corpus.")
+@click.option("--corpus", help="FILE or FILE:column,column. Default: the shipped corpus.")
+@click.option("--data", multiple=True, help="FILE or FILE:column,column with texts that resemble the corpus.")
 @click.option("--seed", default=1, show_default=True)
 def main(model: str, database: Path, corpus: str | None, data: tuple[str, ...], seed: int) -> None:
-    """Print hits and cosines of each kind, with the limit and without."""
+    """Print the hits and cosines of each kind of text, with and without the limit."""
     opened = AttentionDatabase.open(database)
     checkpoint = find_checkpoint(model)
     without = replace(opened.search, policy=replace(opened.search.policy, limit=None))
@@ -45,11 +46,13 @@ def main(model: str, database: Path, corpus: str | None, data: tuple[str, ...], 
     ]
     known = read_texts(corpus) if corpus else [sentence.text for sentence in default_corpus()]
     texts = [text for text in unfamiliar_texts(known, seed=seed) if not text.fitted]
-    asked = [(Path(source.partition(":")[0]).stem, text) for source in data for text in read_texts(source)]
-    sequences = engines[0].tokenize([*(text.text for text in texts), *(text for _, text in asked)])
-    full = np.concatenate([engines[0].run(part, [False] * len(part)).outputs for part in _batches(sequences)])
+    given = [(Path(source.partition(":")[0]).stem, text) for source in data for text in read_texts(source)]
+    sequences = engines[0].tokenize([*(text.text for text in texts), *(text for _, text in given)])
+    full = np.concatenate(
+        [engines[0].run(engines[0].requests(part, reuse=False)).outputs for part in _batches(sequences)]
+    )
     measured = [_measured(engine, sequences, full) for engine in engines]
-    kinds = np.array([*(text.kind for text in texts), *(name for name, _ in asked)])
+    kinds = np.array([*(text.kind for text in texts), *(name for name, _ in given)])
     unfamiliar = np.arange(len(kinds)) < len(texts)
     rows = [_row(kind, kinds == kind, measured) for kind in dict.fromkeys(kinds.tolist())] + [
         _row("all kinds", unfamiliar, measured)
@@ -62,19 +65,21 @@ def main(model: str, database: Path, corpus: str | None, data: tuple[str, ...], 
 
 
 def _batches(sequences: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
+    """Split sequences into batches."""
     return [sequences[at : at + _BATCH] for at in range(0, len(sequences), _BATCH)]
 
 
 def _measured(
     engine: PrefillEngine, sequences: Sequence[Sequence[int]], full: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which sequences hit, bool [n], and the cosine of each answer to the full one, float32 [n]."""
-    results = [engine.run(part, [True] * len(part)) for part in _batches(sequences)]
+    """Return which sequences hit, bool [n], and the cosine of each output to the full output, float32 [n]."""
+    results = [engine.run(engine.requests(part)) for part in _batches(sequences)]
     hits = [outcome.is_hit for result in results for outcome in result.outcomes]
     return np.array(hits), cosines(np.concatenate([result.outputs for result in results]), full)
 
 
 def _row(kind: str, rows: np.ndarray, measured: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[object]:
+    """Return the table row of one kind of text; rows: bool [n], which texts are of the kind."""
     cells: list[object] = [kind, int(rows.sum())]
     for hits, likeness in measured:
         of_hits = likeness[rows & hits]
@@ -88,6 +93,7 @@ def _row(kind: str, rows: np.ndarray, measured: Sequence[tuple[np.ndarray, np.nd
 
 
 def _microseconds(familiarity: Familiarity) -> float:
+    """Return the median time of the familiarity test per text, for batches of 64 texts of 16 tokens."""
     ids = np.random.default_rng(0).integers(0, len(familiarity.token_weights), 16 * _BATCH)
     lengths = np.full(_BATCH, 16)
     seconds = []

@@ -1,12 +1,13 @@
-"""Models of the papers' sizes with random weights: memory while loading, full and hit-path speed.
+"""Measure models of the papers' sizes with random weights: loading memory, full speed and hit-path speed.
 
     python benchmarks/model_sizes.py [--model llama-3.2-1b] [--lengths 32 128 512] [--rounds 5] [--threads 2]
     python benchmarks/model_sizes.py --model llama-3.2-1b --write FOLDER --tokenizer OTHER_MODEL
 
-Nothing pretrained of these sizes is needed: weights are drawn at random and written to a temporary folder, in
-bfloat16; or, with another model's tokenizer, to a folder that any command takes as its --model. The memory is
-that of a process of its own that only loads the model. Full and hit path run in turn in one process, on
-batches of 1024 tokens; the hit path searches and fetches, and every head is reused.
+No pretrained model is needed: random weights are written to a temporary folder in bfloat16. With --write, the
+model is written to a folder together with the tokenizer of another model; any command accepts this folder as
+its --model. Loading memory is measured in a separate process that only loads the model. The full path and the
+hit path alternate in one process, on batches of 1024 tokens. The hit path includes search and fetch, and
+reuses every head.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from transformers import (
 
 from attncache_core import AttentionDatabase, PrefillEngine, find_checkpoint
 from attncache_core.models import load_model
-from attncache_core.threads import available_processors
+from attncache_core.runtime.threads import available_processors
 from service.bench.report import machine, show_machine, show_table
 from service.bench.synthetic import write_database
 
@@ -64,7 +65,7 @@ SIZES = {
 
 
 def write_checkpoint(folder: Path, name: str, tokenizer: str | None = None) -> None:
-    """A model of this size and the tokenizer in a folder, or one that knows one word."""
+    """Write a model of this size to a folder, with another model's tokenizer or a tokenizer for one word."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -79,15 +80,15 @@ def write_checkpoint(folder: Path, name: str, tokenizer: str | None = None) -> N
 
 
 def measure_loading(folder: Path) -> dict[str, float]:
-    """Gigabytes before and at most while a process loads the model, and its seconds."""
-    told = subprocess.run(
+    """Return the memory before loading and the peak memory in GB, and the loading time in seconds."""
+    process = subprocess.run(
         [sys.executable, __file__, "--load", str(folder)], capture_output=True, check=True, text=True
     )
-    return json.loads(told.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def load_and_tell(folder: str) -> None:
-    """Load the model, and print what that took."""
+    """Load the model, and print memory and time as JSON."""
     checkpoint = find_checkpoint(folder)
     before, started = peak_gigabytes(), time.perf_counter()
     load_model(checkpoint, torch.bfloat16)
@@ -96,13 +97,13 @@ def load_and_tell(folder: str) -> None:
 
 
 def peak_gigabytes() -> float:
-    """The most memory that this process has had. (What `resource` tells begins with the parent's.)"""
+    """Return the peak memory of this process. (`resource` would include the memory of the parent process.)"""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) * 1024 / 1e9
 
 
 def measure_speed(folder: Path, lengths: list[int], rounds: int, threads: int) -> list[list[object]]:
-    """A row for each length: tokens a second in full and on the hit path, their ratio, share of attention."""
+    """Return a table row per length: tokens per second in full and on the hit path, and their ratios."""
     checkpoint = find_checkpoint(str(folder))
     database = folder / "database"
     write_database(database, checkpoint, lengths, most_records=32)
@@ -117,11 +118,11 @@ def measure_speed(folder: Path, lengths: list[int], rounds: int, threads: int) -
         for _ in range(rounds + 1):
             for reuse, engine in ((False, full), (True, hits)):
                 started = time.perf_counter()
-                result = engine.run(batch, [reuse] * count)
+                result = engine.run(engine.requests(batch, reuse=reuse))
                 seconds[reuse].append(time.perf_counter() - started)
                 attention[reuse].append(result.attention_seconds)
                 assert all(outcome.is_hit for outcome in result.outcomes) == reuse
-        # The first round reads records from the disk and builds kernels.
+        # The first round reads records from the disk and builds kernels, so it is left out.
         in_full, on_hit = (statistics.median(seconds[reuse][1:]) for reuse in (False, True))
         shares = [statistics.median(attention[reuse][1:]) for reuse in (False, True)]
         rows.append(
@@ -138,14 +139,20 @@ def measure_speed(folder: Path, lengths: list[int], rounds: int, threads: int) -
 
 
 def main() -> None:
-    """Measure the models asked for, one after the other."""
+    """Measure the chosen models one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=SIZES, action="append")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512], help="Tokens of a text.")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[32, 128, 512], help="Sequence lengths in tokens."
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=available_processors())
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="Write the models there, and stop.")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="Of another model, for those written.")
+    parser.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="Write the models to this folder, and stop."
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="With --write: the model whose tokenizer is used."
+    )
     parser.add_argument("--load", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:
@@ -164,10 +171,10 @@ def main() -> None:
             weights = (Path(folder) / "model.safetensors").stat().st_size / 1e9
             print(
                 f"\n{name}: weights {weights:.2f} GB; loaded in {loading['seconds']:.1f} s, at most "
-                f"{loading['peak']:.2f} GB, of which {loading['before']:.2f} GB before the first weight"
+                f"{loading['peak']:.2f} GB, including {loading['before']:.2f} GB before the first weight"
             )
             show_table(
-                f"{name}: tokens a second",
+                f"{name}: tokens per second",
                 ["sequences x tokens", "full", "hits", "speed-up", "of attention", "attention's share, full"],
                 measure_speed(Path(folder), arguments.lengths, arguments.rounds, arguments.threads),
             )

@@ -1,12 +1,13 @@
-"""Quantised models beside the same in bfloat16 and float32: time of a batch, memory, likeness to float32.
+"""Compare quantised models with bfloat16 and float32: time per batch, memory, cosine to float32.
 
     python benchmarks/quantization.py --texts FILE[:column,...] [--model llama-3.2-1b] [--dtype float32]
                                       [--threads 1] [--rounds 9]
 
-all-MiniLM-L6-v2, or a model of the shape named, with random weights. Milliseconds of batches of one length,
-every way in turn, medians of the rounds; with one thread the processor time of that thread, which neighbours
-disturb less; beside them float32's time divided by this. Megabytes are those of all tensors that the model
-keeps. Cosines are of embeddings to the float32 model's: of the texts, or, without any, of random tokens.
+The model is all-MiniLM-L6-v2, or with --model a model of that size with random weights. Times are
+milliseconds for batches of equal lengths, medians of the rounds, in which the formats alternate; the number
+in parentheses is the speed-up over float32. With one thread, the time is the processor time of that thread,
+which other processes disturb less. Megabytes count all tensors that the model keeps. Cosines compare
+embeddings with those of the float32 model, for the texts of --texts or for random tokens.
 """
 
 import argparse
@@ -23,40 +24,40 @@ import torch
 from model_sizes import SIZES, write_checkpoint
 
 from attncache_core import Checkpoint, Quantization, find_checkpoint
-from attncache_core.attention_maps.search import no_reuse
 from attncache_core.corpus.reading import read_texts
-from attncache_core.forward import forward
-from attncache_core.memory import keep_freed_memory
+from attncache_core.engine.layers import run_layers
+from attncache_core.heads.vectors import cosines
 from attncache_core.models import PackedModel, load_model
-from attncache_core.outputs import cosines
-from attncache_core.threads import limit_threads
-from attncache_core.tokenizer import TextTokenizer
-from attncache_core.tokens import pack
+from attncache_core.reuse.maps.fetch import HitRecords
+from attncache_core.runtime.memory import keep_freed_memory
+from attncache_core.runtime.threads import limit_threads
+from attncache_core.text.token_batch import pack
+from attncache_core.text.tokenizer import TextTokenizer
 from service.bench.report import machine, show_machine
 
 SHAPES = ((1, 16), (4, 16), (32, 32), (8, 128), (2, 512))
 Sequences = Sequence[Sequence[int]]
-Way = tuple[Quantization | None, torch.dtype]
+Format = tuple[Quantization | None, torch.dtype]
 
 
-def ways(dtype: torch.dtype) -> dict[str, Way]:
-    """Each way to run a model, the quantised ones with this compute dtype."""
-    full: dict[str, Way] = {"float32": (None, torch.float32), "bfloat16": (None, torch.bfloat16)}
+def number_formats(dtype: torch.dtype) -> dict[str, Format]:
+    """Return name -> (quantization, compute dtype); quantised models compute in `dtype`."""
+    full: dict[str, Format] = {"float32": (None, torch.float32), "bfloat16": (None, torch.bfloat16)}
     return full | {f"{kind}, {str(dtype)[6:]}": (kind, dtype) for kind in Quantization}
 
 
 def embeddings(model: PackedModel, sequences: Sequences) -> np.ndarray:
-    """Of each sequence, in batches of 32."""
+    """Return the embedding of each sequence, computed in batches of 32."""
     parts = []
     for first in range(0, len(sequences), 32):
         batch = pack(sequences[first : first + 32])
-        hidden, _ = forward(model, batch, model.embed(batch), no_reuse(len(batch.lengths)), {})
+        hidden, _ = run_layers(model, batch, model.embed(batch), HitRecords([]))
         parts.append(batch.in_callers_order(model.outputs(hidden, batch).representation.numpy()))
     return np.concatenate(parts)
 
 
 def kept_bytes() -> int:
-    """Of all tensors of this process; oneDNN's tell their shape only."""
+    """Return the size of all CPU tensors of this process in bytes; oneDNN tensors have no storage to ask."""
     gc.collect()
     tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
     packed = {id(item): item.nbytes for item in tensors if item.is_mkldnn}
@@ -69,24 +70,24 @@ def kept_bytes() -> int:
 def milliseconds(
     models: dict[str, PackedModel], shape: tuple[int, int], rounds: int, threads: int
 ) -> list[float]:
-    """Of a batch of this many sequences and tokens, each model in turn."""
+    """Return the median time of each model for a batch; shape: number of sequences and their length."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     tokens = np.random.default_rng(0).integers(2000, 20000, shape).tolist()
-    taken: dict[str, list[float]] = {way: [] for way in models}
+    taken: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(rounds + 1):
-        for way, model in models.items():
+        for name, model in models.items():
             started = clock()
             embeddings(model, tokens)
-            taken[way].append((clock() - started) * 1e3)
-    # The first round makes oneDNN's kernels.
+            taken[name].append((clock() - started) * 1e3)
+    # oneDNN builds its kernels in the first round, so the first round is left out.
     return [statistics.median(times[1:]) for times in taken.values()]
 
 
 def measure(checkpoint: Checkpoint, texts: Sequence[str], options: argparse.Namespace) -> None:
-    """Print a table of the ways to run this checkpoint."""
-    asked = ways(getattr(torch, options.dtype))
+    """Print a table with a row per number format."""
+    formats = number_formats(getattr(torch, options.dtype))
     models, megabytes = {}, []
-    for name, (quantization, dtype) in asked.items():
+    for name, (quantization, dtype) in formats.items():
         before = kept_bytes()
         models[name] = load_model(replace(checkpoint, quantization=quantization), dtype)
         megabytes.append((kept_bytes() - before) / 1e6)
@@ -106,10 +107,10 @@ def measure(checkpoint: Checkpoint, texts: Sequence[str], options: argparse.Name
 
 
 def main() -> None:
-    """Measure the model asked for."""
+    """Measure the chosen model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=SIZES)
-    parser.add_argument("--texts", help="FILE or FILE:column,column")
+    parser.add_argument("--texts", help="FILE or FILE:column,column with texts to embed.")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)

@@ -1,8 +1,8 @@
-"""The HTTP microservice: JSON in, embeddings and classes out, and numbers about both.
+"""The HTTP microservice: JSON in, embeddings and classes out, and metrics about both.
 
     bytes -> bodies -> schemas -> routes -> batcher -> attncache_core -> routes -> bytes
 
-The service is thin: it knows HTTP, queues and metrics, and nothing of attention.
+The service handles HTTP, queues and metrics. It computes nothing of a model itself.
 """
 
 from attncache_core.version import __version__ as __version__

@@ -1,6 +1,6 @@
-"""The app: routes, handlers of errors, and one layer round all of them.
+"""The app: routes, error handlers, and one middleware around them.
 
-That layer times requests, names the model in their answers, and catches what nobody expected.
+The middleware counts and times requests, names the model in responses, and answers unexpected exceptions.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ def create_app(
     load_engines: Callable[[], Iterator[PrefillEngine]],
     on_load_failure: Callable[[BaseException], None] | None = None,
 ) -> FastAPI:
-    """An app that listens at once and loads its engine in the background.
+    """Return an app that accepts requests at once and loads its engine in the background.
 
-    Until `load_engines` has given an engine, inference is answered with 503. If it raises before that, the
-    app stays so, and `on_load_failure` is told, on the event loop; what is no AttnCacheError has then been
-    logged. Each further engine, of the same model, takes the place of the one before it.
+    Until `load_engines` yields an engine, inference requests get status 503. If `load_engines` raises before
+    that, requests continue to get 503, and the app calls `on_load_failure` with the exception, on the event
+    loop; an exception that is not an AttnCacheError has then been logged. Each further engine, of the same
+    model, replaces the engine before.
     """
     state = ServiceState(settings, load_engines, on_load_failure)
 
@@ -54,16 +55,15 @@ def create_app(
         app.include_router(routes.router)
     app.add_exception_handler(AttnCacheError, on_attncache_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_middleware(_Outermost, metrics=state.metrics)
+    app.add_middleware(RequestMiddleware, metrics=state.metrics)
     return app
 
 
-class _Outermost:
-    """Counts and times every request, names the model that answers, also in errors, and answers for
-    exceptions that nobody expected.
+class RequestMiddleware:
+    """ASGI middleware that counts and times requests, names the model, and answers unexpected exceptions.
 
-    Such an exception must not go further: the server underneath would log its message, which may quote
-    a user's text.
+    Error responses name the model too. An unexpected exception must not reach the server below, because the
+    server would log the message, which may quote a user's text.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -71,6 +71,7 @@ class _Outermost:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -92,5 +93,5 @@ class _Outermost:
             if status is None:
                 await error_response(InternalError())(scope, receive, send_noting_status)
         finally:
-            # No status: the request was cancelled from outside.
+            # Without a status, the request was cancelled from outside.
             self._metrics.observe_request(scope["path"], status or 499, time.perf_counter() - started)

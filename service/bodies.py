@@ -1,8 +1,8 @@
-"""From a request's bytes to a checked body, or to an error that says what to mend and repeats nothing.
+"""Read and check a request's body, or raise an error that says what to correct and repeats no input.
 
     receive -> at most max_body_bytes -> JSON, UTF-8 -> schema
 
-The framework's own way would read a body of any size and answer with what the client sent.
+FastAPI's own validation is not used: it reads a body of any size, and its errors quote what the client sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from service.schemas import REFUSED
 REUSE_HEADER = "X-AttnCache-Reuse"
 REQUIRE_MODEL_HEADER = "X-AttnCache-Require-Model"
 
-# What must be mended, by pydantic's error type.
+# pydantic's error type -> what is required of the field.
 _SENTENCES = {
     "missing": "is required",
     "string_type": "must be a string",
@@ -31,24 +31,27 @@ _SENTENCES = {
     "finite_number": "must be a finite number",
 }
 
-# Listing all of 100,000 unknown fields would hold the event loop for a third of a second.
+# Describing the errors of 100,000 unknown fields would block the event loop for a third of a second.
 _NAMEABLE_ERRORS = 100
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
 async def read_body(request: Request, schema: type[Schema], max_bytes: int) -> Schema:
-    """The request's body as `schema`; raises BodyTooLarge, MalformedBody, InvalidInput or ClientGone."""
+    """Read and check a request's body.
+
+    Raises BodyTooLarge, MalformedBody, InvalidInput or ClientGone.
+    """
     content = await _read_bytes(request, max_bytes)
     try:
         return schema.model_validate_json(content)
     except ValidationError as error:
-        # Not chained: pydantic's message quotes the input.
+        # Not chained, because pydantic's message quotes the input.
         raise _translated(error, schema) from None
 
 
 def reuse_wanted(request: Request) -> bool:
-    """What the request's X-AttnCache-Reuse says: on, off, or nothing, which is on."""
+    """Return whether the header X-AttnCache-Reuse is on, as it is by default. Raises InvalidInput."""
     value = request.headers.get(REUSE_HEADER, "on").strip().lower()
     if value not in ("on", "off"):
         raise InvalidInput(f"{REUSE_HEADER} must be on or off", field=REUSE_HEADER)
@@ -57,7 +60,7 @@ def reuse_wanted(request: Request) -> bool:
 
 async def _read_bytes(request: Request, max_bytes: int) -> bytes:
     announced = request.headers.get("content-length", "")
-    # Trusted only to refuse early: what arrives is counted too. 20 digits are too many in any case.
+    # The header only refuses early: the bytes that arrive are counted too. 20 digits exceed any limit.
     if announced.isdecimal() and int(announced[:20]) > max_bytes:
         raise _too_large(max_bytes)
     chunks: list[bytes] = []
@@ -65,7 +68,7 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone("the client left before its body was whole")
+            raise ClientGone("the client left before its body was complete")
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > max_bytes:
@@ -89,8 +92,8 @@ def _translated(error: ValidationError, schema: type[BaseModel]) -> InvalidInput
     if kind == "json_invalid":
         return MalformedBody("the body must be JSON in UTF-8, without lone surrogates or deep nesting")
     if kind == "extra_forbidden":
-        # The field's name is the client's, so it is not repeated.
-        return InvalidInput(f"the body has a field that is not known here; known are {known}")
+        # The client chose the field's name, so the message does not repeat the name.
+        return InvalidInput(f"the body has an unknown field; the known fields are {known}")
     if not location:
         return not_an_object
     field = _field_name(location)
@@ -99,13 +102,13 @@ def _translated(error: ValidationError, schema: type[BaseModel]) -> InvalidInput
 
 
 def _field_name(location: tuple[int | str, ...]) -> str:
-    """("inputs", 3) -> inputs[3]; what pydantic adds to name a branch of a union is left out."""
+    """Return ("inputs", 3) as inputs[3], without the names that pydantic adds for a branch of a union."""
     indices = "".join(f"[{part}]" for part in location[1:] if isinstance(part, int))
     return f"{location[0]}{indices}"
 
 
 def body_documentation(schema: type[BaseModel]) -> dict[str, Any]:
-    """What OpenAPI says about a route whose body is read here: its schema and the request headers."""
+    """Return the OpenAPI description of a route that calls `read_body`: the body and the request headers."""
     return {
         "requestBody": {
             "required": True,
@@ -116,7 +119,7 @@ def body_documentation(schema: type[BaseModel]) -> dict[str, Any]:
                 "name": REUSE_HEADER,
                 "in": "header",
                 "required": False,
-                "description": "off computes everything for this request, and reuses nothing.",
+                "description": "off computes every text of the request in full, without reuse. Default: on.",
                 "schema": {"type": "string", "enum": ["on", "off"], "default": "on"},
             },
             {
@@ -124,7 +127,7 @@ def body_documentation(schema: type[BaseModel]) -> dict[str, Any]:
                 "in": "header",
                 "required": False,
                 "description": "Fingerprint of the model that must answer, or at least its first 8 "
-                "characters; 409 if another one is served.",
+                "characters. Status 409 if the server serves another model.",
                 "schema": {"type": "string", "pattern": "^[0-9a-fA-F]{8,64}$"},
             },
         ],

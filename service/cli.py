@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
+from collections import UserDict
 from typing import IO, Any
 
 import click
 
 from attncache_core import AttnCacheError
 from service import __version__
-from service.commands.bench import bench
-from service.commands.build import build, inspect, verify
-from service.commands.calibrate import calibrate
-from service.commands.evaluate import evaluate
-from service.commands.fit import fit
-from service.commands.prune import prune
-from service.commands.serve import serve
+
+
+class _LazyCommands(UserDict[str, Any]):
+    """Commands by name, given as "module:attribute". A module is imported when its command is used.
+
+    `attncache serve` therefore loads neither the benchmarks nor the evaluation.
+    """
+
+    def __getitem__(self, name: str) -> click.Command:
+        module, _, attribute = self.data[name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+_COMMANDS = _LazyCommands(
+    {
+        "bench": "service.commands.bench:bench",
+        "build": "service.commands.build:build",
+        "calibrate": "service.commands.calibrate:calibrate",
+        "evaluate": "service.commands.evaluate:evaluate",
+        "fit-classifier": "service.commands.fit:fit",
+        "inspect": "service.commands.database:inspect",
+        "prune": "service.commands.prune:prune",
+        "serve": "service.commands.serve:serve",
+        "verify": "service.commands.database:verify",
+    }
+)
 
 
 class _OneLine(click.ClickException):
@@ -25,7 +47,7 @@ class _OneLine(click.ClickException):
 
 
 class _OneLineErrors(click.Group):
-    """A group whose commands' errors, ours and click's, are told in one line."""
+    """A group that shows the errors of its commands, and click's own errors, in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -40,11 +62,7 @@ class _OneLineErrors(click.Group):
             raise _OneLine(error.format_message()) from error
 
 
-@click.group(cls=_OneLineErrors)
+@click.group(cls=_OneLineErrors, commands=_COMMANDS)
 @click.version_option(__version__, prog_name="attncache")
 def main() -> None:
     """Prefill-only transformer inference that reuses attention maps."""
-
-
-for command in (serve, build, calibrate, inspect, verify, fit, prune, evaluate, bench):
-    main.add_command(command)

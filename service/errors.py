@@ -1,15 +1,15 @@
-"""The service's own errors, and the one way in which any error becomes a response or a log line.
+"""The service's own errors, and the functions that turn any error into a response or a log line.
 
-    bytes           BodyTooLarge, MalformedBody        the client mends its body
+    bytes           BodyTooLarge, MalformedBody        the client must correct its body
     valid JSON      InvalidInput (core), TooManyInputs, NoEmbedding
-    headers         ModelMismatch                      the client pinned another model
-    queue           QueueFull, NotReady                the client comes again after `Retry-After`
-    engine          InternalError                      a fixed sentence; what happened is in the log
-                    NotFinite (core)                   the client leaves the text out that it names
+    headers         ModelMismatch                      the client requires another model
+    queue           QueueFull, NotReady                the client may retry after `Retry-After`
+    engine          InternalError                      a fixed sentence; the details are in the log
+                    NotFinite (core)                   the client can omit the text that the error names
     start           InvalidSettings, AddressUnavailable
 
-Every response that is not a success has the body {"error": {"code", "message", "field"}}. No message
-holds a user's text, and neither does a log line.
+The body of every error response is {"error": {"code", "message", "field"}}. No message and no log line holds
+a user's text.
 """
 
 from __future__ import annotations
@@ -32,48 +32,48 @@ class MalformedBody(InvalidInput):
 
 
 class BodyTooLarge(InvalidInput):
-    """The body has more bytes than `--max-body-bytes`; fewer inputs a request help."""
+    """The body has more bytes than `--max-body-bytes`. Send fewer inputs per request."""
 
     code = "body_too_large"
     status = 413
 
 
 class TooManyInputs(InvalidInput):
-    """One request asks for too much, like more texts than `--max-request-inputs`; several requests help."""
+    """One request has too many texts or labels, as by `--max-request-inputs`. Send several requests."""
 
     code = "too_many_inputs"
     status = 422
 
 
 class NoEmbedding(InvalidInput):
-    """The served checkpoint classifies: it has classes, no embeddings."""
+    """The served checkpoint is a classifier and has no embeddings."""
 
     code = "no_embedding"
 
 
 class ModelMismatch(AttnCacheError):
-    """The request requires another model than the one served; nothing was computed."""
+    """The request requires a model that this server does not serve. Nothing was computed."""
 
     code = "model_mismatch"
     status = 409
 
 
 class NotFound(AttnCacheError):
-    """No such path."""
+    """The server has no such path."""
 
     code = "not_found"
     status = 404
 
 
 class MethodNotAllowed(AttnCacheError):
-    """The path is known, the method is not one of its own."""
+    """The path exists but does not support the method."""
 
     code = "method_not_allowed"
     status = 405
 
 
 class TryLater(AttnCacheError):
-    """Nothing is wrong with the request; `retry_after_seconds` says when it may succeed."""
+    """The request is valid and may succeed after `retry_after_seconds`."""
 
     def __init__(self, message: str, *, retry_after_seconds: int) -> None:
         super().__init__(message)
@@ -81,50 +81,50 @@ class TryLater(AttnCacheError):
 
 
 class QueueFull(TryLater):
-    """The request's texts do not fit into the queue now."""
+    """The request's texts do not fit into the queue at present."""
 
     code = "queue_full"
     status = 429
 
 
 class NotReady(TryLater):
-    """The model or its database is still being loaded."""
+    """The model or its database is still loading."""
 
     code = "not_ready"
     status = 503
 
 
 class ClientGone(AttnCacheError):
-    """The client closed the connection before its answer; seen in the metrics only."""
+    """The client closed the connection before the response. Only the metrics show this error."""
 
     code = "client_gone"
     status = 499
 
 
 class InternalError(AttnCacheError):
-    """A mistake of ours. The log has the traceback, the client a fixed sentence."""
+    """The server has a bug. The log has the traceback; the client gets a fixed sentence."""
 
     code = "internal_error"
     status = 500
 
     def __init__(self) -> None:
-        super().__init__("the server failed on this request; its log says where")
+        super().__init__("the server failed on this request; the server's log says where")
 
 
 class InvalidSettings(AttnCacheError):
-    """An option or environment variable of `serve` is unknown or not accepted."""
+    """An option or environment variable of `serve` is unknown or has a value that is not accepted."""
 
     code = "invalid_settings"
 
 
 class AddressUnavailable(AttnCacheError):
-    """The host and port to listen on are taken, or not ours."""
+    """The host and port to listen on are in use or do not belong to this machine."""
 
     code = "address_unavailable"
 
 
 def error_response(error: AttnCacheError) -> Response:
-    """The error in the one shape that all errors have, with its status and perhaps `Retry-After`."""
+    """Return the response for an error: status, JSON body and, for TryLater, the header `Retry-After`."""
     body = {"error": {"code": error.code, "message": str(error), "field": error.field}}
     response = Response(orjson.dumps(body), error.status, media_type="application/json")
     if isinstance(error, TryLater):
@@ -133,30 +133,30 @@ def error_response(error: AttnCacheError) -> Response:
 
 
 async def on_attncache_error(_request: Request, error: Exception) -> Response:
-    """The handler for every error of ours."""
+    """Handle an AttnCacheError."""
     assert isinstance(error, AttnCacheError)
     return error_response(error)
 
 
 async def on_http_exception(_request: Request, error: Exception) -> Response:
-    """The handler for what the router refuses: a path or a method."""
+    """Handle an unknown path or an unsupported method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return error_response(NotFound("no such path; /docs lists them"))
+        return error_response(NotFound("no such path; /docs lists the paths"))
     if error.status_code == 405:
-        response = error_response(MethodNotAllowed("this path does not take this method"))
+        response = error_response(MethodNotAllowed("this path does not support this method"))
         response.headers.update(error.headers or {})
         return response
     raise error
 
 
-def log_failure(logger: logging.Logger, happening: str, error: BaseException) -> None:
-    """Log an unexpected exception with its stack but without its message, which may quote a user's text."""
-    logger.error("%s: %s", happening, stack_without_values(error))
+def log_failure(logger: logging.Logger, event: str, error: BaseException) -> None:
+    """Log an unexpected exception with its stack, without its message, which may quote a user's text."""
+    logger.error("%s: %s", event, stack_without_values(error))
 
 
 def stack_without_values(error: BaseException) -> str:
-    """Type and stack of the exception, after those of its causes: a traceback without the messages."""
+    """Return a traceback without messages: the types and stacks of the causes, then of the exception."""
     cause = error.__cause__ or error.__context__
     earlier = f"{stack_without_values(cause)}\nwhich led to\n" if cause is not None else ""
     kind = f"{type(error).__module__}.{type(error).__qualname__}"

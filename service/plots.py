@@ -1,4 +1,4 @@
-"""Plots of what reuse costs and saves, each beside its data as CSV."""
+"""Plot what reuse costs and saves. Each plot is a PNG file with its data in a CSV file of the same name."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import numpy as np
 
 from attncache_core import InvalidInput
 from attncache_core.evaluation.comparison import MethodReport
-from attncache_core.evaluation.curves import Curves, front
+from attncache_core.evaluation.curves import Curves, pareto_front
 
 _SIZE = (7.0, 4.5)
 
 
 class Plots:
-    """Writes plots and their data into one folder. Raises InvalidInput where matplotlib is not installed."""
+    """Writes plots and their data into one folder."""
 
     def __init__(self, folder: Path, measure: str) -> None:
-        """measure: what quality is counted in, for the axes."""
+        """measure: the name of the quality measure, for the axes.
+
+        Raises InvalidInput if matplotlib is not installed.
+        """
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -32,20 +35,20 @@ class Plots:
         folder.mkdir(parents=True, exist_ok=True)
 
     def quality_against_time(self, curves: Curves) -> None:
-        """The best of each family of policies."""
+        """Plot quality against saved time for the best policies of each family."""
         rows = [(p.family, p.heads, p.hit_rate, p.saved, p.quality) for p in curves.points]
         self._write("quality_against_time", ("family", "heads", "hit_rate", "saved", "quality"), rows)
         figure, axes = self._axes(
-            "share of the full model's time saved, search left out", f"mean {self._measure} of the hits"
+            "share of the full model's time saved, without the search", f"mean {self._measure} of the hits"
         )
         for family in dict.fromkeys(point.family for point in curves.points):
-            best = front([point for point in curves.points if point.family == family])
+            best = pareto_front([point for point in curves.points if point.family == family])
             axes.plot([p.saved for p in best], [p.quality for p in best], marker=".", label=family)
         axes.legend()
         self._save(figure, "quality_against_time")
 
     def damage(self, damage: np.ndarray) -> None:
-        """The damage of each head, [layers, heads], as a heat map."""
+        """Plot the damage of each head, [layers, heads], as a heat map."""
         rows = [(layer, head, value) for (layer, head), value in np.ndenumerate(damage)]
         self._write("damage", ("layer", "head", "damage"), rows)
         from matplotlib.colors import LogNorm
@@ -58,14 +61,14 @@ class Plots:
         self._save(figure, "damage")
 
     def similarities(self, curves: Curves) -> None:
-        """Similarity predicted by the projector against the true one, for each kind of record."""
+        """Plot the similarity predicted by the projector against the true similarity, by kind of record."""
         rows = [
             (kind.name.lower(), *pair)
             for kind, (predicted, true) in curves.similarities.items()
             for pair in zip(predicted.tolist(), true.tolist(), strict=True)
         ]
         self._write("similarity", ("kind", "predicted", "true"), rows)
-        figure, axes = self._axes("similarity predicted", "true similarity of the maps")
+        figure, axes = self._axes("predicted similarity", "true similarity of the maps")
         for kind, (predicted, true) in curves.similarities.items():
             axes.scatter(predicted, true, s=4, alpha=0.5, label=kind.name.lower())
         ends = [min(axes.get_xlim()[0], axes.get_ylim()[0]), 1.0]
@@ -74,7 +77,7 @@ class Plots:
         self._save(figure, "similarity")
 
     def thresholds(self, curves: Curves) -> None:
-        """Hit rate and loss against θ, stored records alone, as in the papers' Figure 6."""
+        """Plot hit rate and loss against θ, for stored records only, as in Figure 6 of the papers."""
         rows = [
             (p.mask, p.heads, p.threshold, p.hit_rate, p.quality, p.quality_of_all) for p in curves.thresholds
         ]
@@ -97,7 +100,7 @@ class Plots:
         self._save(figure, "thresholds")
 
     def presets(self, reports: Sequence[MethodReport]) -> None:
-        """Speed and loss of the policy and of the three presets, as in the papers' Table 7."""
+        """Plot speed and loss of the policy and of the three presets, as in Table 7 of the papers."""
         rows = [(r.method, r.hit_rate, r.score, r.speedup, r.attention_speedup) for r in reports]
         self._write("presets", ("method", "hit_rate", "score", "speedup", "attention_speedup"), rows)
         figure, axes = self._axes(

@@ -1,10 +1,10 @@
-"""Build the default database in a process of its own, while the server goes on answering.
+"""Build the default database in a separate process while the server continues to serve.
 
 the server                        the builder, `python -m service.rebuild`
-build_beside_serving    ------->  settings, a line of JSON on its standard input
+build_while_serving     ------->  the settings, one line of JSON on standard input
 waits                             builds, at the lowest priority
-learns how it ended     <-------  its exit code, and what was refused on its standard output
-ends, or is killed      ------->  its standard input ends, and so does the builder
+reads the outcome       <-------  the exit code, and an error message on standard output
+ends, or is killed      ------->  standard input ends, so the builder ends too
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from service.settings import Settings
 _LOWEST_PRIORITY = 19
 
 
-def build_beside_serving(settings: Settings) -> None:
-    """Build the default database of these settings in another process, and wait for it.
+def build_while_serving(settings: Settings) -> None:
+    """Build the default database of these settings in another process, and wait for the process.
 
-    Nothing happens if the database is there. Raises BuildFailed if it could not be built.
+    Does nothing if the database exists. Raises BuildFailed if the database could not be built.
     """
-    # The builder imports what the server does, whatever lies in the folder that the server was started in.
+    # The builder must import the same modules as the server, whatever the current folder contains.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "service.rebuild"],
@@ -36,26 +36,28 @@ def build_beside_serving(settings: Settings) -> None:
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
-        # Ctrl-C in a terminal is for the server alone.
+        # A new session, so that Ctrl-C in a terminal reaches the server alone.
         start_new_session=True,
     ) as builder:
         assert builder.stdin is not None
         assert builder.stdout is not None
         os.setpriority(os.PRIO_PROCESS, builder.pid, _LOWEST_PRIORITY)
-        with contextlib.suppress(BrokenPipeError):  # it has ended already
+        with contextlib.suppress(BrokenPipeError):  # the builder has ended already
             builder.stdin.write(f"{settings.model_dump_json()}\n")
             builder.stdin.flush()
         refused = builder.stdout.read().strip()
     if builder.returncode != 0:
-        raise BuildFailed(refused or f"the process that builds it ended with code {builder.returncode}")
+        raise BuildFailed(
+            refused or f"the process that builds the database ended with code {builder.returncode}"
+        )
 
 
 def main() -> None:
-    """Build the default database of the settings on the standard input; end when the input does."""
+    """Build the default database of the settings on standard input. End when standard input ends."""
     settings = Settings.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_the_server, daemon=True).start()
     with contextlib.suppress(OSError):
-        # Where memory runs out, Linux ends this process and not the server.
+        # If memory runs out, Linux kills this process first and not the server.
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         build_default_database(
@@ -71,7 +73,7 @@ def main() -> None:
 
 
 def _end_with_the_server() -> None:
-    # Not through sys.stdin, whose lock this thread would still hold when the interpreter ends.
+    # os.read and not sys.stdin: this thread would still hold the lock of sys.stdin when the interpreter ends.
     os.read(0, 1)
     os._exit(1)
 

@@ -1,7 +1,7 @@
-"""What a request's body may hold and what an answer looks like.
+"""The JSON schemas of requests and responses.
 
-Strict: a number is no string, a field that is not known is refused. The texts of errors are fixed
-sentences; what the client sent is never repeated.
+Validation is strict: a number is not accepted as a string, and an unknown field is refused. Error messages
+are fixed sentences that never repeat what the client sent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-# The type of errors whose message is already a sentence for the client.
+# The type of the pydantic errors that have a message for the client.
 REFUSED = "refused"
 
 
@@ -32,13 +32,14 @@ def _as_list(inputs: Any) -> list[Any]:
 
 
 Text = Annotated[str, AfterValidator(_checked)]
-# fail_fast: a list of a million numbers is refused at its first one.
+# fail_fast refuses a list of a million numbers at the first number.
 Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 Inputs = Annotated[Texts, BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 Truncate = Annotated[
     bool | None,
     Field(
-        description="Cut a text that is too long (true) or refuse it (false); null is the server's default."
+        description="true cuts a text that is too long, false refuses the text. Default (null): the server's "
+        "setting."
     ),
 ]
 
@@ -46,36 +47,43 @@ Truncate = Annotated[
 class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    inputs: Inputs = Field(description="One text or several.")
+    inputs: Inputs = Field(description="One text or a list of texts.")
     truncate: Truncate = None
 
 
 class EmbedRequest(_Request):
-    """Texts to embed."""
+    """The body of POST /embed."""
 
-    normalize: bool = Field(True, description="Bring every embedding to unit length.")
+    normalize: bool | None = Field(
+        None,
+        description="Scale every embedding to unit length. Default: as the model's folder says; if the "
+        "folder says nothing, embeddings get unit length.",
+    )
     prompt_name: Text | None = Field(
-        None, description="One of the model's prompts (/info lists them), instead of its default one."
+        None,
+        description="Name of one of the model's prompts; /info lists the names. Default: the model's default "
+        "prompt.",
     )
 
 
 class ClassifyRequest(_Request):
-    """Texts to classify, among the labels given or among those of the server."""
+    """The body of POST /classify."""
 
     labels: Texts | None = Field(
         None,
-        description="Labels to choose from. A server with labels of its own needs none. These restrict a "
-        "classifier's, and stand in the place of those that a decoder scores by their tokens.",
+        description="Labels to choose from. Required if the server has no labels. For a classifier, the "
+        "labels must be some of the classifier's labels, and only these labels are scored. For a decoder "
+        "that scores labels by their tokens, the labels replace the server's labels.",
     )
     template: Text | None = Field(
         None,
-        description="Holds {} once, where each input goes, and ends where the label follows; instead of the "
-        "server's own. For decoders that score labels by their tokens.",
+        description="Template for decoders that score labels by their tokens. Holds {} once, where each "
+        "input is inserted, and ends where the label follows. Default: the server's template.",
     )
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
-        description="Of the softmax or sigmoid; 1.0 for labels with logits, 0.05 for labels compared by "
-        "embedding.",
+        description="Temperature of the softmax or sigmoid. Default: 1.0 for labels with logits, 0.05 for "
+        "labels that are compared by embedding.",
     )
 
 
@@ -87,7 +95,7 @@ class LabelScore(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, for programs (`code`) and for people (`message`)."""
+    """The error, for programs (`code`) and for people (`message`)."""
 
     code: str = Field(examples=["invalid_input"])
     message: str = Field(examples=["inputs[3] must not be empty"])
@@ -95,6 +103,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The one shape of every answer that is not a success."""
+    """The body of every error response."""
 
     error: ErrorDetail

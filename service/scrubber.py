@@ -1,7 +1,7 @@
-"""Check the records in use again and again, slowly: bytes can change without a trace in the file's times.
+"""Check the records in use continuously and slowly, because bytes can change while a file's times do not.
 
-A record is checked before its first use, and again after its file was written to. This check finds what is
-left: bytes changed by a process that has mapped the file, by memory or by the disk.
+A record is checked before its first use and after a write to its file. The scrubber finds the remaining
+changes: bytes changed by a process that has mapped the file, by faulty memory or by the disk.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 
-from attncache_core.attention_maps.store import AttentionMapStore
+from attncache_core.reuse.storage.store import AttentionMapStore
 from service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-# A gigabyte in four minutes. A step takes a tenth of a millisecond, and serving is not measurably slower.
+# One gigabyte in four minutes. One step takes 0.1 ms, and serving is not measurably slower.
 _BYTES_PER_SECOND = 4 * 2**20
 _STEP_BYTES = 64 * 2**10
 _SECONDS_BETWEEN_ROUNDS = 1.0
 
 
 class Scrubber:
-    """Owns the thread that checks the records of a database again and again, until it is stopped."""
+    """Owns the thread that checks the records of a database, round after round, until it is stopped."""
 
     def __init__(self, store: AttentionMapStore, metrics: Metrics) -> None:
         self._store = store
@@ -31,18 +31,18 @@ class Scrubber:
         self._thread.start()
 
     def stop(self) -> None:
-        """Check nothing more; returns once the thread has ended, which takes it less than a millisecond."""
+        """Stop checking. Returns after the thread has ended, in less than a millisecond."""
         self._stopped.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._stopped.wait(_SECONDS_BETWEEN_ROUNDS):
             for step in self._store.scrub(_STEP_BYTES):
-                self._tell(step.changed)
+                self._report(step.changed)
                 if self._stopped.wait(step.bytes / _BYTES_PER_SECOND):
                     return
 
-    def _tell(self, changed: int) -> None:
+    def _report(self, changed: int) -> None:
         if changed:
             logger.warning("records changed after they were checked, and are no longer used: %d", changed)
             self._metrics.observe_changed_records(changed)

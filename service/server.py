@@ -1,7 +1,7 @@
-"""Listening, serving and stopping: the process around the app.
+"""Listen, serve and stop: the process around the app.
 
-SIGTERM, Ctrl+C    accept nothing more, finish what is queued, end
-loading fails      end, and raise what it raised
+SIGTERM, Ctrl+C    stop accepting requests, finish queued requests, end
+loading fails      end, and return the exception
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from service.settings import Settings
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-# A client that stalls in the middle of its body must not keep the process.
+# Seconds to wait for open requests at the end: a client that stalls must not keep the process alive.
 _STOP_SECONDS = 30
-# More than one read from a socket may bring, which can hold part of a body too.
+# More than one read from a socket returns, because one read may hold headers and a part of the body.
 _MOST_HEADER_BYTES = 512 * 1024
 
 
 class BoundedHeadersProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which gives up on a request whose headers do not end.
+    """uvicorn's protocol with a limit on the bytes of a request's headers.
 
-    The limit on bodies cannot help there: headers are kept in memory before any of our code runs.
+    The limit on bodies does not cover headers: uvicorn holds headers in memory before the app runs.
     """
 
     _header_bytes = 0
     _in_headers = True
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a client; the connection is closed once its headers are too many."""
+        """Receive bytes from the client; close the connection if the headers have too many bytes."""
         if self._in_headers:
             self._header_bytes += len(data)
             if self._header_bytes > _MOST_HEADER_BYTES:
@@ -50,19 +50,22 @@ class BoundedHeadersProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Note that a request begins."""
         super().on_message_begin()
         self._in_headers = True
 
     def on_headers_complete(self) -> None:
-        """Its headers are complete."""
+        """Note that the request's headers are complete."""
         super().on_headers_complete()
         self._in_headers = False
         self._header_bytes = 0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens there; raises AddressUnavailable if the address is taken or not ours."""
+    """Return a socket that listens on host and port.
+
+    Raises AddressUnavailable if the address is in use or does not belong to this machine.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -70,7 +73,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # At once: two sockets may be bound to one address, but only one may listen.
+        # Listen at once: two sockets may be bound to one address, but only one socket may listen.
         listener.listen(_BACKLOG)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -81,9 +84,10 @@ def bind(host: str, port: int) -> socket.socket:
 def run_server(
     settings: Settings, load_engines: Callable[[], Iterator[PrefillEngine]], listener: socket.socket
 ) -> BaseException | None:
-    """Serve until a signal comes, or until `load_engines` raises instead of giving an engine.
+    """Serve until a signal arrives, or until `load_engines` raises before it yields an engine.
 
-    Returns what `load_engines` raised. Ends the process with code 0 if a signal comes while loading.
+    Returns the exception of `load_engines`, or None. Ends the process with code 0 if a signal arrives during
+    loading.
     """
     loading = True
     failures: list[BaseException] = []
@@ -103,7 +107,7 @@ def run_server(
         server.should_exit = True
 
     server = uvicorn.Server(_uvicorn_config(settings, load, fail))
-    # uvicorn raises the signal again when it has stopped; without a handler that would be exit code 143.
+    # uvicorn raises the signal again after it has stopped; without a handler the exit code would be 143.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     logger.info(
@@ -126,9 +130,9 @@ def _uvicorn_config(
     return uvicorn.Config(
         create_app(settings, load_engines, on_load_failure),
         log_config=None,
-        # A path and its query can hold a user's text; the metrics count requests.
+        # No access log, because a path and its query can hold a user's text; the metrics count requests.
         access_log=False,
-        # No header of a proxy is read, so none is parsed.
+        # The app reads no proxy headers, so uvicorn need not parse them.
         proxy_headers=False,
         server_header=False,
         ws="none",
@@ -139,7 +143,7 @@ def _uvicorn_config(
 
 
 def _end_process() -> None:
-    """Exit code 0, without the interpreter's clean-up, which can crash on a thread that is computing."""
+    """End with code 0 and without the interpreter's clean-up, which can crash while a thread computes."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""What `serve` can be told, in one typed object: the options, their variables and their defaults.
+"""The settings of `serve` in one typed object: options, environment variables and defaults.
 
     ATTNCACHE_PORT=8081 attncache serve --threads 2   ->   Settings(port=8081, threads=2, ...)
 
-A field here is an option `--kebab-case` and a variable `ATTNCACHE_<NAME>`. Whatever is not accepted is
-refused at start, by name.
+Each field is an option `--kebab-case` and a variable `ATTNCACHE_<NAME>`. A name or value that is not accepted
+is refused at the start, with its name.
 """
 
 from __future__ import annotations
@@ -17,160 +17,183 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from attncache_core import DEFAULT_MODEL, Fetch, Quantization
-from attncache_core.attention_maps.policy import Preset
-from attncache_core.checkpoint import PoolingMode
-from attncache_core.devices import Device, Dtype
+from attncache_core.checkpoints.checkpoint import PoolingMode
+from attncache_core.runtime.devices import Device, Dtype
 from service.errors import InvalidSettings
 
 ChosenTask = Literal["label-logits"]
 ENVIRONMENT_PREFIX = "ATTNCACHE_"
+# Fields whose options are accepted but not shown: --fetch selects the baselines of the benchmark.
+HIDDEN_FIELDS = frozenset({"fetch"})
+# Former field -> what to use instead. The option and its variable are refused.
+REMOVED_FIELDS = {
+    "policy": "use --threshold 0.995 (conservative), 0.99 (moderate) or 0.95 (aggressive)",
+}
 
 
 class Settings(BaseModel):
-    """How one server runs. Read once, never changed."""
+    """The settings of one server. Read once and never changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 selects a free port.")
     model: str = Field(
         DEFAULT_MODEL,
         min_length=1,
-        description="Model: a folder, an installed one's name, or a hub id.",
+        description="Model to serve: a folder, the name of an installed model, or a Hugging Face Hub id.",
     )
     revision: str | None = Field(
         None,
         min_length=1,
-        description="Branch, tag or commit of a model on the Hugging Face Hub; without it, its main branch.",
+        description="Branch, tag or commit of a model on the Hugging Face Hub. Default: the main branch.",
     )
     drop_attention: str = Field(
         "",
-        description="Layers to run without their attention, like 10,12 or 8-11. A database is bound to it.",
+        description="Layers that run without their attention, like 10,12 or 8-11. A database is bound to "
+        "this choice. Default: none.",
     )
     drop_block: str = Field(
-        "", description="Layers to leave out as a whole, like 10,12 or 8-11. A database is bound to it."
+        "",
+        description="Layers that are skipped as a whole, like 10,12 or 8-11. A database is bound to this "
+        "choice. Default: none.",
     )
     task: ChosenTask | None = Field(
         None,
-        description="label-logits: choose among labels by the logits that a decoder gives their tokens; "
-        "without it, as the model is.",
+        description="label-logits: classify among labels by the logits that a decoder gives to their tokens. "
+        "Default: embed or classify, depending on the model.",
     )
     labels: str | None = Field(
         None,
         min_length=1,
-        description="Labels to choose from, with commas between; compared by embedding, unless --task says "
-        "otherwise.",
+        description="Labels to choose from, separated by commas. Labels are compared by embedding, unless "
+        "--task is label-logits. Default: none.",
     )
     template: Path | None = Field(
         None,
-        description="File with a text that holds {} once, where each input goes, instead of the model's "
-        "default prompt.",
+        description="File with a template that holds {} once, where each input is inserted. Default: the "
+        "model's default prompt.",
     )
     pooling: PoolingMode | None = Field(
-        None, description="How token vectors become an embedding, instead of the model's own way."
+        None, description="How token vectors become an embedding. Default: the model's own way."
     )
     database: Path | None = Field(
-        None, description="Attention database; without it the default one, built on the first start."
-    )
-    reuse: bool = Field(True, description="Reuse attention maps; without it no database is opened.")
-    threshold: float | None = Field(
-        None, allow_inf_nan=False, description="Least similarity θ of a hit, instead of the database's own."
-    )
-    policy: Preset | None = Field(
         None,
-        description="θ = 0.995, 0.99 or 0.95, as the papers have it, instead of the database's own "
-        "thresholds; no budget is kept then.",
+        description="Folder of the attention database. Default: the default database of the model, which "
+        "the first start builds.",
+    )
+    reuse: bool = Field(True, description="Reuse attention maps. With --no-reuse no database is opened.")
+    threshold: float | None = Field(
+        None,
+        allow_inf_nan=False,
+        description="Least similarity θ of a hit, for all lengths. Default: the thresholds of the database, "
+        "which keep its quality budget.",
     )
     heads: str | None = Field(
         None,
         min_length=1,
-        description="Heads to reuse (all, layers:0-3), instead of the database's own.",
+        description="Heads to reuse (all, layers:0-3, or a number). Default: the heads that the database "
+        "was calibrated with.",
     )
     search_always: bool = Field(
-        False, description="Compare every text with the records, also where that is measured not to pay."
+        False, description="Compare every text with the records, even where reuse was measured not to pay."
     )
     min_gain: float = Field(
         0.05,
         ge=0,
         allow_inf_nan=False,
-        description="Reuse only where it makes whole passes faster by at least this share, measured on this "
-        "machine; 0: wherever the budget holds.",
+        description="Reuse only where reuse makes whole passes faster by at least this share, measured on "
+        "this machine; 0 reuses wherever the quality budget holds.",
     )
     verify_rate: float = Field(
-        0.01, ge=0, le=1, description="Share of hits that are computed in full too, once answered."
+        0.01,
+        ge=0,
+        le=1,
+        description="Compute this share of the hits again in full, after the response was sent.",
     )
     reuse_headers: bool = Field(
-        True, description="Tell clients in headers how many of their texts reused maps."
+        True, description="Send headers that tell how many texts of a request reused maps."
     )
-    fetch: Fetch = Field(Fetch.AUTO, description="How the maps of hits are read; auto takes the fastest.")
-    classifier: Path | None = Field(None, description="Fitted classifier to serve on the embeddings.")
-    dtype: Dtype = Field("auto", description="Compute dtype; auto takes what this processor is best at.")
+    fetch: Fetch = Field(
+        Fetch.AUTO, description="How the maps of hits are read. auto selects the fastest way."
+    )
+    classifier: Path | None = Field(
+        None, description="Folder of a fitted classifier to serve on the embeddings. Default: none."
+    )
+    dtype: Dtype = Field(
+        "auto", description="Data type of the computation. auto selects the best type of this processor."
+    )
     quantize: Quantization | None = Field(
-        None, description="Round the layers' weights; int8 is the fast one. A database is bound to it."
+        None,
+        description="Quantise the weights of the layers; int8 is the fast way. A database is bound to this "
+        "choice. Default: no quantisation.",
     )
-    device: Device = Field("cpu", description="Where the model runs; records and search stay in memory.")
+    device: Device = Field(
+        "cpu", description="Device that runs the model. Records and search stay in main memory."
+    )
     threads: int | None = Field(
         None,
         ge=1,
-        description="Threads of model and index; without it, as the processor quota allows.",
+        description="Threads of the model and the index. Default: as many as the processor quota allows.",
     )
-    truncate: bool = Field(True, description="Cut texts that are too long, unless a request says otherwise.")
+    truncate: bool = Field(
+        True,
+        description="Cut texts that are too long. With --no-truncate such texts are refused. A request may "
+        "override the setting.",
+    )
     max_tokens: int | None = Field(
-        None, ge=2, description="Longest text in tokens; without it, as the model takes."
+        None, ge=2, description="Longest text in tokens. Default: the longest text that the model accepts."
     )
-    max_batch_tokens: int = Field(1024, ge=1, description="Tokens in one batch; a longer text goes alone.")
-    max_batch_sequences: int = Field(64, ge=1, description="Texts in one batch.")
+    max_batch_tokens: int = Field(
+        1024, ge=1, description="Most tokens in one batch. A longer text is a batch of its own."
+    )
+    max_batch_sequences: int = Field(64, ge=1, description="Most texts in one batch.")
     max_queue_sequences: int = Field(
-        2048, ge=1, description="Texts that may wait; beyond it, requests get a 429."
+        2048, ge=1, description="Most texts that may wait. Further requests get status 429."
     )
-    max_request_inputs: int = Field(256, ge=1, description="Texts in one request.")
+    max_request_inputs: int = Field(256, ge=1, description="Most texts in one request.")
     max_request_tokens: int = Field(
         2**19,
         ge=1,
-        description="Tokens of all sequences of one request; labels of several tokens make a text many.",
+        description="Most tokens of all sequences of one request. Labels of several tokens make several "
+        "sequences of each text.",
     )
-    max_body_bytes: int = Field(2 * 1024 * 1024, ge=1, description="Bytes in one request's body.")
+    max_body_bytes: int = Field(2 * 1024 * 1024, ge=1, description="Most bytes in the body of one request.")
     cache_dir: Path | None = Field(
-        None, description="Where default databases live; without it, in the user's cache folder."
+        None, description="Folder of default databases. Default: a folder in the user's cache folder."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least level of messages that are logged."
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Settings:
         if self.max_request_inputs > self.max_queue_sequences:
-            # Such a request would be told to come again for ever.
+            # Otherwise such a request would get status 429 for ever.
             raise _refused("--max-request-inputs must be at most --max-queue-sequences, which is smaller")
         if self.classifier and self.labels:
-            raise _refused("--classifier and --labels both say what to choose from; leave one of them out")
-        if self.policy and self.threshold is not None:
-            raise _refused("--policy and --threshold both say what a hit is; leave one of them out")
-        for name in (
-            "database",
-            "threshold",
-            "policy",
-            "heads",
-            "fetch",
-            "search_always",
-            "min_gain",
-            "verify_rate",
-        ):
+            raise _refused("--classifier and --labels both set the labels; leave one of them out")
+        for name in ("database", "threshold", "heads", "fetch", "search_always", "min_gain", "verify_rate"):
             if not self.reuse and getattr(self, name) != type(self).model_fields[name].default:
                 raise _refused(f"{option_name(name)} has no effect with --no-reuse; leave one of them out")
         return self
 
 
 def option_name(field: str) -> str:
-    """max_batch_tokens -> --max-batch-tokens."""
+    """Return the option of a field: max_batch_tokens -> --max-batch-tokens."""
     return "--" + field.replace("_", "-")
 
 
 def environment_name(field: str) -> str:
-    """max_batch_tokens -> ATTNCACHE_MAX_BATCH_TOKENS."""
+    """Return the environment variable of a field: max_batch_tokens -> ATTNCACHE_MAX_BATCH_TOKENS."""
     return ENVIRONMENT_PREFIX + field.upper()
 
 
 def read_settings(values: Mapping[str, object]) -> Settings:
-    """The settings of these values by field name; raises InvalidSettings, naming option and variable."""
+    """Return the settings from values by field name.
+
+    Raises InvalidSettings, which names the option and the variable.
+    """
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
@@ -184,9 +207,15 @@ def read_settings(values: Mapping[str, object]) -> Settings:
 
 
 def refuse_unknown_variables(environment: Iterable[str]) -> None:
-    """Raise InvalidSettings if a variable with our prefix is none of ours: a slip that would go unseen."""
+    """Raise InvalidSettings for an unknown variable with the prefix of this program.
+
+    Without this check, a misspelt variable would be ignored silently.
+    """
     known = [environment_name(field) for field in Settings.model_fields]
+    removed = {environment_name(field): remedy for field, remedy in REMOVED_FIELDS.items()}
     for name in sorted(environment):
+        if name in removed:
+            raise InvalidSettings(f"environment variable {name} was removed; {removed[name]}")
         if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
             closest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise InvalidSettings(f"environment variable {name} is not known; did you mean {closest}?")

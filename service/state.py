@@ -1,7 +1,7 @@
-"""The life of one app: loading in the background, serving, finishing what is queued.
+"""The life of one app: load in the background, serve, finish queued requests.
 
-start -> loading (a daemon thread) -> Serving (-> another engine in its place) -> close
-                                   -> failure, told to `on_failure`
+start -> loading (a daemon thread) -> Serving (-> the engine is replaced) -> close
+                                   -> failure, reported to `on_failure`
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
-from service.batcher import Batcher, Limits
+from service.batcher import Batcher
 from service.errors import NotReady
 from service.labels import LabelMemory
 from service.metrics import Metrics
+from service.request_queue import Limits
 from service.scrubber import Scrubber
 from service.settings import Settings
 from service.verifier import Verifier
@@ -30,16 +31,16 @@ _RETRY_SECONDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What a request needs once the engine is loaded."""
+    """The parts that answer requests once the engine is loaded."""
 
     engine: PrefillEngine
     batcher: Batcher
     label_memory: LabelMemory
-    scrubber: Scrubber | None  # where there is a database
+    scrubber: Scrubber | None  # None without a database
 
 
 class ServiceState:
-    """One app's settings, metrics and, when it is loaded, its engine."""
+    """Owns one app's settings and metrics and, once the engine is loaded, the parts that serve."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class ServiceState:
         self._serving: Serving | None = None
 
     def serving(self) -> Serving:
-        """Engine and batcher; raises NotReady while they are being loaded."""
+        """Return the engine and its parts. Raises NotReady while the engine is loading."""
         if self._serving is None:
             raise NotReady(
                 "the model and its database are being loaded",
@@ -63,13 +64,14 @@ class ServiceState:
         return self._serving
 
     def start(self) -> None:
-        """Begin to load; returns at once. Called on the event loop."""
-        # No executor: at exit Python would wait for its threads, and a database can take minutes to build.
+        """Start loading and return at once. Called on the event loop."""
+        # A thread and no executor: at exit Python would wait for an executor's threads, and building a
+        # database can take minutes.
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._load, args=(loop,), name="load", daemon=True).start()
 
     async def close(self) -> None:
-        """Finish what is queued."""
+        """Finish queued requests and stop all threads."""
         if self._serving is not None:
             if self._serving.scrubber:
                 self._serving.scrubber.stop()
@@ -80,21 +82,23 @@ class ServiceState:
         try:
             for engine in self._load_engines():
                 verifier = self._verifier(engine)
-                # The fingerprint is computed here: it takes the time to read the weights.
+                # Computed in this thread, because the fingerprint reads all weight files.
                 fingerprint = engine.fingerprint[:12]
                 seconds = time.perf_counter() - started
                 logger.info("loaded model %s, %.1f s after the start", fingerprint, seconds)
-                self._tell(loop, self._loaded, engine, verifier)
+                self._call_on(loop, self._loaded, engine, verifier)
         except BaseException as error:
             if not isinstance(error, AttnCacheError):
-                # With its message: loading sees no text of a client.
+                # Logged with its message, because loading sees no text of a client.
                 logger.exception("loading failed")
-            self._tell(loop, self._failed, error)
+            self._call_on(loop, self._failed, error)
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, hear: Callable[..., None], *news: object) -> None:
-        # A loop that was closed meanwhile does not care any more.
+    def _call_on(
+        self, loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: object
+    ) -> None:
+        # call_soon_threadsafe raises RuntimeError if the loop has been closed: then the app has ended.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(hear, *news)
+            loop.call_soon_threadsafe(callback, *arguments)
 
     def _loaded(self, engine: PrefillEngine, verifier: Verifier | None) -> None:
         scrubber = Scrubber(engine.database.search.store, self.metrics) if engine.database else None
@@ -108,7 +112,7 @@ class ServiceState:
             batcher = Batcher(engine, limits, self.metrics, verifier)
             self._serving = Serving(engine, batcher, LabelMemory(), scrubber)
         else:
-            # The engine that served so far had no database, and so no scrubber.
+            # The previous engine had no database, so there is no scrubber to stop.
             self._serving.batcher.replace_engine(engine, verifier)
             self._serving = replace(self._serving, engine=engine, scrubber=scrubber)
         batcher = self._serving.batcher
@@ -116,16 +120,16 @@ class ServiceState:
 
     def _verifier(self, engine: PrefillEngine) -> Verifier | None:
         rate = self.settings.verify_rate
-        if engine.policy is None or rate == 0:
+        if engine.map_reuse is None or rate == 0:
             return None
         try:
-            return Verifier(engine, engine.policy, rate, self.metrics)
+            return Verifier(engine, rate, self.metrics)
         except NoClassifier as error:
             logger.warning("hits are not verified: %s", error)
             return None
 
     def _failed(self, error: BaseException) -> None:
         if self._serving is not None:
-            logger.warning("no other engine takes the place of the one that serves: %s", error)
+            logger.warning("the engine that serves could not be replaced: %s", error)
         elif self._on_failure is not None:
             self._on_failure(error)

@@ -1,12 +1,13 @@
-"""Verification while serving: some hits are computed again in full, to see whether hits keep the budget.
+"""Verify hits while serving: compute some hits again in full, and tighten the policy if hits fail the budget.
 
-    a batch's hits -> offer -> a share of them, pending -> verify_some -> fidelity to the full model's output
-        -> usual texts of a length group fail the budget:   its thresholds are tightened
+    a batch's hits -> offer -> a share of the hits, pending -> verify_some -> fidelity to the full output
+        -> usual texts of a length group fail the budget:   the thresholds of the group are tightened
         -> unusual texts of a length group fail the budget: the limit of strangeness is tightened
 
-The batcher says when: once answers have been sent and nobody waits for the engine, a few sequences at a
-time; if too many are pending, a few after each batch. Labels are no hits, so none is ever verified. Neither
-are recorded texts: they get their own maps, and as exact hits they would hide others that are not.
+The batcher calls the verifier: a few sequences at a time after the answers were sent, while no request waits
+for the engine; if too many hits are pending, a few after each batch. Labels never hit, so labels are never
+verified. Recorded texts are not verified either: a recorded text gets its own maps, and such exact hits would
+hide hits that are not exact.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import logging
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from attncache_core import PrefillEngine, PrefillResult
-from attncache_core.attention_maps.policy import ReusePolicy
-from attncache_core.attention_maps.verification import (
+from attncache_core import PrefillEngine, PrefillRequest, PrefillResult
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.maps.verification import (
     Band,
     Shortfall,
     VerifiedHits,
@@ -29,118 +32,121 @@ from attncache_core.attention_maps.verification import (
     window_of,
     windows_of,
 )
-from attncache_core.outputs import Measure
-from attncache_core.prompts import Reading
 from service.errors import log_failure
 from service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-# A request that comes while these are computed waits for a few milliseconds. A longer sequence goes alone.
+# A request that arrives during one verification batch waits a few milliseconds for the batch. A sequence that
+# is longer than the budget is verified alone.
 _BATCH_SEQUENCES = 8
 _BATCH_TOKENS = 128
-# So many pending are verified though requests wait: an endless load must not leave hits unwatched.
+# From this number of pending hits on, hits are verified even while requests wait, so that hits are verified
+# under endless load too.
 _OVERDUE = 64
 _MOST_PENDING = 256
-# To keep what was found out takes milliseconds: a file is written and flushed. A process that is killed
-# forgets fewer hits than this; a tightening is kept at once.
+# Findings are kept together, because keeping them takes milliseconds: a file is written and flushed. A
+# process that is killed loses fewer hits than this number. A tightened policy is kept at once.
 _KEPT_TOGETHER = 16
-# At the start and at the end it may wait for other servers; while requests are served it tries again later.
+# How long the verifier waits for the lock of another server at its start and at its end. While requests are
+# served, the verifier does not wait and tries again later.
 _PATIENCE_SECONDS = 1.0
 
 
 class _Hit(NamedTuple):
-    """A hit that is to be verified. Token ids are a user's text: they live no longer than this."""
+    """A hit to be verified. Token ids are a user's text, so they are not kept beyond the verification."""
 
-    ids: Sequence[int]
-    reading: Reading
-    output: np.ndarray  # float32 [dimensions], what the client got
-    window: Window  # that it counts in
+    request: PrefillRequest
+    output: np.ndarray  # float32 [dimensions], the output that the client got
+    window: Window  # the window that the hit counts in
 
 
 class Verifier:
-    """Owns the hits that are to be verified, and what was found out about each window of hits.
+    """Owns the hits to be verified and the findings about each window of hits.
 
-    All of it belongs to the thread that runs the engine; `stop`, `has_work` and `is_overdue` are for any, and
-    `close` is for any once that thread has ended.
+    Methods are called in the engine thread. Any thread may use `stop`, `has_work` and `is_overdue`, and any
+    thread may call `close` after the engine thread has ended.
     """
 
     def __init__(
         self,
         engine: PrefillEngine,
-        policy: ReusePolicy,
         rate: float,
         metrics: Metrics,
         chance: random.Random | None = None,
     ) -> None:
-        """`policy`: the engine's, as loaded; `rate`: the share of hits to verify; `chance` picks them.
+        """engine: with a database. rate: share of hits to verify. chance: picks the hits; None: at random.
 
-        Goes on from what other servers verified, and earlier ones. Raises NoClassifier if the budget is of
-        decisions and nobody takes any; see PrefillEngine.judge.
+        Starts from the findings that this and other servers have kept with the database. Raises NoClassifier
+        if the budget is about decisions and there are no decisions; see PrefillEngine.comparator.
         """
-        self._engine = engine
+        assert engine.map_reuse is not None
+        self._engine, self._reuse = engine, engine.map_reuse
+        policy = self._reuse.policy
         self._rate = rate
         self._metrics = metrics
         self._chance = chance or random.Random()
         self._budget = policy.budget
-        self._cosine = engine.judge(Measure.COSINE)
-        self._judge = engine.judge(policy.budget.measure)
+        self._cosine = engine.comparator(Measure.COSINE)
+        self._comparator = engine.comparator(policy.budget.measure)
         self._names = policy.names()
         self._verified = VerifiedHits(policy.budget)
-        self._unkept = 0  # hits that were verified since the last were kept
+        self._unkept = 0  # hits verified since findings were last kept
         self._pending: deque[_Hit] = deque()
         self._stopped = False
         self._keep(_PATIENCE_SECONDS)
 
     @property
     def has_work(self) -> bool:
-        """Whether hits are pending, and are to be verified still."""
+        """Whether hits are pending and the verifier has not been stopped."""
         return bool(self._pending) and not self._stopped
 
     @property
     def is_overdue(self) -> bool:
-        """Whether so many are pending that requests must wait for a few of them."""
+        """Whether so many hits are pending that some must be verified even while requests wait."""
         return len(self._pending) >= _OVERDUE and not self._stopped
 
     def stop(self) -> None:
-        """Verify nothing more, so that a server which shuts down need not wait for it."""
+        """Verify no more hits, so that a server can shut down without waiting."""
         self._stopped = True
 
     def close(self) -> None:
-        """Keep what is not kept yet. Waits for at most a second while another server keeps what it has."""
+        """Keep findings that are not kept yet. Waits at most a second for another server's lock."""
         if self._unkept:
             self._keep(_PATIENCE_SECONDS)
 
     @property
     def _policy(self) -> ReusePolicy:
-        policy = self._engine.policy
-        assert policy is not None  # there are hits, so there is a database
-        return policy
+        return self._reuse.policy
 
-    def offer(
-        self, sequences: Sequence[Sequence[int]], readings: Sequence[Reading], result: PrefillResult
-    ) -> None:
-        """Choose among the hits of a batch, whose answers are on their way; beyond a bound the oldest go."""
-        strangeness = np.full(len(sequences), np.nan) if result.strangeness is None else result.strangeness
+    def offer(self, requests: Sequence[PrefillRequest], result: PrefillResult) -> None:
+        """Choose some hits of an answered batch for verification.
+
+        Beyond a bound, the oldest pending hits are dropped.
+        """
+        strangeness = np.full(len(requests), np.nan) if result.strangeness is None else result.strangeness
         hits = [outcome.is_hit for outcome in result.outcomes]
         approximate = result.finite & hits & (result.similarities != 1)
-        for place in np.flatnonzero(approximate).tolist():
+        for index in np.flatnonzero(approximate).tolist():
             if self._chance.random() < self._rate:
-                ids, reading = sequences[place], readings[place]
-                window = window_of(self._policy, len(ids), float(strangeness[place]))
-                # A copy: a view would keep the outputs of the whole batch.
-                self._pending.append(_Hit(ids, reading, result.outputs[place].copy(), window))
+                request = requests[index]
+                window = window_of(self._policy, len(request.ids), float(strangeness[index]))
+                # A copy, because a view would keep the outputs of the whole batch in memory.
+                self._pending.append(_Hit(request, result.outputs[index].copy(), window))
         surplus = max(0, len(self._pending) - _MOST_PENDING)
         for _ in range(surplus):
             self._pending.popleft()
         self._metrics.observe_unverified(surplus)
 
     def verify_some(self) -> None:
-        """Compute a few pending hits in full, oldest first; tighten where these show need. Raises nothing."""
+        """Compute a few pending hits in full, oldest first, and tighten the policy if hits fail the budget.
+
+        Raises nothing: if verification fails, the failure is logged and the hits count as unverified.
+        """
         hits = self._take()
         try:
             self._verify(hits)
-        # As for a batch of requests: a panic in compiled code is no Exception, and serving goes on.
+        # A panic in compiled code is not an Exception, and serving must go on.
         except BaseException as error:
             log_failure(logger, "verifying hits failed", error)
             self._metrics.observe_unverified(len(hits))
@@ -149,20 +155,19 @@ class Verifier:
         taken: list[_Hit] = []
         tokens_left = _BATCH_TOKENS
         while self._pending and len(taken) < _BATCH_SEQUENCES:
-            tokens_left -= len(self._pending[0].ids)
+            tokens_left -= len(self._pending[0].request.ids)
             if taken and tokens_left < 0:
                 break
             taken.append(self._pending.popleft())
         return taken
 
     def _verify(self, hits: list[_Hit]) -> None:
-        sequences, readings = [hit.ids for hit in hits], [hit.reading for hit in hits]
-        full = self._engine.run(sequences, [False] * len(hits), readings)
+        full = self._engine.run([replace(hit.request, reuse=False) for hit in hits])
         with_reuse = np.stack([hit.output for hit in hits])
-        # Nothing agrees with what is not finite, be it in a token that the output does not show.
+        # An output that is not finite agrees with nothing, even if the NaN is in a token outside the output.
         cosines, fidelities = (
-            np.where(full.finite, judge.fidelity(with_reuse, full.outputs), 0.0)
-            for judge in (self._cosine, self._judge)
+            np.where(full.finite, comparator.fidelity(with_reuse, full.outputs), 0.0)
+            for comparator in (self._cosine, self._comparator)
         )
         self._metrics.observe_verified(cosines)
         by_window: dict[Window, list[float]] = {}
@@ -171,43 +176,44 @@ class Verifier:
         self._unkept += len(hits)
         failures = 0
         for window, own in by_window.items():
-            # Unless the window before has just tightened what let these hit.
-            if window in windows_of(self._policy.steps) and (shortfall := self._verified.note(window, own)):
+            # A window is outdated if an earlier window of this loop has just tightened the policy.
+            if window in windows_of(self._policy.steps) and (shortfall := self._verified.add(window, own)):
                 self._tighten(window, shortfall)
                 failures += 1
         if self._unkept >= _KEPT_TOGETHER:
             self._keep()
-        # Last: who sees it counted finds all the rest done.
+        # Counted last, so that whoever sees the count finds the policy tightened and kept.
         for _ in range(failures):
             self._metrics.observe_budget_failure()
 
     def _tighten(self, window: Window, shortfall: Shortfall) -> None:
-        self._engine.tighten(None if window.band is Band.UNUSUAL else window.place)
+        self._reuse.tighten(None if window.band is Band.UNUSUAL else window.place)
         logger.warning(
             "sequences of %s tokens, %s texts: %s; %s",
             self._names[window.place],
             window.band.value,
             shortfall.reason(self._budget),
-            self._what_holds_now(window),
+            self._consequence(window),
         )
-        # At once; if another server is at it, after the next hits.
+        # Makes `_verify` keep the findings at once or, if another server holds the lock, after the next hits.
         self._unkept += _KEPT_TOGETHER
 
     def _keep(self, patience_seconds: float = 0.0) -> None:
-        """Exchange with other servers what was found out; try again later if one of them is doing so."""
-        if kept := self._engine.keep_verified(self._verified.new, patience_seconds):
-            self._verified.take_over(dict(kept.windows))
+        """Exchange findings with other servers; if another server holds the lock, try again later."""
+        if kept := self._reuse.keep_verified(self._verified.new, patience_seconds):
+            self._verified.restart_from(dict(kept.windows))
             self._unkept = 0
-        self._forget_outdated()
+        self._drop_outdated()
 
-    def _forget_outdated(self) -> None:
-        """Leave out pending hits that a looser policy chose than the one that holds now."""
+    def _drop_outdated(self) -> None:
+        """Drop pending hits that a policy looser than the present one let hit."""
         windows = windows_of(self._policy.steps)
         current = deque(hit for hit in self._pending if hit.window in windows)
         self._metrics.observe_unverified(len(self._pending) - len(current))
         self._pending = current
 
-    def _what_holds_now(self, window: Window) -> str:
+    def _consequence(self, window: Window) -> str:
+        """Say for the log what the tightened policy now allows."""
         policy = self._policy
         if window.band is Band.UNUSUAL and policy.limit:
             if policy.limit.is_off:
@@ -215,6 +221,6 @@ class Verifier:
             return f"texts of a strangeness above {policy.limit.strangest:.4g} are computed in full now"
         group = policy.groups[window.place]
         if group.is_off:
-            return "they reuse nothing from now on"
+            return "sequences of these lengths reuse nothing from now on"
         thresholds = (f"{kind.name.lower()} {rule.threshold:.4f}" for kind, rule in group.kinds.items())
         return f"thresholds are now {', '.join(thresholds)}"

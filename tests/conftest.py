@@ -1,26 +1,24 @@
-"""Models and databases that many tests share. Nothing is fetched: the tiny ones are made on the spot."""
+"""Models and databases that many tests share. Nothing is downloaded: tiny models are made by the tests."""
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# As attncache_core sets it, which is imported too late here: torch comes with the first line below.
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+import process_setup  # noqa: F401, I001 - before anything that loads torch
 
 import numpy as np
 import pytest
 from core_models import random_text, write_model, write_sentence_transformer
 from core_reference import Reference
 from hypothesis import HealthCheck, settings
+from recorded import recorded  # noqa: F401 - a fixture
 
-from attncache_core.attention_maps import calibration
-from attncache_core.attention_maps.builder import BuildOptions, build_database
-from attncache_core.attention_maps.choice import Savings
-from attncache_core.checkpoint import DEFAULT_MODEL, find_checkpoint, read_checkpoint
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import BuildOptions
+from attncache_core.calibration import calibrate as calibration
+from attncache_core.calibration.savings import Savings
+from attncache_core.checkpoints.description import DEFAULT_MODEL, find_checkpoint, read_checkpoint
 from attncache_core.corpus import CorpusSentence
-from attncache_core.engine import PrefillEngine
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.runtime.threads import available_processors
 
-# No deadline: a busy machine is no wrong result. Always the same examples: a red run can be repeated.
+# No deadline, because a busy machine is not an error. The same examples in every run, so failures repeat.
 settings.register_profile(
     "attncache", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -48,7 +46,7 @@ def tiny_engine(tiny_checkpoint):
 
 @pytest.fixture(scope="session")
 def tiny_corpus():
-    """240 distinct texts of 3 to 8 words (5 to 10 tokens), each a source of its own."""
+    """240 distinct texts of 3 to 8 words (5 to 10 tokens), each with its own source."""
     random = np.random.default_rng(7)
     texts = [random_text(random, words) for words in np.repeat(np.arange(3, 9), 40)]
     return [CorpusSentence(text, text) for text in texts]
@@ -56,7 +54,7 @@ def tiny_corpus():
 
 @pytest.fixture(scope="session")
 def tiny_database(tiny_engine, tiny_corpus, tmp_path_factory):
-    """The folder of a database of the tiny corpus: all heads stored and reused, θ = 0. Not to be changed."""
+    """The folder of a database of the tiny corpus: all heads stored and reused, θ = 0. Do not change it."""
     folder = tmp_path_factory.mktemp("databases") / "tiny.db"
     build_database(
         tiny_engine,
@@ -69,9 +67,9 @@ def tiny_database(tiny_engine, tiny_corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fixed_costs():
-    """Calibration is told what reuse saves, so that it always chooses the same.
+    """Calibration with fixed savings instead of measured savings, so that its choice is always the same.
 
-    A hit saves a microsecond for each head and ten tokens, and a search costs as much.
+    A hit saves 0.1 µs per head and token, and a search costs 1 µs.
     """
     with pytest.MonkeyPatch.context() as patch:
         savings = Savings(per_hit=lambda lengths, heads: lengths * heads / 10, search=lambda _: 1.0)
@@ -87,11 +85,16 @@ def default_checkpoint():
 
 @pytest.fixture(scope="session")
 def tiny_reference(tiny_checkpoint):
-    """Hugging Face's own run of the tiny model."""
+    """The tiny model, run by Hugging Face."""
     return Reference(tiny_checkpoint.folder)
 
 
 @pytest.fixture(scope="session")
 def default_reference(default_checkpoint):
-    """Hugging Face's own run of the default model."""
+    """The default model, run by Hugging Face."""
     return Reference(default_checkpoint.folder)
+
+
+def pytest_xdist_auto_num_workers():
+    """One worker per available processor, four at most: each takes about a gigabyte."""
+    return min(4, available_processors())

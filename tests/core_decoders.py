@@ -1,4 +1,4 @@
-"""Tiny real decoders for the tests, made on the spot, with a byte-level BPE tokenizer."""
+"""Tiny Llama models with random weights for the tests, with a byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from core_models import PLAIN_WORDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# Enough for bytes and whole words, each with its space before it.
+# Enough for all bytes and for whole words with a leading space.
 VOCABULARY_SIZE = 420
 
 
 def write_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A tiny Llama with a language head, and its tokenizer, in `folder`: 3 layers of 4 heads."""
+    """Write a tiny Llama of 3 layers and 4 heads, with language head and tokenizer, to `folder`."""
     config = LlamaConfig(
         **{
             "vocab_size": VOCABULARY_SIZE,
@@ -33,7 +33,7 @@ def write_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
-        # As for the tiny BERT: strong enough that maps differ from each other and labels' logits too.
+        # Large weights, as for the tiny BERT, so that maps and the logits of labels differ from each other.
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=1.0 if "lm_head" in name else 0.25)
     model.save_pretrained(folder)
@@ -44,9 +44,9 @@ def write_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
 def write_decoder_tokenizer(
     folder: Path, closing: bool = False, longest: int = 512, words: Sequence[str] = PLAIN_WORDS
 ) -> None:
-    """A byte-level BPE tokenizer that opens every text with <s> and, if `closing`, ends it with </s>.
+    """Write a byte-level BPE tokenizer that begins every text with <s> and, if `closing`, ends it with </s>.
 
-    words: those of one token each, with a space before them.
+    longest: the maximum length in tokens. words: words that become one token each, with a leading space.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

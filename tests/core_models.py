@@ -1,7 +1,7 @@
-"""Tiny real models for the tests, made on the spot, and what is asked of them.
+"""Make tiny real models for the tests, and run engines with them.
 
-Their weights are larger than a fresh model's: attention maps are far from uniform and outputs depend on
-them, so that a wrong map, head or position shows long before the fifth digit.
+The weights are larger than in a freshly initialised model. So attention maps are far from uniform and outputs
+depend on them, and a wrong map, head or position changes outputs long before the fifth digit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
 from attncache_core import native
-from attncache_core.attention_maps.seal import Seal
-from attncache_core.checkpoint import Quantization
-from attncache_core.models.quantized import multiplies_integers
+from attncache_core.checkpoints.checkpoint import Quantization
+from attncache_core.engine.layers import given_by, run_layers
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.models.quantized import int8_products_are_exact
+from attncache_core.reuse.maps.fetch import Fetch
+from attncache_core.reuse.plan import no_reuse
+from attncache_core.reuse.storage.seal import Seal
 
-# Of segments that belong to no whole database.
+# The seal of segments that do not belong to a database.
 SEAL = Seal(key=bytes(range(32)), fingerprint="ab" * 32)
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = (
@@ -41,25 +45,25 @@ needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor does not multiply bfloat16"
 )
 
-# What a model may compute in, and how its weights may be quantised.
+# The supported quantisations of weights, and the compute dtypes.
 QUANTIZATIONS = [
     None,
     pytest.param(
         Quantization.INT8,
-        marks=pytest.mark.skipif(not multiplies_integers(), reason="no exact products of 8-bit integers"),
+        marks=pytest.mark.skipif(not int8_products_are_exact(), reason="no exact products of 8-bit integers"),
     ),
     Quantization.INT8_WEIGHT_ONLY,
     Quantization.INT4,
 ]
 DTYPES = ["float32", pytest.param("bfloat16", marks=needs_bfloat16)]
 
-# What computes attention: the compiled kernel, or torch's operators where none was built.
+# Attention is computed by the compiled kernel, or by torch's operators if no kernel was built.
 COMPUTING = ["kernel", "operators"]
 
 
 @contextmanager
 def attention_by(computing: str) -> Iterator[None]:
-    """Attention is computed like this, whatever was built."""
+    """Compute attention by the kernel or by torch's operators in this context; skip without a kernel."""
     if computing == "operators":
         with mock.patch.object(native, "kernel", return_value=None):
             yield
@@ -69,12 +73,12 @@ def attention_by(computing: str) -> Iterator[None]:
         yield
 
 
-# Words that may be drawn for a text; pieces and punctuation would merge with their neighbours.
+# The words of random texts, without pieces and punctuation, which would merge with their neighbours.
 PLAIN_WORDS = tuple(word for word in WORDS if word.isalpha())
 
 
 def write_model(folder: Path, labels: Sequence[str] | None = None, seed: int = 0, **changes: Any) -> Path:
-    """A tiny BERT and its tokenizer in `folder`: an encoder, or a classifier if there are labels."""
+    """Write a tiny BERT with its tokenizer to `folder`: an encoder, or a classifier if there are labels."""
     config = BertConfig(
         **{
             "vocab_size": len(VOCABULARY),
@@ -94,7 +98,7 @@ def write_model(folder: Path, labels: Sequence[str] | None = None, seed: int = 0
     torch.manual_seed(seed)
     model = BertForSequenceClassification(config) if labels else BertModel(config)
     for parameter in model.parameters():
-        # A matrix keeps the scale of what it is given; scores of Q and K spread over about ± 3.
+        # With this deviation, a matrix keeps the scale of its input, and scores are in about ± 3.
         torch.nn.init.normal_(parameter, std=0.25 if parameter.dim() > 1 else 0.1)
     for module in model.modules():
         if isinstance(module, torch.nn.LayerNorm):
@@ -105,7 +109,7 @@ def write_model(folder: Path, labels: Sequence[str] | None = None, seed: int = 0
 
 
 def write_tokenizer(folder: Path, lowercase: bool = True, longest: int = 512) -> None:
-    """A WordPiece tokenizer of BERT's kind over the tiny vocabulary."""
+    """Write a WordPiece tokenizer like BERT's with the tiny vocabulary."""
     ids = {piece: number for number, piece in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -131,7 +135,7 @@ def write_sentence_transformer(
     normalize: bool = True,
     **model: Any,
 ) -> Path:
-    """A tiny BERT as a sentence-transformers folder: its module list, settings, prompts and pooling."""
+    """Write a tiny BERT as a sentence-transformers folder with module list, settings, prompts and pooling."""
     write_model(folder, **model)
     write_modules(folder, pooling, settings, prompts, normalize, model.get("hidden_size", 32))
     return folder
@@ -145,7 +149,7 @@ def write_modules(
     normalize: bool = True,
     dimensions: int = 32,
 ) -> None:
-    """What makes a model's folder one of sentence-transformers."""
+    """Write the files that make a model's folder a sentence-transformers folder."""
     modules = ["Transformer", "Pooling", "Normalize"] if normalize else ["Transformer", "Pooling"]
     paths = ["", "1_Pooling", "2_Normalize"]
     listed = [
@@ -171,13 +175,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def random_sequence(random: np.random.Generator, length: int) -> list[int]:
-    """[CLS] words [SEP], `length` tokens in all; of a single token a word."""
+    """Return [CLS] words [SEP] with `length` tokens in total; below 3 tokens only words."""
     words = random.integers(len(SPECIAL), len(VOCABULARY), size=length).tolist()
     return words if length < 3 else [CLS, *words[1:-1], SEP]
 
 
 def random_sequences(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """A sequence of each length, all different in their words."""
+    """Return a random sequence of each length."""
     random = np.random.default_rng(seed)
     return [random_sequence(random, length) for length in lengths]
 
@@ -186,19 +190,38 @@ def random_text(random: np.random.Generator, words: int) -> str:
     return " ".join(random.choice(PLAIN_WORDS, size=words))
 
 
-# What a family calls the weight whose rows are words.
+# The ends of the names of the word embeddings in the families.
 WORD_EMBEDDINGS = ("word_embeddings.weight", "tok_embeddings.weight", "embed_tokens.weight")
 
 
 def damage_weights(
     folder: Path, rows: Any, number: float = float("nan"), names: tuple[str, ...] = WORD_EMBEDDINGS
 ) -> Path:
-    """In the file of a model, make every number of these rows of one weight another one.
+    """Replace the numbers in these rows of one weight in the file of a model.
 
-    names: how the weight's name may end; there must be one such weight.
+    names: possible ends of the weight's name; exactly one weight must match.
     """
     weights = load_file(folder / "model.safetensors")
     (weight,) = (weight for name, weight in weights.items() if name.endswith(names))
     weight[rows] = number
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def prefill(engine, sequences, reuse=True, plans=None):
+    """Run token sequences. reuse: one value for all sequences, or a list with one value per sequence."""
+    reuses = [reuse] * len(sequences) if isinstance(reuse, bool) else reuse
+    requests = zip(sequences, reuses, plans or [None] * len(sequences), strict=True)
+    return engine.run([PrefillRequest(*request) for request in requests])
+
+
+def planned(strategy, batch, hidden, allowed):
+    """Return the finished plan of a batch. hidden: input of the first layer's attention, [tokens, hidden]."""
+    plan = strategy.plan(batch, allowed)
+    return strategy.refine(plan, batch, hidden) if plan.until == 0 else plan
+
+
+def layers_output(model, batch, hidden, plan=None, fetch=Fetch.AUTO):
+    """Return the last layer's output [tokens, hidden]. plan: with hits first; None: no reuse."""
+    with given_by(plan or no_reuse(len(batch.lengths)), model, batch, hidden, fetch) as given:
+        return run_layers(model, batch, hidden, given)[0]

@@ -1,4 +1,4 @@
-"""What the engine is measured against: Hugging Face's eager model in float32, one sequence at a time."""
+"""The reference for engines: Hugging Face's eager model in float32, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-# float32 against float32, the same sums in another order: outputs are of size 1, and 6 layers of them were
-# seen to differ by less than 3e-6.
+# Tolerance for float32 sums in another order. Outputs have size 1, and after 6 layers they differed by less
+# than 3e-6.
 FLOAT32 = 1e-5
-# Maps kept in 16 bits are off by up to 2^-11 of themselves, at random. The tiny model's strong weights make
-# up to 6e-4 of it in outputs of size 1; another record's maps change them ten times as much and more.
+# Tolerance for maps stored in 16 bits, with random relative errors up to 2^-11. In the tiny model, outputs of
+# size 1 then differ by up to 6e-4. The maps of another record change outputs at least ten times as much.
 SIXTEEN_BITS = 1.5e-3
 
-# (layer, head) -> the map [L, L] that stands in for the model's own.
+# (layer, head) -> map [L, L] that replaces the model's own map.
 Maps = Mapping[tuple[int, int], torch.Tensor]
 
 
 class Reference:
-    """A BERT encoder, computed plainly."""
+    """A BERT encoder, run one sequence at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModel.from_pretrained(
@@ -32,12 +32,12 @@ class Reference:
 
     @torch.inference_mode()
     def hidden(self, ids: Sequence[int]) -> torch.Tensor:
-        """The last hidden states [L, hidden]."""
+        """Return the last hidden states [L, hidden]."""
         return self.model(torch.tensor([ids])).last_hidden_state[0]
 
     @torch.inference_mode()
     def maps(self, ids: Sequence[int]) -> dict[tuple[int, int], torch.Tensor]:
-        """All attention maps."""
+        """Return all attention maps: (layer, head) -> [L, L]."""
         layers = self.model(torch.tensor([ids]), output_attentions=True).attentions
         return {
             (number, head): maps[0, head] for number, maps in enumerate(layers) for head in range(self.heads)
@@ -45,7 +45,7 @@ class Reference:
 
     @torch.inference_mode()
     def hidden_with_maps(self, ids: Sequence[int], replaced: Maps) -> torch.Tensor:
-        """The last hidden states [L, hidden] with some heads' maps replaced, head by head."""
+        """Return the last hidden states [L, hidden] with the maps of some heads replaced."""
         x = self.model.embeddings(torch.tensor([ids]))[0]
         for number, layer in enumerate(self.model.encoder.layer):
             contexts = [
@@ -58,7 +58,7 @@ class Reference:
     def _context(
         self, layer: nn.Module, x: torch.Tensor, head: int, maps: torch.Tensor | None
     ) -> torch.Tensor:
-        """[L, head_dim] of one head."""
+        """Return maps @ V of one head, [L, head_dim]. maps: None for the model's own map."""
         attention = layer.attention.self
         width = x.shape[1] // self.heads
         rows = slice(head * width, (head + 1) * width)
@@ -68,13 +68,13 @@ class Reference:
         return maps @ value
 
     def means(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-        """Mean-pooled outputs [sequences, hidden]."""
+        """Return mean-pooled outputs [sequences, hidden]."""
         return np.stack([self.hidden(ids).mean(dim=0).numpy() for ids in sequences])
 
 
 @torch.inference_mode()
 def reference_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """Logits [sequences, classes] of a sequence-classification checkpoint."""
+    """Return the logits [sequences, classes] of a sequence-classification checkpoint."""
     model = AutoModelForSequenceClassification.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
@@ -82,5 +82,5 @@ def reference_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> np.nda
 
 
 def rounded(maps: Maps) -> dict[tuple[int, int], torch.Tensor]:
-    """Maps as a record keeps them: in float16."""
-    return {place: values.half().float() for place, values in maps.items()}
+    """Return maps rounded to float16, as in a record."""
+    return {head: values.half().float() for head, values in maps.items()}

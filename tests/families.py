@@ -1,6 +1,6 @@
-"""Tiny models of every family, with what is odd about it switched on: the cases of test_families.py.
+"""Tiny models of every family, with the family's special options switched on: the cases of test_families.py.
 
-A new family is a line or more in CASES; everything else follows from its configuration.
+A new family needs one or more lines in CASES. The tests derive everything else from the configuration.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ HEADS = SIZES["num_attention_heads"]
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration of a family."""
+    """One configuration of a family."""
 
     config: type[PreTrainedConfig]
-    changes: dict[str, Any] = field(default_factory=dict)  # to SIZES
+    changes: dict[str, Any] = field(default_factory=dict)  # added to SIZES
     experts: bool = False  # whether some layers have experts
-    saved_as: Any = AutoModel  # what is in the checkpoint: an encoder by itself, or a decoder with a head
-    reference: Any = FamilyReference  # what it is measured against, made of the checkpoint's folder
+    saved_as: Any = AutoModel  # class of the saved model: an encoder without a head, or a decoder with one
+    reference: Any = FamilyReference  # the reference model, made from the checkpoint's folder
 
     def made(self) -> PreTrainedConfig:
-        """The configuration itself."""
+        """Make the configuration."""
         return self.config(**SIZES | self.changes)
 
 
@@ -76,10 +76,10 @@ def write_family(
     saved_as: Any = AutoModel,
     seed: int = 0,
 ) -> Path:
-    """A model with random weights and its tokenizer in `folder`: a classifier if there are labels.
+    """Write a model with random weights and its tokenizer to `folder`: a classifier if `labels` are given.
 
-    saved_as: the transformers class of a model without labels. Weights are strong, as in
-    core_models.write_model. Norms and biases lie around what they begin with.
+    saved_as: the transformers class of a model without labels. Weights are large, as in
+    core_models.write_model. Norms and biases are close to their initial values.
     """
     if labels:
         config.id2label = dict(enumerate(labels))
@@ -98,7 +98,7 @@ def write_family(
 
 
 def saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Buffers of numbers that a checkpoint holds beside the parameters."""
+    """Return the floating-point buffers that a checkpoint holds beside the parameters."""
     saved = model.state_dict()
     return [values for name, values in model.named_buffers() if name in saved and values.is_floating_point()]
 
@@ -106,22 +106,22 @@ def saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
 def decoder(
     config: type[PreTrainedConfig], changes: dict[str, Any] | None = None, experts: bool = False
 ) -> Case:
-    """A decoder as it is published: with the head that predicts tokens."""
+    """Make the case of a decoder, saved with its language head, as decoders are published."""
     return Case(config, changes or {}, experts=experts, saved_as=AutoModelForCausalLM)
 
 
 def plain_deepseek(changes: dict[str, Any]) -> Case:
-    """A decoder that transformers does not have."""
+    """Make the case of a DeepSeek-MoE decoder, which transformers does not include."""
     return replace(decoder(DeepseekConfig, ROUTED | changes, experts=True), reference=PlainDeepseek)
 
 
 GROUPED = {"num_key_value_heads": 2, "pad_token_id": None}
 ONE_KEY = {"num_key_value_heads": 1, "pad_token_id": None}
-# The activation under the name of the first Gemma and of the others.
+# hidden_activation is the activation of Gemma 2 and 3. The first Gemma has hidden_act instead.
 GEMMA = {"head_dim": 8, "pad_token_id": None, "hidden_activation": "gelu_pytorch_tanh"}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}
-# Some of the frequencies of 8 numbers a head are scaled, some not, some in between.
+# With 8 rotary dimensions per head, some frequencies are scaled, some are not, and some are in between.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,
@@ -142,7 +142,7 @@ GEMMA3 = (
     | {"layer_types": WINDOWS, "rope_parameters": TWO_ROTARIES}
 )
 
-# Latents and parts of heads of all different sizes; the first layer without experts.
+# Latents and parts of heads all have different sizes. The first layer has no experts.
 LATENT = {
     "num_key_value_heads": 4,
     "pad_token_id": None,
@@ -179,7 +179,7 @@ DECODERS = {
     "llama-linear": decoder(LlamaConfig, {"rope_parameters": LINEAR}),
     "llama-llama3": decoder(LlamaConfig, GROUPED | {"rope_parameters": LLAMA3}),
     "llama-yarn": decoder(LlamaConfig, GROUPED | {"rope_parameters": YARN}),
-    # Keys that another family reads.
+    # Options that only other families read.
     "llama-leftovers": decoder(
         LlamaConfig,
         GROUPED | {"sliding_window": 4, "final_logit_softcapping": 2.0},
@@ -205,7 +205,7 @@ DECODERS = {
         | {"head_dim": 8, "attention_bias": True, "rope_parameters": YARN}
         | {"use_sliding_window": True, "sliding_window": 4, "layer_types": WINDOWS},
     ),
-    # transformers' class takes the activation by the older name and ignores the other.
+    # The first Gemma reads hidden_act, which defaults to gelu_pytorch_tanh, and ignores hidden_activation.
     "gemma": decoder(
         GemmaConfig, GEMMA | {"num_key_value_heads": 1, "head_dim": 16, "hidden_activation": "relu"}
     ),

@@ -1,4 +1,4 @@
-"""Hugging Face's eager model of any family in float32, one sequence at a time, with maps replaced at will."""
+"""Reference for every family: Hugging Face's eager float32 model, with maps replaced."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import nn
 from transformers import AttentionInterface, AutoModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from attncache_core.checkpoint import DroppedLayers
+from attncache_core.checkpoints.checkpoint import DroppedLayers
 
 
 class FamilyReference:
-    """A checkpoint's encoder or decoder without a head, computed plainly."""
+    """Hugging Face's eager encoder or decoder of a checkpoint, without a head."""
 
     class_scores = staticmethod(reference_logits)
 
@@ -30,12 +30,12 @@ class FamilyReference:
 
     @torch.inference_mode()
     def hidden(self, ids: Sequence[int]) -> torch.Tensor:
-        """The last hidden states [L, hidden]."""
+        """Return the last hidden states [L, hidden]."""
         return self.model(torch.tensor([ids])).last_hidden_state[0]
 
     @torch.inference_mode()
     def maps(self, ids: Sequence[int]) -> dict[tuple[int, int], torch.Tensor]:
-        """All attention maps."""
+        """Return all attention maps [L, L], keyed by (layer, head)."""
         layers = self.model(torch.tensor([ids]), output_attentions=True).attentions
         return {
             (number, head): values
@@ -44,13 +44,13 @@ class FamilyReference:
         }
 
     def hidden_with_maps(self, ids: Sequence[int], replaced: Maps) -> torch.Tensor:
-        """The last hidden states [L, hidden] with some heads' maps replaced."""
+        """Return the last hidden states [L, hidden] with some heads' maps replaced."""
         by_interface = self.model._supports_attention_backend
         with (_by_interface if by_interface else _by_dropout)(self.model, replaced):
             return self.hidden(ids)
 
     def hidden_without(self, ids: Sequence[int], dropped: DroppedLayers) -> torch.Tensor:
-        """The last hidden states [L, hidden] with some attention modules and whole layers bypassed."""
+        """Return the last hidden states [L, hidden] with some attention modules and whole layers bypassed."""
         (layers,) = (
             module
             for name, module in self.model.named_modules()
@@ -65,7 +65,7 @@ class FamilyReference:
             return self.hidden(ids)
 
 
-# What a bypassed module gives back of its input.
+# Makes the output of a bypassed module from its input.
 GivenBack = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -74,10 +74,10 @@ def _input(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attention_with_its_norm(layer: Any) -> list[tuple[nn.Module, GivenBack]]:
-    """A layer's modules whose bypass is that of its attention: the residual passes through."""
+    """Return the modules to bypass so that only the residual passes through a layer's attention."""
     for name in ("self_attn", "attn"):
         if hasattr(layer, name):
-            # Its norms are before it or, without a bias, make nothing of nothing.
+            # The norms come before attention, or map zeros to zeros because they have no bias.
             return [(getattr(layer, name), torch.zeros_like)]
     if hasattr(layer, "sa_layer_norm"):
         return [(layer.attention, torch.zeros_like), (layer.sa_layer_norm, _input)]
@@ -86,7 +86,7 @@ def _attention_with_its_norm(layer: Any) -> list[tuple[nn.Module, GivenBack]]:
 
 @contextmanager
 def _giving(module: nn.Module, back: GivenBack) -> Iterator[None]:
-    """The module gives `back` of its first input; whatever else it returns stays as it is."""
+    """Make the module return `back` of its first input; its other outputs do not change."""
 
     def hook(_module, given, named, made):
         x = back(given[0] if given else named["hidden_states"])
@@ -101,7 +101,7 @@ def _giving(module: nn.Module, back: GivenBack) -> Iterator[None]:
 
 @contextmanager
 def _by_interface(model: Any, replaced: Maps) -> Iterator[None]:
-    """The model's own eager attention, layer after layer, but for the maps of some heads."""
+    """Run the model's own eager attention, with the maps of some heads replaced in each layer."""
     calls = iter(range(model.config.num_hidden_layers))
 
     def attention(module, query, key, value, mask, **settings):
@@ -118,12 +118,12 @@ def _by_interface(model: Any, replaced: Maps) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation("eager")
-    assert next(calls, None) is None, "some layer did not ask the attention interface"
+    assert next(calls, None) is None, "some layer did not use the attention interface"
 
 
 @contextmanager
 def _by_dropout(model: Any, replaced: Maps) -> Iterator[None]:
-    """The same where no interface is asked: maps pass a module that would drop some of them in training."""
+    """Replace maps in a model without attention interface, by hooks on the dropout that its maps pass."""
     calls = iter(range(model.config.num_hidden_layers))
     modules = [module for module in model.modules() if type(module).__name__.endswith("SelfAttention")]
     hooks = [
@@ -135,7 +135,7 @@ def _by_dropout(model: Any, replaced: Maps) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    assert next(calls, None) is None, "some layer's maps did not pass its dropout"
+    assert next(calls, None) is None, "the maps of some layer did not pass its dropout"
 
 
 def replace_maps(maps: torch.Tensor, layer: int, replaced: Maps) -> None:

@@ -1,6 +1,7 @@
-"""DeepSeek-MoE from its formulas, token by token and head by head: what stands in for a Hugging Face model.
+"""Reference for DeepSeek-MoE, written from its formulas, token by token and head by head.
 
-It reads config.json and the tensors by the names that were published, and nothing else.
+transformers does not include this family. The reference reads only config.json and the tensors, by their
+published names.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 from core_reference import Maps
 from safetensors.torch import load_file
 
-from attncache_core.checkpoint import DroppedLayers
+from attncache_core.checkpoints.checkpoint import DroppedLayers
 
 
 class PlainDeepseek:
-    """A checkpoint's decoder, one sequence at a time in float32."""
+    """The decoder of a checkpoint, one sequence at a time in float32."""
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())
@@ -29,29 +30,29 @@ class PlainDeepseek:
         self.heads: int = self.config["num_attention_heads"]
 
     def hidden(self, ids: Sequence[int]) -> torch.Tensor:
-        """The last hidden states [L, hidden]."""
+        """Return the last hidden states [L, hidden]."""
         return self._run(ids)[0]
 
     def maps(self, ids: Sequence[int]) -> dict[tuple[int, int], torch.Tensor]:
-        """All attention maps."""
+        """Return all attention maps [L, L], keyed by (layer, head)."""
         return self._run(ids)[1]
 
     def hidden_with_maps(self, ids: Sequence[int], replaced: Maps) -> torch.Tensor:
-        """The last hidden states [L, hidden] with some heads' maps replaced."""
+        """Return the last hidden states [L, hidden] with some heads' maps replaced."""
         return self._run(ids, replaced)[0]
 
     def hidden_without(self, ids: Sequence[int], dropped: DroppedLayers) -> torch.Tensor:
-        """The last hidden states [L, hidden] without some layers or their attention."""
+        """Return the last hidden states [L, hidden] without some layers or their attention."""
         return self._run(ids, dropped=dropped)[0]
 
     def token_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Logits [L, vocabulary] of each next token."""
+        """Return the logits [L, vocabulary] of each next token."""
         tied = self.config["tie_word_embeddings"]
         return self.hidden(ids) @ self.weights["model.embed_tokens.weight" if tied else "lm_head.weight"].T
 
     @classmethod
     def class_scores(cls, folder: Path, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-        """Logits [sequences, classes] of a sequence-classification checkpoint."""
+        """Return the logits [sequences, classes] of a sequence-classification checkpoint."""
         model = cls(folder)
         head = model.weights["score.weight"]
         return np.stack([(head @ model.hidden(ids)[-1]).numpy() for ids in sequences])
@@ -98,15 +99,15 @@ class PlainDeepseek:
         return self._linear(f"{name}.o_proj", torch.cat(contexts, dim=1))
 
     def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        """Q or K of one head [L, width], turned by the tokens' positions."""
+        """Rotate Q or K of one head [L, width] by the tokens' positions."""
         old = {"rope_theta": self.config.get("rope_theta"), **(self.config.get("rope_scaling") or {})}
         rotary = self.config.get("rope_parameters", old)
         half = x.shape[1] // 2
         turned = torch.empty_like(x)
         for position, row in enumerate(x):
             for number in range(half):
-                place = position / rotary.get("factor", 1.0)
-                angle = place * rotary["rope_theta"] ** (-number / half)
+                scaled = position / rotary.get("factor", 1.0)
+                angle = scaled * rotary["rope_theta"] ** (-number / half)
                 cos, sin = math.cos(angle), math.sin(angle)
                 turned[position, number] = row[number] * cos - row[number + half] * sin
                 turned[position, number + half] = row[number + half] * cos + row[number] * sin

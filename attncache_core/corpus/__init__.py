@@ -1,8 +1,8 @@
-"""The corpus that the package ships: short customer-support and search sentences.
+"""Generate the shipped corpus of short customer-support and search sentences, and read corpora from files.
 
-The default database is built from it. The sentences are generated from two small text files,
-``templates.txt`` and ``slots.txt``, whose first lines explain themselves. ``unfamiliar.py`` generates
-texts that do not resemble a corpus.
+The default database is built from the shipped corpus. generator.py generates its sentences from two text
+files, templates.txt and slots.txt; comments at the top of these files explain their syntax. unfamiliar.py
+generates texts that do not resemble a corpus. tables.py and reading.py read users' files.
 """
 
 from attncache_core.corpus.generator import CorpusSentence, default_corpus, generate_corpus

@@ -1,8 +1,8 @@
-"""Sentences from templates and slots.
+"""Generate sentences from templates with slots.
 
-templates.txt and slots.txt are lines under ``# headings``: a template's heading is its topic, a
-filler's its slot. Each template gives up to SENTENCES_PER_TEMPLATE sentences; they carry its id,
-so that a split by source never parts sentences of one mould.
+templates.txt and slots.txt consist of lines under ``# headings``: the heading of a template is its topic,
+the heading of a filler is its slot. Each template gives up to SENTENCES_PER_TEMPLATE sentences. The source of
+a sentence is the id of its template, so that a split by source keeps the sentences of a template together.
 """
 
 import re
@@ -13,7 +13,7 @@ from random import Random
 
 SENTENCES_PER_TEMPLATE = 10
 
-# {name} or {one|other}; an alternative may hold slots in its turn, but those no further ones.
+# {name} or {one|other}. An alternative may contain slots, but these slots contain no further slots.
 _SLOT = re.compile(r"\{((?:[^{}]|\{[^{}]*\})+)\}")
 _BAR_OUTSIDE_BRACES = re.compile(r"\|(?![^{]*\})")
 _NAMED_SLOT = re.compile(r"\{([^{}|]*)\}")
@@ -21,14 +21,14 @@ _NAMED_SLOT = re.compile(r"\{([^{}|]*)\}")
 
 @dataclass(frozen=True, slots=True)
 class CorpusSentence:
-    """A sentence and the id of the template it came from, such as "card_lost-03"."""
+    """A generated sentence and its template."""
 
     text: str
-    source: str
+    source: str  # id of the template, such as "card_lost-03"
 
 
 def default_corpus() -> list[CorpusSentence]:
-    """The corpus shipped with the package: no text twice, and the same on every machine."""
+    """Return the corpus shipped with the package: distinct texts, the same on every machine."""
     files = resources.files("attncache_core.corpus")
     return generate_corpus(
         files.joinpath("templates.txt").read_text(encoding="utf-8"),
@@ -36,25 +36,28 @@ def default_corpus() -> list[CorpusSentence]:
     )
 
 
-def generate_corpus(templates: str, slots: str) -> list[CorpusSentence]:
-    """The sentences of the two files' contents; a text of two templates belongs to the first.
+def generate_corpus(templates: str, slots: str, *, file_name: str = "templates.txt") -> list[CorpusSentence]:
+    """Return the distinct sentences of templates and slots, given as the contents of their two files.
 
-    An unknown slot or a brace without its partner raises ValueError with the line in templates.txt.
+    A text that two templates give belongs to the first template.
+    file_name: the name of the file that holds the templates, for errors.
+    Raises ValueError, with file name and line number, for an unknown slot, a brace without its partner,
+    braces nested too deep, and a line before the first heading.
     """
     fillers = _fillers(slots)
     sources: dict[str, str] = {}  # text -> source
-    places: dict[str, int] = {}  # topic -> its templates so far
-    for number, topic, template in _lines(templates, "templates.txt"):
-        _check_template(template, fillers, f"templates.txt:{number}")
-        places[topic] = places.get(topic, 0) + 1
-        source = f"{topic}-{places[topic]:02}"
+    counts: dict[str, int] = {}  # topic -> number of its templates so far
+    for number, topic, template in _lines(templates, file_name):
+        _check_template(template, fillers, f"{file_name}:{number}")
+        counts[topic] = counts.get(topic, 0) + 1
+        source = f"{topic}-{counts[topic]:02}"
         for text in _sentences(template, fillers, source):
             sources.setdefault(text, source)
     return [CorpusSentence(text, source) for text, source in sources.items()]
 
 
 def _lines(content: str, file_name: str) -> Iterator[tuple[int, str, str]]:
-    """(line number, heading, line) of each line under a heading; ## opens a comment."""
+    """Yield (line number, heading, line) for each line under a heading. Comment lines start with ##."""
     heading = None
     for number, line in enumerate(map(str.strip, content.splitlines()), start=1):
         if not line or line.startswith("##"):
@@ -68,7 +71,7 @@ def _lines(content: str, file_name: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _fillers(slots: str) -> dict[str, list[str]]:
-    """Slot name -> fillers; each slot also under its capitalised name, with capitalised fillers."""
+    """Return slot name -> fillers. Each slot also has an entry with its name and its fillers capitalised."""
     fillers: dict[str, list[str]] = {}
     for _, name, line in _lines(slots, "slots.txt"):
         fillers.setdefault(name, []).extend(filler.strip() for filler in line.split("|"))
@@ -76,19 +79,21 @@ def _fillers(slots: str) -> dict[str, list[str]]:
     return capitalised | fillers
 
 
-def _check_template(template: str, fillers: dict[str, list[str]], place: str) -> None:
+def _check_template(template: str, fillers: dict[str, list[str]], position: str) -> None:
+    """Raise ValueError for an unknown slot or wrong braces; position: file name and line number."""
     for name in _NAMED_SLOT.findall(template):
         if name not in fillers:
-            raise ValueError(f"{place}: unknown slot {{{name}}}: slots.txt has no '# {name}'")
+            raise ValueError(f"{position}: unknown slot {{{name}}}: no heading '# {name}' lists its fillers")
     if re.search(r"[{}]", _SLOT.sub("", template)):
-        raise ValueError(f"{place}: a brace without its partner, or braces nested too deep")
+        raise ValueError(f"{position}: a brace without its partner, or braces nested too deep")
 
 
 def _sentences(template: str, fillers: dict[str, list[str]], source: str) -> list[str]:
-    # Only random() is promised to be the same in every Python version; shuffle() is not.
+    """Return up to SENTENCES_PER_TEMPLATE different sentences of a template; source: the random seed."""
+    # Python guarantees the same numbers in every version for random() only, not for shuffle().
     random = Random(source)
-    deals: dict[str, Iterator[str]] = {}  # what stands between braces -> its deal
-    picks: list[tuple[str, str]] = []  # (what stands between braces, the filler) of one sentence
+    deals: dict[str, Iterator[str]] = {}  # content of a pair of braces -> its endless series of fillers
+    picks: list[tuple[str, str]] = []  # (content of a pair of braces, chosen filler) of one sentence
 
     def pick(match: re.Match[str]) -> str:
         slot = match[1]
@@ -99,18 +104,18 @@ def _sentences(template: str, fillers: dict[str, list[str]], source: str) -> lis
         return _SLOT.sub(pick, filler)
 
     sentences: dict[str, None] = {}  # an ordered set
-    tries = 20 * SENTENCES_PER_TEMPLATE  # bounded, for a template may have few combinations
+    tries = 20 * SENTENCES_PER_TEMPLATE  # limited, because a template may have few combinations
     while tries and len(sentences) < SENTENCES_PER_TEMPLATE:
         tries -= 1
         picks.clear()
         sentence = _SLOT.sub(pick, template)
-        if len(set(picks)) == len(picks):  # a slot that stands twice took two fillers
+        if len(set(picks)) == len(picks):  # a slot that occurs twice has two different fillers
             sentences[sentence] = None
     return list(sentences)
 
 
 def _deal(options: list[str], random: Random) -> Iterator[str]:
-    """The options for ever, shuffled anew each round: none comes up twice before all did once."""
+    """Yield options endlessly in shuffled rounds: all options occur once before an option occurs again."""
     while True:
         yield from sorted(options, key=lambda _: random.random())
 

@@ -70,7 +70,7 @@ def _distinct(kind: Kind, random: Random, corpus: list[str], count: int, seen: s
             return
 
 
-# Random choices. Only random() is promised to be the same in every Python version.
+# Random choices. Python guarantees the same numbers in every version for random() only.
 
 
 def _below(random: Random, bound: int) -> int:
@@ -97,13 +97,15 @@ def _characters(random: Random, alphabet: str, count: int) -> str:
 
 # Kinds that choose from the texts in unfamiliar.txt.
 
+_FILE = "unfamiliar.txt"
+
 
 @cache
 def _written_texts() -> dict[str, list[str]]:
     """Return the texts in unfamiliar.txt by kind."""
-    file = resources.files("attncache_core.corpus").joinpath("unfamiliar.txt")
+    file = resources.files("attncache_core.corpus").joinpath(_FILE)
     kinds: dict[str, list[str]] = {}
-    for sentence in generate_corpus(file.read_text(encoding="utf-8"), slots=""):
+    for sentence in generate_corpus(file.read_text(encoding="utf-8"), slots="", file_name=_FILE):
         kinds.setdefault(sentence.source.rpartition("-")[0], []).append(sentence.text)
     return kinds
 
@@ -139,9 +141,9 @@ def _letters_corrupted(random: Random, corpus: Sequence[str]) -> str:
     text = " ".join(_words(random, corpus))
     strength = _pick(random, (0.05, 0.1, 0.2, 0.35, 0.5))
     letters = list(text)
-    for place, letter in enumerate(letters):
+    for index, letter in enumerate(letters):
         if random.random() < strength:
-            letters[place] = _pick(random, ("", letter * 2, _characters(random, LETTERS, 1)))
+            letters[index] = _pick(random, ("", letter * 2, _characters(random, LETTERS, 1)))
     return "".join(letters)
 
 
@@ -201,8 +203,8 @@ def _letters_stretched(random: Random, corpus: Sequence[str]) -> str:
     words = _words(random, corpus)[: _length(random, 14)]
     chosen = _below(random, len(words))
     shout = " ".join(
-        _stretched(random, word) if place == chosen or random.random() < 0.3 else word
-        for place, word in enumerate(words)
+        _stretched(random, word) if index == chosen or random.random() < 0.3 else word
+        for index, word in enumerate(words)
     )
     return _pick(random, (shout, shout.upper() + "!!!", shout + "..."))
 

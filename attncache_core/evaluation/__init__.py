@@ -1,1 +1,1 @@
-"""What reuse costs in quality and saves in time, measured on labelled data."""
+"""Measurement of the quality that reuse costs and of the time it saves, on texts with or without labels."""

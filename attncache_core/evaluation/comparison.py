@@ -1,4 +1,7 @@
-"""Methods compared on one task in one run: quality, hits and time, in turn: a disturbance meets all."""
+"""Compare methods on one task: quality, hits and time.
+
+The methods alternate in each round, so a disturbance of the machine affects all methods.
+"""
 
 from __future__ import annotations
 
@@ -10,48 +13,52 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attncache_core.attention_maps.search import Outcome
-from attncache_core.engine import PrefillResult
+from attncache_core.engine.request import PrefillResult
 from attncache_core.evaluation.gamma import gamma
 from attncache_core.evaluation.tasks import Task
-from attncache_core.labels import LabelTokens
-from attncache_core.outputs import Judge, require_finite
+from attncache_core.heads.comparator import OutputComparator
+from attncache_core.heads.vectors import require_finite
+from attncache_core.reuse.plan import Outcome
+from attncache_core.text.labels import LabelTokens
 
-# Token sequences -> their outputs, computed one way or another.
+# A method computes the outputs of token sequences.
 Method = Callable[[Sequence[Sequence[int]]], PrefillResult]
 FULL = "full"
-# These reuse a sentence's own maps: they search nothing, and change every output.
+# These methods share maps between the layers of one text: they search nothing, and change every output.
 _CHANGING_ALL = ("lazyformer", "san")
 
 
 @dataclass(frozen=True, slots=True)
 class MethodReport:
-    """One method on one task. Fractions are in [0, 1]; what could not be measured is nan or None."""
+    """The result of one method on one task. A figure that could not be measured is nan or None.
+
+    A text counts as changed if it has hits; every text is changed by a method that changes all outputs.
+    """
 
     method: str
-    scores: dict[str, float]  # of each data set
-    score: float  # their mean
-    difference_interval: tuple[float, float] | None  # 95 %, of the score less the full model's, paired
+    scores: dict[str, float]  # data set -> score, in [0, 1]
+    score: float  # mean of the scores
+    difference_interval: tuple[float, float] | None  # 95 % of the paired difference to the full model's score
     hit_rate: float  # hits of any kind / all sequences
-    prototype_hit_rate: float
+    prototype_hit_rate: float  # hits of synthetic records / all sequences
     hit_lengths: dict[int, int]  # length in tokens -> hits of any kind
-    recorded: int  # hits of similarity 1: their very tokens are in the database
-    cosine: float  # mean over the texts that differ: those with hits, or all where a method changes all
-    cosine_5th_percentile: float
-    agreement: float  # of decisions, over the same; nan without classes
-    seconds: float  # median over the rounds, all sequences, search and fetch included; tokenising left out
-    attention_seconds: float  # median, within it: attention up to the output projections, and the search
-    search_seconds: float  # median, within both
-    speedup: float  # median over the rounds of the full model's seconds / this method's
-    attention_speedup: float
-    gamma: float | None
+    recorded: int  # self-hits: hits of similarity 1, on a record of exactly the same tokens
+    cosine: float  # mean over changed texts
+    cosine_5th_percentile: float  # over changed texts
+    agreement: float  # share of changed texts with the full model's decision; nan without classes
+    seconds: float  # median over rounds for all sequences, with search and fetch, without tokenising
+    attention_seconds: float  # part of `seconds`: search, and attention without the output projections
+    search_seconds: float  # part of `attention_seconds`: search
+    speedup: float  # median over rounds of the full model's seconds / this method's seconds
+    attention_speedup: float  # the same ratio of attention_seconds
+    gamma: float | None  # see gamma.py
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One pass over all sequences."""
+    """The result of one pass over all sequences."""
 
-    outputs: np.ndarray  # [texts, d], or [texts, labels] where the task's labels are read from sequences
+    outputs: np.ndarray  # [texts, d], or [texts, labels] if the task has labels of several tokens
     outcomes: list[Outcome]
     similarities: np.ndarray
     seconds: float
@@ -62,37 +69,41 @@ class _Run:
 def compare(
     methods: Mapping[str, Method],
     task: Task,
-    judge: Judge,
-    decisions: Judge | None = None,
+    comparator: OutputComparator,
+    decisions: OutputComparator | None = None,
     *,
     batch_size: int = 64,
     rounds: int = 3,
     on_step: Callable[[int, int], None] = lambda *_: None,
 ) -> list[MethodReport]:
-    """Report on each of the methods, among which `full` must be, on batches in the order of the data.
+    """Run all methods on a task, and return a report on each method.
 
-    batch_size: sequences in a batch; one text's are never parted.
-    judge: tells the cosine of outputs with reuse to those in full; decisions: tells agreement, if there are
-    classes. One untimed round comes first, then `rounds` timed ones, in each all methods in turn. Raises
-    NotFinite for the first text for which a method computes what is not finite.
+    methods: name -> method; must contain `full`. comparator: gives the cosine of outputs to the full model's.
+    decisions: gives the agreement of decisions with the full model's, if there are classes. batch_size:
+    sequences per batch, in the order of the data; the sequences of one text stay in one batch. rounds: number
+    of timed rounds, after one untimed round; the methods alternate in each round. on_step: called with the
+    number of finished steps and of all steps.
+
+    Raises ValueError if there is no method `full`, and NotFinite with the index of the first text for which a
+    method computes a number that is not finite.
     """
     if FULL not in methods:
         raise ValueError("there is nothing to compare with: no method 'full'")
-    together = len(task.labels.prompt.readings) if task.labels else 1
+    together = len(task.labels.prompt.sequence_plans) if task.labels else 1
     size = max(1, batch_size // together) * together
     batches = [task.sequences[at : at + size] for at in range(0, len(task.sequences), size)]
     first: dict[str, _Run] = {}
     timed: dict[str, list[_Run]] = {name: [] for name in methods}
-    for number in range(rounds + 1):
-        for place, (name, method) in enumerate(methods.items(), 1):
+    for round_number in range(rounds + 1):
+        for step, (name, method) in enumerate(methods.items(), 1):
             done = _run(method, batches, task.labels)
-            if number:
+            if round_number:
                 timed[name].append(done)
             else:
                 first[name] = done
-            on_step(number * len(methods) + place, (rounds + 1) * len(methods))
+            on_step(round_number * len(methods) + step, (rounds + 1) * len(methods))
     return [
-        _report(name, first[name], timed[name], first[FULL], timed[FULL], task, judge, decisions)
+        _report(name, first[name], timed[name], first[FULL], timed[FULL], task, comparator, decisions)
         for name in methods
     ]
 
@@ -101,7 +112,7 @@ def _run(method: Method, batches: Sequence[Sequence[Sequence[int]]], labels: Lab
     started = time.perf_counter()
     results = [method(batch) for batch in batches]
     seconds = time.perf_counter() - started
-    together = len(labels.prompt.readings) if labels else 1
+    together = len(labels.prompt.sequence_plans) if labels else 1
     finite = np.concatenate([result.finite for result in results])
     require_finite(finite.reshape(-1, together), "data")
     search_seconds = sum(result.search_seconds for result in results)
@@ -129,14 +140,14 @@ def _report(
     full: _Run,
     full_timed: Sequence[_Run],
     task: Task,
-    judge: Judge,
-    decisions: Judge | None,
+    comparator: OutputComparator,
+    decisions: OutputComparator | None,
 ) -> MethodReport:
     scores, full_scores = task.scores(run.outputs), task.scores(full.outputs)
     score, full_score = (statistics.fmean(each.values()) for each in (scores, full_scores))
     hits = np.array([outcome.is_hit for outcome in run.outcomes])
     changed = hits.reshape(len(run.outputs), -1).any(axis=1) | (name in _CHANGING_ALL)
-    cosine = judge.fidelity(run.outputs, full.outputs)[changed]
+    cosine = comparator.fidelity(run.outputs, full.outputs)[changed]
     speedup = _ratio([each.seconds for each in full_timed], [each.seconds for each in timed])
     return MethodReport(
         method=name,
@@ -164,12 +175,15 @@ def _report(
 
 
 def _ratio(full: Sequence[float], method: Sequence[float]) -> float:
-    """The median of the ratios round by round: what disturbs a round disturbs both."""
+    """Return the median over rounds of full / method. A disturbance of a round affects both durations."""
     return statistics.median(a / b for a, b in zip(full, method, strict=True))
 
 
 def _interval(items: np.ndarray | None, full: np.ndarray | None) -> tuple[float, float] | None:
-    """95 % interval of the mean of paired differences, by the normal distribution."""
+    """Return the 95 % interval of the mean of paired differences, by the normal distribution.
+
+    Returns None if there are no scores of single texts, or fewer than two.
+    """
     if items is None or full is None or len(items) < 2:
         return None
     differences = items - full

@@ -1,7 +1,7 @@
-"""What could be saved at which quality: many masks, thresholds and ways to choose a record, on one set.
+"""Measure the trade-off between saved time and quality for many masks, thresholds and choices of records.
 
-Nothing is skipped here; maps are replaced by records' and the outputs compared with the full model's. Times
-come from the cost model, without the search.
+Nothing is skipped in these measurements: maps are computed and then replaced by the maps of records, and the
+outputs are compared with the full model's. Saved times come from the cost model, without the search.
 """
 
 from __future__ import annotations
@@ -13,54 +13,56 @@ from functools import partial
 import numpy as np
 import torch
 
-from attncache_core.attention_maps.calibration import Progress, candidate_masks
-from attncache_core.attention_maps.choice import fit_curve
-from attncache_core.attention_maps.mask import ReuseMask, mildest_mask, parse_heads
-from attncache_core.attention_maps.policy import KindPolicy
-from attncache_core.attention_maps.probes import Measured, Probes, measure, stored_maps
-from attncache_core.attention_maps.quality import masked_maps
-from attncache_core.attention_maps.store import AttentionMapStore, RecordKind
-from attncache_core.attention_maps.substitution import collect_maps, token_passes
-from attncache_core.attention_maps.training import ALPHA, map_distances
+from attncache_core.build.quality import masked_maps
+from attncache_core.build.training import ALPHA, map_distances
+from attncache_core.calibration.calibrate import Progress
+from attncache_core.calibration.masks import candidate_masks
+from attncache_core.calibration.probes import Measured, Probes, measure, stored_maps
+from attncache_core.calibration.substitution import collect_maps, token_passes
+from attncache_core.calibration.thresholds import fit_curve
+from attncache_core.heads.comparator import OutputComparator
 from attncache_core.models import PackedModel
-from attncache_core.outputs import Judge
-from attncache_core.tokens import pack
+from attncache_core.reuse.maps.length_group import KindPolicy
+from attncache_core.reuse.mask import ReuseMask, mildest_mask, parse_heads
+from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.reuse.storage.store import AttentionMapStore
+from attncache_core.text.token_batch import pack
 
-# The papers' Figure 6 goes down to 0.85; below 0.94 nearly everything hits here.
+# Figure 6 of the AttnCache paper goes down to 0.85, but here nearly all texts hit at 0.94.
 THRESHOLDS = np.round(np.arange(0.94, 0.9951, 0.0025), 4)
 _HIT_SHARES = np.linspace(0.05, 1.0, 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One mask and share of hits of a family of policies."""
+    """A policy of a family of policies: one mask at one hit rate."""
 
     family: str
-    heads: int
+    heads: int  # reused heads of all layers
     hit_rate: float
-    saved: float  # share of the full model's time
+    saved: float  # saved share of the full model's time
     quality: float  # mean over the hits
 
 
 @dataclass(frozen=True, slots=True)
 class ThresholdPoint:
-    """What a θ gives where a stored record serves, for one mask."""
+    """Hit rate and quality of one mask at one θ, with records of sentences only."""
 
     mask: str
-    heads: int
+    heads: int  # reused heads of all layers
     threshold: float
     hit_rate: float
-    quality: float | None  # mean over the hits; None without any
-    quality_of_all: float  # mean over all texts, misses counted as 1
+    quality: float | None  # mean over the hits; None without hits
+    quality_of_all: float  # mean over all texts; a miss counts as 1
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Everything that is plotted."""
+    """All figures to plot."""
 
     points: list[Point]
     thresholds: list[ThresholdPoint]
-    similarities: dict[RecordKind, tuple[np.ndarray, np.ndarray]]  # predicted and true, [probes] each
+    similarities: dict[RecordKind, tuple[np.ndarray, np.ndarray]]  # predicted and true, float [probes] each
 
 
 def measure_curves(
@@ -69,24 +71,25 @@ def measure_curves(
     probes: Probes,
     rank: np.ndarray,
     chosen: ReuseMask,
-    judge: Judge,
+    comparator: OutputComparator,
     saved_per_hit: Callable[[np.ndarray, int], np.ndarray],
     full_microseconds: float,
     progress: Progress = lambda *_: None,
 ) -> Curves:
-    """Measure all families on the probes.
+    """Measure all families of policies on the probes.
 
-    model: without a mask. rank: [layers, heads]. chosen: the policy's mask. saved_per_hit: see
-    choice.Savings. full_microseconds: the full model's time for a probe, on average.
+    model: a model without a mask. rank: order in which heads join a mask, [layers, heads]. chosen: the
+    policy's mask. saved_per_hit: see calibration.savings.Savings. full_microseconds: mean time of the full
+    model for a probe, in µs. progress: called with the name of a stage, and its finished and total steps.
     """
     mildest = candidate_masks(rank)
     layers = _layer_masks(rank)
     everything = parse_heads("all", rank)
     masks = [*mildest, *layers, everything, chosen]
-    measured = measure(model, store, probes, masks, judge, partial(progress, "measuring masks"))
+    measured = measure(model, store, probes, masks, comparator, partial(progress, "measuring masks"))
     compared = mildest_mask(rank, max(1, rank.size * 2 // 3))
     best = _with_best_records(model, store, probes, compared, partial(progress, "comparing maps"))
-    by_best = measure(model, store, best, mildest, judge, partial(progress, "measuring best records"))
+    by_best = measure(model, store, best, mildest, comparator, partial(progress, "measuring best records"))
     share = partial(_points, probes, lambda lengths, heads: saved_per_hit(lengths, heads) / full_microseconds)
     stored, prototype = RecordKind.STORED, RecordKind.PROTOTYPE
     count = len(mildest)
@@ -106,8 +109,8 @@ def measure_curves(
     return Curves(points, thresholds, _similarities(model, store, probes, compared))
 
 
-def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats in both time saved and quality, by rising time saved."""
+def pareto_front(points: Sequence[Point]) -> list[Point]:
+    """Return the points that no other point beats in both saved time and quality, by ascending saved time."""
     best: list[Point] = []
     for point in sorted(points, key=lambda point: (-point.saved, -point.quality)):
         if not best or point.quality > best[-1].quality:
@@ -116,14 +119,15 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def _layer_masks(rank: np.ndarray) -> list[ReuseMask]:
-    """The mildest layer whole, the two mildest, ... up to all but one; by the ranks of their heads."""
+    """Return masks of whole layers, in order of the mean rank of their heads: one layer up to all but one."""
     order = np.argsort(rank.mean(axis=1), kind="stable").tolist()
     return [
         parse_heads("layers:" + ",".join(map(str, order[:count])), rank) for count in range(1, len(order))
     ]
 
 
-# Probes and what was measured of each kind -> of each probe a score, best highest, and the kind that serves.
+# Orders probes for hits: (probes, measurements of each kind) -> for each probe a score, the highest of which
+# hits first, and the kind of record that serves the probe.
 _Order = Callable[[Probes, Mapping[RecordKind, Measured]], tuple[np.ndarray, np.ndarray]]
 
 
@@ -202,21 +206,24 @@ def _with_best_records(
     mask: ReuseMask,
     on_length: Callable[[int, int], None],
 ) -> Probes:
-    """The probes with the stored record of the least true map distance, over the heads of `mask`."""
+    """Return the probes with other records of sentences: those with the least map distance.
+
+    The map distance is computed from the maps of the heads of `mask`, not predicted.
+    """
     records = probes.records[RecordKind.STORED].copy()
     similarities = probes.similarities[RecordKind.STORED].copy()
     lengths = np.unique(probes.lengths[records >= 0]).tolist()
     for done, length in enumerate(lengths, 1):
         segment = store.segments[length]
         stored = np.flatnonzero(segment.kinds == RecordKind.STORED)
-        places = np.flatnonzero((probes.lengths == length) & (records >= 0))
-        own = _own_maps(model, [probes.sequences[place] for place in places], mask)
+        of_length = np.flatnonzero((probes.lengths == length) & (records >= 0))
+        own = _own_maps(model, [probes.sequences[index] for index in of_length], mask)
         parts = np.array_split(stored, max(1, len(stored) * mask.total * length**2 // 25_000_000))
         distances = torch.cat(
             [map_distances(own, masked_maps(store, mask, length, part.tolist())) for part in parts], dim=1
         )
-        records[places] = stored[distances.argmin(dim=1).numpy()]
-        similarities[places] = 1 - ALPHA * distances.min(dim=1).values.numpy()
+        records[of_length] = stored[distances.argmin(dim=1).numpy()]
+        similarities[of_length] = 1 - ALPHA * distances.min(dim=1).values.numpy()
         on_length(done, len(lengths))
     return replace(
         probes,
@@ -226,7 +233,7 @@ def _with_best_records(
 
 
 def _own_maps(model: PackedModel, sequences: Sequence[Sequence[int]], mask: ReuseMask) -> torch.Tensor:
-    """The maps of a mask's heads of sequences of one length, float32 [n, heads, L, L]."""
+    """Return the maps of a mask's heads for n sequences of one length, float32 [n, heads, L, L]."""
     layers = collect_maps(model, pack(sequences))
     return torch.cat(
         [
@@ -241,17 +248,20 @@ def _own_maps(model: PackedModel, sequences: Sequence[Sequence[int]], mask: Reus
 def _similarities(
     model: PackedModel, store: AttentionMapStore, probes: Probes, mask: ReuseMask
 ) -> dict[RecordKind, tuple[np.ndarray, np.ndarray]]:
-    """Of each kind the similarity predicted, and the true one: 1 - α · mean total variation distance."""
+    """Return predicted and true similarities of the nearest records: kind -> [probes with a record] each.
+
+    The true similarity is 1 - α · mean total variation distance of the maps of the heads of `mask`.
+    """
     found = {}
     for kind in RecordKind:
         served = np.flatnonzero(probes.records[kind] >= 0)
         true = np.zeros(len(served))
         for run in token_passes(probes.lengths[served].tolist()):
-            places = served[run]
-            batch = pack([probes.sequences[place] for place in places])
-            donors = stored_maps(store, mask.order, batch, probes.records[kind][places])
+            indices = served[run]
+            batch = pack([probes.sequences[index] for index in indices])
+            donors = stored_maps(store, mask.order, batch, probes.records[kind][indices])
             own = collect_maps(model, batch)
-            total = np.zeros(len(places))
+            total = np.zeros(len(indices))
             for layer, (order, reused) in enumerate(zip(mask.order, mask.reused, strict=True)):
                 heads = list(order[:reused])
                 for group, mine, theirs in zip(batch.groups(), own[layer], donors[layer], strict=True):

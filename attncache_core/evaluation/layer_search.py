@@ -1,4 +1,4 @@
-"""The search before one layer, as AttnCache-f has it: a projector and an index of the layer's own."""
+"""Search records before one layer, as in AttnCache-f: each layer has its own projector and index."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ import faiss
 import numpy as np
 import torch
 
-from attncache_core.attention_maps.index import nearest_in
-from attncache_core.attention_maps.projector import DIMENSIONS, FeatureProjector
-from attncache_core.attention_maps.store import AttentionMapStore
-from attncache_core.attention_maps.training import PairGroup, map_distances, train_projector
-from attncache_core.tokens import TokenBatch
+from attncache_core.build.training import PairGroup, map_distances, train_projector
+from attncache_core.reuse.maps.index import nearest_in
+from attncache_core.reuse.maps.projector import DIMENSIONS, FeatureProjector
+from attncache_core.reuse.storage.store import AttentionMapStore
+from attncache_core.text.token_batch import TokenBatch
 
-# Pairs to train on: of long sequences fewer, so that comparing their maps takes less than a second a length.
+# Bounds on the training pairs. Long sequences have fewer pairs, so that comparing their maps takes less than
+# a second per length.
 _MOST_TRAINING_RECORDS = 256
 _MOST_COMPARISONS = 2e8
 
 
 class Nearest(NamedTuple):
-    """What was found for the sequences of a batch, in packed order."""
+    """The nearest records of the sequences of a batch, in packed order."""
 
-    records: np.ndarray  # int64 [sequences], -1 where there is none of the length
-    similarities: np.ndarray  # float32 [sequences], nan where there is none
+    records: np.ndarray  # int64 [sequences], -1 if there are no records of the length
+    similarities: np.ndarray  # float32 [sequences], nan if there are no records of the length
 
 
 def nothing_found(sequences: int) -> Nearest:
-    """For sequences that there is nothing to search for."""
+    """Return the result for sequences of lengths without records."""
     return Nearest(np.full(sequences, -1), np.full(sequences, np.nan, dtype=np.float32))
 
 
 class LayerSearch:
-    """One layer's projector, and an exact index for each length."""
+    """The projector of one layer, and an exact index of the features of records for each length."""
 
     def __init__(self, projector: FeatureProjector) -> None:
         self.projector = projector
@@ -44,15 +45,15 @@ class LayerSearch:
 
     @torch.inference_mode()
     def add(self, inputs: torch.Tensor) -> None:
-        """The records of a length, by the layer's input [records, L, hidden] of their sequences."""
+        """Add the records of a length. inputs: the layer's input of their sequences, [records, L, hidden]."""
         index = faiss.IndexFlatL2(DIMENSIONS)
         index.add(self.projector(inputs).numpy())
         self._indexes[inputs.shape[1]] = index
 
     def nearest(self, batch: TokenBatch, hidden: torch.Tensor) -> Nearest:
-        """For each sequence its nearest record, from the layer's input [tokens, hidden].
+        """Return the nearest record of each sequence. hidden: the layer's input, [tokens, hidden].
 
-        Its similarity is 1 - the distance of the features, at most 1.
+        A similarity is 1 - L2 distance of the features, at most 1.
         """
         found = nothing_found(len(batch.lengths))
         groups = [group for group in batch.groups() if group.length in self._indexes]
@@ -68,13 +69,13 @@ class LayerSearch:
 def train_layer_search(
     store: AttentionMapStore, layer: int, inputs: Mapping[int, torch.Tensor], *, steps: int, seed: int
 ) -> LayerSearch:
-    """A projector trained on the distances of one layer's stored maps, and the features of all records.
+    """Train a projector on the map distances of one layer, and index the features of all records.
 
-    inputs: for each length what the layer reads of the first records' sequences, [records, L, hidden].
-    Eq. 1 to 3 of AttnCache, with n the heads of this layer alone and no length term: pairs are of one
-    length. Raises ValueError if no two records are.
+    inputs: length -> the layer's input for the sequences of the first records, [records, L, hidden]. Uses
+    Eq. 1 to 3 of AttnCache with n the number of heads of this layer, and without the length term, because
+    all pairs have one length. Raises ValueError if no two records have the same length.
     """
-    torch.manual_seed(seed)  # the projector's first weights
+    torch.manual_seed(seed)  # for the initial weights of the projector
     hidden_size = next(iter(inputs.values())).shape[2]
     projector = FeatureProjector(hidden_size, max(inputs))
     train_projector(_pair_groups(store, layer, inputs, seed), projector, steps=steps, seed=seed)
@@ -85,7 +86,10 @@ def train_layer_search(
 
 
 def _packed(projector: FeatureProjector) -> FeatureProjector:
-    """As it is once it was written and read: packed for the processor, as AttnCache's own is."""
+    """Return the projector after a round trip through a file, which packs its weights for the processor.
+
+    AttnCache's own projector is loaded from a file too.
+    """
     with TemporaryDirectory() as folder:
         path = Path(folder) / "projector.safetensors"
         path.write_bytes(projector.to_bytes())
@@ -95,7 +99,7 @@ def _packed(projector: FeatureProjector) -> FeatureProjector:
 def _pair_groups(
     store: AttentionMapStore, layer: int, inputs: Mapping[int, torch.Tensor], seed: int
 ) -> list[PairGroup]:
-    """For each length inputs and map distances of records chosen at random."""
+    """Return the layer inputs and the map distances of randomly chosen records of each length."""
     random = np.random.default_rng(seed)
     heads = store.layout.stored_heads[layer]
     groups = []

@@ -1,10 +1,10 @@
-"""The methods that can be compared, made by name.
+"""Make the methods of a comparison by their names.
 
-full                     the model, everything computed
-attncache                reuse by the database's own policy
-attncache:moderate       reuse by a preset's θ (conservative, moderate, aggressive), heads as the policy has
-attncache-f              the papers' variant with a search at every layer
-lazyformer, san          neighbouring layers share the maps of one sentence
+full                     the model without reuse
+attncache                reuse with the policy of the database
+attncache:moderate       reuse with the θ of a preset (conservative, moderate, aggressive)
+attncache-f              the variant of the AttnCache papers with a search before every layer
+lazyformer, san          neighbouring layers share attention maps
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from functools import partial
 
 import numpy as np
 
-from attncache_core.attention_maps.database import AttentionDatabase
-from attncache_core.attention_maps.policy import Preset
-from attncache_core.checkpoint import Checkpoint
-from attncache_core.devices import Dtype
-from attncache_core.engine import PrefillEngine, PrefillResult
+from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.errors import InvalidInput
 from attncache_core.evaluation.comparison import FULL, Method
-from attncache_core.evaluation.per_layer_search import PerLayerEngine
+from attncache_core.evaluation.per_layer_search import train_layerwise_search
 from attncache_core.evaluation.shared_maps import (
-    SharedMapsEngine,
     layer_divergences,
     lazyformer_blocks,
     san_blocks,
+    shared_maps_engine,
 )
-from attncache_core.labels import LabelTokens
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.policy import Preset
+from attncache_core.runtime.devices import Dtype
+from attncache_core.text.labels import LabelTokens
 
 METHODS = (
     FULL,
@@ -39,14 +40,14 @@ METHODS = (
     "lazyformer",
     "san",
 )
-# These give a sequence's output and nothing of its other positions.
+# These methods give only the output of a sequence, not the log-probabilities of labels of several tokens.
 _SINGLE_OUTPUT = ("attncache-f", "lazyformer", "san")
-# Sequences whose maps tell SAN which layers may share.
+# Number of sequences on which SAN measures how far the maps of neighbouring layers differ.
 _SAN_SAMPLE = 200
 
 
 def parse_methods(text: str) -> list[str]:
-    """The names in a list with commas between, `full` first. Raises InvalidInput for an unknown one."""
+    """Return the names in a comma-separated list once each, `full` first. Raises InvalidInput if unknown."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in METHODS:
@@ -55,7 +56,7 @@ def parse_methods(text: str) -> list[str]:
 
 
 class Methods:
-    """Makes methods by name, for one checkpoint and, where it is needed, a database."""
+    """Makes methods by name, for one checkpoint and, optionally, a database."""
 
     def __init__(
         self,
@@ -68,22 +69,27 @@ class Methods:
         san_threshold: float | None = None,
         labels: LabelTokens | None = None,
     ) -> None:
-        """full: the engine without a database. corpus: token sequences, among them those that are recorded.
+        """Prepare to make methods.
 
-        labels: of several tokens, to be read from the sequences; None: the outputs tell all.
-        san_threshold: Jensen-Shannon divergence, in nats, under which neighbouring layers share their maps;
-        None: the one that makes half of the layers share, as LazyFormer's do.
+        full: the engine without a database. corpus: token sequences; must contain the recorded sequences for
+        attncache-f. labels: labels of several tokens, read from the sequences; None: the outputs suffice.
+        san_threshold: Jensen-Shannon divergence in nats below which neighbouring layers share their maps;
+        None: the divergence at which half of the layers share maps, as in LazyFormer.
         """
         self._full, self._checkpoint, self._database = full, checkpoint, database
         self._corpus, self._dtype, self._san_threshold = corpus, dtype, san_threshold
-        self._readings = labels.prompt.readings if labels else None
-        self.engines: dict[str, PrefillEngine] = {}  # of the methods with a database that were made
+        self._prompt = labels.prompt if labels else None
+        self.engines: dict[str, PrefillEngine] = {}  # name -> engine of each AttnCache method made so far
 
     def make(self, name: str) -> Method:
-        """The method of this name. Raises InvalidInput where it needs a database or a corpus and has none."""
+        """Make the method with this name.
+
+        Raises InvalidInput if the method needs a database or a corpus that was not given, or if the method
+        cannot score labels of several tokens.
+        """
         if name == FULL:
             return partial(self._run, self._full, False)
-        if self._readings and name in _SINGLE_OUTPUT:
+        if self._prompt and name in _SINGLE_OUTPUT:
             raise InvalidInput(f"method {name} reads no labels of several tokens", field="methods")
         if name == "lazyformer":
             return self._sharing(lazyformer_blocks(len(self._full.model.layers)))
@@ -93,7 +99,7 @@ class Methods:
         if database is None:
             raise InvalidInput(f"method {name} needs a database", field="database")
         if name == "attncache-f":
-            return self._per_layer(database).run
+            return partial(self._run, self._per_layer(database), True)
         _, _, preset = name.partition(":")
         if preset:
             policy = database.search.policy.with_threshold(Preset(preset).threshold)
@@ -102,20 +108,21 @@ class Methods:
         return partial(self._run, engine, True)
 
     def _run(self, engine: PrefillEngine, reuse: bool, sequences: Sequence[Sequence[int]]) -> PrefillResult:
-        count = len(sequences)
-        readings = self._readings and self._readings * (count // len(self._readings))
-        return engine.run(sequences, [reuse] * count, readings)
+        requests = [
+            PrefillRequest(ids, reuse, self._prompt.sequence_plan(index) if self._prompt else None)
+            for index, ids in enumerate(sequences)
+        ]
+        return engine.run(requests)
 
     def reusing(self, database: AttentionDatabase) -> PrefillEngine:
-        """An engine with the database that reuses wherever the budget holds, if that saves time or not."""
+        """Load an engine that reuses maps in all length groups, even in those where reuse saves no time."""
         return PrefillEngine.load(
             self._checkpoint, database=database, dtype=self._dtype, threads=self._full.threads
         )
 
     def _sharing(self, blocks: Sequence[range]) -> Method:
-        return SharedMapsEngine.load(
-            self._checkpoint, blocks, dtype=self._dtype, threads=self._full.threads
-        ).run
+        engine = shared_maps_engine(self._checkpoint, blocks, dtype=self._dtype, threads=self._full.threads)
+        return partial(self._run, engine, True)
 
     def _san_blocks(self) -> list[range]:
         if not self._corpus:
@@ -126,12 +133,12 @@ class Methods:
         divergences = layer_divergences(self._full.model, self._corpus[::step])
         threshold = self._san_threshold
         if threshold is None:
-            # As many layers share as with LazyFormer: half of them, the last of an odd number left alone.
+            # As in LazyFormer, half of the layers share maps, rounded down.
             shared = len(self._full.model.layers) // 2
             threshold = float(np.nextafter(np.sort(divergences)[shared - 1], np.inf)) if shared else 0.0
         return san_blocks(divergences, threshold)
 
-    def _per_layer(self, database: AttentionDatabase) -> PerLayerEngine:
+    def _per_layer(self, database: AttentionDatabase) -> PrefillEngine:
         store = database.search.store
         recorded: dict[int, dict[int, Sequence[int]]] = {}
         for ids in self._corpus:
@@ -149,11 +156,9 @@ class Methods:
                 "as the corpus",
                 field="corpus",
             )
-        return PerLayerEngine.train(
+        return PrefillEngine.load(
             self._checkpoint,
-            store,
-            in_order,
-            head_order=database.mask.order,
+            strategy=train_layerwise_search(self._full.model, store, in_order, database.mask.order),
             dtype=self._dtype,
             threads=self._full.threads,
         )

@@ -1,4 +1,4 @@
-"""MMLU: multiple-choice questions, put as prompts that end where the answer's letter follows.
+"""Turn MMLU multiple-choice questions into prompts, which end where the answer's letter follows.
 
     The following are multiple choice questions (with answers) about high school mathematics.
 
@@ -7,11 +7,11 @@
     D. ...
     Answer: B
 
-    QUESTION            the one that is asked
+    QUESTION            the question to answer
     ...
     Answer:
 
-As Hendrycks et al. 2021 ask; a decoder answers by the most probable of the four letters.
+This is the format of Hendrycks et al. 2021. The answer of a decoder is the most probable of the four letters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attncache_core.corpus.reading import read_rows
+from attncache_core.corpus.tables import read_rows
 from attncache_core.errors import InvalidInput
 
 LETTERS = ("A", "B", "C", "D")
@@ -31,19 +31,22 @@ _COLUMNS = ("subject", "question", *LETTERS, "answer")
 class Question:
     """A question with four choices."""
 
-    subject: str  # as the data names it, words joined by _
+    subject: str  # as in the data, words joined by _
     question: str
-    choices: tuple[str, ...]  # four
+    choices: tuple[str, ...]  # four choices
     answer: str  # one of LETTERS
 
-    def asked(self) -> str:
-        """Question and choices, up to where the answer follows."""
+    def as_prompt(self) -> str:
+        """Return question and choices as text, which ends where the answer follows."""
         choices = (f"{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices, strict=True))
         return "\n".join([self.question, *choices, "Answer:"])
 
 
 def read_questions(path: str) -> list[Question]:
-    """The questions of a table with subject, question, A, B, C, D and answer. Raises InvalidInput."""
+    """Read questions from a table with columns subject, question, A, B, C, D and answer.
+
+    Raises InvalidInput if the table cannot be read, or if an answer is not one of the four letters.
+    """
     questions = []
     for number, (subject, question, *choices, answer) in enumerate(read_rows(path, _COLUMNS), 1):
         if answer not in LETTERS:
@@ -53,7 +56,7 @@ def read_questions(path: str) -> list[Question]:
 
 
 class Prompts:
-    """Prompts of any number of shots, from examples."""
+    """Makes prompts with any number of shots from example questions."""
 
     def __init__(self, examples: Sequence[Question]) -> None:
         self._examples: dict[str, list[Question]] = defaultdict(list)
@@ -61,9 +64,9 @@ class Prompts:
             self._examples[example.subject].append(example)
 
     def of(self, question: Question, shots: int) -> str:
-        """The prompt of a question behind the first `shots` examples of its subject.
+        """Return the prompt of a question, after the first `shots` examples of its subject.
 
-        Raises InvalidInput if there are fewer.
+        Raises InvalidInput if there are fewer examples.
         """
         examples = self._examples[question.subject][:shots]
         if len(examples) < shots:
@@ -73,5 +76,5 @@ class Prompts:
             )
         subject = question.subject.replace("_", " ")
         title = f"The following are multiple choice questions (with answers) about {subject}."
-        answered = [f"{example.asked()} {example.answer}" for example in examples]
-        return "\n\n".join([title, *answered, question.asked()])
+        answered = [f"{example.as_prompt()} {example.answer}" for example in examples]
+        return "\n\n".join([title, *answered, question.as_prompt()])

@@ -1,213 +1,161 @@
-"""AttnCache-f: a search at every layer, so that each layer of a sentence may take another record's maps.
+"""AttnCache-f: search records before every layer, so that each layer may take the maps of another record.
 
-    input of a layer -> its own projector -> its own index, of the exact length -> similarity >= θ?
-                     -> hits first         -> maps @ V of the record found, or computed as usual
+    input of a layer -> projector of the layer -> index of the layer and length -> similarity >= θ?
+                     -> hits first             -> maps of the record found, or computed maps
 
-The variant that the AttnCache papers compare with their single search before the first layer. In the papers
-the training label has no length term, so that a record of another length can be found. A map is L x L: here,
-as in AttnCache, only records of exactly the sequence's length are searched, and every hit can be served.
+The AttnCache papers compare this variant with a single search before the first layer. In the papers, the
+training label of the variant has no length term, so the search may find a record of another length. A map is
+L x L, so the search here is restricted to records of the sequence's length, and every hit can be served.
 """
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from attncache_core import Outcome, PrefillResult
-from attncache_core.attention_maps.fetch import HitRecords, RecordGroup
-from attncache_core.attention_maps.store import AttentionMapStore
-from attncache_core.checkpoint import Checkpoint
-from attncache_core.devices import Dtype, resolve_dtype
-from attncache_core.evaluation.layer_search import LayerSearch, Nearest, nothing_found, train_layer_search
-from attncache_core.forward import attention_context
-from attncache_core.memory import keep_freed_memory
-from attncache_core.models import PackedModel, load_model
-from attncache_core.outputs import finite_sequences
-from attncache_core.threads import limit_faiss, limit_threads
-from attncache_core.tokenizer import TextTokenizer
-from attncache_core.tokens import TokenBatch, pack
+from attncache_core.engine.layers import run_layers
+from attncache_core.evaluation.layer_search import LayerSearch, nothing_found, train_layer_search
+from attncache_core.models import PackedModel
+from attncache_core.reuse.maps.fetch import HitRecords
+from attncache_core.reuse.mask import ReuseMask
+from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse, outcome_code, outcomes_of
+from attncache_core.reuse.storage.store import AttentionMapStore
+from attncache_core.reuse.strategy import ReuseStrategy
+from attncache_core.text.token_batch import TokenBatch, pack
 
-# The papers' threshold; distances are trained to α = 0.2 times those of the maps, as theirs.
+# The threshold of the papers. As in the papers, features are trained to have α = 0.2 times the map distance.
 THRESHOLD = 0.99
-# A projector for each layer: fewer steps than the one of AttnCache takes.
+# There is a projector per layer, so each is trained with fewer steps than AttnCache's single projector.
 TRAINING_STEPS = 300
 _TOKENS_PER_PASS = 4096
 
-# Length in tokens -> the token sequences of its records, in their order.
+# Length in tokens -> the token sequences of the records, in the order of the records.
 Recorded = Mapping[int, Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True)
-class PerLayerResult(PrefillResult):
-    """A sequence is a hit if any of its layers was; similarities are those of the first layer.
+class LayerwisePlan(ReusePlan):
+    """The plan of one layer, and the hits of all layers so far.
 
-    A damaged record counts in `corrupt_records` for each layer and sequence that it would have served.
+    `similarities` are the similarities before the first layer. A damaged record counts in `corrupt_records`
+    once per layer and sequence that the record would have served.
     """
 
-    layer_hits: np.ndarray  # bool [sequences, layers]
+    allowed: np.ndarray = field(kw_only=True)  # bool [sequences], whether reuse is allowed
+    layer_hits: np.ndarray = field(kw_only=True)  # bool [sequences, layers]
+    compared: np.ndarray = field(kw_only=True)  # bool [sequences], whether any layer so far found a record
 
-    @property
-    def layer_hit_rate(self) -> float:
-        """The share of sequences and layers that took their maps from a record."""
-        return float(self.layer_hits.mean())
+    def outcomes(self) -> np.ndarray:
+        """Return the Outcome of each sequence: a sequence is a hit if any of its layers was."""
+        codes = np.where(self.compared, outcome_code(Outcome.MISS), outcome_code(Outcome.NOT_SEARCHED))
+        codes[self.layer_hits.any(axis=1)] = outcome_code(Outcome.HIT)
+        return outcomes_of(codes)
 
 
-class PerLayerEngine:
-    """A model with a search before each of its layers. `run` is for one thread at a time."""
+class LayerwiseSearch(ReuseStrategy):
+    """A reuse strategy that searches before each layer, with the projector and the index of the layer."""
 
     def __init__(
         self,
-        model: PackedModel,
         searches: Mapping[int, LayerSearch],
         store: AttentionMapStore,
-        *,
-        threshold: float,
-        threads: int,
-    ) -> None:
-        """model: its reused heads are the stored ones. searches: of each layer that has some."""
-        self.model = model
-        self.searches = searches
-        self.store = store
-        self.threshold = threshold
-        self.threads = threads
-
-    @classmethod
-    def train(
-        cls,
-        checkpoint: Checkpoint,
-        store: AttentionMapStore,
-        recorded: Recorded,
-        *,
         head_order: Sequence[Sequence[int]],
         threshold: float = THRESHOLD,
-        steps: int = TRAINING_STEPS,
-        dtype: Dtype = "auto",
-        threads: int | None = None,
-        seed: int = 0,
-    ) -> PerLayerEngine:
-        """Load the checkpoint, and train a projector and fill an index for each of its layers.
+    ) -> None:
+        """Make the strategy from searches that were trained.
 
-        store: of this checkpoint; every stored head is reused. recorded: for each length the token sequences
-        of its first records; other records and lengths serve nobody. head_order: of each layer, as the
-        records have it. dtype and threads as PrefillEngine.load has them.
-        Raises ValueError if a sequence is not its record's, or no two sequences are of one length.
+        searches: layer -> search, for each layer with stored heads. head_order: for each layer all its heads,
+        in the order in which records store heads. threshold: θ of all layers.
         """
-        _require_recorded(store, recorded)
-        keep_freed_memory()
-        count = limit_threads(threads)
-        model = load_model(
-            checkpoint,
-            resolve_dtype(dtype),
-            prompt_tokens=TextTokenizer(checkpoint).prompt_tokens,
-            head_order=head_order,
-            reused_heads=store.layout.stored_heads,
-        )
-        searches = {
-            number: train_layer_search(store, number, inputs, steps=steps, seed=seed)
-            for number, inputs in enumerate(_layer_inputs(model, recorded))
-            if model.layers[number].reused_heads
-        }
-        return cls(model, searches, store, threshold=threshold, threads=count)
+        self.searches, self.store, self.threshold = searches, store, threshold
+        self._order = tuple(map(tuple, head_order))
+        # Layers of the last batch that took a record's maps, bool [sequences, layers], in the caller's order.
+        self.layer_hits = np.zeros((0, len(self._order)), dtype=bool)
 
-    @torch.inference_mode()
-    def run(self, sequences: Sequence[Sequence[int]]) -> PerLayerResult:
-        """Run token sequences through the model, with a search before each layer."""
-        started = time.perf_counter()
-        limit_faiss(self.threads)  # this may be another thread than the one that loaded
-        batch = pack(sequences).filled()
-        hidden = self.model.embed(batch)
-        seen = _Seen(len(sequences), len(self.model.layers))
-        for number in range(len(self.model.layers)):
-            batch, hidden = self._layer(number, batch, hidden, seen)
-        outputs = self.model.outputs(hidden, batch).rows.cpu().numpy()
-        return PerLayerResult(
-            outputs=batch.in_callers_order(outputs),
-            finite=batch.in_callers_order(finite_sequences(batch, hidden, outputs)),
-            outcomes=seen.outcomes(),
-            similarities=seen.similarities[:, 0],
-            tokens=int(batch.offsets[-1]),
-            search_seconds=seen.search_seconds,
-            forward_seconds=time.perf_counter() - started - seen.search_seconds,
-            attention_seconds=seen.attention_seconds,
-            corrupt_records=seen.corrupt_records,
-            layer_hits=seen.hits,
+    @property
+    def mask(self) -> ReuseMask:
+        """All stored heads."""
+        return ReuseMask(self._order, self.store.layout.stored_heads)
+
+    def plan(self, batch: TokenBatch, allowed: np.ndarray) -> LayerwisePlan:
+        """Return a plan that covers no layer, because tokens alone decide nothing; see ReuseStrategy.plan."""
+        count, layers = len(batch.lengths), len(self._order)
+        nothing = no_reuse(count)
+        return LayerwisePlan(
+            nothing.records,
+            nothing.kinds,
+            nothing.similarities,
+            nothing.reasons,
+            nothing.strangeness,
+            self.store.segments,
+            until=0,
+            allowed=allowed,
+            layer_hits=np.zeros((count, layers), dtype=bool),
+            compared=np.zeros(count, dtype=bool),
         )
 
-    def _layer(
-        self, number: int, batch: TokenBatch, hidden: torch.Tensor, seen: _Seen
-    ) -> tuple[TokenBatch, torch.Tensor]:
-        """The batch, with this layer's hits first, and the layer's output [tokens, hidden]."""
-        started = time.perf_counter()
-        search, layer = self.searches.get(number), self.model.layers[number]
-        found = search.nearest(batch, hidden) if search else nothing_found(len(batch.lengths))
-        records = self._served(batch, found, seen)
-        seen.similarities[batch.order, number] = found.similarities
-        seen.hits[batch.order, number] = records >= 0
-        searched = time.perf_counter()
-        batch, hidden, records = _hits_first(batch, hidden, records)
-        groups = [
-            RecordGroup(self.store.segments[group.length], records[group.sequences])
-            for group in batch.groups(0, int((records >= 0).sum()))
-        ]
-        with HitRecords(groups) as hits:
-            context = attention_context(number, layer, layer.attention_input(hidden), batch, hits)
-        seen.search_seconds += searched - started
-        seen.attention_seconds += time.perf_counter() - searched
-        return batch, layer.finish(hidden, context)
-
-    def _served(self, batch: TokenBatch, found: Nearest, seen: _Seen) -> np.ndarray:
-        """The record that serves each sequence, int64 [sequences], -1 for none; no damaged one serves."""
-        near = found.similarities >= self.threshold  # nan is not
+    def refine(self, plan: ReusePlan, batch: TokenBatch, hidden: torch.Tensor) -> LayerwisePlan:
+        """Search before layer `plan.until`, and return the plan of this layer; see ReuseStrategy.refine."""
+        assert isinstance(plan, LayerwisePlan)
+        number, count = plan.until, len(batch.lengths)
+        search = self.searches.get(number)
+        found = search.nearest(batch, hidden) if search else nothing_found(count)
+        near = plan.allowed & (found.similarities >= self.threshold)  # False if the similarity is nan
         records = np.where(near, found.records, -1)
         for group in batch.groups():
             own = records[group.sequences]
-            asked = own[own >= 0]
-            if len(asked):
-                own[own >= 0] = np.where(self.store.segments[group.length].are_sound(asked), asked, -1)
-        seen.corrupt_records += int((near & (records < 0)).sum())
-        return records
+            hits = own[own >= 0]
+            if len(hits):
+                own[own >= 0] = np.where(self.store.segments[group.length].are_sound(hits), hits, -1)
+        layer_hits = plan.layer_hits.copy()
+        layer_hits[:, number] = records >= 0
+        return replace(
+            plan,
+            records=records,
+            similarities=found.similarities if number == 0 else plan.similarities,
+            layer_hits=layer_hits,
+            compared=plan.compared | ~np.isnan(found.similarities),
+            corrupt_records=plan.corrupt_records + int((near & (records < 0)).sum()),
+            until=number + 1,
+        )
+
+    def commit(self, plan: ReusePlan, batch: TokenBatch) -> None:
+        """Keep the hits of each layer in `layer_hits`; see ReuseStrategy.commit."""
+        assert isinstance(plan, LayerwisePlan)
+        self.layer_hits = batch.in_callers_order(plan.layer_hits)
 
 
-class _Seen:
-    """What was seen of a batch on its way through the layers, in the caller's order."""
+def train_layerwise_search(
+    model: PackedModel,
+    store: AttentionMapStore,
+    recorded: Recorded,
+    head_order: Sequence[Sequence[int]],
+    *,
+    steps: int = TRAINING_STEPS,
+    seed: int = 0,
+) -> LayerwiseSearch:
+    """Train a projector and fill an index for each layer of a model.
 
-    def __init__(self, sequences: int, layers: int) -> None:
-        self.similarities = np.full((sequences, layers), np.nan, dtype=np.float32)
-        self.hits = np.zeros((sequences, layers), dtype=bool)
-        self.search_seconds = 0.0
-        self.attention_seconds = 0.0
-        self.corrupt_records = 0
-
-    def outcomes(self) -> tuple[Outcome, ...]:
-        """Of each sequence."""
-        return tuple(map(_outcome, self.hits, self.similarities))
-
-
-def _outcome(hits: np.ndarray, similarities: np.ndarray) -> Outcome:
-    """Of one sequence, from what happened in its layers."""
-    if hits.any():
-        return Outcome.HIT
-    return Outcome.NOT_SEARCHED if np.isnan(similarities).all() else Outcome.MISS
-
-
-def _hits_first(
-    batch: TokenBatch, hidden: torch.Tensor, records: np.ndarray
-) -> tuple[TokenBatch, torch.Tensor, np.ndarray]:
-    """All three with the hits moved to the front, by length; hits of one record become neighbours."""
-    permutation = np.lexsort((records, batch.lengths, records < 0))
-    if (np.diff(permutation) == 1).all():
-        return batch, hidden, records
-    batch, index = batch.reordered(permutation)
-    return batch, hidden[index], records[permutation]
+    model: the model without a mask. store: records of the same checkpoint; every stored head is reused.
+    recorded: for each length, the token sequences of the first records; other records and lengths serve no
+    sequence. Raises ValueError if a sequence is not the sequence of its record, or if no two sequences have
+    the same length.
+    """
+    _require_recorded(store, recorded)
+    searches = {
+        number: train_layer_search(store, number, inputs, steps=steps, seed=seed)
+        for number, inputs in enumerate(_layer_inputs(model, recorded))
+        if store.layout.stored_heads[number]
+    }
+    return LayerwiseSearch(searches, store, head_order)
 
 
 def _require_recorded(store: AttentionMapStore, recorded: Recorded) -> None:
-    """Raise ValueError unless every sequence is that of the record of its number."""
+    """Raise ValueError unless sequence i of each length is the sequence of record i."""
     for length, sequences in recorded.items():
         segment = store.segments.get(length)
         if segment is None or len(sequences) > len(segment):
@@ -218,24 +166,27 @@ def _require_recorded(store: AttentionMapStore, recorded: Recorded) -> None:
 
 
 def _layer_inputs(model: PackedModel, recorded: Recorded) -> Iterator[dict[int, torch.Tensor]]:
-    """For each layer in turn the records' input by length, [records, L, hidden], everything computed."""
+    """Yield for each layer its input in the full model: length -> [records, L, hidden]."""
     batches = [pack(part) for sequences in recorded.values() for part in _passes(sequences)]
-    states = [model.embed(batch) for batch in batches]
-    none = HitRecords([])
-    for number, layer in enumerate(model.layers):
+    with torch.inference_mode():
+        states = [model.embed(batch) for batch in batches]
+    nothing = HitRecords([])
+    for number in range(len(model.layers)):
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
         for batch, hidden in zip(batches, states, strict=True):
             length = int(batch.lengths[0])
-            parts[length].append(hidden.unflatten(0, (-1, length)))
+            read = model.layers[number].attention_input(hidden)
+            parts[length].append(read.unflatten(0, (-1, length)))
         yield {length: torch.cat(of_length) for length, of_length in parts.items()}
-        states = [
-            layer.finish(hidden, attention_context(number, layer, layer.attention_input(hidden), batch, none))
-            for batch, hidden in zip(batches, states, strict=True)
-        ]
+        with torch.inference_mode():
+            states = [
+                run_layers(model, batch, hidden, nothing, range(number, number + 1))[0]
+                for batch, hidden in zip(batches, states, strict=True)
+            ]
 
 
 def _passes(sequences: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
-    """Sequences of one length in runs of at most 4096 tokens (or one sequence)."""
+    """Yield sequences of one length in runs of at most 4096 tokens, but at least one sequence."""
     step = max(1, _TOKENS_PER_PASS // len(sequences[0])) if sequences else 1
     for first in range(0, len(sequences), step):
         yield sequences[first : first + step]

@@ -1,6 +1,6 @@
-"""What is evaluated: texts, as token sequences, and how outputs for them are scored.
+"""Tasks of an evaluation: texts as token sequences, and scores of the outputs for these texts.
 
-A score is a fraction: Spearman's correlation, accuracy, or agreement with the full model.
+A score is a fraction: a Spearman correlation, an accuracy, or the agreement with the full model.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Protocol
 import numpy as np
 from scipy.stats import spearmanr
 
-from attncache_core.engine import PrefillEngine
+from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
-from attncache_core.labels import LabelTokens
-from attncache_core.outputs import Judge, cosines, require_finite
+from attncache_core.heads.comparator import OutputComparator
+from attncache_core.heads.vectors import cosines, require_finite
+from attncache_core.text.labels import LabelTokens
 
 Sequences = list[list[int]]
 
@@ -23,49 +24,50 @@ Sequences = list[list[int]]
 def full_outputs(
     engine: PrefillEngine, sequences: Sequence[Sequence[int]], batch_size: int = 64
 ) -> np.ndarray:
-    """What the engine gives for at least one sequence with everything computed, float32 [sequences, d].
+    """Return the engine's outputs without reuse for one or more sequences, float32 [sequences, d].
 
-    Raises NotFinite for the first sequence whose output is not finite.
+    Raises NotFinite with the index of the first sequence whose output is not finite.
     """
     batches = [sequences[at : at + batch_size] for at in range(0, len(sequences), batch_size)]
-    results = [engine.run(batch, [False] * len(batch)) for batch in batches]
+    results = [engine.run(engine.requests(batch, reuse=False)) for batch in batches]
     require_finite(np.concatenate([result.finite for result in results]), "data")
     return np.concatenate([result.outputs for result in results])
 
 
 class Task(Protocol):
-    """Token sequences and the scores of outputs for them."""
+    """Token sequences, and scores of outputs for these sequences."""
 
-    metric: str  # what the scores are
+    metric: str  # name of the score
     sequences: Sequences
-    labels: LabelTokens | None  # read from as many sequences a text as their prompt has; None: a text is one
+    # Labels of several tokens; a text then has as many sequences as the labels' prompt. None: one per text.
+    labels: LabelTokens | None
 
     def scores(self, outputs: np.ndarray) -> dict[str, float]:
-        """From outputs [texts, d]: name of a data set -> its score."""
+        """Return the score of each data set from outputs [texts, d]: name of the data set -> score."""
         ...
 
     def items(self, outputs: np.ndarray) -> np.ndarray | None:
-        """Scores of single texts, float64 [texts], whose mean is the score; None if it is no mean."""
+        """Return the scores of single texts, float64 [texts]; None if the score is not a mean over texts."""
         ...
 
 
-def labels_read(engine: PrefillEngine) -> LabelTokens | None:
-    """The engine's labels if they have several tokens, so that an output alone does not decide among them."""
+def multi_token_labels(engine: PrefillEngine) -> LabelTokens | None:
+    """Return the engine's labels if they have several tokens, so that an output does not decide by itself."""
     return None if engine.labels else engine.label_tokens
 
 
-def recordable(task: Task) -> Sequences:
-    """The task's texts as a database would record them: in their template, with no label behind."""
+def recordable_sequences(task: Task) -> Sequences:
+    """Return one sequence per text as a database would record it: in the template, without a label."""
     if task.labels is None:
         return task.sequences
-    readings = task.labels.prompt.readings
-    behind = len(readings[0].continuation)
-    return [ids[: len(ids) - behind] for ids in task.sequences[:: len(readings)]]
+    sequence_plans = task.labels.prompt.sequence_plans
+    label_tokens = len(sequence_plans[0].continuation)
+    return [ids[: len(ids) - label_tokens] for ids in task.sequences[:: len(sequence_plans)]]
 
 
 @dataclass(frozen=True)
 class RatedPairs:
-    """Pairs of texts and how alike people found them."""
+    """Pairs of texts, and people's ratings of their similarity."""
 
     left: Sequences
     right: Sequences
@@ -73,7 +75,7 @@ class RatedPairs:
 
 
 class SimilarityTask:
-    """Semantic textual similarity: Spearman's correlation of cosine and rating over a whole set."""
+    """Semantic textual similarity: the Spearman correlation of cosines and ratings over a data set."""
 
     metric = "Spearman"
     labels: LabelTokens | None = None
@@ -85,7 +87,7 @@ class SimilarityTask:
         ]
 
     def scores(self, outputs: np.ndarray) -> dict[str, float]:
-        """See Task."""
+        """See Task.scores."""
         scores, first = {}, 0
         for name, pairs in self._sets.items():
             count = len(pairs.ratings)
@@ -94,23 +96,26 @@ class SimilarityTask:
             first += 2 * count
         return scores
 
-    def items(self, outputs: np.ndarray) -> None:  # noqa: ARG002 - a correlation is no mean
-        """See Task."""
+    def items(self, outputs: np.ndarray) -> None:  # noqa: ARG002 - a correlation is not a mean over texts
+        """See Task.items."""
         return None
 
 
 class ClassificationTask:
-    """Accuracy of an engine's classes: those of its model, of its classifier, or labels of several tokens."""
+    """Accuracy of an engine's classes: classes of its model or classifier, or labels of several tokens."""
 
     metric = "accuracy"
 
     def __init__(self, name: str, engine: PrefillEngine, sequences: Sequences, labels: Sequence[str]) -> None:
-        """Raises InvalidInput for a label that is none of the engine's classes."""
+        """Make the task from sequences and their true labels, for a data set with this name.
+
+        Raises InvalidInput if a label is not a class of the engine.
+        """
         self.sequences = sequences
-        self.labels = labels_read(engine)
+        self.labels = multi_token_labels(engine)
         self._name, self._engine = name, engine
         known = self.labels.labels if self.labels else engine.labels or ()
-        column = {label: place for place, label in enumerate(known)}
+        column = {label: index for index, label in enumerate(known)}
         unknown = sorted(set(labels) - set(column))
         if unknown:
             raise InvalidInput(
@@ -120,30 +125,32 @@ class ClassificationTask:
         self._truth = np.array([column[label] for label in labels])
 
     def scores(self, outputs: np.ndarray) -> dict[str, float]:
-        """See Task."""
+        """See Task.scores."""
         return {self._name: float(self.items(outputs).mean())}
 
     def items(self, outputs: np.ndarray) -> np.ndarray:
-        """See Task."""
+        """See Task.items."""
         logits = outputs if self.labels else self._engine.class_logits(outputs)
         require_finite(np.isfinite(logits), "data")
         return np.equal(logits.argmax(axis=1), self._truth).astype(np.float64)
 
 
 class AgreementTask:
-    """Likeness to the full model on texts without labels: the same decision, or without classes cosine."""
+    """Agreement with the full model on texts without labels: of decisions or, without classes, by cosine."""
 
     labels: LabelTokens | None = None
 
-    def __init__(self, name: str, judge: Judge, sequences: Sequences, full_outputs: np.ndarray) -> None:
+    def __init__(
+        self, name: str, comparator: OutputComparator, sequences: Sequences, full_outputs: np.ndarray
+    ) -> None:
         self.sequences = sequences
-        self.metric = str(judge.measure)
-        self._name, self._judge, self._full = name, judge, full_outputs
+        self.metric = str(comparator.measure)
+        self._name, self._comparator, self._full = name, comparator, full_outputs
 
     def scores(self, outputs: np.ndarray) -> dict[str, float]:
-        """See Task."""
+        """See Task.scores."""
         return {self._name: float(self.items(outputs).mean())}
 
     def items(self, outputs: np.ndarray) -> np.ndarray:
-        """See Task."""
-        return self._judge.fidelity(outputs, self._full)
+        """See Task.items."""
+        return self._comparator.fidelity(outputs, self._full)

@@ -1,4 +1,4 @@
-"""BERT and MiniLM; RoBERTa and XLM-RoBERTa, of the same layers."""
+"""BERT and MiniLM, and RoBERTa and XLM-RoBERTa, which have the same layers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
 
 
 def bert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
-    """A BERT checkpoint, for embeddings (pooled) or with its sequence-classification head."""
+    """Pack a BERT checkpoint, for pooled embeddings or with its sequence-classification head."""
     base = model.base_model
     return _of_bert_layers(base, heads, pool, pooled_head(base.pooler, getattr(model, "classifier", None)))
 
 
 def roberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
-    """A RoBERTa or XLM-RoBERTa checkpoint, for embeddings or with its sequence-classification head."""
+    """Pack a RoBERTa or XLM-RoBERTa checkpoint, for pooled embeddings or with its classification head."""
     return _of_bert_layers(model.base_model, heads, pool, dense_head(getattr(model, "classifier", None)))
 
 

@@ -1,28 +1,29 @@
-"""What the families' layers share."""
+"""Parts that all families share: the attention of a layer, its output projection, and the list of layers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from attncache_core.memory import release_mapped_weights
 from attncache_core.models import attention
-from attncache_core.models.attention import Pattern
+from attncache_core.models.attention import AttentionMask
 from attncache_core.models.layer import AttentionLayer, Dropped, Embed, FeedForward, LayerHeads, Projection
 from attncache_core.models.linear import Linear, packed_linear
-from attncache_core.models.projections import head_rows
+from attncache_core.models.projections import Projections, head_rows
+from attncache_core.runtime.memory import release_mapped_weights
 
 Input = TypeVar("Input")
 
 
 class QueryKeyValue(Protocol):
-    """Makes Q, K and V of a layer; see AttentionLayer for the two blocks."""
+    """The projections of a layer to Q, K and V."""
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
         """See AttentionLayer."""
@@ -33,31 +34,44 @@ class QueryKeyValue(Protocol):
         ...
 
 
-# Q, K [n, L, h, d] of the layer's heads in the slice, in its order -> scores [n, h, L, L] that may be written
-# to, in attention.product_dtype.
+# Q and K [n, L, h, d], and the slice of the layer's heads that they belong to, in the layer's order -> scores
+# [n, h, L, L] in attention.product_dtype. The caller may overwrite the scores.
 Scores = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 
 
-class PlainAttention(ABC):
-    """A layer but for its norms: attention within a pattern, of scores scale Q Kᵀ or what `scores` makes."""
+class BaseAttentionLayer(ABC):
+    """A layer without its norms, which a subclass adds. See AttentionLayer for the methods."""
 
     def __init__(
         self,
         projections: QueryKeyValue,
-        pattern: Pattern,
+        attention_mask: AttentionMask,
         heads: LayerHeads,
         feed_forward: FeedForward,
         scores: Scores | None = None,
     ) -> None:
+        """scores: makes the scores before the softmax; None for scale Q Kᵀ."""
         self.heads, self.reused_heads = len(heads.order), heads.reused
-        self.pattern = pattern
+        self.attention_mask = attention_mask
         self.feed_forward = feed_forward
         self._projections = projections
         self._scores = scores
 
+    def with_reused(self, reused: int) -> Self:
+        """Return the same layer with the first `reused` heads reused; see Projections.with_reused.
+
+        Raises NotImplementedError if the layer's projections cannot be divided again.
+        """
+        if not isinstance(self._projections, Projections):
+            raise NotImplementedError
+        layer = copy(self)
+        layer.reused_heads = reused
+        layer._projections = self._projections.with_reused(reused)
+        return layer
+
     @property
     def scores_are_products(self) -> bool:
-        """Whether scores are scale Q Kᵀ, as the kernel computes them."""
+        """Whether the scores are scale Q Kᵀ, which the compiled kernel can compute."""
         return self._scores is None
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
@@ -71,8 +85,8 @@ class PlainAttention(ABC):
     def attention_maps(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
         """See AttentionLayer."""
         if self._scores is None:
-            return attention.attention_maps(query, key, self.pattern)
-        return attention.maps_from_scores(self._scores(query, key, heads), self.pattern)
+            return attention.attention_maps(query, key, self.attention_mask)
+        return attention.maps_from_scores(self._scores(query, key, heads), self.attention_mask)
 
     def attend(
         self,
@@ -85,7 +99,7 @@ class PlainAttention(ABC):
     ) -> None:
         """See AttentionLayer."""
         if self._scores is None:
-            attention.attend(query, key, value, offsets, self.pattern, context)
+            attention.attend(query, key, value, offsets, self.attention_mask, context)
             return
         maps_of = partial(self.attention_maps, heads=heads)
         attention.attend_by_maps(maps_of, query, key, value, offsets, context)
@@ -100,7 +114,7 @@ class PlainAttention(ABC):
 
 
 def output_linear(module: nn.Linear, heads: LayerHeads) -> Linear:
-    """The projection of a layer's context, its columns in the order of the heads."""
+    """Pack the output projection of a layer, its columns in the order of the layer's heads."""
     rows = head_rows(heads.order, module.in_features // len(heads.order))
     return packed_linear(module.weight.detach()[:, rows], module.bias)
 
@@ -112,27 +126,32 @@ def build_layers(
     feed_forward: Callable[[Any], FeedForward],
     build: Callable[[Any, int, LayerHeads, FeedForward], AttentionLayer],
 ) -> tuple[Embed, list[AttentionLayer]]:
-    """`embed` and the layers that attend, each followed by the feed-forward halves of those that don't.
+    """Pack the layers and leave out what is dropped. Return `embed` and the layers that attend.
 
-    feed_forward(module) makes a layer's second half; build(module, number, heads, second half) makes a layer.
-    The modules' own weights are let go one by one.
+    layers: for each module its heads, or what is dropped of it. feed_forward: packs the second half of a
+    module. build: makes a layer from the module, its number, its heads and its second half.
+
+    The feed-forward half of a layer whose attention is dropped becomes the end of the layer before it, or of
+    `embed` if there is no layer before it. Removes each module from `modules` as the module is packed, so
+    that its original weights are freed.
     """
     built: list[AttentionLayer] = []
     for number, own in enumerate(layers):
-        # What the layer before read from the weights' file is packed by now.
+        # The previous layer is packed by now, so the pages of its weight file are no longer needed.
         release_mapped_weights()
         module = modules.pop(0)
         if own is Dropped.BLOCK:
             continue
-        half = feed_forward(module)
+        second_half = feed_forward(module)
         if isinstance(own, LayerHeads):
-            built.append(build(module, number, own, half))
+            built.append(build(module, number, own, second_half))
         elif built:
-            built[-1].feed_forward = _followed(built[-1].feed_forward, half)
+            built[-1].feed_forward = _chain(built[-1].feed_forward, second_half)
         else:
-            embed = _followed(embed, half)
+            embed = _chain(embed, second_half)
     return embed, built
 
 
-def _followed(first: Callable[[Input], torch.Tensor], second: FeedForward) -> Callable[[Input], torch.Tensor]:
+def _chain(first: Callable[[Input], torch.Tensor], second: FeedForward) -> Callable[[Input], torch.Tensor]:
+    """Return the function x -> second(first(x))."""
     return lambda x: second(first(x))

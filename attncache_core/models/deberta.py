@@ -2,8 +2,9 @@
 
     scores[p, q] = scale (Q[p] · K[q]  +  Q[p] · K'[δ(p - q)]  +  K[q] · Q'[δ(p - q)])
 
-K' and Q' are projections of the embeddings of relative positions, the same for every text, and made once. δ
-gives each distance a row; where there are buckets, far distances share one, the more of them the farther.
+K' and Q' are projections of the embeddings of relative positions. They are the same for every text, so they
+are computed once, when the model is loaded. δ maps each distance to a row of these embeddings. If the model
+has buckets, far distances share a row, and the buckets grow with the distance.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
 
 
 def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
-    """A DeBERTa-v2 or v3 checkpoint, for embeddings (pooled) or with its sequence-classification head.
+    """Pack a DeBERTa-v2 or v3 checkpoint, for pooled embeddings or with its sequence-classification head.
 
-    Raises UnsupportedModel for one with a convolution.
+    Raises UnsupportedModel if the checkpoint has a convolution.
     """
     base = model.base_model
     if base.encoder.conv is not None:
@@ -47,14 +48,17 @@ def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> Pa
 
 
 class RelativePositions(NamedTuple):
-    """What a model knows of distances between tokens."""
+    """A model's embeddings of the distances between tokens."""
 
     embeddings: torch.Tensor  # [rows, hidden]
     rows: torch.Tensor  # int64 [2 positions - 1]: δ of each distance from 1 - positions to positions - 1
 
 
 def relative_positions(encoder: Any, positions: int) -> RelativePositions | None:
-    """Of the distances in texts of up to so many tokens; None if only contents meet in this model."""
+    """Return the embeddings of the distances in texts of up to `positions` tokens.
+
+    Returns None if the model has no relative positions.
+    """
     if not encoder.relative_attention:
         return None
     embeddings = encoder.get_rel_embedding()
@@ -68,11 +72,11 @@ def relative_positions(encoder: Any, positions: int) -> RelativePositions | None
 
 
 class DisentangledScores:
-    """The scores of one layer, with the terms that the checkpoint has."""
+    """The scores of one layer, with those of the three terms that the checkpoint has."""
 
     def __init__(self, module: Any, heads: LayerHeads, relative: RelativePositions | None) -> None:
         kinds = module.pos_att_type
-        # The checkpoint counts the kinds even where it has no relative positions.
+        # The scale counts the kinds of terms even if the checkpoint has no relative positions.
         self._scale = (module.attention_head_size * (1 + ("c2p" in kinds) + ("p2c" in kinds))) ** -0.5
         self._keys = self._queries = None
         if relative is None:
@@ -80,7 +84,7 @@ class DisentangledScores:
         self._rows, embeddings = relative.rows, relative.embeddings
 
         def projected(linear: nn.Module) -> torch.Tensor:
-            """[heads in the layer's order, rows, d], times the scale."""
+            """Return the projected embeddings, scaled: [heads in the layer's order, rows, d]."""
             by_head = linear(embeddings).unflatten(1, (len(heads.order), -1)).transpose(0, 1)
             return by_head[list(heads.order)] * self._scale
 
@@ -93,7 +97,7 @@ class DisentangledScores:
         """See blocks.Scores."""
         scores = attention_scores(query, key, self._scale)
         if self._keys is not None:
-            # From p to q: the distance that has the row is the negative one.
+            # The row belongs to p - q, and by_distance counts q - p, so the order is reversed.
             rows = self._rows_within(query.shape[1]).flip(0)
             scores += by_distance(query, self._keys[heads, rows], scores.dtype)
         if self._queries is not None:
@@ -102,13 +106,13 @@ class DisentangledScores:
         return scores
 
     def _rows_within(self, length: int) -> torch.Tensor:
-        """The rows of the distances from 1 - length to length - 1."""
+        """Return the rows of the distances from 1 - length to length - 1."""
         longest = (len(self._rows) + 1) // 2
         return self._rows[longest - length : longest + length - 1]
 
 
 def by_distance(x: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x[p] · table[q - p + L - 1] for tokens p and q: [n, h, L, L] in `dtype`, not contiguous.
+    """Return x[p] · table[q - p + L - 1] for all tokens p and q: [n, h, L, L] in `dtype`, not contiguous.
 
     x: [n, L, h, d]; table: [h, 2 L - 1, d], for the distances from 1 - L to L - 1.
     """
@@ -116,7 +120,7 @@ def by_distance(x: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> tor
     distances = 2 * length - 1
     by_head = x.to(dtype).permute(2, 0, 1, 3).flatten(1, 2)  # [h, n L, d]
     products = by_head @ table.to(dtype).transpose(1, 2)  # [h, n L, distances]
-    # Row p begins L - 1 - p distances in: one step less from row to row than there are distances.
+    # Row p begins at distance index L - 1 - p, so the stride between rows is one less than a row's length.
     strides = (length * distances, count * length * distances, distances - 1, 1)
     return products.as_strided((count, heads, length, length), strides, length - 1)
 

@@ -1,8 +1,8 @@
-"""Decoders of Llama's kind: norms before each half, rotary positions, causal attention, grouped queries.
+"""Decoders like Llama: norms before each half, rotary positions, causal attention, grouped queries.
 
-Llama, Mistral, Qwen2, Qwen3 and Gemma differ in what their modules carry: biases, a norm of each head's Q and
-K, a sliding window in some or all layers, norms after each half, a block of experts instead of one
-feed-forward network. Each is used where it is there.
+Llama, Mistral, Qwen2, Qwen3 and Gemma differ in the optional parts of their modules: biases, a norm of each
+head's Q and K, a sliding window in some or all layers, norms after each half, and a block of experts instead
+of one feed-forward network. A layer uses the parts that its module has.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from attncache_core.checkpoints.hugging_face import declared
 from attncache_core.errors import UnsupportedModel
-from attncache_core.loading import declared
+from attncache_core.heads.language import language_head
 from attncache_core.models import attention
-from attncache_core.models.attention import Pattern
-from attncache_core.models.blocks import PlainAttention, QueryKeyValue, Scores, build_layers, output_linear
+from attncache_core.models.attention import AttentionMask
+from attncache_core.models.blocks import (
+    BaseAttentionLayer,
+    QueryKeyValue,
+    Scores,
+    build_layers,
+    output_linear,
+)
 from attncache_core.models.experts import pack_networks
-from attncache_core.models.language import language_head
 from attncache_core.models.layer import (
     AttentionLayer,
     Dropped,
@@ -29,27 +35,28 @@ from attncache_core.models.layer import (
     PackedModel,
     Pool,
 )
-from attncache_core.models.projections import Projections, Rows
-from attncache_core.models.rotary import RotaryOfLayers
-from attncache_core.tokens import TokenBatch
+from attncache_core.models.projections import LinearWeights, Projections
+from attncache_core.models.rotary import LayerRotary
+from attncache_core.text.token_batch import TokenBatch
 
 
-class DecoderLayer(PlainAttention):
-    """One decoder layer around any way of making Q, K and V."""
+class DecoderLayer(BaseAttentionLayer):
+    """One decoder layer, with any kind of projections to Q, K and V."""
 
     def __init__(
         self,
         module: Any,
         projections: QueryKeyValue,
-        pattern: Pattern,
+        attention_mask: AttentionMask,
         heads: LayerHeads,
         feed_forward: FeedForward,
         scores: Scores | None = None,
     ) -> None:
-        super().__init__(projections, pattern, heads, feed_forward, scores)
+        super().__init__(projections, attention_mask, heads, feed_forward, scores)
         self._input_norm: nn.Module = module.input_layernorm
         self._output = output_linear(module.self_attn.o_proj, heads)
-        # With norms on both sides of the feed-forward half, the one "after attention" is of its output.
+        # If the feed-forward half has a norm before it, "post_attention_layernorm" is a norm of attention's
+        # output. Otherwise it is the norm before the feed-forward half.
         between = getattr(module, "pre_feedforward_layernorm", None)
         self._output_norm: nn.Module | None = module.post_attention_layernorm if between else None
 
@@ -65,7 +72,7 @@ class DecoderLayer(PlainAttention):
 
 
 class _FeedForward:
-    """The second half of a layer: its norm, the network, a norm of what comes out if there is one."""
+    """The second half of a layer: norm, feed-forward network, optional output norm, residual."""
 
     def __init__(self, module: Any, config: Any) -> None:
         self._network = feed_forward(module.mlp, config)
@@ -80,47 +87,49 @@ class _FeedForward:
 
 
 def feed_forward(module: nn.Module, config: Any) -> FeedForward:
-    """A feed-forward network, or a block of experts, with all that is gate, up and down in it packed."""
-    # A checkpoint may carry both names.
+    """Pack a feed-forward network or a block of experts. Return a function on [tokens, hidden]."""
+    # A checkpoint may have both names.
     name = declared(config, "hidden_activation") or config.hidden_act
     network = pack_networks(module, name)
-    # transformers' blocks of experts take a batch.
+    # The expert blocks of transformers expect a batch axis.
     return lambda x: network(x[None])[0]
 
 
 def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
-    """A decoder's checkpoint: hidden states pooled, or the class scores of the last token."""
+    """Pack a decoder checkpoint, for pooled embeddings or with its sequence-classification head."""
     base = getattr(model, "model", model)
     config = base.config
-    rotary = RotaryOfLayers(base.rotary_emb, config)
+    rotary = LayerRotary(base.rotary_emb, config)
 
-    def build(module: Any, number: int, own: LayerHeads, half: FeedForward) -> DecoderLayer:
+    def build(module: Any, number: int, own: LayerHeads, second_half: FeedForward) -> DecoderLayer:
         attend = module.self_attn
-        pattern = attention_pattern(config, number, attend.scaling)
-        query, key, value = (Rows.of(part) for part in (attend.q_proj, attend.k_proj, attend.v_proj))
+        attention_mask = layer_attention_mask(config, number, attend.scaling)
+        query, key, value = (
+            LinearWeights.from_module(part) for part in (attend.q_proj, attend.k_proj, attend.v_proj)
+        )
         projections = Projections(
             query,
             key,
             value,
             own,
             key_heads=config.num_key_value_heads,
-            place_query=rotary.place(number, getattr(attend, "q_norm", None)),
-            place_key=rotary.place(number, getattr(attend, "k_norm", None)),
+            transform_query=rotary.transform(number, getattr(attend, "q_norm", None)),
+            transform_key=rotary.transform(number, getattr(attend, "k_norm", None)),
         )
         cap = getattr(attend, "attn_logit_softcapping", None)
-        scores = capped_scores(pattern.scale, cap) if cap else None
-        return DecoderLayer(module, projections, pattern, own, half, scores)
+        scores = capped_scores(attention_mask.scale, cap) if cap else None
+        return DecoderLayer(module, projections, attention_mask, own, second_half, scores)
 
-    return assembled(model, heads, build, pool)
+    return assemble_decoder(model, heads, build, pool)
 
 
-def assembled(
+def assemble_decoder(
     model: Any,
     heads: Sequence[LayerHeads | Dropped],
     build: Callable[[Any, int, LayerHeads, FeedForward], AttentionLayer],
     pool: Pool,
 ) -> PackedModel:
-    """A decoder of the layers that `build` makes, with the embeddings, last norm and head of `model`."""
+    """Pack a decoder from the layers that `build` makes and the embeddings, last norm and head of `model`."""
     base = getattr(model, "model", model)
     embed_tokens: nn.Module = base.embed_tokens
     embed, layers = build_layers(
@@ -140,7 +149,7 @@ def assembled(
 
 
 class _Outputs:
-    """The last norm, then pooled embeddings, or the class scores of the last token."""
+    """The outputs of a decoder: the last norm, then pooled embeddings or the logits of the last token."""
 
     def __init__(self, norm: nn.Module, score: nn.Module | None, pool: Pool) -> None:
         self._norm, self._score, self._pool = norm, score, pool
@@ -153,7 +162,7 @@ class _Outputs:
 
 
 def capped_scores(scale: float, cap: float) -> Scores:
-    """Scores that are capped, c tanh(score / c), as Gemma 2 does."""
+    """Return a function for capped scores, c tanh(score / c), as Gemma 2 has."""
 
     def scores(query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:  # noqa: ARG001
         return (attention.attention_scores(query, key, scale) / cap).tanh() * cap
@@ -161,11 +170,11 @@ def capped_scores(scale: float, cap: float) -> Scores:
     return scores
 
 
-def attention_pattern(config: Any, number: int, scale: float) -> Pattern:
-    """What tokens of layer `number` attend to: all before them, or a window; both sides if config says so.
+def layer_attention_mask(config: Any, number: int, scale: float) -> AttentionMask:
+    """Return the attention mask of layer `number`: causal or bidirectional, with a sliding window or without.
 
-    Raises UnsupportedModel for a window without a token, and for a flag that transformers itself reads in two
-    ways.
+    Raises UnsupportedModel if the window is empty, and if config.json has use_bidirectional_attention for a
+    family in which transformers interprets the flag in two ways.
     """
     types = getattr(config, "layer_types", None)
     window: int | None = declared(config, "sliding_window")
@@ -173,10 +182,10 @@ def attention_pattern(config: Any, number: int, scale: float) -> Pattern:
         window = None
     if window is not None and window < 1:
         raise UnsupportedModel(
-            f"sliding_window {window} in config.json: it must be 1 at least", field="model"
+            f"sliding_window in config.json is {window}, and must be at least 1", field="model"
         )
-    # Of a window of w tokens a token sees itself and w - 1 others; only where a decoder of another kind is
-    # told to look both ways, w others on each side.
+    # In a window of w tokens, a token attends to itself and w - 1 others. The exception is is_causal = False
+    # below: there transformers uses w others on each side.
     last = None if window is None else window - 1
     if getattr(config, "use_bidirectional_attention", False):
         if config.model_type != "gemma3_text":
@@ -185,7 +194,7 @@ def attention_pattern(config: Any, number: int, scale: float) -> Pattern:
                 "transformers depends on how attention is computed",
                 field="model",
             )
-        return Pattern(scale, before=last, after=last)
+        return AttentionMask(scale, before=last, after=last)
     if not getattr(config, "is_causal", True):
-        return Pattern(scale, before=window, after=window)
-    return Pattern(scale, before=last, after=0)
+        return AttentionMask(scale, before=window, after=window)
+    return AttentionMask(scale, before=last, after=0)

@@ -1,13 +1,13 @@
 """DeepSeek-V2 and V3: multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-K and V of all heads come from one short vector of a token, its latent c. Beside it each token has one small
-key that is turned by its position and shared by all heads:
+K and V of all heads are projected from one short vector per token, its latent c. Each token also has one
+small key that is rotated by position and shared by all heads:
 
     c   = norm(W_DKV x)                     q_h = [rotate(W_QR,h y), W_QC,h y]
     v_h = W_UV,h c                          k_h = [rotate(W_KR x), W_UK,h c]
 
-with y = x, or norm(W_DQ x) where queries have a latent too. V needs c of every token. A hit skips W_QR, W_QC
-and W_UK of its reused heads; if these are all heads of the layer, W_DQ and W_KR as well.
+with y = x, or y = norm(W_DQ x) if queries have a latent too. V needs the latent c of every token. A hit skips
+W_QR, W_QC and W_UK of its reused heads. If all heads of the layer are reused, a hit also skips W_DQ and W_KR.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from attncache_core.loading import declared
-from attncache_core.models.decoder import DecoderLayer, assembled, attention_pattern
+from attncache_core.checkpoints.hugging_face import declared
+from attncache_core.models.decoder import DecoderLayer, assemble_decoder, layer_attention_mask
 from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel, Pool, Projection
 from attncache_core.models.linear import Linear, packed_linear
-from attncache_core.models.projections import Place, Rows, joined
-from attncache_core.models.rotary import RotaryOfLayers
+from attncache_core.models.projections import LinearWeights, QueryKeyTransform, joined_linear
+from attncache_core.models.rotary import LayerRotary
 
 
 class LatentProjections:
-    """Q, K and V of one layer. The latents of misses are computed again with the reused heads."""
+    """The projections of one layer to Q, K and V. For misses, the reused heads need the latents again."""
 
-    def __init__(self, module: Any, heads: LayerHeads, rotate: Place, turning: torch.Tensor) -> None:
-        """turning: int64 [r], the numbers that turn, in the order in which `rotate` takes them."""
-        down, rank = Rows.of(module.kv_a_proj_with_mqa), module.kv_lora_rank
-        self._latent = packed_linear(*down.at(torch.arange(rank)))
+    def __init__(
+        self, module: Any, heads: LayerHeads, rotate: QueryKeyTransform, rotary_dims: torch.Tensor
+    ) -> None:
+        """rotary_dims: int64 [r], the order in which `rotate` expects the rotary dimensions."""
+        down, rank = LinearWeights.from_module(module.kv_a_proj_with_mqa), module.kv_lora_rank
+        self._latent = packed_linear(*down.select_rows(torch.arange(rank)))
         self._norm: nn.Module = module.kv_a_layernorm
-        source = _QuerySource(module, down.at(rank + turning))
-        self._always = _Heads(module, source, heads.order, heads.computed, rotate, turning)
+        source = _QuerySource(module, down.select_rows(rank + rotary_dims))
+        self._always = _Heads(module, source, heads.order, heads.computed, rotate, rotary_dims)
         reused = heads.order[: heads.reused]
-        self._misses = _Heads(module, source, [], reused, rotate, turning) if reused else None
+        self._misses = _Heads(module, source, [], reused, rotate, rotary_dims) if reused else None
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
         """See AttentionLayer."""
@@ -51,89 +53,102 @@ class LatentProjections:
 
 
 class _QuerySource:
-    """The shared key, and what queries are made of: x itself, or a latent, then held once for all heads."""
+    """The shared key and the input of the query projections: x itself, or a latent of x.
 
-    def __init__(self, module: Any, shared_key: Rows) -> None:
-        self._key_rows = shared_key
+    The weights of the latent are packed once for all heads.
+    """
+
+    def __init__(self, module: Any, shared_key: LinearWeights) -> None:
+        self._shared_key = shared_key
         self._norm: nn.Module | None = module.q_a_layernorm
         self._down: Linear | None = None
         if self._norm is not None:
-            self._down = joined([shared_key, Rows.of(module.q_a_proj)])
+            self._down = joined_linear([shared_key, LinearWeights.from_module(module.q_a_proj)])
 
-    def reader(self, query: Rows) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
-        """A function x [tokens, hidden] -> (the shared key before it is turned, what `query` makes)."""
-        width = [len(self._key_rows.weight)]
+    def projection(self, query: LinearWeights) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
+        """Return a function x [tokens, hidden] -> (shared key before its rotation, product with `query`)."""
+        width = [len(self._shared_key.weight)]
         if self._down is None:
-            both = joined([self._key_rows, query])
+            both = joined_linear([self._shared_key, query])
             return lambda x: both(x).tensor_split(width, dim=1)
         down, norm, up = self._down, self._norm, packed_linear(*query)
         assert norm is not None
 
-        def read(x: torch.Tensor) -> Sequence[torch.Tensor]:
+        def project(x: torch.Tensor) -> Sequence[torch.Tensor]:
             key, latent = down(x).tensor_split(width, dim=1)
             return key, up(norm(latent))
 
-        return read
+        return project
 
 
 class _Heads:
-    """V of some heads, Q and K of some heads, from x and its latent."""
+    """V of some heads, and Q and K of some heads, from x and its latent."""
 
     def __init__(
         self,
         module: Any,
         source: _QuerySource,
-        valued: Sequence[int],
-        chosen: Sequence[int],
-        rotate: Place,
-        turning: torch.Tensor,
+        value_heads: Sequence[int],
+        query_heads: Sequence[int],
+        rotate: QueryKeyTransform,
+        rotary_dims: torch.Tensor,
     ) -> None:
-        heads, plain = module.num_heads, torch.arange(module.qk_nope_head_dim)
-        self._heads, self._plain, self._turned = len(chosen), len(plain), len(turning)
+        heads, plain_dims = module.num_heads, torch.arange(module.qk_nope_head_dim)
+        self._head_count = len(query_heads)
+        self._plain_width, self._rotary_width = len(plain_dims), len(rotary_dims)
         self._rotate = rotate
-        up = Rows.of(module.kv_b_proj)
-        values = len(plain) + torch.arange(module.v_head_dim)
-        self._values = (len(valued), module.v_head_dim)
-        self._up = joined([up.heads(valued, heads, values), up.heads(chosen, heads, plain)])
-        # What turns stands first in a head: there `rotate` looks for it.
-        numbers = torch.cat([len(plain) + turning, plain])
-        query = Rows.of(module.q_proj if module.q_b_proj is None else module.q_b_proj)
-        self._read = source.reader(query.heads(chosen, heads, numbers)) if chosen else None
+        up = LinearWeights.from_module(module.kv_b_proj)
+        value_dims = len(plain_dims) + torch.arange(module.v_head_dim)
+        self._value_shape = (len(value_heads), module.v_head_dim)
+        self._up = joined_linear(
+            [
+                up.select_heads(value_heads, heads, value_dims),
+                up.select_heads(query_heads, heads, plain_dims),
+            ]
+        )
+        # `rotate` turns the first dimensions of a head, so the rotary dimensions come first.
+        dims = torch.cat([len(plain_dims) + rotary_dims, plain_dims])
+        query = LinearWeights.from_module(module.q_proj if module.q_b_proj is None else module.q_b_proj)
+        self._project = (
+            source.projection(query.select_heads(query_heads, heads, dims)) if query_heads else None
+        )
 
     def __call__(self, x: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor) -> Projection:
-        count, width = self._values
-        value, plain = self._up(latent).tensor_split([count * width], dim=1)
-        value = value.unflatten(1, self._values)
-        if self._read is None:
-            none = x.new_empty(len(x), 0, self._turned + self._plain)
+        count, width = self._value_shape
+        value, plain_key = self._up(latent).tensor_split([count * width], dim=1)
+        value = value.unflatten(1, self._value_shape)
+        if self._project is None:
+            none = x.new_empty(len(x), 0, self._rotary_width + self._plain_width)
             return Projection(value, none, none)
-        shared, query = self._read(x)
-        query = self._rotate(query.unflatten(1, (self._heads, -1)), positions)
-        turned = self._rotate(shared[:, None], positions).expand(-1, self._heads, -1)
-        return Projection(value, query, torch.cat([turned, plain.unflatten(1, (self._heads, -1))], dim=-1))
+        shared_key, query = self._project(x)
+        query = self._rotate(query.unflatten(1, (self._head_count, -1)), positions)
+        rotary_key = self._rotate(shared_key[:, None], positions).expand(-1, self._head_count, -1)
+        plain_key = plain_key.unflatten(1, (self._head_count, -1))
+        return Projection(value, query, torch.cat([rotary_key, plain_key], dim=-1))
 
 
 def deepseek(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
-    """A DeepSeek-V2 or V3 checkpoint, as decoder.decoder."""
+    """Pack a DeepSeek-V2 or V3 checkpoint; see decoder.decoder."""
     base = getattr(model, "model", model)
     config = base.config
-    rotary = RotaryOfLayers(_angles(base.rotary_emb), config)
-    turning = torch.arange(config.qk_rope_head_dim)
+    rotary = LayerRotary(_real_angles(base.rotary_emb), config)
+    rotary_dims = torch.arange(config.qk_rope_head_dim)
     if declared(config, "rope_interleave") is not False:
-        # Neighbours turn together: the first of each pair, then the second ones. V2 has no other way.
-        turning = torch.cat([turning[0::2], turning[1::2]])
+        # In this layout adjacent dimensions form a pair, and V2 has no other layout. `rotate` pairs
+        # dimension i with i + r/2, so the first of each pair come before the second of each pair.
+        rotary_dims = torch.cat([rotary_dims[0::2], rotary_dims[1::2]])
 
-    def build(module: Any, number: int, own: LayerHeads, half: FeedForward) -> DecoderLayer:
+    def build(module: Any, number: int, own: LayerHeads, second_half: FeedForward) -> DecoderLayer:
         attend = module.self_attn
-        projections = LatentProjections(attend, own, rotary.place(number), turning)
-        pattern = attention_pattern(config, number, attend.scaling)
-        return DecoderLayer(module, projections, pattern, own, half)
+        projections = LatentProjections(attend, own, rotary.transform(number), rotary_dims)
+        attention_mask = layer_attention_mask(config, number, attend.scaling)
+        return DecoderLayer(module, projections, attention_mask, own, second_half)
 
-    return assembled(model, heads, build, pool)
+    return assemble_decoder(model, heads, build, pool)
 
 
-def _angles(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """cos and sin of a rotary module that may give them as the parts of complex numbers."""
+def _real_angles(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return cos and sin of a rotary module that may return complex numbers instead."""
 
     def angles(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = module(x, positions)

@@ -1,9 +1,10 @@
-"""DeepSeek-MoE (arXiv 2401.06066), which transformers does not have: Llama with blocks of experts.
+"""DeepSeek-MoE (arXiv 2401.06066): Llama with blocks of experts. transformers does not include this family.
 
     block(x) = shared(x) + Σ_i g_i expert_i(x)      g: the largest k of softmax(W x), 0 for the other experts
 
-The modules here hold a checkpoint's weights under its own names. transformers' Auto classes are told of them:
-so such a checkpoint is loaded as any other, and code that it brings along has no part in it.
+The modules here have the names of a checkpoint's weights and are registered with the Auto classes of
+transformers. A checkpoint of this family is then loaded like any other, and the Python code in its folder is
+never run.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from transformers import (
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2MLP
 
 from attncache_core.errors import UnsupportedModel
-from attncache_core.models.experts import routed
+from attncache_core.models.experts import run_experts
 
 
 @strict
 class DeepseekConfig(LlamaConfig):
-    """config.json of the family; what it does not name is as in the first checkpoints' own code."""
+    """The config.json of the family, with the defaults of the code published with the first checkpoints."""
 
     model_type = "deepseek"
 
@@ -50,16 +51,16 @@ class DeepseekConfig(LlamaConfig):
     scoring_func: str = "softmax"
 
     def has_experts(self, number: int) -> bool:
-        """Whether layer `number` has a block of experts, and not one feed-forward network."""
+        """Return whether layer `number` has a block of experts instead of one feed-forward network."""
         late = number >= self.first_k_dense_replace and number % self.moe_layer_freq == 0
         return bool(self.n_routed_experts) and late
 
 
 class DeepseekRouter(nn.Module):
-    """Chooses each token's experts."""
+    """The router: chooses the experts of each token."""
 
     def __init__(self, config: DeepseekConfig) -> None:
-        """Raises UnsupportedModel for scores of another kind, and for a choice that cannot be made."""
+        """Raises UnsupportedModel if scores are not a softmax, or num_experts_per_tok is out of range."""
         super().__init__()
         if config.scoring_func != "softmax":
             raise UnsupportedModel(
@@ -79,7 +80,7 @@ class DeepseekRouter(nn.Module):
         self._normalizes = config.norm_topk_prob and chosen > 1
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: [tokens, hidden] -> of the chosen experts weights, float32, and numbers, int64, [tokens, k]."""
+        """x: [tokens, hidden] -> the chosen experts' (weights, float32; indices, int64), each [tokens, k]."""
         scores = functional.linear(x.float(), self.weight.float()).softmax(dim=-1)
         weights, experts = scores.topk(self._chosen, dim=-1)
         if self._normalizes:
@@ -88,7 +89,7 @@ class DeepseekRouter(nn.Module):
 
 
 class DeepseekMoE(nn.Module):
-    """A block of routed experts, of which every token meets k, and of shared ones, which are one network."""
+    """A block of routed experts, k per token, and shared experts, which are stored as one network."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
@@ -103,17 +104,17 @@ class DeepseekMoE(nn.Module):
         """x: [..., hidden] -> [..., hidden]."""
         rows = x.flatten(0, -2)
         weights, chosen = self.gate(rows)
-        made = routed(list(self.experts), rows, chosen, weights).view_as(x)
-        return made if self.shared_experts is None else made + self.shared_experts(x)
+        mixed = run_experts(list(self.experts), rows, chosen, weights).view_as(x)
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
 
 
 def _network(config: Any, width: int) -> nn.Module:
-    """A feed-forward network of another width than a layer's own."""
+    """Return a feed-forward network with its own intermediate width."""
     return DeepseekV2MLP(config, intermediate_size=width)
 
 
 class DeepseekModel(LlamaModel):
-    """The layers, without a head."""
+    """The decoder without a head."""
 
     config_class = DeepseekConfig
 
@@ -126,7 +127,7 @@ class DeepseekModel(LlamaModel):
 
 
 class DeepseekForCausalLM(LlamaForCausalLM):
-    """With the head that predicts tokens."""
+    """The decoder with a language head."""
 
     config_class = DeepseekConfig
 
@@ -137,12 +138,12 @@ class DeepseekForCausalLM(LlamaForCausalLM):
 
 
 class DeepseekForSequenceClassification(LlamaForSequenceClassification):
-    """With a head of classes."""
+    """The decoder with a sequence-classification head."""
 
     config_class = DeepseekConfig
 
 
-# A transformers that has the family one day has it under these names of weights too: ours stays in use.
+# exist_ok: a later version of transformers may include the family, and this implementation stays in use.
 AutoConfig.register("deepseek", DeepseekConfig, exist_ok=True)
 AutoModel.register(DeepseekConfig, DeepseekModel, exist_ok=True)
 AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM, exist_ok=True)

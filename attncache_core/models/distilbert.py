@@ -1,4 +1,4 @@
-"""DistilBERT: BERT's layers by other names, without token types."""
+"""DistilBERT: BERT's layers under other module names, without token types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
 
 
 def distilbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
-    """A DistilBERT checkpoint, for embeddings (pooled) or with its sequence-classification head."""
+    """Pack a DistilBERT checkpoint, for pooled embeddings or with its sequence-classification head."""
     base = model.base_model
     return encoder(
         base, base.transformer.layer, heads, pool, _head(model), _parts, activation=base.config.activation

@@ -1,7 +1,8 @@
-"""Encoders of BERT's kind: bidirectional attention, learned positions, norm after each half of a layer.
+"""Encoders like BERT: bidirectional attention, learned positions, a norm after each half of a layer.
 
-BERT, RoBERTa, DistilBERT, MPNet and DeBERTa differ in the names of their modules, in where positions begin to
-count, in what is added to scores, and in the head of a classifier. A family says these and no more.
+BERT, RoBERTa, DistilBERT, MPNet and DeBERTa differ in four points: the names of their modules, the number of
+the first position, the terms added to the scores, and the classification head. A family file supplies only
+these.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from attncache_core.models.attention import Pattern
-from attncache_core.models.blocks import PlainAttention, Scores, build_layers, output_linear
+from attncache_core.models.attention import AttentionMask
+from attncache_core.models.blocks import BaseAttentionLayer, Scores, build_layers, output_linear
 from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, Outputs, PackedModel, Pool
 from attncache_core.models.linear import Norm, packed
-from attncache_core.models.projections import Projections, Rows
-from attncache_core.tokens import TokenBatch
+from attncache_core.models.projections import LinearWeights, Projections
+from attncache_core.text.token_batch import TokenBatch
 
 
 class EncoderParts(NamedTuple):
-    """The modules of a layer, whatever a family calls them."""
+    """The modules of one layer, under the same names for every family."""
 
     query: nn.Linear
     key: nn.Linear
@@ -35,16 +36,18 @@ class EncoderParts(NamedTuple):
     norm: nn.LayerNorm
 
 
-class EncoderLayer(PlainAttention):
-    """One encoder layer: attention, its norm, the feed-forward half, its norm."""
+class EncoderLayer(BaseAttentionLayer):
+    """One encoder layer: attention, residual and norm, then the feed-forward half."""
 
     def __init__(
         self, parts: EncoderParts, heads: LayerHeads, feed_forward: FeedForward, scores: Scores | None
     ) -> None:
-        query, key, value = (Rows.of(part) for part in (parts.query, parts.key, parts.value))
+        query, key, value = (
+            LinearWeights.from_module(part) for part in (parts.query, parts.key, parts.value)
+        )
         super().__init__(
             Projections(query, key, value, heads),
-            Pattern((len(query.weight) // len(heads.order)) ** -0.5),
+            AttentionMask((len(query.weight) // len(heads.order)) ** -0.5),
             heads,
             feed_forward,
             scores,
@@ -53,7 +56,7 @@ class EncoderLayer(PlainAttention):
         self._norm = Norm(parts.attention_norm)
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` itself: the norms come after attention."""
+        """Return `hidden` itself, since the norms come after attention."""
         return hidden
 
     def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
@@ -62,7 +65,7 @@ class EncoderLayer(PlainAttention):
 
 
 class _FeedForward:
-    """The second half of a layer: up, the activation, down, the residual, its norm."""
+    """The second half of a layer: up projection, activation, down projection, residual, norm."""
 
     def __init__(self, parts: EncoderParts, activation: str) -> None:
         self._up = packed(parts.up, activation, ACT2FN[activation])
@@ -75,10 +78,9 @@ class _FeedForward:
 
 
 class _Embeddings:
-    """Words, positions and token types, as far as a checkpoint has them, summed and normalised.
+    """The sum of word, position and token type embeddings, normalised.
 
-    Every token is of the first type. In some families positions count from the padding token's number + 1
-    and leave out padding tokens, which a text may name: each of them stands at the padding token's number.
+    A checkpoint may lack the positions or the types. Every token has the first type.
     """
 
     def __init__(self, module: Any) -> None:
@@ -87,60 +89,66 @@ class _Embeddings:
         types = getattr(module, "token_type_embeddings", None)
         added = [] if positions is None else [positions.weight.float()]
         added += [] if types is None else [types.weight[:1].float()]
-        # A row of each position; a single one if only the type is added.
+        # [positions, hidden], or [1, hidden] if the checkpoint has types and no positions.
         self._added = reduce(torch.add, added).to(self._words.dtype) if added else None
         self._padding: int | None = getattr(module, "padding_idx", None)
         self._projection: nn.Module | None = getattr(module, "embed_proj", None)
         self._norm = Norm(module.LayerNorm)
 
     def __call__(self, batch: TokenBatch) -> torch.Tensor:
-        """The first layer's input, [tokens, hidden]."""
+        """Return the first layer's input, [tokens, hidden]."""
         embedded = torch.embedding(self._words, batch.ids)
         if self._added is not None:
-            one_for_all = len(self._added) == 1
-            embedded.add_(self._added if one_for_all else torch.embedding(self._added, self._places(batch)))
+            one_row = len(self._added) == 1
+            embedded.add_(
+                self._added if one_row else torch.embedding(self._added, self._position_rows(batch))
+            )
         return self._norm(embedded if self._projection is None else self._projection(embedded))
 
-    def _places(self, batch: TokenBatch) -> torch.Tensor:
-        """The row of each token's position, int64 [tokens]."""
+    def _position_rows(self, batch: TokenBatch) -> torch.Tensor:
+        """Return each token's row in the table of positions, int64 [tokens]."""
         return batch.positions if self._padding is None else _counted_positions(batch, self._padding)
 
 
 def _counted_positions(batch: TokenBatch, padding: int) -> torch.Tensor:
-    """int64 [tokens]: tokens other than `padding` counted from padding + 1; those stand at `padding`."""
+    """Return positions as RoBERTa and MPNet count them, int64 [tokens].
+
+    padding: the id of the padding token. Positions count from padding + 1 and skip padding tokens. A text may
+    contain the padding token by name; such a token has position `padding`.
+    """
     counts = (batch.ids != padding).long()
     total = counts.cumsum(0)
-    first = torch.arange(len(counts), device=counts.device) - batch.positions  # token of the same sequence
+    first = torch.arange(len(counts), device=counts.device) - batch.positions  # of each token's sequence
     return (total - (total - counts)[first]) * counts + padding
 
 
 def first_tokens(hidden: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Of hidden [tokens, hidden] those of each sequence's first token, [sequences, hidden]."""
+    """Return each sequence's first token from [tokens, hidden]: [sequences, hidden]."""
     return hidden[torch.from_numpy(batch.offsets[:-1])]
 
 
 class Head(NamedTuple):
     """A sequence-classification head."""
 
-    read: Callable[[torch.Tensor], torch.Tensor]  # pooled tokens [n, hidden] -> what the classifier reads
+    read: Callable[[torch.Tensor], torch.Tensor]  # pooled tokens [n, hidden] -> input of `score`
     score: nn.Module  # -> logits [n, classes]
     pool: Pool = first_tokens
 
 
 def pooled_head(pooler: Any, classifier: nn.Module | None) -> Head | None:
-    """A head that reads what a pooler makes of the first token; None without a classifier."""
+    """Return a head that applies a pooler to the first token; None without a classifier."""
     return None if classifier is None else Head(lambda first: pooler(first[:, None]), classifier)
 
 
 def dense_head(classifier: Any | None) -> Head | None:
-    """A head that holds the layer before its last one, as RoBERTa's; None without a classifier."""
+    """Return a head of two layers (dense, out_proj), as RoBERTa has; None without a classifier."""
     if classifier is None:
         return None
     return Head(lambda first: torch.tanh(classifier.dense(first)), classifier.out_proj)
 
 
 class EncoderOutputs:
-    """Pooled embeddings, or what the sequence-classification head says."""
+    """The outputs of an encoder: pooled embeddings, or the logits of its classification head."""
 
     def __init__(self, pool: Pool, head: Head | None) -> None:
         self._pool = pool
@@ -165,14 +173,15 @@ def encoder(
     activation: str,
     scores: Callable[[Any, LayerHeads], Scores] | None = None,
 ) -> PackedModel:
-    """The encoder `base`, for embeddings (pooled) or with its head.
+    """Pack the encoder `base`, for pooled embeddings or with its head.
 
-    parts(layer) names the modules of one of `layers`, `activation` what its feed-forward half has;
-    scores(layer, heads) makes scores that are more than scale Q Kᵀ.
+    parts: returns the modules of one of `layers`. activation: the name of the feed-forward activation.
+    scores: makes a layer's score function from the layer and its heads, for scores with more terms than
+    scale Q Kᵀ.
     """
 
-    def build(module: Any, _: int, own: LayerHeads, half: FeedForward) -> EncoderLayer:
-        return EncoderLayer(parts(module), own, half, scores and scores(module, own))
+    def build(module: Any, _: int, own: LayerHeads, feed_forward: FeedForward) -> EncoderLayer:
+        return EncoderLayer(parts(module), own, feed_forward, scores and scores(module, own))
 
     embed, built = build_layers(
         _Embeddings(base.embeddings),

@@ -1,6 +1,6 @@
-"""Feed-forward networks of gate, up and down, packed: one of a layer, or those of a block of experts.
+"""Gated feed-forward networks (gate, up, down), packed: one per layer, or several in a block of experts.
 
-A block keeps its router and its way of adding up; the networks inside it are replaced.
+A block of experts keeps its own module with its router; only the networks inside it are replaced.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from attncache_core.models.linear import packed
 
 
 def pack_networks(module: Any, activation: str) -> nn.Module:
-    """`module`, which may be a network itself, with every network in it packed; its own weights are let go.
+    """Replace every gated network in `module` by a packed one. Return the module, or its replacement.
 
-    activation: what config.json calls that of the gates.
+    The original weights are freed. activation: the name in config.json of the gates' activation.
     """
     if {name for name, _ in module.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return _Network(module.gate_proj, module.up_proj, module.down_proj, activation, module.act_fn)
@@ -30,25 +30,25 @@ def pack_networks(module: Any, activation: str) -> nn.Module:
     return block
 
 
-def routed(
+def run_experts(
     experts: Sequence[FeedForward], x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The weighted sum of what each token's experts make of it, [tokens, hidden].
+    """Return the weighted sum of the outputs of each token's experts, [tokens, hidden].
 
-    x: [tokens, hidden]; chosen: numbers of experts, int64, and weights, any float, both [tokens, k]. Each
-    expert runs once, for all tokens that are sent to it.
+    x: [tokens, hidden]. chosen: indices of experts, int64 [tokens, k]. weights: any float [tokens, k]. Each
+    expert runs once, on all tokens routed to it.
     """
     order = chosen.flatten().argsort()
     counts = chosen.flatten().bincount(minlength=len(experts)).tolist()
     parts = x[order // chosen.shape[1]].split(counts)
-    made = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)])
-    # Back in the order of tokens, so that each one's sum is the same in any company.
-    made = made[order.argsort()].unflatten(0, chosen.shape)
-    return (made * weights[..., None]).sum(dim=1).to(x.dtype)
+    outputs = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)])
+    # Restore the order of the tokens before summing, so that a token's sum does not depend on the batch.
+    outputs = outputs[order.argsort()].unflatten(0, chosen.shape)
+    return (outputs * weights[..., None]).sum(dim=1).to(x.dtype)
 
 
 class _Network(nn.Module):
-    """down(activation(gate(x)) * up(x)), of linear modules."""
+    """A packed gated network: down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self, gate: Any, up: Any, down: Any, activation: str, function: Callable[[torch.Tensor], torch.Tensor]
@@ -63,9 +63,9 @@ class _Network(nn.Module):
 
 
 class _StackedExperts(nn.Module):
-    """Experts whose weights a module of transformers keeps as gate_up_proj, gates first, and down_proj.
+    """Packed experts of a transformers module that stacks the weights of all experts in two tensors.
 
-    gate_up_proj: [experts, 2 width, hidden]; down_proj: [experts, hidden, width].
+    gate_up_proj: [experts, 2 width, hidden], gates first; down_proj: [experts, hidden, width].
     """
 
     def __init__(self, module: Any, activation: str) -> None:
@@ -77,12 +77,12 @@ class _StackedExperts(nn.Module):
             self._experts.append(_Network(*linears, activation, module.act_fn))
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See `routed`."""
-        return routed(self._experts, x, chosen, weights)
+        """See `run_experts`."""
+        return run_experts(self._experts, x, chosen, weights)
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:
-    """A linear module that has this weight [outputs, inputs] and no bias."""
+    """Return a linear module with this weight [outputs, inputs] and no bias."""
     module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     module.weight = nn.Parameter(weight, requires_grad=False)
     return module

@@ -1,6 +1,7 @@
-"""What the engine asks of a model, whatever its family.
+"""The interface between the engine and a model of any family.
 
-The engine runs Algorithm 2 over `layers`; a family file supplies them from Hugging Face's modules:
+The engine runs Algorithm 2 of the paper over `layers`. A family file builds the layers from Hugging Face
+modules:
 
     hidden = model.embed(batch)
     for layer in model.layers:
@@ -11,14 +12,15 @@ The engine runs Algorithm 2 over `layers`; a family file supplies them from Hugg
         hidden = layer.finish(hidden, context)
     outputs = model.outputs(hidden, batch)
 
-A layer keeps its heads in the order of the damage that reusing them does, mildest first. Its first
-`reused_heads` are the reuse mask's: a hit takes their maps from a record. The others are computed for
-every sequence. With `reused_heads` = 0 all heads are computed ones.
+A layer orders its heads by the damage that reuse does to them, least damage first. The first `reused_heads`
+heads are in the reuse mask: a hit takes their maps from a record. The other heads are computed for every
+sequence. With `reused_heads` = 0, all heads are computed.
 
-A layer is two halves, finish(hidden, context) = feed_forward(add_attention(hidden, context)), so that either
-can be left out (AttnDrop and BlockDrop, He et al. 2024: the residual passes through). A family says how each
-is made; blocks.build_layers leaves out what is dropped. A layer without attention is no AttentionLayer: its
-feed-forward half becomes the end of the layer before it, and whatever counts layers counts those that attend.
+A layer consists of two halves, finish(hidden, context) = feed_forward(add_attention(hidden, context)), so
+that either half can be dropped (AttnDrop and BlockDrop, He et al. 2024: the residual passes through). A
+family makes both halves, and blocks.build_layers leaves out what is dropped. A layer without attention is not
+an AttentionLayer: its feed-forward half becomes the end of the previous layer. Layer counts and layer numbers
+in the engine include only layers with attention.
 """
 
 from __future__ import annotations
@@ -31,33 +33,34 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from attncache_core.models.attention import Pattern
-from attncache_core.models.language import LanguageHead
-from attncache_core.tokens import TokenBatch
+from attncache_core.heads.language import LanguageHead
+from attncache_core.models.attention import AttentionMask
+from attncache_core.runtime.devices import CPU
+from attncache_core.text.token_batch import TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
 class LayerHeads:
-    """How one layer keeps its heads: the order of damage, and how many of the first are reused."""
+    """The order of one layer's heads, and how many of the first heads are reused."""
 
     order: Sequence[int]  # a permutation of the checkpoint's head numbers
     reused: int
 
     @property
     def computed(self) -> Sequence[int]:
-        """The heads that every sequence computes."""
+        """The heads that are computed for every sequence, as head numbers of the checkpoint."""
         return self.order[self.reused :]
 
 
 class Dropped(Enum):
-    """What a model is run without at one of its layers, which then has no heads."""
+    """The part of a layer that is dropped. The layer then has no heads."""
 
     ATTENTION = "attention"
     BLOCK = "block"  # attention and feed-forward
 
 
 class Projection(NamedTuple):
-    """What every sequence needs in one layer. Q and K have one width, V may have another."""
+    """The projections that every sequence needs in one layer. The width of V may differ from Q and K."""
 
     value: torch.Tensor  # [tokens, heads, d_v]
     query: torch.Tensor  # [tokens, computed heads, d]
@@ -69,33 +72,40 @@ FeedForward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AttentionLayer(Protocol):
-    """One layer on packed tokens."""
+    """One layer with attention, on packed tokens."""
 
     heads: int
     reused_heads: int
-    pattern: Pattern
-    feed_forward: FeedForward  # followed by those of the next layers whose attention is dropped
+    attention_mask: AttentionMask
+    feed_forward: FeedForward  # includes the second halves of following layers whose attention is dropped
+
+    def with_reused(self, reused: int) -> AttentionLayer:
+        """Return the same layer with the first `reused` heads reused; see load.with_reused_heads."""
+        ...
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What attention reads: the norm of a pre-norm layer, else `hidden` itself. [tokens, hidden]."""
+        """Return the input of attention: the norm of `hidden` if the layer is pre-norm, else `hidden`."""
         ...
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
-        """V of all heads, Q and K of the computed heads, for tokens x [tokens, hidden].
+        """Project x [tokens, hidden] to V of all heads, and to Q and K of the computed heads.
 
-        positions: int64 [tokens], of each token in its own sequence.
+        positions: int64 [tokens], the position of each token in its own sequence.
         """
         ...
 
     def project_reused(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Q and K of the reused heads, each [tokens, reused heads, d]: of misses and a few tokens before."""
+        """Project x [tokens, hidden] to Q and K of the reused heads, each [tokens, reused heads, d].
+
+        The engine calls this for the tokens of misses, and a few tokens before them.
+        """
         ...
 
     def attention_maps(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
-        """Post-softmax maps [n, h, L, L] of n sequences of one length from their Q and K [n, L, h, d].
+        """Return the maps [n, h, L, L], after the softmax, of n sequences of one length.
 
-        heads: which of the layer's heads, in its order, Q and K are of. In attention.product_dtype, which
-        may be wider than the model's dtype.
+        query, key: [n, L, h, d]. heads: the slice of the layer's heads that Q and K belong to, in the layer's
+        order. The dtype is attention.product_dtype, which may be wider than the model's dtype.
         """
         ...
 
@@ -108,45 +118,43 @@ class AttentionLayer(Protocol):
         heads: slice,
         context: torch.Tensor,
     ) -> None:
-        """Write maps @ V of packed sequences to `context`, the maps computed; all tensors [tokens, h, ...].
+        """Compute the maps of packed sequences and write maps @ V to `context`; all tensors [tokens, h, ...].
 
-        offsets: int64 [sequences + 1], the first token of each sequence. heads: as attention_maps has it.
+        offsets: int64 [sequences + 1], the first token of each sequence. heads: as in attention_maps.
         """
         ...
 
     def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """The layer's input and, added to it, the projected context [tokens, heads, d_v]: [tokens, hidden].
+        """Return the layer's input plus the output projection of the context: [tokens, hidden].
 
-        With the norm that follows, in a family that normalises after attention.
+        hidden: the layer's input. context: [tokens, heads, d_v]. A family with a norm after attention applies
+        the norm here.
         """
         ...
 
     def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """The layer's output from its input and the context: feed_forward(add_attention(...))."""
+        """Return the layer's output, feed_forward(add_attention(hidden, context))."""
         ...
 
 
 class Outputs(NamedTuple):
-    """What a model says of each sequence."""
+    """The outputs of a model for a batch, one row per sequence."""
 
-    representation: torch.Tensor  # float32 [sequences, d]: the embedding, or what the classifier reads
+    representation: torch.Tensor  # float32 [sequences, d]: the embedding, or the classifier's input
     logits: torch.Tensor | None  # float32 [sequences, classes] of a classification model
 
     @property
     def rows(self) -> torch.Tensor:
-        """What a caller gets: the logits where there are any, else the representations."""
+        """The rows that a caller receives: the logits of a classification model, else the representations."""
         return self.representation if self.logits is None else self.logits
 
 
-# One float32 vector a sequence from the last layer's [tokens, hidden], in packed order.
+# Makes one float32 vector per sequence from the last layer's [tokens, hidden], in packed order.
 Pool = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
 
 
-# The input of the first layer, [tokens, hidden].
+# Makes the input of the first layer, [tokens, hidden].
 Embed = Callable[[TokenBatch], torch.Tensor]
-
-
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -156,11 +164,11 @@ class PackedModel:
     hidden_size: int
     embed: Embed
     layers: Sequence[AttentionLayer]  # first to last
-    # From the last layer's [tokens, hidden], in packed order.
+    # Makes the outputs from the last layer's [tokens, hidden], in packed order.
     outputs: Callable[[torch.Tensor, TokenBatch], Outputs]
     device: torch.device = CPU
-    language_head: LanguageHead | None = None  # of a decoder that was loaded with it
+    language_head: LanguageHead | None = None  # if a decoder was loaded with its language head
 
     def search_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the projector reads: the first layer's input `hidden` as its attention sees it."""
+        """Return the input of the feature projector: what the first layer's attention reads."""
         return self.layers[0].attention_input(hidden)

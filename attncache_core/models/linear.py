@@ -1,4 +1,4 @@
-"""A family's linear layers, made of Hugging Face's modules: packed, quantised, or called as they are."""
+"""Linear layers and norms made from Hugging Face modules: packed, quantised, or the module itself."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
-from attncache_core.checkpoint import Quantization
+from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
 from attncache_core.models.quantized import QUANTIZED, QuantizedLinear
 
-# Of the model that is being built. It is told around the build and not through the layers of every family: so
-# none of their weights can be forgotten.
+# The quantisation of the model that is being built. A context variable and not a parameter of every layer, so
+# that no family can leave a weight unquantised by mistake.
 _quantization: ContextVar[Quantization | None] = ContextVar("quantization", default=None)
 
 
 class Norm:
-    """The layer norm of a module, its weights at hand: the module's own call costs as much as its work."""
+    """A layer norm without the call overhead of its module, which costs as much as the norm itself."""
 
     def __init__(self, module: nn.LayerNorm) -> None:
         self._arguments = (list(module.normalized_shape), module.weight, module.bias, module.eps)
@@ -30,7 +30,7 @@ class Norm:
 
 
 class ActivatedLinear:
-    """A linear layer and an activation that is not fused with it, or a module that cannot be packed."""
+    """A linear layer followed by an activation that cannot be fused, or a module that cannot be packed."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ActivatedLinear:
         self._activation = activation
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As PackedLinear's call."""
+        """See PackedLinear."""
         product = self._linear(x)
         product = self._activation(product) if self._activation else product
         return product if residual is None else product + residual
@@ -52,7 +52,7 @@ Linear = PackedLinear | QuantizedLinear | ActivatedLinear
 
 @contextmanager
 def quantizing(quantization: Quantization | None) -> Iterator[None]:
-    """Inside, weights are packed in this quantisation; None: as they are."""
+    """Quantise the weights that are packed inside the `with` block; None packs them unquantised."""
     token = _quantization.set(quantization)
     try:
         yield
@@ -63,9 +63,10 @@ def quantizing(quantization: Quantization | None) -> Iterator[None]:
 def packed_linear(
     weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> Linear:
-    """A linear layer of plain weights, with the activation called so (one of ACTIVATIONS).
+    """Pack a linear layer from its weights, in the quantisation set by `quantizing`.
 
-    Raises UnsupportedModel if it is to be quantised in a way that this processor does not compute.
+    activation: one of ACTIVATIONS, or None. Raises UnsupportedModel if this processor cannot compute with the
+    quantisation.
     """
     quantization = _quantization.get()
     return (QUANTIZED[quantization] if quantization else PackedLinear)(weight, bias, activation)
@@ -76,11 +77,11 @@ def packed(
     name: str | None = None,
     activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Linear:
-    """`module` packed if it is a plain linear layer, with the activation `name` if it is one of ACTIVATIONS.
+    """Pack `module` if it is a plain linear layer, fused with its activation if `name` is in ACTIVATIONS.
 
-    `activation` is the model's own function of that name, called where the two are not packed together.
+    activation: the model's own function of that name, called if the activation is not fused.
     """
-    # A subclass may compute something else: only the very class is taken apart.
+    # A subclass of nn.Linear may compute something else, so only nn.Linear itself is packed.
     if type(module) is not nn.Linear:
         return ActivatedLinear(module, activation)
     if activation is None or name in ACTIVATIONS:

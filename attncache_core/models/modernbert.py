@@ -1,6 +1,6 @@
-"""ModernBERT: norms before each half, rotary positions, attention to all tokens or to those nearby by turns.
+"""ModernBERT: norms before each half, rotary positions, and layers with global or local attention.
 
-The first layer has no norm before attention: it reads what the embeddings have normalised.
+The first layer has no norm before attention, because the embeddings are already normalised.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from attncache_core.checkpoint import Pooling
-from attncache_core.models.attention import Pattern
-from attncache_core.models.blocks import PlainAttention, QueryKeyValue, build_layers, output_linear
+from attncache_core.checkpoints.checkpoint import Pooling
+from attncache_core.heads.pooling import pool as pooled
+from attncache_core.models.attention import AttentionMask
+from attncache_core.models.blocks import BaseAttentionLayer, QueryKeyValue, build_layers, output_linear
 from attncache_core.models.encoder import EncoderOutputs, Head, first_tokens
 from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel, Pool
 from attncache_core.models.linear import Norm, packed
-from attncache_core.models.projections import Projections, Rows
-from attncache_core.models.rotary import RotaryOfLayers
-from attncache_core.outputs import pool as pooled
-from attncache_core.tokens import TokenBatch
+from attncache_core.models.projections import LinearWeights, Projections
+from attncache_core.models.rotary import LayerRotary
+from attncache_core.text.token_batch import TokenBatch
 
 
-class ModernBertLayer(PlainAttention):
-    """One layer: norm, attention, residual, the feed-forward half."""
+class ModernBertLayer(BaseAttentionLayer):
+    """One layer: norm, attention, residual, then the feed-forward half."""
 
     def __init__(
         self,
         module: Any,
         projections: QueryKeyValue,
-        pattern: Pattern,
+        attention_mask: AttentionMask,
         heads: LayerHeads,
         feed_forward: FeedForward,
     ) -> None:
-        super().__init__(projections, pattern, heads, feed_forward)
+        super().__init__(projections, attention_mask, heads, feed_forward)
         self._input_norm: nn.Module = module.attn_norm
         self._output = output_linear(module.attn.Wo, heads)
 
@@ -49,7 +49,7 @@ class ModernBertLayer(PlainAttention):
 
 
 class _FeedForward:
-    """The second half of a layer: its norm, a gated network, the residual."""
+    """The second half of a layer: norm, gated network, residual."""
 
     def __init__(self, module: Any, activation: str) -> None:
         self._norm = Norm(module.mlp_norm)
@@ -63,18 +63,18 @@ class _FeedForward:
 
 
 def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
-    """A ModernBERT checkpoint, for embeddings (pooled) or with its sequence-classification head."""
+    """Pack a ModernBERT checkpoint, for pooled embeddings or with its sequence-classification head."""
     base, config = model.base_model, model.config
-    rotary = RotaryOfLayers(base.rotary_emb, config)
+    rotary = LayerRotary(base.rotary_emb, config)
 
-    def build(module: Any, number: int, own: LayerHeads, half: FeedForward) -> ModernBertLayer:
+    def build(module: Any, number: int, own: LayerHeads, second_half: FeedForward) -> ModernBertLayer:
         is_local = config.layer_types[number] == "sliding_attention"
         reach = config.sliding_window if is_local else None
-        pattern = Pattern(module.attn.head_dim**-0.5, before=reach, after=reach)
-        place = rotary.place(number, None)
-        query, key, value = Rows.of(module.attn.Wqkv).divided(3)
-        projections = Projections(query, key, value, own, place_query=place, place_key=place)
-        return ModernBertLayer(module, projections, pattern, own, half)
+        attention_mask = AttentionMask(module.attn.head_dim**-0.5, before=reach, after=reach)
+        rotate = rotary.transform(number)
+        query, key, value = LinearWeights.from_module(module.attn.Wqkv).split(3)
+        projections = Projections(query, key, value, own, transform_query=rotate, transform_key=rotate)
+        return ModernBertLayer(module, projections, attention_mask, own, second_half)
 
     words, embedding_norm = base.embeddings.tok_embeddings, Norm(base.embeddings.norm)
     embed, layers = build_layers(
@@ -101,5 +101,5 @@ def _head(model: Any) -> Head | None:
 
 
 def _means(hidden: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """The mean of each sequence's tokens, [sequences, hidden], in the dtype of hidden [tokens, hidden]."""
+    """Return the mean of each sequence's tokens, [sequences, hidden], in the dtype of [tokens, hidden]."""
     return pooled(hidden, batch, Pooling(("mean",))).to(hidden.dtype)

@@ -1,6 +1,8 @@
-"""MPNet: BERT's layers, and scores with a bias for each head and distance, the same in all layers.
+"""MPNet: BERT's layers, with a relative position bias on the scores.
 
-scores[p, q] = scale Q[p] · K[q] + bias[bucket(q - p)]
+    scores[p, q] = scale Q[p] · K[q] + bias[bucket(q - p)]
+
+The bias depends on the head and the distance. All layers share it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
 
 
 def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
-    """An MPNet checkpoint, for embeddings (pooled) or with its sequence-classification head."""
+    """Pack an MPNet checkpoint, for pooled embeddings or with its sequence-classification head."""
     base = model.base_model
     positions = base.config.max_position_embeddings
     distances = torch.arange(1 - positions, positions, device=base.device)
@@ -40,13 +42,16 @@ def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> Pack
 
 
 def biased_scores(scale: float, biases: torch.Tensor) -> Scores:
-    """Scores with a bias by the distance q - p; biases [heads, 2 positions - 1] begin at 1 - positions."""
+    """Return a function for scores with a bias for each head and distance q - p.
+
+    biases: [heads, 2 positions - 1], for the distances from 1 - positions to positions - 1.
+    """
     positions = (biases.shape[1] + 1) // 2
 
     def scores(query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
         length = query.shape[1]
         near = biases[heads, positions - length : positions + length - 1]  # [h, 2 L - 1]
-        # Row p of the windows begins at distance p + 1 - L: those of token L - 1 - p.
+        # Window i begins at distance i + 1 - L, so it belongs to token L - 1 - i; flip puts them in order.
         by_token = near.unfold(1, length, 1).flip(1)  # [h, L, L]
         made = attention_scores(query, key, scale)
         return made.add_(by_token.to(made.dtype))

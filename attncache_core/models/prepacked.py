@@ -1,8 +1,8 @@
-"""Linear layers with their weights packed once, for inference on a CPU.
+"""Linear layers with prepacked weights, for inference on a CPU.
 
-oneDNN lays plain weights out for the processor's matrix kernels when a model is loaded, and fuses the
-activation or the residual add into the product. Where oneDNN is absent, the same arithmetic runs on
-torch's own operators.
+When a model is loaded, oneDNN reorders the weights for the processor's matrix kernels. At run time oneDNN
+fuses the activation or the residual add into the product. Without oneDNN, torch's own operators compute the
+same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-# Our name of an activation -> oneDNN's name and algorithm. Its relu is not among them: it makes 0 of a NaN.
+# Activation -> oneDNN's name and algorithm. relu is not included, because oneDNN's relu turns NaN into 0.
 _FUSED = {
     "gelu": ("gelu", "none"),
     "gelu_pytorch_tanh": ("gelu", "tanh"),
@@ -24,16 +24,16 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
     "silu": functional.silu,
 }
-# Named by overload: left to choose, torch tries each in turn and takes tensors apart element by element.
+# The overloads are named, because torch's overload resolution inspects tensors element by element.
 _UNARY = torch.ops.mkldnn._linear_pointwise.default
 _BINARY = torch.ops.mkldnn._linear_pointwise.binary
-# oneDNN asks for a number of rows to pack for; the layout chosen serves every other number as well
-# (measured: no difference from 16 to 1024 rows).
+# oneDNN packs for a given number of rows. The layout is as fast for other numbers of rows (measured: no
+# difference from 16 to 1024 rows).
 _PACKED_ROWS = 512
 
 
 class PackedLinear:
-    """x @ weight.T + bias, then an activation or the addition of a residual, as one operator.
+    """x @ weight.T + bias, with an activation or a residual add fused into one operator.
 
     weight: [outputs, inputs], bias: [outputs] or None, both of the compute dtype.
     """
@@ -51,13 +51,23 @@ class PackedLinear:
             else weight
         )
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight before it was packed, [outputs, inputs]."""
+        return self._weight.to_dense() if self._weight.is_mkldnn else self._weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias, [outputs]."""
+        return self._bias
+
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [rows, inputs], residual: [rows, outputs] -> [rows, outputs], newly made."""
+        """x: [rows, inputs], residual: [rows, outputs] -> a new tensor [rows, outputs]."""
         return fused_linear(x, self._weight, self._bias, self._activation, residual)
 
 
 def runs_on_onednn(x: torch.Tensor) -> bool:
-    """Whether oneDNN multiplies tensors like this one."""
+    """Return whether oneDNN multiplies tensors on this device."""
     return x.device.type == "cpu" and torch._C._has_mkldnn
 
 
@@ -68,7 +78,7 @@ def fused_linear(
     activation: str | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """PackedLinear's call; the weight [outputs, inputs] may be packed or plain."""
+    """Compute what PackedLinear computes; the weight [outputs, inputs] may be packed or plain."""
     if not runs_on_onednn(x):
         product = functional.linear(x, weight, bias)
         product = ACTIVATIONS[activation](product) if activation else product

@@ -1,155 +1,192 @@
-"""Q, K and V of a layer's heads, in the order and the two blocks in which reuse needs them.
+"""Projections of one layer to Q, K and V, split into the two products that map reuse needs.
 
-    block one, for every sequence   V of all heads, Q and K of the computed heads: one product
-    block two, for misses           Q and K of the reused heads: one product
+    product one, for every sequence   V of all heads, Q and K of the computed heads
+    product two, for misses only      Q and K of the reused heads
 
-With grouped queries (Ainslie et al. 2023) several heads share keys and values. Both are computed once for a
-group, K only if one of its heads needs it, and then given to each head.
+With grouped queries (Ainslie et al. 2023) several query heads share one head of K and one head of V. A shared
+head is computed once and then copied to each of its query heads. A shared head of K is computed only if one
+of its query heads needs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
 
 from attncache_core.models.layer import LayerHeads, Projection
-from attncache_core.models.linear import Linear, packed_linear
+from attncache_core.models.linear import ActivatedLinear, Linear, packed_linear
 
 
-class Rows(NamedTuple):
-    """A linear layer's weight [outputs, inputs] and bias [outputs], or a part of its rows."""
+class LinearWeights(NamedTuple):
+    """The weight [outputs, inputs] and bias [outputs] of a linear layer, or a selection of their rows."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     @classmethod
-    def of(cls, module: nn.Linear) -> Self:
-        """All rows of a linear layer."""
+    def from_module(cls, module: nn.Linear) -> Self:
+        """Return all rows of a linear module."""
         return cls(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
-    def divided(self, parts: int) -> list[Rows]:
-        """Several linear layers of one input from the one that they are joined in, of the same size each."""
+    def split(self, parts: int) -> list[LinearWeights]:
+        """Split a fused linear layer into `parts` linear layers of equal size."""
         biases = [None] * parts if self.bias is None else self.bias.chunk(parts)
-        return [Rows(*part) for part in zip(self.weight.chunk(parts), biases, strict=True)]
+        return [LinearWeights(*part) for part in zip(self.weight.chunk(parts), biases, strict=True)]
 
-    def at(self, rows: torch.Tensor) -> Rows:
-        """These rows (int64 [n]), in this order."""
-        return Rows(self.weight[rows], None if self.bias is None else self.bias[rows])
+    def select_rows(self, rows: torch.Tensor) -> LinearWeights:
+        """Return the rows with these indices (int64 [n]), in the order given."""
+        return LinearWeights(self.weight[rows], None if self.bias is None else self.bias[rows])
 
-    def heads(self, chosen: Sequence[int], count: int, numbers: torch.Tensor | None = None) -> Rows:
-        """The rows of the chosen ones of `count` heads, in this order; see head_rows."""
-        return self.at(head_rows(chosen, len(self.weight) // count, numbers))
-
-
-def head_rows(chosen: Sequence[int], head_dim: int, numbers: torch.Tensor | None = None) -> torch.Tensor:
-    """The rows of these heads, in this order; of each head all, or `numbers` (int64 [n]). int64 [rows]."""
-    first = torch.tensor(chosen, dtype=torch.int64)[:, None] * head_dim
-    return (first + (torch.arange(head_dim) if numbers is None else numbers)).flatten()
+    def select_heads(
+        self, heads: Sequence[int], head_count: int, dims: torch.Tensor | None = None
+    ) -> LinearWeights:
+        """Return the rows of some of the layer's `head_count` heads; see head_rows."""
+        return self.select_rows(head_rows(heads, len(self.weight) // head_count, dims))
 
 
-class Place(Protocol):
-    """What is done to Q or K after its projection: a norm of each head, a rotation by its position."""
+def head_rows(heads: Sequence[int], head_dim: int, dims: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the row indices of these heads, int64 [rows], in the order given.
+
+    dims: int64 [n], the dimensions to take from each head, in the order given; None takes all `head_dim`.
+    """
+    first = torch.tensor(heads, dtype=torch.int64)[:, None] * head_dim
+    return (first + (torch.arange(head_dim) if dims is None else dims)).flatten()
+
+
+class QueryKeyTransform(Protocol):
+    """A transformation of Q or K after the projection: a norm of each head, a rotation by position."""
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x: [tokens, h, d], positions: int64 [tokens] -> [tokens, h, d]."""
         ...
 
 
-def as_it_is(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-    """Nothing is done to Q and K."""
+def unchanged(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    """Return `x` itself: the transform of a model without rotary positions and head norms."""
     return x
 
 
 class SharedHeads:
-    """Which heads of K or V a list of query heads uses."""
+    """The heads of K or V that a list of query heads uses, and the copy of each to its query heads."""
 
     def __init__(self, used: Sequence[int], device: torch.device) -> None:
-        """used: for each query head the head of K or V that it shares; device: of what is `given`."""
-        self.chosen = list(dict.fromkeys(used))
-        places = {head: place for place, head in enumerate(self.chosen)}
-        self._index = torch.tensor([places[head] for head in used], dtype=torch.int64, device=device)
+        """used: for each query head, its head of K or V. device: the device of the heads to expand."""
+        self.chosen = list(dict.fromkeys(used))  # each head of K or V once
+        indices = {head: index for index, head in enumerate(self.chosen)}
+        self._index = torch.tensor([indices[head] for head in used], dtype=torch.int64, device=device)
 
-    def given(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, chosen heads, d] -> [tokens, query heads, d]."""
+    def expand_kv_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Copy K or V [tokens, chosen heads, d] to the query heads: [tokens, query heads, d]."""
         return x if len(self.chosen) == len(self._index) else x.index_select(1, self._index)
 
 
 class Projections:
-    """The projections of one layer."""
+    """The projections of one layer to Q, K and V."""
 
     def __init__(
         self,
-        query: Rows,
-        key: Rows,
-        value: Rows,
+        query: LinearWeights,
+        key: LinearWeights,
+        value: LinearWeights,
         heads: LayerHeads,
         *,
         key_heads: int | None = None,
-        place_query: Place = as_it_is,
-        place_key: Place = as_it_is,
+        transform_query: QueryKeyTransform = unchanged,
+        transform_key: QueryKeyTransform = unchanged,
     ) -> None:
-        """key_heads: heads of K and V, if they are shared; place_query, place_key: see Place."""
+        """query, key, value: the weights of all heads, in the checkpoint's order.
+
+        key_heads: the number of heads of K and V; None if every query head has its own.
+        """
         count = len(heads.order)
         shared = key_heads or count
+        self._split = partial(
+            Projections,
+            key_heads=key_heads,
+            transform_query=transform_query,
+            transform_key=transform_key,
+        )
+        self._heads = heads
         group = count // shared
         self._values = SharedHeads([head // group for head in heads.order], value.weight.device)
-        value_rows = value.heads(self._values.chosen, shared)
-        self._value_numbers = len(value_rows.weight)  # of a token
-        width = len(query.weight) // count
+        value_weights = value.select_heads(self._values.chosen, shared)
+        self._value_width = len(value_weights.weight)  # of all heads of V together
+        head_dim = len(query.weight) // count
         self._computed, self._reused = (
-            _QueryKey(chosen, count, shared, width, key.weight.device, place_query, place_key)
+            _QueryKey(chosen, count, shared, head_dim, key.weight.device, transform_query, transform_key)
             for chosen in (heads.computed, heads.order[: heads.reused])
         )
-        self._always = joined([value_rows, *self._computed.rows(query, key)])
-        self._misses = joined(self._reused.rows(query, key)) if heads.reused else None
+        self._always = joined_linear([value_weights, *self._computed.select(query, key)])
+        self._misses = joined_linear(self._reused.select(query, key)) if heads.reused else None
+
+    def with_reused(self, reused: int) -> Projections:
+        """Return the same projections with the first `reused` heads in the second block.
+
+        Only for projections that have all heads in the first block, in the checkpoint's order.
+        """
+        assert self._misses is None
+        assert list(self._heads.order) == list(range(len(self._heads.order)))
+        assert not isinstance(self._always, ActivatedLinear)
+        joined = LinearWeights(self._always.weight, self._always.bias)
+        queries = len(self._heads.order) * self._computed.head_dim
+        ends = [0, self._value_width, self._value_width + queries, len(joined.weight)]
+        value, query, key = (joined.select_rows(torch.arange(*rows)) for rows in pairwise(ends))
+        return self._split(query, key, value, LayerHeads(self._heads.order, reused))
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
         """See AttentionLayer."""
-        value, rest = self._always(x).tensor_split([self._value_numbers], dim=1)
+        value, rest = self._always(x).tensor_split([self._value_width], dim=1)
         value = value.unflatten(1, (len(self._values.chosen), -1))
-        return Projection(self._values.given(value), *self._computed.divided(rest, positions))
+        return Projection(self._values.expand_kv_heads(value), *self._computed.split(rest, positions))
 
     def project_reused(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionLayer."""
         assert self._misses is not None
-        return self._reused.divided(self._misses(x), positions)
+        return self._reused.split(self._misses(x), positions)
 
 
 class _QueryKey:
-    """Q and K of some heads."""
+    """Q and K of the chosen query heads."""
 
     def __init__(
         self,
         chosen: Sequence[int],
         count: int,
         shared: int,
-        width: int,
+        head_dim: int,
         device: torch.device,
-        place_query: Place,
-        place_key: Place,
+        transform_query: QueryKeyTransform,
+        transform_key: QueryKeyTransform,
     ) -> None:
-        self._chosen, self._count, self._shared, self._width = chosen, count, shared, width
+        """count: the number of query heads of the layer; shared: the number of its heads of K."""
+        self._chosen, self._count, self._shared, self.head_dim = chosen, count, shared, head_dim
         self._keys = SharedHeads([head // (count // shared) for head in chosen], device)
-        self._place_query, self._place_key = place_query, place_key
+        self._transform_query, self._transform_key = transform_query, transform_key
 
-    def rows(self, query: Rows, key: Rows) -> tuple[Rows, Rows]:
-        """The rows of Q and of K that `divided` divides the product of, from those of all heads."""
-        return query.heads(self._chosen, self._count), key.heads(self._keys.chosen, self._shared)
+    def select(self, query: LinearWeights, key: LinearWeights) -> tuple[LinearWeights, LinearWeights]:
+        """Return the weights of Q and K of the chosen heads, from the weights of all heads."""
+        return (
+            query.select_heads(self._chosen, self._count),
+            key.select_heads(self._keys.chosen, self._shared),
+        )
 
-    def divided(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The product of `rows` as Q and K, each [tokens, heads, d]."""
-        heads = x.unflatten(1, (len(self._chosen) + len(self._keys.chosen), self._width))
+    def split(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Split the product with the selected weights into Q and K, each [tokens, chosen heads, d]."""
+        heads = x.unflatten(1, (len(self._chosen) + len(self._keys.chosen), self.head_dim))
         query, key = heads.tensor_split([len(self._chosen)], dim=1)
         if not self._chosen:
             return query, key
-        return self._place_query(query, positions), self._keys.given(self._place_key(key, positions))
+        query, key = self._transform_query(query, positions), self._transform_key(key, positions)
+        return query, self._keys.expand_kv_heads(key)
 
 
-def joined(parts: Sequence[Rows]) -> Linear:
-    """Several linear layers of one input as one."""
+def joined_linear(parts: Sequence[LinearWeights]) -> Linear:
+    """Pack several linear layers that read the same input into one linear layer."""
     weight = torch.cat([part.weight for part in parts])
     if all(part.bias is None for part in parts):
         return packed_linear(weight)

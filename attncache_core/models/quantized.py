@@ -1,11 +1,12 @@
 """Linear layers with quantised weights.
 
-    int8              weights and rows of x in 8 bits, multiplied as integers: less time and memory
-    int8-weight-only  weights in 8 bits, unpacked to be multiplied in the compute dtype: less memory
-    int4              weights in 4 bits, unpacked likewise: least memory
+    int8              weights and activations in 8 bits, multiplied as integers: less time and memory
+    int8-weight-only  weights in 8 bits, unpacked to the compute dtype before the product: less memory
+    int4              weights in 4 bits, unpacked to the compute dtype before the product: least memory
 
-Every output (row of a weight) has scales of its own, and so has every token (row of x): rows of weights may
-be chosen and joined before or after, and what comes of a token does not depend on its company.
+Every output (row of a weight) and every token (row of x) has its own scale. So rows of weights can be
+selected and joined before or after quantisation, and the result of a token does not depend on the rest of the
+batch.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-from attncache_core.checkpoint import Quantization
+from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models.prepacked import ACTIVATIONS, fused_linear
 from attncache_core.native import rows
 
-# Signed 8-bit levels in use: from -127 to 127.
+# The signed 8-bit levels in use are -127 to 127.
 _LEVELS = 127
-# oneDNN's fast products take rows of x unsigned: levels are stored 128 higher.
+# oneDNN's fast products need unsigned rows of x, so levels are stored with an offset of 128.
 _ZERO = 128
-# Scales are divided by: a row of zeros gets one that is not 0.
-_LEAST = 1e-30
-# Inputs that share the steps of 4 bits.
+# The smallest scale. A row of zeros has this scale, because scales are divisors.
+_MIN_SCALE = 1e-30
+# Number of inputs that share a step size in 4 bits.
 _GROUP = 32
 
 
 class QuantizedLinear(ABC):
-    """What PackedLinear computes, from a weight that is kept in fewer bits."""
+    """A linear layer like PackedLinear, with its weight stored in fewer bits."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
@@ -43,22 +44,32 @@ class QuantizedLinear(ABC):
         self._bias = None if bias is None else bias.detach().contiguous()
         self._activation = activation
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias, [outputs]."""
+        return self._bias
+
+    @property
+    @abstractmethod
+    def weight(self) -> torch.Tensor:
+        """The rounded weight in the compute dtype, [outputs, inputs]."""
+
     @abstractmethod
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [rows, inputs], residual: [rows, outputs] -> [rows, outputs], newly made."""
+        """x: [rows, inputs], residual: [rows, outputs] -> a new tensor [rows, outputs]."""
 
 
 class Int8Linear(QuantizedLinear):
     """Weights and rows of x rounded to 8 bits, multiplied as integers.
 
-    Raises UnsupportedModel where the processor, or torch for it, does not multiply them exactly.
+    Raises UnsupportedModel if the processor, or torch on this processor, does not multiply them exactly.
     """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
     ) -> None:
         super().__init__(weight, bias, activation)
-        if weight.device.type != "cpu" or not multiplies_integers():
+        if weight.device.type != "cpu" or not int8_products_are_exact():
             where = "this processor" if weight.device.type == "cpu" else f"the device {weight.device}"
             raise UnsupportedModel(
                 f"8-bit integers are not multiplied exactly by {where}; quantize to int8-weight-only",
@@ -70,23 +81,28 @@ class Int8Linear(QuantizedLinear):
         self._offset = None if bias is None else bias.detach().float().contiguous()
         self._kernel = rows.kernel()
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """See QuantizedLinear."""
+        return (self._weight.to_dense().T * self._scales[:, None]).to(self._dtype)
+
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See QuantizedLinear."""
         if self._kernel:
             levels, scales = self._kernel.quantize(x)
-            product = _multiplied(levels, self._weight, self._scales, self._zeros)
+            product = _int8_product(levels, self._weight, self._scales, self._zeros)
             return self._kernel.finish(product, scales, self._offset, self._activation, residual, self._dtype)
         signed, scales = quantize_rows(x.float())
-        # A level and 128 is the level with its first bit turned: no pass through wider numbers.
+        # Adding 128 to a signed level equals flipping its top bit, which avoids a wider integer type.
         levels = signed.view(torch.uint8).bitwise_xor_(_ZERO)
-        product = _multiplied(levels, self._weight, self._scales, self._zeros).mul_(scales[:, None])
+        product = _int8_product(levels, self._weight, self._scales, self._zeros).mul_(scales[:, None])
         product = product if self._offset is None else product.add_(self._offset)
         product = ACTIVATIONS[self._activation](product) if self._activation else product
         return (product if residual is None else product.add_(residual)).to(self._dtype)
 
 
 class WeightOnlyLinear(QuantizedLinear):
-    """A weight in few bits that is unpacked when it is used, and then multiplied as any other."""
+    """A weight in few bits, unpacked to the compute dtype for each product."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
@@ -99,13 +115,18 @@ class WeightOnlyLinear(QuantizedLinear):
         """See QuantizedLinear."""
         return fused_linear(x, self._unpacked(), self._bias, self._activation, residual)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """See QuantizedLinear."""
+        return self._unpacked()
+
     @abstractmethod
     def _pack(self, weight: torch.Tensor) -> None:
-        """Keep what `_unpacked` needs of the float32 weight."""
+        """Quantise and store the float32 weight."""
 
     @abstractmethod
     def _unpacked(self) -> torch.Tensor:
-        """The weight [outputs, inputs] as it is kept, in the compute dtype."""
+        """Return the stored weight [outputs, inputs] in the compute dtype."""
 
 
 class Int8WeightOnlyLinear(WeightOnlyLinear):
@@ -121,15 +142,15 @@ class Int8WeightOnlyLinear(WeightOnlyLinear):
 
 
 class Int4Linear(WeightOnlyLinear):
-    """Weights rounded to one of 16 steps from the least to the greatest of each 32 that one output reads."""
+    """Weights rounded to 16 levels between the minimum and the maximum of each group of 32 inputs."""
 
     def _pack(self, weight: torch.Tensor) -> None:
         groups = functional.pad(weight, (0, -self.inputs % _GROUP)).view(self.outputs, -1, _GROUP)
         least, greatest = (bound.bfloat16().float() for bound in groups.aminmax(dim=2))  # [outputs, groups]
-        steps = ((greatest - least) / 15).clamp_(min=_LEAST).bfloat16()
+        steps = ((greatest - least) / 15).clamp_(min=_MIN_SCALE).bfloat16()
         levels = ((groups - least[..., None]) / steps.float()[..., None]).round_().clamp_(0, 15)
         lower, upper = levels.to(torch.uint8).chunk(2, dim=2)
-        # [outputs, groups, 16]: input i of a group and, four bits higher, input i + 16.
+        # [outputs, groups, 16]: input i of a group in the low four bits, input i + 16 in the high four bits.
         self._levels = (lower | upper << 4).contiguous()
         self._steps = torch.stack([steps, least.bfloat16()], dim=2)  # [outputs, groups, 2]
 
@@ -149,37 +170,37 @@ QUANTIZED: dict[Quantization, type[QuantizedLinear]] = {
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels int8 [rows, n] and scales float32 [rows] with x ~ levels * scales; x: float32 [rows, n].
+    """Return levels int8 [rows, n] and scales float32 [rows] with x ~ levels * scales; x: float32 [rows, n].
 
-    The largest number of a row, by size, becomes 127 or -127. The scale of a row with NaN or infinity is NaN:
-    levels cannot tell these, and so whatever is made of the row is NaN.
+    The element of a row with the largest absolute value becomes 127 or -127. Levels cannot represent NaN or
+    infinity, so the scale of a row with such an element is NaN, and every product with the row is NaN.
     """
-    largest = x.abs().amax(dim=1, keepdim=True).clamp_(min=_LEAST)
+    largest = x.abs().amax(dim=1, keepdim=True).clamp_(min=_MIN_SCALE)
     levels = (x * (_LEVELS / largest)).round_().to(torch.int8)
     largest += largest - largest  # 0, or NaN
     return levels, largest[:, 0] / _LEVELS
 
 
 @cache
-def multiplies_integers() -> bool:
-    """Whether products of 8-bit numbers come out exact here.
+def int8_products_are_exact() -> bool:
+    """Return whether products of 8-bit integers are exact on this processor.
 
-    Processors without VNNI's instructions, or another that adds up in 32 bits, let sums of two products
-    overflow; a torch without oneDNN has no such products.
+    On a processor without VNNI, or a similar instruction that sums in 32 bits, sums of two products overflow.
+    A torch without oneDNN has no 8-bit products.
     """
     x = torch.full((64, 256), 255, dtype=torch.uint8)
     try:
         weight = torch.ops.onednn.qlinear_prepack(torch.full((64, 256), _LEVELS, dtype=torch.int8), None)
-        product = _multiplied(x, weight, torch.ones(64), torch.zeros(64, dtype=torch.int32))
+        product = _int8_product(x, weight, torch.ones(64), torch.zeros(64, dtype=torch.int32))
     except (AttributeError, RuntimeError):
         return False
     return bool((product == 256 * _LEVELS * (255 - _ZERO)).all())
 
 
-def _multiplied(
+def _int8_product(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
 ) -> torch.Tensor:
-    """(x - 128) @ weight.T * scales as float32 [rows, outputs], for x uint8 and a prepacked weight."""
+    """Return (x - 128) @ weight.T * scales, float32 [rows, outputs], for x uint8 and a prepacked weight."""
     product: torch.Tensor = torch.ops.onednn.qlinear_pointwise.default(
         x, 1.0, _ZERO, weight, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )

@@ -1,10 +1,10 @@
-"""Rotary positions (Su et al. 2021), from the table that the checkpoint's own module makes.
+"""Rotary positions (Su et al. 2021), with the table of angles made by the checkpoint's own module.
 
     rotated[i]       = x[i] cos(p θ_i) - x[i + r/2] sin(p θ_i)
-    rotated[i + r/2] = x[i + r/2] cos(p θ_i) + x[i] sin(p θ_i)        for i < r/2; r numbers of a head turn
+    rotated[i + r/2] = x[i + r/2] cos(p θ_i) + x[i] sin(p θ_i)        for i < r/2 of r rotary dimensions
 
-However the angles were scaled (linear, Llama 3, YaRN), the module has done it. A layout that turns
-neighbours instead of halves becomes this one by a permutation of the rows of Q and K.
+The module has already scaled the angles (linear, Llama 3, YaRN). A layout that pairs adjacent dimensions
+instead of halves becomes this layout if the rows of Q and K are permuted.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from torch import nn
 
 from attncache_core import native
 from attncache_core.errors import UnsupportedModel
-from attncache_core.models.projections import Place
+from attncache_core.models.projections import QueryKeyTransform
 
 # positions int64 [1, L] -> (cos, sin), each [1, L, r]: the second half repeats the first.
 Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-_FIRST_TABLE = 512
-# What scales angles by the longest sequence of a batch would give a text other maps in other company.
+_FIRST_TABLE = 512  # positions
+# Other types scale the angles by the longest sequence of a batch, so a text's maps would depend on the batch.
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class Rotary:
-    """Turns Q and K by their positions. Its table grows with the longest sequence met."""
+    """The rotation of Q and K by position. The table of angles grows with the longest sequence seen."""
 
     def __init__(self, angles: Angles) -> None:
         self._angles = angles
         self._cos = self._sin = torch.empty(0, 0)
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x: [tokens, h, d], positions: int64 [tokens] -> x with the first r numbers of each head turned.
+        """Rotate the first r dimensions of each head of x [tokens, h, d]; positions: int64 [tokens].
 
-        The kernel turns them in place: what is handed over is used up.
+        The compiled kernel works in place, so the caller must not use `x` afterwards.
         """
         tables = self._tables(int(positions.max()) + 1, x.device)
         kernel = native.kernel()
-        if kernel and kernel.takes(x):
+        if kernel and kernel.supports(x):
             kernel.rotate(x, *tables, positions)
             return x
         cos, sin = (table[positions][:, None] for table in tables)
@@ -56,27 +56,27 @@ class Rotary:
         )
 
     def _tables(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin for positions up to `length` at least, on the device: float32 [positions, r/2]."""
+        """Return cos and sin, each float32 [positions, r/2] on the device, for `length` positions or more."""
         cos, sin = self._cos, self._sin
         if len(cos) < length:
             size = max(_FIRST_TABLE, 1 << (length - 1).bit_length())
             angles = self._angles(torch.arange(size, device=device)[None])
             cos, sin = (table[0].chunk(2, dim=-1)[0].contiguous() for table in angles)
-            # Another thread may read them meanwhile: whole tables take each other's place.
+            # Another thread may be reading the tables, so new tables replace the old ones as a whole.
             self._cos, self._sin = cos, sin
         return cos, sin
 
 
-class RotaryOfLayers:
-    """The rotary embedding of each layer of a model; layers of one type share its table."""
+class LayerRotary:
+    """The rotary positions of all layers of a model; layers of one type share a table."""
 
     def __init__(self, module: Callable[..., Any], config: Any) -> None:
-        """module(x, positions), or (x, positions, layer type): see Angles; x tells device and dtype.
+        """module: called with (x, positions) or (x, positions, layer type), for angles on the device of x.
 
-        Raises UnsupportedModel for angles that depend on the batch.
+        Raises UnsupportedModel if the angles depend on the batch.
         """
         self._types: list[str] = getattr(config, "layer_types", None) or []
-        # Some models have one set of angles for layers with a window and one for the others.
+        # Some models have one set of angles for layers with a window and another for the other layers.
         parameters = config.rope_parameters
         self._by_type = "rope_theta" not in parameters
         for own in parameters.values() if self._by_type else [parameters]:
@@ -89,8 +89,8 @@ class RotaryOfLayers:
         self._module = module
         self._rotaries: dict[str, Rotary] = {}
 
-    def place(self, number: int, norm: nn.Module | None = None) -> Place:
-        """What layer `number` does to Q or K: its norm of each head, if there is one, and the rotation."""
+    def transform(self, number: int, norm: nn.Module | None = None) -> QueryKeyTransform:
+        """Return the transform of Q or K in layer `number`: `norm` on each head, then the rotation."""
         arguments = (self._types[number],) if self._by_type else ()
         rotary = self._rotaries.setdefault(
             "".join(arguments),

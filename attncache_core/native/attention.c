@@ -1,12 +1,11 @@
-// Attention over packed sequences of any lengths, and maps @ V straight from a mapped file; rotary positions.
+// Attention over packed sequences of any lengths, maps @ V directly from a mapped file, and rotary positions.
 //
-// A task is one head of one sequence (or of several that share a record). K and V of that head are laid out
-// once for the vector unit and stay in the processor's cache; eight rows of the map at a time are then
-// computed, or read from their record, and multiplied by V. Maps are written to memory only where they are
-// kept.
+// A task is one head of one sequence, or of several sequences that share a record. The task copies K and V of
+// the head once into the layout of the vector unit, where they stay in the processor's cache. It then takes
+// ROWS rows of the map at a time, computes them or reads them from the record, and multiplies them by V. Maps
+// are written to memory only if the caller asks for them.
 //
-// Tasks are shared among the threads of the OpenMP pool that PyTorch has anyway: its entry point is given to
-// `set_parallel`.
+// The tasks run on the threads of PyTorch's OpenMP pool. `set_parallel` receives the pool's entry point.
 
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -17,24 +16,24 @@
 #include "vectors.h"
 
 typedef struct {
-    char *data;                // [tokens, heads, width], the numbers of a head side by side
-    int64_t token, head;       // numbers from one token, and from one head, to the next
+    char *data;                // [tokens, heads, width], the elements of a head contiguous
+    int64_t token, head;       // strides in elements
 } tensor;
 
 typedef struct {
-    tensor query, key;         // heads of `key_width` numbers; unused where maps are given
-    tensor value, context;     // heads of `width` numbers
+    tensor query, key;         // heads of `key_width` elements; unused if maps are given
+    tensor value, context;     // heads of `width` elements
     const int64_t *offsets;    // [sequences + 1] first token of each sequence
-    const char *const *maps;   // [sequences] maps, square or packed; null where they are computed
-    char *const *kept;         // [sequences] where computed maps go, of `type`; null where they are not kept
-    const int64_t *runs;       // [tasks per head + 1] first sequence of each run that shares its maps
+    const char *const *maps;   // [sequences] given maps, square or packed; null to compute the maps
+    char *const *kept;         // [sequences] destinations of computed maps, of `type`; null to discard them
+    const int64_t *runs;       // [tasks per head + 1] first sequence of each run; a run shares its maps
     int32_t run_count, heads, key_width, width;
-    int32_t type, map_type;    // number_type of Q, K, V and context; of the maps
-    int32_t before, after;     // a token attends to that many tokens on either side of it, and to itself
-    int32_t packed;            // maps are lower triangles, row by row
+    int32_t type, map_type;    // number_type of Q, K, V and context, and of given maps
+    int32_t before, after;     // how many tokens before and after itself a token attends to
+    int32_t packed;            // whether given maps are lower triangles, row by row
     float scale;
     int32_t threads;
-    // The pool's.
+    // Set by `attend`, for the pool.
     int32_t chunk;
     atomic_int next;
 } attention;
@@ -44,7 +43,7 @@ static parallel_function parallel;
 
 void set_parallel(void *function) { parallel = (parallel_function)function; }
 
-// Memory of a thread, kept from call to call: the layouts of one task.
+// Scratch memory for the layouts of one task. Each thread keeps its own from call to call.
 static _Thread_local char *scratch;
 static _Thread_local size_t scratch_bytes;
 
@@ -59,7 +58,7 @@ static char *scratch_of(size_t bytes) {
     return scratch;
 }
 
-// Rows of a map that meet V together: times two vectors of columns, they are sums that registers hold.
+// Rows of a map that are multiplied by V together. ROWS x 2 vectors of sums fit into the registers.
 #ifdef __AVX512F__
 #define ROWS 8
 #else
@@ -69,7 +68,7 @@ static char *scratch_of(size_t bytes) {
 INLINE int rounded_up(int x, int to) { return (x + to - 1) / to * to; }
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
-// The first token that a token attends to, and the one behind the last.
+// The first token that a token attends to, and the end of that range (exclusive).
 INLINE int band_start(const attention *job, int token) { return token - smaller(token, job->before); }
 INLINE int band_end(const attention *job, int token, int length) {
     return token + 1 + smaller(length - token - 1, job->after);
@@ -79,7 +78,7 @@ INLINE char *head_of(tensor x, int64_t token, int head, size_t bytes) {
     return x.data + (token * x.token + head * x.head) * (int64_t)bytes;
 }
 
-// Where a row of a map begins: numbers from the first of its sequence.
+// The offset of a row of a map, in elements from the first element of its sequence's maps.
 INLINE size_t map_row(const attention *job, size_t head, size_t row, size_t length) {
     if (job->packed) return (head * length * (length + 1) + row * (row + 1)) / 2;
     return (head * length + row) * length;
@@ -114,10 +113,10 @@ static void work(void *data) {
             run_task(job, task / job->heads, task % job->heads);
 }
 
-// Work below this many multiplications is done sooner than a second thread is awake.
+// With fewer multiplications, waking a second thread costs more than it saves.
 static const int64_t worth_a_thread = 2000000;
 
-// Cells on one side of the diagonal, `reach` of them in a row at most.
+// The number of map elements on one side of the diagonal, at most `reach` per row.
 static int64_t cells_beside(int64_t length, int64_t reach) {
     if (reach >= length) return length * (length - 1) / 2;
     return reach * length - reach * (reach + 1) / 2;
@@ -137,7 +136,7 @@ void attend(attention *job) {
         work(job);
         return;
     }
-    // Small enough that the threads end together, large enough that they seldom meet.
+    // Small chunks let the threads finish together. Large chunks keep contention for `next` low.
     job->chunk = tasks / (job->threads * 8);
     if (job->chunk < 1) job->chunk = 1;
     parallel(work, job, (unsigned)job->threads, 0);

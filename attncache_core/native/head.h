@@ -1,7 +1,7 @@
-// One head of one run of sequences, written once for two number formats (included twice by attention.c):
-//   PAIRS 0: one float32 a word. Any input type, any width.
-//   PAIRS 1: two bfloat16 a word, multiplied and added two at a time (AVX512-BF16).
-// "Steps" are the words along which a product sums: two numbers each with PAIRS, else one.
+// One head of one run of sequences, for two number formats. attention.c includes this file twice:
+//   PAIRS 0: one float32 per word. Any input type, any width.
+//   PAIRS 1: two bfloat16 per word, multiplied and added two at a time (AVX512-BF16).
+// A "step" is one word along the axis over which a product sums: two elements with PAIRS, else one.
 
 #if PAIRS
 #define NAME(name) name##_of_pairs
@@ -13,7 +13,7 @@
 
 #include "layout.h"
 
-// sum + a . b in every lane, a the same word for all.
+// Return sum + a . b in every lane; all lanes use the same word a.
 INLINE floats NAME(multiplied)(floats sum, const char *a, words b) {
 #if PAIRS
     int32_t pair;
@@ -26,8 +26,8 @@ INLINE floats NAME(multiplied)(floats sum, const char *a, words b) {
 #endif
 }
 
-// out[row][0 : 16 vectors] = a[row][steps] @ b[steps][...] for ROWS rows, `vectors` (1 or 2) a constant.
-// Rows beyond `rows` repeat the last one: what they give is not used.
+// out[row][0 : 16 vectors] = a[row][steps] @ b[steps][...] for ROWS rows; `vectors` (1 or 2) is a constant.
+// Rows beyond `rows` repeat the last row, and their results are not used.
 INLINE void NAME(tile)(const char *a, size_t a_bytes, int rows, const words *b, size_t b_row, int steps,
                        float *out, size_t out_row, const int vectors) {
     floats sum[ROWS][2];
@@ -64,9 +64,10 @@ INLINE void NAME(store_weights)(char *weights, int at, floats weight) {
 #endif
 }
 
-// exp(scale (score - the row's largest)) of columns from .. to - 1, else 0, as words that multiply V; returns
-// their sum, NaN where a score is NaN or the largest is infinite. All but the first and the last vector of
-// columns hold some of these: rows of a tile are so near.
+// Write weights = exp(scale (score - row's largest score)) for columns from .. to - 1, and 0 for the other
+// columns, in the number format of the product with V. Return the sum of the weights, which is NaN if a score
+// is NaN or the largest score is infinite. Only the first and the last vector of columns may lie entirely
+// outside from .. to - 1, because the rows of a tile are adjacent.
 INLINE float NAME(weigh)(const float *scores, int from, int to, int columns, float scale, char *weights) {
     const int start = from / LANES * LANES, last = (to - 1) / LANES * LANES;
     const words behind = ~lanes_below(from - start), before = lanes_below(to - last);
@@ -93,8 +94,8 @@ INLINE float NAME(weigh)(const float *scores, int from, int to, int columns, flo
     return sum_of_lanes(sum);
 }
 
-// Numbers from .. to - 1 of a row of weights, each its share of their sum, between zeros: a row of the map,
-// as `length` numbers of `type`.
+// Write a row of the map to `kept`, as `length` elements of `type`: weights times `share` (1 / sum of the
+// weights) for columns from .. to - 1, and zeros for the other columns.
 static void NAME(keep_row)(const char *weights, float share, int from, int to, int length, char *kept,
                            number_type type) {
     const size_t bytes = number_bytes(type);
@@ -106,23 +107,23 @@ static void NAME(keep_row)(const char *weights, float share, int from, int to, i
     memset(kept + (size_t)to * bytes, 0, (size_t)(length - to) * bytes);
 }
 
-// One head of one run: where things are in the scratch memory.
+// One head of one run, and the locations of its layouts in the scratch memory.
 typedef struct {
     int head, first_sequence, sequences, length, columns, value_columns;
-    size_t value_words;               // of one sequence
+    size_t value_words;               // words of V's layout, per sequence
     int64_t first_token;
     float *result, *scores;           // [ROWS, value_columns], [ROWS, columns]
     int32_t *weights, *query;         // [ROWS, columns], [ROWS, key columns]
     int32_t *key, *value;             // [key steps, columns], [sequences, map steps, value_columns]
 } NAME(task);
 
-// ROWS rows of the map, at most, and the columns that any of them may fill: others are left out.
+// At most ROWS rows of the map. Columns that no row of the tile uses are left out.
 typedef struct {
-    int row, rows, first, columns;    // a whole number of vectors, the first of which begins at `first`
-    int steps;                        // words that meet V
+    int row, rows, first, columns;    // the columns are a whole number of vectors, beginning at `first`
+    int steps;                        // words per row in the product with V
     const char *left;                 // [rows, steps]
     size_t left_bytes;                // from one row to the next
-    float share[ROWS];                // what a row's words are to be multiplied by
+    float share[ROWS];                // factor for each row of the product with V
 } NAME(tile_of_map);
 
 static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAME(tile_of_map) *tile) {
@@ -156,7 +157,7 @@ static void NAME(read_rows)(const attention *job, const NAME(task) *task, NAME(t
     const char *map = job->maps[task->first_sequence] +
                       (map_row(job, task->head, tile->row, length) + tile->first) * bytes;
     for (int r = 0; r < tile->rows; r++) tile->share[r] = 1;
-    // In place, unless the rows are of another type or the last word would reach beyond the record.
+    // Read rows in place, unless they have another type or the last word would extend beyond the record.
     if (PAIRS && !job->packed && (tile->first + tile->steps * NUMBERS <= length || end < length)) {
         tile->left = map;
         tile->left_bytes = row_bytes;
@@ -179,7 +180,7 @@ static NAME(task) NAME(task_of)(const attention *job, int run, int head) {
     NAME(task) task = {head, first, sequences, length, columns, value_columns, value_words,
                        job->offsets[first]};
 
-    // Every part is a whole number of vectors, so each begins on a vector's border.
+    // Every part is a whole number of vectors, so every part is aligned to vectors.
     task.result = (float *)scratch_of(4 * ((size_t)ROWS * (value_columns + 2 * columns + key_columns) +
                                            (size_t)key_steps * columns + (size_t)sequences * value_words));
     task.scores = task.result + ROWS * value_columns;

@@ -1,14 +1,14 @@
-// Q, K, V and rows of maps as the products of head.h take them, which includes this.
+// Copy Q, K, V and rows of maps into the layouts of the products in head.h, which includes this file.
 
 #if PAIRS
-// The first `count` numbers, sixteen at most, then zeros; nothing behind them is read.
+// Load the first `count` elements, at most sixteen, followed by zeros. Nothing beyond them is read.
 INLINE halves halves_some(const char *at, int count) {
     const __mmask16 mask = (__mmask16)(count >= LANES ? 0xffff : count > 0 ? (1 << count) - 1 : 0);
     return (halves)_mm256_maskz_loadu_epi16(mask, at);
 }
 #endif
 
-// Rows [rows, width numbers] of Q, each of whole words.
+// Copy rows of Q [rows, width elements] to rows of whole words.
 static void NAME(copy_rows)(const char *from, size_t from_bytes, number_type type, int rows, int width,
                             int32_t *to, int to_row) {
     for (int r = 0; r < rows; r++, from += from_bytes, to += to_row) {
@@ -22,7 +22,7 @@ static void NAME(copy_rows)(const char *from, size_t from_bytes, number_type typ
     }
 }
 
-// K [length, width] -> [steps, columns]: a step's words of all tokens side by side.
+// Copy K [length, width] to [steps, columns]: for each step, the words of all tokens.
 static void NAME(lay_out_key)(const char *from, size_t from_bytes, number_type type, int length, int width,
                               int32_t *to, int columns) {
     const int steps = width / NUMBERS;
@@ -48,7 +48,8 @@ static void NAME(lay_out_key)(const char *from, size_t from_bytes, number_type t
         }
 }
 
-// V [length, width] -> [steps, columns]: with PAIRS, two tokens' numbers interleaved, the last one's with 0.
+// Copy V [length, width] to [steps, columns]. With PAIRS, a word holds an element of two adjacent tokens; a
+// last token without a partner is paired with 0.
 static void NAME(lay_out_value)(const char *from, size_t from_bytes, number_type type, int length, int width,
                                 int32_t *to, int columns) {
 #if PAIRS
@@ -68,8 +69,8 @@ static void NAME(lay_out_value)(const char *from, size_t from_bytes, number_type
 #endif
 }
 
-// `count` numbers of each row of a map, then zeros up to `columns`; packed rows grow by one number from row
-// to row, and so does their count. Nothing behind them is read: a record may end there.
+// Copy `count` elements of each row of a map, followed by zeros up to `columns`. Packed rows grow by one
+// element per row, and so does `count`. Nothing beyond a row is read, because the record may end there.
 static void NAME(copy_map_rows)(const char *from, size_t from_bytes, number_type type, int packed, int rows,
                                 int count, int columns, char *to) {
     const size_t bytes = number_bytes(type);

@@ -1,15 +1,15 @@
-// Rotary positions: of each head, the numbers i and i + half turn by the angle i of their token's position.
-// Included by attention.c, whose pool shares the tokens among threads.
+// Rotary positions: rotate dimensions i and i + half of each head by angle i of the token's position.
+// Included by attention.c, whose pool splits the tokens among threads.
 
 typedef struct {
-    tensor x;                      // heads of 2 `half` numbers, or more; turned in place
+    tensor x;                      // heads of at least 2 `half` dimensions; rotated in place
     const float *cosine, *sine;    // [positions, half]
     const int64_t *positions;      // [tokens]
     int64_t tokens;
     int32_t heads, half;
     int32_t type;                  // number_type of x
     int32_t threads;
-    // The pool's.
+    // Set by `rotate`, for the pool.
     atomic_llong next;
 } rotation;
 
@@ -39,7 +39,7 @@ static void rotate_some(void *data) {
         }
 }
 
-// Numbers below this are turned sooner than a second thread is awake.
+// With fewer elements, waking a second thread costs more than it saves.
 static const int64_t turned_alone = 200000;
 
 void rotate(rotation *job) {

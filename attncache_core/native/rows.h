@@ -1,9 +1,9 @@
-// What comes before and after products with quantised weights, each in one pass over the rows.
+// The work before and after products with quantised weights, each in one pass over the rows.
 //
-// quantize_row     numbers of a row -> levels of 8 bits and their scale
+// quantize_row     row of x -> 8-bit levels and their scale
 // finish_row       product of levels -> times the row's scale, plus bias, activation, plus residual
-// unpack_8_bits    a weight's row in 8 bits -> numbers, before a product with numbers
-// unpack_4_bits    the same of 4 bits
+// unpack_8_bits    row of an 8-bit weight -> row in the compute dtype
+// unpack_4_bits    row of a 4-bit weight -> row in the compute dtype
 #pragma once
 
 typedef enum { QUANTIZE = 0, FINISH = 1, UNPACK_8_BITS = 2, UNPACK_4_BITS = 3 } pass;
@@ -11,19 +11,19 @@ typedef enum { QUANTIZE = 0, FINISH = 1, UNPACK_8_BITS = 2, UNPACK_4_BITS = 3 } 
 typedef enum { NO_ACTIVATION = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SILU = 4 } activation_type;
 
 typedef struct {
-    const char *x;         // [rows, width] of `type`, to be quantised
-    uint8_t *levels;       // [rows, width] 128 + level; of a weight in 8 bits, the level itself, signed;
-                           // of one in 4 bits, [rows, groups, 16] input i and, four bits higher, i + 16
-    float *scales;         // [rows]; of 4 bits, none
-    const char *steps;     // [rows, groups, 2] in bfloat16, of 4 bits: the step and the least of 32 inputs
+    const char *x;         // [rows, width] of `type`, the input of QUANTIZE
+    uint8_t *levels;       // [rows, width], 128 + level. For an 8-bit weight, the signed level itself. For a
+                           // 4-bit weight, [rows, groups, 16]: input i in the low bits, i + 16 in the high bits
+    float *scales;         // [rows]; unused for 4 bits
+    const char *steps;     // [rows, groups, 2] in bfloat16, only for 4 bits: step and minimum of 32 inputs
     const float *product;  // [rows, width]
     const float *bias;     // [width], or null
     const char *residual;  // [rows, width] of `type`, or null
     char *result;          // [rows, width] of `type`; may be `product`
     int64_t rows, width;
-    int64_t x_row, residual_row;  // numbers from one row to the next
+    int64_t x_row, residual_row;  // strides in elements
     int32_t pass, type, activation, threads;
-    // The pool's.
+    // Set by `run_rows`, for the pool.
     int32_t chunk;
     atomic_int next;
 } rows_job;
@@ -33,7 +33,7 @@ typedef int8_t signed_bytes_unaligned __attribute__((vector_size(LANES), aligned
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef uint8_t bytes_unaligned __attribute__((vector_size(LANES), aligned(1)));
 
-static const float least_scale = 1e-30f / 127.0f;  // scales are divided by: a row of zeros has this one
+static const float least_scale = 1e-30f / 127.0f;  // the scale of a row of zeros, since scales are divisors
 
 INLINE void quantize_row(const rows_job *job, int64_t row, number_type type) {
     const size_t number = number_bytes(type);
@@ -47,12 +47,12 @@ INLINE void quantize_row(const rows_job *job, int64_t row, number_type type) {
     }
     float scale = largest_size(largest) / 127.0f;
     if (scale < least_scale) scale = least_scale;
-    // Levels cannot tell NaN and infinity: a row that holds any has the scale NaN, and so has all made of it.
+    // Levels cannot represent NaN and infinity, so a row with such an element has the scale NaN.
     job->scales[row] = scale - scale == 0.0f ? scale : __builtin_nanf("");
     const float steps = 1.0f / scale;
     uint8_t *levels = job->levels + row * width;
     for (int i = 0; i < width; i += LANES) {
-        // 1.5 * 2^23: adding it rounds to a whole number, which then stands in the lowest bits.
+        // Adding 12582912 = 1.5 * 2^23 rounds to an integer and leaves the integer in the lowest bits.
         floats moved = load_some(x + i * number, type, width - i) * steps + (12582912.0f + 128.0f);
         bytes part = __builtin_convertvector((words)moved & 0xff, bytes);
         if (width - i >= LANES) *(bytes_unaligned *)(levels + i) = part;
@@ -66,7 +66,7 @@ INLINE floats sigmoid(floats x) {
     return either(x > 0.0f, every(1.0f), power) / (power + 1.0f);
 }
 
-// x times the normal distribution's share below x. The error function is approximated to 1.5e-7
+// x times the normal distribution function of x. The error function is approximated to 1.5e-7
 // (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
 INLINE floats gelu(floats x) {
     const floats size = either(x > 0.0f, x, -x);
@@ -76,7 +76,7 @@ INLINE floats gelu(floats x) {
     sum = sum * t + 1.421413741f;
     sum = sum * t - 0.284496736f;
     sum = sum * t + 0.254829592f;
-    const floats beyond = sum * t * exponential(x * x * -0.5f) * 0.5f;  // the share beyond |x|
+    const floats beyond = sum * t * exponential(x * x * -0.5f) * 0.5f;  // the probability beyond |x|
     return x * either(x > 0.0f, 1.0f - beyond, beyond);
 }
 
@@ -84,7 +84,7 @@ INLINE floats activated(floats x, activation_type activation) {
     switch (activation) {
         case GELU: return gelu(x);
         case GELU_TANH: return x * sigmoid((x * x * x * 0.044715f + x) * 1.59576912f);
-        case RELU: return either(x < 0.0f, every(0.0f), x);  // not larger(x, 0), which makes 0 of a NaN
+        case RELU: return either(x < 0.0f, every(0.0f), x);  // not larger(x, 0), which turns NaN into 0
         case SILU: return x * sigmoid(x);
         default: return x;
     }
@@ -153,7 +153,7 @@ INLINE void finish_row_of(const rows_job *job, int64_t row, number_type type) {
     }
 }
 
-// Always inlined, with a type that is known: so the compiler makes a loop of its own for each.
+// Always inlined with a constant type, so that the compiler makes a specialised loop for each type.
 INLINE void run_row(const rows_job *job, int64_t row, number_type type) {
     switch ((pass)job->pass) {
         case QUANTIZE: quantize_row(job, row, type); break;
@@ -174,7 +174,7 @@ static void work_rows(void *data) {
     }
 }
 
-// Below so many numbers the work is done sooner than a second thread is awake.
+// With fewer elements, waking a second thread costs more than it saves.
 static const int64_t numbers_worth_a_thread = 65536;
 
 void run_rows(rows_job *job) {

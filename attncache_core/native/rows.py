@@ -1,4 +1,7 @@
-"""The compiled passes around products with quantised weights: rows.h, in the attention kernel's library."""
+"""Python binding of rows.h: passes over rows before and after products with quantised weights.
+
+The passes are compiled into the attention kernel's library.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ import torch
 
 from attncache_core import native
 
-# Our names of activations, as rows.h numbers them.
+# The activations and their numbers in rows.h.
 _ACTIVATIONS = {None: 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
 _QUANTIZE, _FINISH, _UNPACK_8_BITS, _UNPACK_4_BITS = range(4)
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _Job(ctypes.Structure):
-    """`rows_job` in rows.h, field by field."""
+    """The structure `rows_job` of rows.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "levels", "scales", "steps", "product", "bias")),
@@ -27,7 +30,7 @@ class _Job(ctypes.Structure):
 
 
 class RowKernel:
-    """The passes at the level of this processor. Tensors are of float32 or bfloat16 and on the CPU."""
+    """The passes at one level of the kernel. Tensors must be float32 or bfloat16 and on the CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.run_rows
@@ -35,10 +38,10 @@ class RowKernel:
         self._run.restype = None
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Levels uint8 [rows, n], 128 higher than they are, and scales float32 [rows] of x [rows, n].
+        """Quantise x [rows, n] to levels, uint8 [rows, n] with an offset of 128, and scales, float32 [rows].
 
-        x ~ (levels - 128) * scales; the largest number of a row, by size, becomes 127 or -127. The scale of a
-        row with NaN or infinity is NaN.
+        x ~ (levels - 128) * scales. The element of a row with the largest absolute value becomes 127 or -127.
+        The scale of a row with NaN or infinity is NaN.
         """
         levels = torch.empty(x.shape, dtype=torch.uint8)
         scales = torch.empty(len(x))
@@ -58,10 +61,10 @@ class RowKernel:
         residual: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """activation(product * scales + bias) + residual as [rows, n] of `dtype`; `product` is used up.
+        """Return activation(product * scales + bias) + residual, [rows, n] of `dtype`.
 
-        product: float32 [rows, n], contiguous; scales: float32 [rows]; bias: float32 [n]; residual: [rows, n]
-        of `dtype`.
+        product: float32 [rows, n], contiguous; overwritten with the result if `dtype` is float32. scales:
+        float32 [rows]. bias: float32 [n]. residual: [rows, n] of `dtype`.
         """
         result = product if dtype == torch.float32 else torch.empty(product.shape, dtype=dtype)
         job = _job(_FINISH, result)
@@ -80,7 +83,7 @@ class RowKernel:
         return result
 
     def unpack_8_bits(self, levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """levels * scales as [rows, n] of `dtype`; levels: int8 [rows, n], scales: float32 [rows]."""
+        """Return levels * scales, [rows, n] of `dtype`; levels: int8 [rows, n], scales: float32 [rows]."""
         result = torch.empty(levels.shape, dtype=dtype)
         job = _job(_UNPACK_8_BITS, result)
         job.levels, job.scales, job.result = levels.data_ptr(), scales.data_ptr(), result.data_ptr()
@@ -90,10 +93,11 @@ class RowKernel:
     def unpack_4_bits(
         self, levels: torch.Tensor, steps: torch.Tensor, width: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """levels * step + least of each group of 32 numbers, as [rows, width] of `dtype`.
+        """Return level * step + minimum for each element, [rows, width] of `dtype`.
 
-        levels: uint8 [rows, groups, 16], that of number i and, four bits higher, of i + 16. steps: bfloat16
-        [rows, groups, 2], step and least. The last group may be longer than the row.
+        levels: uint8 [rows, groups, 16], for groups of 32 elements: element i in the low four bits, element
+        i + 16 in the high four bits. steps: bfloat16 [rows, groups, 2], the step and minimum of each group.
+        The last group may extend beyond the row.
         """
         result = torch.empty((len(levels), width), dtype=dtype)
         job = _job(_UNPACK_4_BITS, result)
@@ -102,9 +106,9 @@ class RowKernel:
         return result
 
 
-def _job(number: int, like: torch.Tensor) -> _Job:
+def _job(pass_number: int, like: torch.Tensor) -> _Job:
     job = _Job()
-    job.pass_ = number
+    job.pass_ = pass_number
     job.rows, job.width = like.shape
     job.type, job.threads = _TYPES[like.dtype], torch.get_num_threads()
     return job
@@ -116,6 +120,6 @@ def _with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def kernel() -> RowKernel | None:
-    """The passes for this processor; None where they were not built."""
+    """Return the passes for this processor, or None if the kernel was not built."""
     attention = native.kernel()
     return RowKernel(attention.library) if attention else None

@@ -1,9 +1,9 @@
-// A file that is mapped into memory can be cut short, or its disk can fail, while it is read. The system then
-// sends SIGBUS, which would end the process.
+// Guard mapped files against SIGBUS. A mapped file can be truncated, or its disk can fail, while the file is
+// read. The system then sends SIGBUS, which would end the process.
 //
 // The guard watches ranges of addresses. On a fault inside a range, the handler marks the range and maps zeros
 // over the rest of it, so that the reader continues. The reader must ask afterwards whether the range has
-// faulted, and discard what it made of the zeros. Any other fault goes to the handler that was there before.
+// faulted, and discard all results of the zeros. Any other fault goes to the previously installed handler.
 //
 // The handler can run on any thread at any moment, so it takes no lock and calls nothing but mmap. It may see a
 // range that another thread is adding or removing, but the range of the faulting thread is stable: a range is
@@ -19,9 +19,9 @@
 #include <unistd.h>
 
 typedef struct {
-    atomic_int faulted;               // first: Python reads it
+    atomic_int faulted;               // the first field, because Python reads it
     atomic_int taken;                 // this entry of the table is in use
-    atomic_uintptr_t first, end;      // addresses; an end of 0: nothing is watched
+    atomic_uintptr_t first, end;      // addresses; an end of 0 means that nothing is watched
 } range;
 
 #define RANGES 256
@@ -35,7 +35,7 @@ static chunk table;                   // chunks are never freed
 static uintptr_t page_bytes;
 static struct sigaction previous;
 
-// Whether the address lies in the range, as it stood at one moment. (The end is 0 while the range changes.)
+// Return whether the address lies in the range. The end is 0 while the range changes, so it is read twice.
 static int holds(range *r, uintptr_t address, uintptr_t *end) {
     *end = atomic_load(&r->end);
     return address < *end && address >= atomic_load(&r->first) && atomic_load(&r->end) == *end;
@@ -46,7 +46,7 @@ static int map_zeros(uintptr_t address) {
         for (range *r = c->ranges; r < c->ranges + RANGES; r++) {
             uintptr_t end;
             if (!holds(r, address, &end)) continue;
-            // Before the zeros are mapped, so that no thread reads a zero from an unmarked range.
+            // Mark the range before mapping the zeros, so that no thread reads a zero from an unmarked range.
             atomic_store(&r->faulted, 1);
             const uintptr_t page = address & ~(page_bytes - 1);
             return mmap((void *)page, end - page, PROT_READ,
@@ -57,7 +57,7 @@ static int map_zeros(uintptr_t address) {
 
 static void on_bus_error(int signal, siginfo_t *info, void *context) {
     const int error = errno;
-    // A signal that somebody sent has a code of 0 or less, and no address.
+    // A signal sent by a process, not by a fault, has a code of 0 or less and no address.
     const int handled = info->si_code > 0 && map_zeros((uintptr_t)info->si_addr);
     errno = error;
     if (handled) return;
@@ -72,14 +72,14 @@ static void on_bus_error(int signal, siginfo_t *info, void *context) {
     }
 }
 
-// Install the handler, the first time that this is called. Returns 0, or -1 where that fails.
+// Install the handler on the first call. Return 0, or -1 on failure.
 int install_guard(void) {
     static atomic_int installed;
     if (atomic_exchange(&installed, 1)) return 0;
     struct sigaction action = {.sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO | SA_RESTART};
     page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
     sigemptyset(&action.sa_mask);
-    // Known before the handler is installed, since a fault may follow at once.
+    // Read the previous handler first, because a fault may occur as soon as the new handler is installed.
     if (sigaction(SIGBUS, NULL, &previous)) return -1;
     return sigaction(SIGBUS, &action, NULL);
 }
@@ -90,7 +90,7 @@ static range *free_range(chunk *c) {
     return NULL;
 }
 
-// Watch the addresses [first, first + size). Returns the range, or NULL where there is no memory for it.
+// Watch the addresses [first, first + size). Return the range, or NULL if memory is short.
 range *watch_range(uintptr_t first, size_t size) {
     chunk *c = &table;
     range *r;
@@ -108,7 +108,7 @@ range *watch_range(uintptr_t first, size_t size) {
     return r;
 }
 
-// Watch the range no more: called before it is unmapped, by whoever watched it.
+// Stop watching the range. The thread that watched the range must call this before unmapping it.
 void forget_range(range *r) {
     atomic_store(&r->end, 0);
     atomic_store(&r->taken, 0);

@@ -1,4 +1,5 @@
-// Sixteen 32-bit lanes, in the compiler's vector language: one instruction on AVX-512, several elsewhere.
+// Vectors of sixteen 32-bit lanes, by the compiler's vector extensions. An operation is one instruction on
+// AVX-512 and several on other processors.
 #pragma once
 
 #include <stddef.h>
@@ -23,17 +24,17 @@ INLINE size_t number_bytes(number_type type) { return type == FLOAT32 ? 4 : 2; }
 
 INLINE floats every(float x) { return (floats){0} + x; }
 
-// a where the condition holds, else b.
+// Per lane, a if the condition holds, else b.
 INLINE floats either(words condition, floats a, floats b) {
     return (floats)(((words)a & condition) | ((words)b & ~condition));
 }
 
 INLINE floats larger(floats a, floats b) { return either(a > b, a, b); }
 
-// Of numbers without a sign. Their bits have the same order, with NaN above all numbers.
+// Per lane, the larger of two non-negative numbers. Their bits have the same order, and NaN is the largest.
 INLINE floats larger_size(floats a, floats b) { return either((words)a > (words)b, a, b); }
 
-// The largest, and the sum, of all lanes: halves folded onto each other.
+// Reduce all lanes to one value: fold halves onto each other.
 #define FOLD(x, with)                                                                                       \
     x = with(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));        \
     x = with(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));        \
@@ -57,7 +58,7 @@ INLINE float sum_of_lanes(floats x) {
     return x[0];
 }
 
-// Lane numbers, to tell lanes that hold something from those that fill up.
+// A mask of the first `count` lanes.
 INLINE words lanes_below(int count) {
     const words lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return lane < count;
@@ -80,8 +81,8 @@ INLINE floats load_some(const char *at, number_type type, int count) {
     return load(whole, type);
 }
 
-// To the nearest bfloat16, ties to even. A NaN stays one: where it came of bfloat16 numbers or of arithmetic,
-// the lower half of its bits is 0, and nothing is carried from there.
+// Round to the nearest bfloat16, ties to even. NaN stays NaN: a NaN from bfloat16 inputs or from arithmetic
+// has zeros in the lower half of its bits, so nothing carries into the upper half.
 INLINE halves narrowed(floats x) {
     words bits = (words)x;
     bits += 0x7fff + ((bits >> 16) & 1);
@@ -99,12 +100,12 @@ INLINE void store_some(char *at, number_type type, floats x, int count) {
     else memcpy(at, &bits, (size_t)count * 2);
 }
 
-// e^x for x <= 0, to 3.4e-6 of its value: 2^n times a polynomial of what is left, |left| <= 1/2.
-// The coefficients are those of the Taylor series of 2^left, its last one adjusted to the interval. Of a NaN
-// with its lowest bits set a number may come: whoever may meet one looks at x too.
+// e^x for x <= 0, with a relative error of 3.4e-6: 2^n times a polynomial of the remainder, |left| <= 1/2.
+// The coefficients are those of the Taylor series of 2^left, with the last one adjusted to the interval. The
+// result for a NaN whose lowest bits are set may be a number, so callers must check x themselves.
 INLINE floats exponential(floats x) {
-    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-    // In this order a NaN stays one.
+    const float to_integer = 12582912.0f;  // 1.5 * 2^23; adding it rounds to an integer
+    // In this order of operands, NaN stays NaN.
     floats exponent = either(x < -87.0f, every(-87.0f), x) * 1.44269504f;
     floats whole = exponent + to_integer;
     words power = (words)whole << 23;
@@ -118,7 +119,7 @@ INLINE floats exponential(floats x) {
     return (floats)((words)sum + power);
 }
 
-// Sixteen rows of sixteen words become sixteen columns: four rounds of interleaving rows i and i + 8.
+// Transpose sixteen rows of sixteen words, in four rounds that interleave rows i and i + 8.
 INLINE void transpose(words row[LANES]) {
     for (int round = 0; round < 4; round++) {
         words next[LANES];

@@ -1,4 +1,4 @@
-"""`attncache bench`: how fast the engine, the index and a server are, beside what one would use instead.
+"""`attncache bench`: measure the engine, the index and a server beside other engines and servers.
 
-report.py says on what machine; peers.py and worker.py run other engines in processes of their own.
+report.py describes the machine; peers.py and worker.py run other engines in separate processes.
 """

@@ -1,7 +1,7 @@
-"""Where the time goes: the stages of one layer and of a request, computed in full and on a hit.
+"""Measure where time is spent: the stages of one layer and of a request, in full and on a hit.
 
-Parts that the engine runs as one (Q, K and V are one product, map and map x V one kernel) are also timed by
-themselves here, so that each stage has its figure.
+The engine runs some stages together: Q, K and V are one product, and map and map x V are one kernel. Such
+stages are also timed alone here, so that each stage has a figure.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import torch
 from torch import nn
 
 from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine
-from attncache_core.attention_maps.fetch import HitRecords, RecordGroup
 from attncache_core.models import AttentionLayer
 from attncache_core.models.linear import Norm
 from attncache_core.models.prepacked import PackedLinear
-from attncache_core.tokens import TokenBatch, pack
+from attncache_core.reuse.maps.fetch import HitRecords, RecordGroup
+from attncache_core.reuse.maps.search import SearchEngine
+from attncache_core.reuse.plan import ReusePlan
+from attncache_core.text.token_batch import TokenBatch, pack
 from service.bench.synthetic import random_sequence, write_database
 
 _ROUNDS = 30
 
 
 class Stage(NamedTuple):
-    """Microseconds of one stage for a batch; None where the stage does not run."""
+    """The microseconds of one stage for a batch; None if the stage does not run."""
 
     name: str
     full: float | None
@@ -36,19 +38,22 @@ class Stage(NamedTuple):
 
 
 class Breakdown(NamedTuple):
-    """One batch shape."""
+    """The stages for one batch shape."""
 
     shape: tuple[int, int]
     layer: list[Stage]
     request: list[Stage]
-    search_in_every_layer: float  # microseconds: what AttnCache-f would search for, estimated
+    search_in_every_layer: float  # microseconds: an estimate for AttnCache-f, which searches in every layer
 
 
 @torch.inference_mode()
 def break_down(
     checkpoint: Checkpoint, shapes: Sequence[tuple[int, int]], threads: int, folder: Path
 ) -> list[Breakdown]:
-    """The stages at each shape (sequences, tokens), all heads of all sequences reused on the hit path."""
+    """Measure the stages for each shape (sequences, tokens). On a hit, all heads of all sequences are reused.
+
+    folder: the folder to write a synthetic database to; must not exist.
+    """
     write_database(folder, checkpoint, sorted({length for _, length in shapes}))
     full = PrefillEngine.load(checkpoint, threads=threads)
     hits = PrefillEngine.load(checkpoint, database=AttentionDatabase.open(folder), threads=threads)
@@ -85,7 +90,7 @@ def _break_down(
                 "tokenise": lambda: full.tokenize(texts),
                 "embed": lambda: full.model.embed(batch),
                 "project": lambda: search.projector.project(hidden, batch.groups()),
-                "plan": lambda: search.plan(batch, hidden, everything),
+                "plan": lambda: _planned(search, batch, hidden, everything),
                 "one projection": lambda: output(hidden),
                 "attend": lambda: layer.attend(query, key, value, batch.offsets, slice(layer.heads), context),
                 "fetch": lambda: records.apply(0, value, context),
@@ -97,8 +102,8 @@ def _break_down(
                     hidden, _fetched(hit_layer, hidden, batch, records, context)
                 ),
                 "pool": lambda: full.model.outputs(hidden, batch),
-                "run": lambda: full.run(sequences, [False] * count),
-                "hit run": lambda: hits.run(sequences, [True] * count),
+                "run": lambda: full.run(full.requests(sequences, reuse=False)),
+                "hit run": lambda: hits.run(hits.requests(sequences)),
             }
         )
     projection, multiply = taken["one projection"], taken["multiply"]
@@ -112,7 +117,7 @@ def _break_down(
         Stage("map x V", multiply, multiply),
         Stage("output", taken["output"], taken["output"]),
         Stage("MLP", taken["mlp"], taken["mlp"]),
-        Stage("layer, as it runs", taken["layer"], taken["hit layer"]),
+        Stage("whole layer", taken["layer"], taken["hit layer"]),
     ]
     layers = len(full.model.layers)
     request = [
@@ -122,9 +127,14 @@ def _break_down(
         Stage("search", None, taken["plan"] - taken["project"]),
         Stage(f"{layers} layers", layers * taken["layer"], layers * taken["hit layer"]),
         Stage("pool", taken["pool"], taken["pool"]),
-        Stage("forward pass, as it runs", taken["run"], taken["hit run"]),
+        Stage("whole forward pass", taken["run"], taken["hit run"]),
     ]
     return Breakdown(shape, stages, request, layers * taken["plan"])
+
+
+def _planned(search: SearchEngine, batch: TokenBatch, hidden: torch.Tensor, allowed: np.ndarray) -> ReusePlan:
+    plan = search.plan(batch, allowed)
+    return search.refine(plan, batch, hidden) if plan.compared else plan
 
 
 def _attended(
@@ -148,11 +158,11 @@ def _linear(inputs: int, outputs: int, like: torch.Tensor) -> PackedLinear:
 
 
 def _microseconds(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The median of each step, taken in turn."""
+    """Return the median microseconds of each step. The steps alternate."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(_ROUNDS + 3):
         for name, step in steps.items():
-            step()  # what the step before left in the cache is not this one's
+            step()  # warms up, because the processor's caches hold the data of the step before
             started = time.perf_counter()
             step()
             if number >= 3:

@@ -1,6 +1,6 @@
-"""The engine beside others: thousands of tokens a second, and milliseconds of one short sentence.
+"""Compare the engine with other engines: thousand tokens per second, and milliseconds of one short sentence.
 
-Each engine runs in a process of its own, in turn, round after round; figures are medians of all rounds.
+Each engine runs in its own process. The engines alternate in each round; figures are medians over all rounds.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attncache_core.outputs import cosines
+from attncache_core.heads.vectors import cosines
 from service.bench.worker import Variant, Worker
 
 SHAPES = ((32, 16), (32, 32), (8, 128), (2, 512), (1, 16))
 _REPEAT = 5
 _REFERENCE = "transformers fp32"
-_TEXTS = 32  # in a batch
+_TEXTS = 32  # texts in a batch
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one peer."""
+    """The figures of one peer."""
 
     peer: str
-    milliseconds: dict[str, float]  # "32x16" and the like, and "texts" -> median of a batch
-    cosine: float | None  # mean, to the float32 model, over batches of each shape
+    milliseconds: dict[str, float]  # shape such as "32x16", or "texts" -> median of a batch
+    cosine: float | None  # mean cosine to the float32 model, over one batch of each shape
 
 
 def name_of(shape: tuple[int, int]) -> str:
-    """(32, 16) -> 32x16."""
+    """Return the name of a shape: (32, 16) -> 32x16."""
     return f"{shape[0]}x{shape[1]}"
 
 
@@ -43,7 +43,10 @@ def started(
     shapes: Sequence[tuple[int, int]],
     on_absent: Callable[[str, str], None],
 ) -> Iterator[list[Worker]]:
-    """A worker for each peer that can run here; `on_absent` hears of the others and why."""
+    """Start a worker for each peer that can run here, and yield the workers.
+
+    on_absent: called with the name of each other peer and the reason.
+    """
     workers: list[Worker] = []
     try:
         for peer in peers:
@@ -65,7 +68,10 @@ def measure(
     rounds: int,
     on_round: Callable[[int, int], None],
 ) -> list[Row]:
-    """All workers on all shapes, and on batches of 32 of `texts` if there are any, `rounds` times in turn."""
+    """Time all workers on all shapes, and on batches of 32 of the texts if there are texts.
+
+    rounds: the number of repetitions; the workers alternate. on_round: called with (done, total) rounds.
+    """
     random = np.random.default_rng(0)
     batches = {name_of(shape): {"tokens": random.integers(2000, 20000, shape).tolist()} for shape in shapes}
     batches |= {
@@ -85,7 +91,10 @@ def measure(
 
 
 def _takes(peer: str, batch: dict[str, list[object]]) -> bool:
-    """sentence-transformers takes texts; the others' tokens are what is compared, and our own texts."""
+    """Return whether a peer can run a batch.
+
+    sentence-transformers runs texts only. The other peers run tokens, and AttnCache runs texts too.
+    """
     if peer == "sentence-transformers":
         return "texts" in batch
     return "tokens" in batch or peer in ("attncache bf16", "attncache fp32")
@@ -94,7 +103,7 @@ def _takes(peer: str, batch: dict[str, list[object]]) -> bool:
 def _medians(
     taken: dict[tuple[str, str], list[float]], peer: str, batches: dict[str, dict[str, list[object]]]
 ) -> dict[str, float]:
-    """Milliseconds of each batch; the batches of texts as one, their sum."""
+    """Return the median milliseconds of each batch of tokens, and the sum of the medians of the texts."""
     medians = {name: statistics.median(taken[peer, name]) * 1e3 for name in batches if (peer, name) in taken}
     texts = [medians.pop(name) for name in list(medians) if name.startswith("texts")]
     return medians | ({"texts": sum(texts)} if texts else {})

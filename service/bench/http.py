@@ -1,10 +1,10 @@
-"""How fast a server embeds over HTTP, asked by clients that each wait for an answer before they ask again.
+"""Measure how fast a server embeds over HTTP for clients that wait for each response.
 
-    a URL       -> find_endpoint -> Endpoint       which API answers there, and where
-    Endpoint    -> measure       -> Measurement    texts a second and percentiles under one Load
+    a URL       -> find_endpoint -> Endpoint       the API that answers there, and its address
+    Endpoint    -> measure       -> Measurement    texts per second and percentiles under one Load
 
-Only what is answered with 200 counts as speed. All else is an error, counted by kind: a status, "timeout" or
-"connection".
+Only responses with status 200 count for the speed. All other results are errors, counted by kind: a status,
+"timeout" or "connection".
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _PATHS: tuple[tuple[str, Api], ...] = (
 
 
 class NoEndpoint(AttnCacheError):
-    """No server at the URL answers with embeddings; the message lists what was tried."""
+    """No server at the URL answers with embeddings. The message lists the endpoints that were tried."""
 
     code = "no_endpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where embeddings are asked for, and in which API's words."""
+    """The address of an endpoint for embeddings, and its API."""
 
     url: URL
     api: Api
@@ -51,13 +51,13 @@ class Endpoint:
     headers: Mapping[str, str]
 
     def body(self, texts: Sequence[str]) -> dict[str, object]:
-        """The request for the embeddings of these texts."""
+        """Return the body of a request for the embeddings of these texts."""
         if self.api == "openai":
             return {"input": texts, "model": self.model}
         return {"inputs": texts}
 
     def holds_embedding(self, content: bytes) -> bool:
-        """Whether an answer's content is what this API answers to one text."""
+        """Return whether the content of a response to one text is an embedding in this API's format."""
         try:
             answer = orjson.loads(content)
             embedding = answer["data"][0]["embedding"] if self.api == "openai" else answer[0]
@@ -68,41 +68,42 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many clients, each with so many texts a request, until so many texts were sent."""
+    """The load of one measurement."""
 
-    clients: int
-    batch: int
-    texts: int
+    clients: int  # concurrent clients
+    batch: int  # texts per request
+    texts: int  # texts in total
 
 
 class Answer(NamedTuple):
-    """What became of one request."""
+    """The result of one request."""
 
     texts: int
-    seconds: float  # from its sending to the last byte of its answer
-    error: str | None  # None if it was answered with 200
+    seconds: float  # from sending the request to the last byte of the response
+    error: str | None  # None for status 200
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one load came to. The percentiles are of requests answered with 200; None if there were none."""
+    """The figures of one load. Percentiles are over requests with status 200; None without such requests."""
 
     clients: int
     batch: int
-    texts: int  # answered with 200
+    texts: int  # texts with status 200
     texts_per_second: float
     p50_ms: float | None
     p95_ms: float | None
     p99_ms: float | None
-    errors: dict[str, int]  # requests, by kind
+    errors: dict[str, int]  # kind of error -> requests
 
 
 async def find_endpoint(
     url: str, api: Api | None = None, *, model: str = "default", headers: Mapping[str, str] | None = None
 ) -> Endpoint:
-    """The first of the endpoints at this URL and below it that answers one text with an embedding.
+    """Return the first endpoint at this URL, or below it, that answers one text with an embedding.
 
-    Without `api`, both are tried. Raises InvalidInput if it is no URL, NoEndpoint if none answers so.
+    api: None tries both APIs. Raises InvalidInput if `url` is not a URL, and NoEndpoint if no endpoint
+    answers with an embedding.
     """
     tried = []
     async with _session(headers or {}) as session:
@@ -126,10 +127,10 @@ async def measure(
     progress: Progress = lambda *_: None,
     on_measured: Callable[[Measurement], None],
 ) -> None:
-    """Put the load on the server, from the first text on and round again, and hand over what was measured.
+    """Put a load on the server, and pass the figures to `on_measured`.
 
-    `warmup` texts are sent before, by as many clients, and not counted. If cancelled, what was measured until
-    then is handed over first.
+    texts: sent in order, and again from the start if the load has more texts. warmup: the number of texts
+    that the clients send before, which do not count. If cancelled, the figures so far are passed on first.
     """
     stage = f"{load.clients} clients, batch {load.batch}"
     answers: list[Answer] = []
@@ -153,10 +154,10 @@ async def measure(
 
 
 def summarize(load: Load, answers: Sequence[Answer], elapsed_seconds: float) -> Measurement:
-    """The figures of these answers, which took so long together."""
+    """Return the figures of a load. elapsed_seconds: the duration of the load."""
     good = [answer for answer in answers if answer.error is None]
     texts = sum(answer.texts for answer in good)
-    # A refusal is quick: among the percentiles it would flatter the server.
+    # Errors are not in the percentiles, because quick refusals would flatter the server.
     milliseconds = np.array([answer.seconds for answer in good]) * 1e3
     p50, p95, p99 = np.percentile(milliseconds, [50, 95, 99]).tolist() if good else (None, None, None)
     errors = Counter(answer.error for answer in answers if answer.error is not None)
@@ -166,7 +167,7 @@ def summarize(load: Load, answers: Sequence[Answer], elapsed_seconds: float) -> 
 
 
 def _session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    # The number of clients is the limit on connections.
+    # No limit on connections, because the number of clients is the limit.
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
 
 
@@ -181,7 +182,7 @@ def _parse(url: str) -> URL:
 
 
 def _candidates(url: URL) -> Iterator[tuple[URL, Api]]:
-    """The URL itself, if it has a path, by both APIs; then the known paths below it."""
+    """Yield the URL itself with both APIs, if the URL has a path; then the known paths below the URL."""
     if url.path.strip("/"):
         yield url, "openai"
         yield url, "tei"
@@ -190,11 +191,11 @@ def _candidates(url: URL) -> Iterator[tuple[URL, Api]]:
 
 
 async def _probe(session: aiohttp.ClientSession, endpoint: Endpoint) -> tuple[int, bytes]:
-    """Status and content of the answer to one short text. Raises NoEndpoint if there is none."""
+    """Return status and content of the response to one short text. Raises NoEndpoint without a response."""
     try:
         async with _post(session, endpoint, ["text"]) as response:
             return response.status, await response.read()
-    # UnicodeError: what no resolver takes for a name.
+    # UnicodeError is raised for a host name that cannot be resolved.
     except (TimeoutError, aiohttp.ClientError, UnicodeError) as error:
         reason = str(error) or type(error).__name__
         raise NoEndpoint(f"no answer from {endpoint.url}: {reason}") from error
@@ -210,7 +211,7 @@ async def _send(
     batches = _batches(texts, load)
 
     async def client() -> None:
-        # All clients draw on one supply, so that they end together.
+        # All clients take batches from one iterator, so that all clients end together.
         for batch in batches:
             on_answer(await _ask(session, endpoint, batch))
 
@@ -239,5 +240,5 @@ async def _ask(session: aiohttp.ClientSession, endpoint: Endpoint, texts: Sequen
 def _post(
     session: aiohttp.ClientSession, endpoint: Endpoint, texts: Sequence[str]
 ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-    # A redirect would be two requests measured as one.
+    # No redirects, because two requests would be measured as one.
     return session.post(endpoint.url, json=endpoint.body(texts), allow_redirects=False)

@@ -1,4 +1,4 @@
-"""FeatureIndex alone: how long it takes to build and to ask, what memory it needs, how often it is right."""
+"""Measure FeatureIndex alone: build time, search time, memory and recall."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 import numpy as np
 
 from attncache_core import Progress
-from attncache_core.attention_maps.index import FeatureIndex
-from attncache_core.threads import limit_faiss
+from attncache_core.reuse.maps.index import FeatureIndex
+from attncache_core.runtime.threads import limit_faiss
 
-_QUESTIONS = 1024  # on which recall is measured, and which timed rounds take in turn
+_QUERIES = 1024  # queries that recall is measured on, and that timed rounds use in turn
 _BLOCK = 16384  # vectors that the brute force compares at once: 64 MiB of distances
-_ROUNDING = 1e-5  # two vectors whose distances differ by no more than this share are as near
-_LENGTH = 16  # of the sequences that the vectors stand for; any would do
+_ROUNDING = 1e-5  # two distances that differ by at most this share count as equal
+_LENGTH = 16  # length in tokens of the sequences of the vectors; any length would do
 
 
 class Cloud(StrEnum):
-    """How the vectors lie; queries are new draws from the same cloud."""
+    """The distribution of the vectors. Queries are new draws from the same distribution."""
 
-    RANDOM = "random"  # independent Gaussian numbers: nothing to go by, all distances nearly the same
-    SMALL_CLUSTERS = "small clusters"  # some 50 vectors around each centre, half as wide as the whole
-    LARGE_CLUSTERS = "large clusters"  # some 5000, a tenth as wide: near ones differ little
+    RANDOM = "random"  # independent Gaussian numbers: all distances are nearly the same
+    SMALL_CLUSTERS = "small clusters"  # about 50 vectors around each centre, half as wide as the whole
+    LARGE_CLUSTERS = "large clusters"  # about 5000 vectors, a tenth as wide: near vectors differ little
 
 
 _CLUSTERS = {Cloud.SMALL_CLUSTERS: (50, 0.5), Cloud.LARGE_CLUSTERS: (5000, 0.1)}  # vectors, width
@@ -35,7 +35,7 @@ _CLUSTERS = {Cloud.SMALL_CLUSTERS: (50, 0.5), Cloud.LARGE_CLUSTERS: (5000, 0.1)}
 
 @dataclass(frozen=True)
 class Milliseconds:
-    """Of one call."""
+    """The milliseconds of one search."""
 
     median: float
     p95: float
@@ -43,26 +43,26 @@ class Milliseconds:
 
 @dataclass(frozen=True)
 class IndexReport:
-    """What was measured of a partition."""
+    """The figures of one partition."""
 
     cloud: Cloud
     vectors: int
     dimensions: int
     partition: str  # "exact" or "compressed"
     build_seconds: float
-    index_bytes: int  # as a file
-    resident_bytes: int | None  # by which the process grew; None where the system does not tell
-    one: Milliseconds  # one query, one thread
+    index_bytes: int  # size of the file
+    resident_bytes: int | None  # growth of the process; None if the system does not report its memory
+    one: Milliseconds  # a search for one query on one thread
     queries: int
-    many: Milliseconds  # that many queries at once, on all threads
-    recall: float  # share of the questions whose nearest vector was found
-    excess: float  # share by which the vectors found are farther than the nearest, on average
+    many: Milliseconds  # a search for `queries` queries on all threads
+    recall: float  # share of the queries for which the search finds the nearest vector
+    excess: float  # mean excess of the distance found over the least distance, as a share
 
 
 def draw(cloud: Cloud, count: int, dimensions: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(vectors [count, dimensions], queries [1024, dimensions]) of a cloud, float32."""
+    """Draw vectors [count, dimensions] and queries [1024, dimensions] from a cloud, float32."""
     random = np.random.default_rng(seed)
-    everything = random.standard_normal((count + _QUESTIONS, dimensions), dtype=np.float32)
+    everything = random.standard_normal((count + _QUERIES, dimensions), dtype=np.float32)
     if cloud in _CLUSTERS:
         size, width = _CLUSTERS[cloud]
         centres = random.standard_normal((-(-count // size), dimensions), dtype=np.float32)
@@ -74,12 +74,15 @@ def draw(cloud: Cloud, count: int, dimensions: int, seed: int = 0) -> tuple[np.n
 def brute_force(
     vectors: np.ndarray, queries: np.ndarray, on_step: Callable[[int, int], None] = lambda *_: None
 ) -> np.ndarray:
-    """The nearest row of `vectors` for each of the queries, int64 [queries], by comparing with every one."""
+    """Return the index of the nearest vector for each query, int64 [queries], by comparing all vectors.
+
+    on_step: called with (done, total) vectors.
+    """
     nearest = np.zeros(len(queries), dtype=np.int64)
     least = np.full(len(queries), np.inf, dtype=np.float32)
     for first in range(0, len(vectors), _BLOCK):
         block = vectors[first : first + _BLOCK]
-        # |q|² is the same for all and left out.
+        # |q|² is the same for all vectors and is left out.
         distances = np.square(block).sum(axis=1) - 2 * (queries @ block.T)
         best = distances.argmin(axis=1)
         distance = distances[np.arange(len(queries)), best]
@@ -92,12 +95,13 @@ def brute_force(
 def measure(
     cloud: Cloud, count: int, dimensions: int, queries: int, threads: int, rounds: int, progress: Progress
 ) -> IndexReport:
-    """Build a partition of `count` vectors of a cloud, ask it, and compare what it finds with brute force."""
+    """Build a partition of `count` vectors of a cloud, search it, and compare it with brute force.
+
+    queries: the number of queries of one search. rounds: the number of timed searches.
+    """
     stage = f"{count} {cloud}"
-    vectors, questions = draw(cloud, count, dimensions)
-    expected = brute_force(
-        vectors, questions, lambda done, total: progress(f"{stage}, brute force", done, total)
-    )
+    vectors, drawn = draw(cloud, count, dimensions)
+    expected = brute_force(vectors, drawn, lambda done, total: progress(f"{stage}, brute force", done, total))
 
     limit_faiss(threads)
     progress(f"{stage}, build", 0, count)
@@ -109,11 +113,11 @@ def measure(
     grown = None if resident is None else (_resident_bytes() or resident) - resident
     progress(f"{stage}, build", count, count)
 
-    found, _ = index.nearest(_LENGTH, questions)
-    least, distances = (np.linalg.norm(vectors[rows] - questions, axis=1) for rows in (expected, found))
-    many = _time(index, questions, queries, rounds)
+    found, _ = index.nearest(_LENGTH, drawn)
+    least, distances = (np.linalg.norm(vectors[rows] - drawn, axis=1) for rows in (expected, found))
+    many = _time(index, drawn, queries, rounds)
     limit_faiss(1)
-    one = _time(index, questions, 1, rounds)
+    one = _time(index, drawn, 1, rounds)
     return IndexReport(
         cloud=cloud,
         vectors=count,
@@ -130,12 +134,12 @@ def measure(
     )
 
 
-def _time(index: FeatureIndex, questions: np.ndarray, queries: int, rounds: int) -> Milliseconds:
-    """`rounds` calls of so many queries each, other ones every time."""
+def _time(index: FeatureIndex, drawn: np.ndarray, queries: int, rounds: int) -> Milliseconds:
+    """Time `rounds` searches for `queries` of the drawn queries, with other queries in each round."""
     taken = []
     for turn in range(rounds):
-        rows = np.arange(turn * queries, (turn + 1) * queries) % len(questions)
-        batch = questions[rows]
+        rows = np.arange(turn * queries, (turn + 1) * queries) % len(drawn)
+        batch = drawn[rows]
         started = time.perf_counter()
         index.nearest(_LENGTH, batch)
         taken.append((time.perf_counter() - started) * 1e3)
@@ -149,7 +153,7 @@ def _bytes_on_disk(index: FeatureIndex) -> int:
 
 
 def _resident_bytes() -> int | None:
-    """Memory of this process that is in use and not elsewhere."""
+    """Return the resident memory of this process in bytes, or None if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:

@@ -1,8 +1,8 @@
-"""Engines side by side: AttnCache's own ways and what one would use instead.
+"""The engines of the benchmark: AttnCache in several configurations, and other engines.
 
-Each is loaded by name in a process of its own (worker.py) and turns token sequences of one length into
-embeddings, pooling included. AttnCache runs the checkpoint's variant, the others the model as it is on disk.
-A peer whose library is not installed raises ImportError.
+Each engine is loaded by name in its own process (worker.py), and turns token sequences of one length into
+pooled embeddings. AttnCache runs the checkpoint's variant; the other engines run the model on disk without
+changes. A peer raises ImportError if its library is not installed.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ Sequences = Sequence[Sequence[int]]
 
 
 class Peer(ABC):
-    """One engine, ready to run."""
+    """A loaded engine."""
 
     @abstractmethod
     def embed_tokens(self, sequences: Sequences) -> np.ndarray:
-        """Embeddings [sequences, d] of token sequences of one length."""
+        """Return the embeddings, [sequences, d], of token sequences of one length."""
 
     def embed_texts(self, texts: Sequence[str]) -> np.ndarray:
-        """Embeddings [texts, d] of any texts, tokenised here too."""
+        """Tokenise texts and return their embeddings, [texts, d]."""
         raise NotImplementedError
 
 
 class AttnCache(Peer):
-    """This engine, without a database."""
+    """AttnCache without a database."""
 
     def __init__(self, checkpoint: Checkpoint, threads: int, dtype: Literal["bfloat16", "float32"]) -> None:
         self.engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
 
     def embed_tokens(self, sequences: Sequences) -> np.ndarray:
         """See Peer."""
-        return self.engine.run(sequences, [True] * len(sequences)).outputs
+        return self.engine.run(self.engine.requests(sequences)).outputs
 
     def embed_texts(self, texts: Sequence[str]) -> np.ndarray:
         """See Peer."""
@@ -50,13 +50,13 @@ class AttnCache(Peer):
 
 
 class AttnCacheHits(AttnCache):
-    """This engine with all heads of every sequence reused, search and fetch included."""
+    """AttnCache with all heads of every sequence reused, including search and fetch."""
 
     def __init__(
         self, checkpoint: Checkpoint, threads: int, shapes: Sequence[tuple[int, int]], fetch: str
     ) -> None:
         folder = tempfile.TemporaryDirectory(prefix="attncache-bench-")
-        self._folder = folder  # removed with the engine
+        self._folder = folder  # removed when the peer is deleted
         write_database(Path(folder.name) / "db", checkpoint, sorted({length for _, length in shapes}))
         self.engine = PrefillEngine.load(
             checkpoint,
@@ -67,7 +67,7 @@ class AttnCacheHits(AttnCache):
 
 
 class AttnCacheMisses(AttnCacheHits):
-    """The same database with a threshold that nothing reaches: what searching costs."""
+    """AttnCache with the same database and a threshold that nothing reaches, to measure the search."""
 
     def __init__(self, checkpoint: Checkpoint, threads: int, shapes: Sequence[tuple[int, int]]) -> None:
         super().__init__(checkpoint, threads, shapes, "auto")
@@ -76,7 +76,7 @@ class AttnCacheMisses(AttnCacheHits):
 
 
 class OnnxRuntime(Peer):
-    """ONNX Runtime in float32 on the exported model, all of its optimisations on."""
+    """ONNX Runtime in float32 on the exported model, with all optimisations."""
 
     def __init__(self, checkpoint: Checkpoint, threads: int) -> None:
         import onnxruntime
@@ -106,7 +106,7 @@ class OnnxRuntime(Peer):
 
 
 class OpenVino(Peer):
-    """OpenVINO, compiled for each shape, which is the fastest it does."""
+    """OpenVINO, compiled for each shape, which is its fastest configuration."""
 
     def __init__(self, checkpoint: Checkpoint, threads: int, precision: Literal["bf16", "f32"]) -> None:
         import openvino
@@ -148,7 +148,7 @@ class Transformers(Peer):
 
 
 class SentenceTransformers(Peer):
-    """sentence-transformers in float32, as it comes."""
+    """sentence-transformers in float32, with its default settings."""
 
     def __init__(self, checkpoint: Checkpoint, threads: int) -> None:
         from sentence_transformers import SentenceTransformer
@@ -186,7 +186,7 @@ PEERS: dict[str, Callable[[Checkpoint, int, Shapes], Peer]] = {
 
 
 class _Pooled(torch.nn.Module):
-    """A model and the mean over its tokens."""
+    """A model with mean pooling."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

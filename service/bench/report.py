@@ -1,4 +1,4 @@
-"""What every benchmark says beside its figures, and how they are shown and kept."""
+"""Describe the machine of a benchmark, print tables, and write reports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from attncache_core.processor import processor_name
+from attncache_core.runtime.processor import processor_name
 
 _PACKAGES = ("torch", "transformers", "faiss-cpu", "onnxruntime", "openvino", "sentence-transformers")
 
 
 def machine(threads: int) -> dict[str, str | int]:
-    """Processor, threads and versions: what figures have to stand beside."""
+    """Return processor, threads and versions, to report with the figures of a benchmark."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -29,12 +29,12 @@ def machine(threads: int) -> dict[str, str | int]:
 
 
 def show_machine(facts: Mapping[str, Any]) -> None:
-    """One paragraph with all facts."""
+    """Print all facts in one paragraph."""
     Console(highlight=False).print(", ".join(f"{name} {fact}" for name, fact in facts.items()), style="dim")
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on the terminal: the first column is text, the others are figures."""
+    """Print a table. The first column is text; the other columns are figures."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
@@ -44,6 +44,6 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def write_json(path: Path | None, report: Mapping[str, Any]) -> None:
-    """Keep the report, if a file was asked for."""
+    """Write the report as JSON; does nothing without a path."""
     if path:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

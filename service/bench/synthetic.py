@@ -1,4 +1,4 @@
-"""A database of random sentences, for measuring speed: every head stored and reused, everything hits."""
+"""Write a database of random sequences for speed measurements: every head is reused, every sequence hits."""
 
 from __future__ import annotations
 
@@ -9,32 +9,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from attncache_core.attention_maps.database import Manifest
-from attncache_core.attention_maps.familiarity import write_familiarity
-from attncache_core.attention_maps.index import FeatureIndex
-from attncache_core.attention_maps.integrity import file_digests
-from attncache_core.attention_maps.mask import natural_rank
-from attncache_core.attention_maps.policy import Budget, uniform_policy
-from attncache_core.attention_maps.projector import FeatureProjector
-from attncache_core.attention_maps.prototypes import PrototypeIndex, prototypes_path
-from attncache_core.attention_maps.recording import smallest_form
-from attncache_core.attention_maps.seal import Seal
-from attncache_core.attention_maps.segment_writer import SegmentWriter
-from attncache_core.attention_maps.store import (
-    AttentionMapStore,
-    RecordKind,
-    RecordLayout,
-    segment_path,
-)
-from attncache_core.attention_maps.substitution import collect_maps
-from attncache_core.checkpoint import Checkpoint
-from attncache_core.engine import PrefillEngine
-from attncache_core.files import PRIVATE
-from attncache_core.outputs import Measure
-from attncache_core.tokens import pack
+from attncache_core.build.recording import smallest_form
+from attncache_core.calibration.substitution import collect_maps
+from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.familiarity import write_familiarity
+from attncache_core.reuse.maps.index import FeatureIndex
+from attncache_core.reuse.maps.integrity import file_digests
+from attncache_core.reuse.maps.manifest import Manifest
+from attncache_core.reuse.maps.policy import uniform_policy
+from attncache_core.reuse.maps.projector import FeatureProjector
+from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
+from attncache_core.reuse.mask import natural_rank
+from attncache_core.reuse.storage.layout import RecordKind, RecordLayout, segment_path
+from attncache_core.reuse.storage.seal import Seal
+from attncache_core.reuse.storage.segment_writer import SegmentWriter
+from attncache_core.reuse.storage.store import AttentionMapStore
+from attncache_core.runtime.files import PRIVATE
+from attncache_core.text.token_batch import pack
 from attncache_core.version import __version__
 
-# Short maps: as many records as a well-filled length has. Long ones: what memory keeps at hand.
+# Short sequences get as many records as a length of a real database; long ones as many as memory can hold.
 _MOST_RECORDS = 1000
 _MOST_BYTES = 600 * 2**20
 EVERYTHING_HITS = -1e9
@@ -44,7 +41,10 @@ EVERYTHING_HITS = -1e9
 def write_database(
     folder: Path, checkpoint: Checkpoint, lengths: Sequence[int], most_records: int = _MOST_RECORDS
 ) -> None:
-    """Write a database of random token sequences of these lengths to `folder`."""
+    """Write a database of random token sequences of these lengths to `folder`.
+
+    most_records: the most records of a length.
+    """
     engine = PrefillEngine.load(checkpoint)
     model, random = engine.model, np.random.default_rng(0)
     layers, heads = len(model.layers), model.layers[0].heads
@@ -98,5 +98,5 @@ def write_database(
 
 
 def random_sequence(random: np.random.Generator, length: int) -> list[int]:
-    """Token ids that every BERT vocabulary has, first and last token not special."""
+    """Return random token ids that every BERT vocabulary has, without special tokens."""
     return random.integers(2000, 20000, length).tolist()

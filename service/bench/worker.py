@@ -1,6 +1,7 @@
-"""One engine in a process of its own, told over its standard input what to time.
+"""Run one engine in its own process, which reads tasks from standard input and writes results.
 
-Engines in one process disturb each other: their idle threads spin. A line of JSON in, a line of JSON out:
+Engines in one process would disturb each other, because their idle threads spin. Each task and each result is
+one line of JSON:
 
     {"peer": NAME, "variant": {"model": ...}, "threads": 2, "shapes": [[32, 16]]}
                                                            ->  {"ready": true} or {"absent": WHY}
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from service.bench.peers import Peer
 
-# What find_variant is called with: the model, and what of it is changed, `quantization` among it.
+# The arguments of find_variant: the model and the changes to the model, including `quantization`.
 Variant = Mapping[str, Any]
 
 _WARM_UPS = 3
@@ -31,7 +32,7 @@ _SECONDS_TO_END = 20
 
 
 class Worker:
-    """A peer's process, stopped whenever it is not its turn."""
+    """Owns a peer's process. The process is suspended while other peers run."""
 
     def __init__(self, peer: str, variant: Variant, threads: int, shapes: Sequence[tuple[int, int]]) -> None:
         self.peer = peer
@@ -46,19 +47,25 @@ class Worker:
         self._task = {"peer": peer, "variant": variant, "threads": threads, "shapes": list(shapes)}
 
     def load(self) -> None:
-        """Load the peer; `absent` says why if it cannot."""
+        """Load the peer. If the peer cannot be loaded, `absent` is set to the reason."""
         self._ask(self._task)
 
     def seconds(self, repeat: int, **work: Any) -> list[float]:
-        """Seconds of each repetition of `tokens` or `texts`; none if it failed, and then it is absent."""
+        """Return the seconds of each repetition. work: `tokens` or `texts`.
+
+        If the peer fails, the result is empty and `absent` is set to the reason.
+        """
         return list(self._ask({**work, "repeat": repeat}).get("seconds", ()))
 
     def embeddings(self, **work: Any) -> list[list[float]]:
-        """The embeddings of `tokens` or `texts`; none if it failed, and then it is absent."""
+        """Return embeddings. work: `tokens` or `texts`.
+
+        If the peer fails, the result is empty and `absent` is set to the reason.
+        """
         return list(self._ask({**work, "repeat": 0}).get("embeddings", ()))
 
     def close(self) -> None:
-        """End the process: by the end of its input, so that it tidies up, or else by force."""
+        """End the process: first by the end of its input, so that it can clean up, then by force."""
         assert self._process.stdin is not None
         self._process.send_signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
@@ -80,17 +87,17 @@ class Worker:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            self.absent = f"it ended with exit code {self._process.wait()}"
+            self.absent = f"the process ended with exit code {self._process.wait()}"
             return {}
         self._process.send_signal(signal.SIGSTOP)
-        heard = dict(json.loads(answer))
-        self.absent = heard.get("absent", self.absent)
-        return heard
+        result = dict(json.loads(answer))
+        self.absent = result.get("absent", self.absent)
+        return result
 
 
 def main() -> None:
-    """Serve one peer until the input ends."""
-    # What libraries print goes to the error output: the answers alone are the output.
+    """Run one peer until standard input ends."""
+    # Output of libraries is redirected to stderr, so that stdout holds only results.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -107,19 +114,19 @@ def main() -> None:
         kind = task["variant"].pop("quantization")
         checkpoint = find_variant(**task["variant"], quantization=kind and Quantization(kind))
         peer = PEERS[task["peer"]](checkpoint, task["threads"], shapes)
-    except Exception as error:  # whatever a peer's library raises, the others are measured
+    except Exception as error:  # a library may raise anything, and the other peers are still measured
         say({"absent": f"{type(error).__name__}: {error}"[:300]})
         return
     say({"ready": True})
     for line in sys.stdin:
         try:
             say(_done(peer, json.loads(line)))
-        except Exception as error:  # torch.compile, for one, fails at its first call
+        except Exception as error:  # for example, torch.compile fails at its first call
             say({"absent": f"{type(error).__name__}: {error}"[:300]})
 
 
 def _done(peer: Peer, work: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one line."""
+    """Return the result of one task."""
     run = peer.embed_texts if "texts" in work else peer.embed_tokens
     given = work.get("texts") or work["tokens"]
     if not work["repeat"]:

@@ -1,1 +1,1 @@
-"""The commands of `attncache`, one module each."""
+"""The commands of `attncache`, one module per command."""

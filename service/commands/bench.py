@@ -1,4 +1,4 @@
-"""`attncache bench`: speed of the engine, the index and a server."""
+"""`attncache bench`: measure the speed of the engine, the index and a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.commands.bench_index import bench_index
 
 @click.group("bench")
 def bench() -> None:
-    """Measure speed and memory, beside what one would use instead."""
+    """Measure speed and memory, beside other engines and servers."""
 
 
 bench.add_command(engine)

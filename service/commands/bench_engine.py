@@ -1,4 +1,4 @@
-"""`attncache bench engine`: the engine beside others, and where its time goes."""
+"""`attncache bench engine`: compare the engine with other engines, and show where its time goes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,59 @@ from typing import Any
 
 import click
 
-from attncache_core import DEFAULT_MODEL, InvalidInput, Quantization, find_variant
-from attncache_core.threads import available_processors
+from attncache_core import InvalidInput, Quantization, find_variant
+from attncache_core.runtime.threads import available_processors
 from service.bench import engine as bench
 from service.bench.breakdown import Breakdown, break_down
 from service.bench.peers import PEERS
 from service.bench.report import machine, show_machine, show_table, write_json
-from service.commands.options import drop_options, quantize_option, revision_option
+from service.commands.options import (
+    drop_options,
+    json_option,
+    model_option,
+    quantize_option,
+    revision_option,
+)
 from service.commands.progress import shown_progress
 
 _DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
 
 
 @click.command("engine")
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id.")
+@model_option
 @revision_option
 @quantize_option
 @drop_options
-@click.option("--threads", type=click.IntRange(min=1), help="Of every engine; default: all that may be used.")
-@click.option("--peer", "peers", type=click.Choice(list(PEERS)), multiple=True, help="Repeat; default: most.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="In turn.")
-@click.option("--texts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="One a line.")
-@click.option("--breakdown", is_flag=True, help="Instead: the stages of a layer and of a request.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads of every engine. Default: as many as the processor quota allows.",
+)
+@click.option(
+    "--peer",
+    "peers",
+    type=click.Choice(list(PEERS)),
+    multiple=True,
+    help='Engine to measure. May be repeated. Default: all engines except "hits, ...".',
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Number of timing repetitions; the engines alternate.",
+)
+@click.option(
+    "--texts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with at least 32 texts, one per line, to measure on too. Default: none.",
+)
+@click.option(
+    "--breakdown",
+    is_flag=True,
+    help="Measure only the stages of one layer and of one request of this engine.",
+)
+@json_option
 def engine(
     model: str,
     revision: str | None,
@@ -45,9 +75,10 @@ def engine(
     breakdown: bool,
     json_file: Path | None,
 ) -> None:
-    """Speed of batches of one length, of one short sentence and of real texts, each engine by itself.
+    """Measure the speed of engines on batches of one length, on one short sentence and on given texts.
 
-    With --breakdown: where AttnCache's own time goes, in full and on a hit.
+    Each engine runs in its own process. With --breakdown, show where AttnCache spends its time, in full and
+    on a hit.
     """
     threads = threads or available_processors()
     try:
@@ -55,7 +86,7 @@ def engine(
     except UnicodeDecodeError as error:
         raise InvalidInput(f"texts: {texts} is not UTF-8; convert it", field="texts") from error
     if texts and len(lines) < 32:
-        raise InvalidInput("texts needs at least 32 lines, a batch", field="texts")
+        raise InvalidInput("texts needs at least 32 lines, which are one batch", field="texts")
     variant: dict[str, Any] = {
         "model": model,
         "revision": revision,
@@ -75,7 +106,7 @@ def engine(
         return
     chosen = peers or _DEFAULT_PEERS
     with (
-        bench.started(chosen, variant, threads, bench.SHAPES, _tell_absent) as workers,
+        bench.started(chosen, variant, threads, bench.SHAPES, _report_absent) as workers,
         shown_progress() as progress,
     ):
         rows = bench.measure(
@@ -96,18 +127,20 @@ def _show_breakdown(parts: list[Breakdown]) -> None:
                 [[stage.name, _figure(stage.full, 0), _figure(stage.hit, 0)] for stage in stages],
             )
         searches = part.search_in_every_layer
-        click.echo(f"AttnCache-f would search in every layer: about {searches:.0f} microseconds a request.\n")
+        click.echo(
+            f"AttnCache-f would search in every layer, for about {searches:.0f} microseconds per request.\n"
+        )
 
 
-def _tell_absent(peer: str, why: str) -> None:
-    click.echo(f"{peer} is left out: {why}", err=True)
+def _report_absent(peer: str, reason: str) -> None:
+    click.echo(f"{peer} is left out: {reason}", err=True)
 
 
 def _show(rows: list[bench.Row], texts: int) -> None:
     names = [bench.name_of(shape) for shape in bench.SHAPES if shape[0] > 1]
     single = bench.name_of(bench.SHAPES[-1])
     show_table(
-        "thousand tokens a second (sequences x tokens); one sentence in milliseconds",
+        "thousand tokens per second (sequences x tokens); one sentence in milliseconds",
         ["engine", *names, f"{single}, ms", "texts/s", "cosine to fp32"],
         [
             [

@@ -1,4 +1,4 @@
-"""`attncache bench http`: speed of a server, this one or any that speaks OpenAI's or TEI's API."""
+"""`attncache bench http`: measure the speed of any server with OpenAI's or TEI's API."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import click
 
 from attncache_core import InvalidInput
-from attncache_core.corpus.reading import read_rows
-from attncache_core.threads import available_processors
+from attncache_core.corpus.tables import read_rows
+from attncache_core.runtime.threads import available_processors
 from service.bench.report import machine, show_machine, show_table, write_json
+from service.commands.options import json_option
 from service.commands.progress import shown_progress
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _APIS: dict[str, Api | None] = {"auto": None, "openai": "openai", "tei": "tei"}
 _COLUMNS = ("clients", "batch", "texts/s", "p50 ms", "p95 ms", "p99 ms", "errors")
 _HEADER = re.compile(r"([\w!#$%&'*+.^`|~-]+):[ \t]*([^\r\n\0]*)", re.ASCII)
-_INTERRUPTED = 130  # a shell's code for a program that was told to end by Ctrl-C
+_INTERRUPTED = 130  # the shell's exit code for a program that Ctrl-C ended
 
 
 def _headers(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -34,22 +35,24 @@ def _headers(_context: click.Context, _option: click.Parameter, values: tuple[st
     for value in values:
         found = _HEADER.fullmatch(value)
         if not found:
-            # Its value may be a secret and is not repeated.
+            # The message does not repeat the header, because its value may be a secret.
             raise click.BadParameter("must be 'NAME: VALUE'")
         headers[found[1]] = found[2]
     return headers
 
 
 @click.command("http")
-@click.option("--url", required=True, help="Where the server listens, or its endpoint's full address.")
-@click.option("--texts", "texts_file", required=True, help="A file with a text a line; - is standard input.")
+@click.option("--url", required=True, help="Address of the server, or the full address of its endpoint.")
+@click.option(
+    "--texts", "texts_file", required=True, help="File with one text per line; - reads standard input."
+)
 @click.option(
     "--clients",
     type=click.IntRange(min=1),
     multiple=True,
     default=(16,),
     show_default=True,
-    help="Clients at a time; several times for several rows.",
+    help="Number of concurrent clients. May be repeated, for one row each.",
 )
 @click.option(
     "--batch",
@@ -57,25 +60,27 @@ def _headers(_context: click.Context, _option: click.Parameter, values: tuple[st
     multiple=True,
     default=(1,),
     show_default=True,
-    help="Texts in a request; several times for several rows.",
+    help="Number of texts in a request. May be repeated, for one row each.",
 )
-@click.option("--total", type=click.IntRange(min=1), default=4000, show_default=True, help="Texts a row.")
+@click.option(
+    "--total", type=click.IntRange(min=1), default=4000, show_default=True, help="Number of texts per row."
+)
 @click.option(
     "--warmup",
     type=click.IntRange(min=0),
     default=200,
     show_default=True,
-    help="Texts before each row that are not counted.",
+    help="Number of texts that are sent before each row and not counted.",
 )
 @click.option(
     "--api",
     type=click.Choice(tuple(_APIS)),
     default="auto",
     show_default=True,
-    help="OpenAI's or TEI's API; auto takes what answers.",
+    help="API of the server: OpenAI's or TEI's. auto uses the API that answers.",
 )
 @click.option(
-    "--model", default="default", show_default=True, help="The model that OpenAI's API is asked for."
+    "--model", default="default", show_default=True, help="Name of the model in requests of OpenAI's API."
 )
 @click.option(
     "--header",
@@ -83,9 +88,9 @@ def _headers(_context: click.Context, _option: click.Parameter, values: tuple[st
     multiple=True,
     callback=_headers,
     metavar="NAME: VALUE",
-    help="Sent with each request.",
+    help="HTTP header of each request. May be repeated. Default: none.",
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
+@json_option
 def bench_http(
     url: str,
     texts_file: str,
@@ -98,18 +103,21 @@ def bench_http(
     headers: dict[str, str],
     json_file: Path | None,
 ) -> None:
-    """Texts a second and latency of a server, each client asking again when it has its answer.
+    """Measure texts per second and latency of a server.
 
-    Works with every server that has OpenAI's /v1/embeddings or TEI's /embed. A row for each number of clients
-    with each batch. Only texts answered with 200 count; errors are counted by kind. Ctrl-C ends it and
-    shows what was measured.
+    Each client sends a request when it has received the response to its last request. The server must have
+    OpenAI's /v1/embeddings or TEI's /embed. There is a row for each number of clients and each batch size.
+    Only texts with status 200 count; errors are counted by kind. Ctrl-C ends the measurement and shows the
+    rows so far.
     """
     try:
         from service.bench.http import Load, find_endpoint, measure
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
-        raise click.UsageError("it needs aiohttp; install it: pip install 'attncache[bench]'") from error
+        raise click.UsageError(
+            "bench http needs aiohttp; install it: pip install 'attncache[bench]'"
+        ) from error
     texts = _read_texts(texts_file)
     endpoint = asyncio.run(find_endpoint(url, _APIS[api], model=model, headers=headers))
     rows: list[Measurement] = []
@@ -141,7 +149,7 @@ def _read_texts(path: str) -> list[str]:
     texts = [text for (text,) in read_rows(path, ("text",), "txt")]
     if not texts:
         raise InvalidInput(f"--texts: {path} has no texts", field="texts")
-    # Neighbours in a file are often of one kind. The same order each time, so that runs compare.
+    # Shuffled, because neighbours in a file are often similar. The order is fixed, so that runs compare.
     random.Random(0).shuffle(texts)
     return texts
 

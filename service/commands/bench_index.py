@@ -1,4 +1,4 @@
-"""`attncache bench index`: the search for the nearest record, by itself."""
+"""`attncache bench index`: measure the index of feature vectors alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from attncache_core.threads import available_processors
+from attncache_core.runtime.threads import available_processors
 from service.bench.index import Cloud, IndexReport, Milliseconds, measure
 from service.bench.report import machine, show_machine, show_table, write_json
+from service.commands.options import json_option
 from service.commands.progress import shown_progress
 
 _MEBIBYTE = 2**20
@@ -23,13 +24,27 @@ _MEBIBYTE = 2**20
     multiple=True,
     default=(100_000, 1_000_000),
     show_default=True,
-    help="In a partition; repeat.",
+    help="Number of vectors in the index. May be repeated, for one table each.",
 )
-@click.option("--dimensions", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), help="Default: all that may be used.")
-@click.option("--queries", type=click.IntRange(min=1), default=64, show_default=True, help="Asked at once.")
-@click.option("--rounds", type=click.IntRange(min=1), default=200, show_default=True, help="Timed calls.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
+@click.option(
+    "--dimensions", type=click.IntRange(min=1), default=128, show_default=True, help="Dimensions of a vector."
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads of a search for many queries. Default: as many as the processor quota allows.",
+)
+@click.option(
+    "--queries",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Number of queries in a search for many queries.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=200, show_default=True, help="Number of timed searches."
+)
+@json_option
 def bench_index(
     counts: tuple[int, ...],
     dimensions: int,
@@ -38,9 +53,9 @@ def bench_index(
     rounds: int,
     json_file: Path | None,
 ) -> None:
-    """Build time, memory, query time and recall of the index of feature vectors.
+    """Measure build time, memory, search time and recall of the index of feature vectors.
 
-    Vectors are random, or lie in small or large clusters; queries are new draws of the same kind.
+    Vectors are random, or form small or large clusters. Queries are new draws from the same distribution.
     """
     threads = threads or available_processors()
     facts = machine(threads)
@@ -56,7 +71,7 @@ def bench_index(
 
 
 def _show(reports: list[IndexReport], threads: int) -> None:
-    """One table of all clouds with the same number of vectors."""
+    """Print one table for all distributions with the same number of vectors."""
     first = reports[0]
     rows = {
         "partition": [report.partition for report in reports],
@@ -68,7 +83,7 @@ def _show(reports: list[IndexReport], threads: int) -> None:
             _milliseconds(report.many) for report in reports
         ],
         "recall@1": [f"{report.recall:.3f}" for report in reports],
-        "found is farther by": [f"{report.excess:.2%}" for report in reports],
+        "excess distance": [f"{report.excess:.2%}" for report in reports],
     }
     show_table(
         f"{first.vectors:,} vectors x {first.dimensions}",

@@ -1,4 +1,4 @@
-"""One run of `attncache evaluate`: the full engine, the methods beside it, and their table."""
+"""One run of `attncache evaluate`: compare methods with the full engine, and show a table."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from attncache_core import (
     fit_classifier,
 )
 from attncache_core.corpus.reading import read_texts
-from attncache_core.devices import Dtype
 from attncache_core.evaluation.comparison import MethodReport, compare
 from attncache_core.evaluation.methods import Methods, parse_methods
-from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, full_outputs, recordable
-from attncache_core.labels import LabelTokens
-from attncache_core.outputs import Judge, Measure
+from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, full_outputs, recordable_sequences
+from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.runtime.devices import Dtype
+from attncache_core.text.labels import LabelTokens
 from service.bench.report import machine
 from service.commands.evaluation_report import show_comparison
 from service.commands.progress import shown_progress
 
-# Tokens of the longest text that an evaluation records: a record grows with the square.
+# Most tokens of a text that an evaluation records, because a record grows with the square of the length.
 _LONGEST_RECORDED = 128
 
 
 @dataclass(frozen=True)
 class Request:
-    """What every evaluation is told."""
+    """The options of every evaluation."""
 
     checkpoint: Checkpoint
     dtype: Dtype
@@ -54,14 +54,15 @@ class Request:
     rounds: int
     json_file: Path | None
     markdown: Path | None
-    longest: int | None = _LONGEST_RECORDED  # None: as the model takes them
+    # Most tokens of a recorded text; None: the longest text that the model accepts.
+    longest: int | None = _LONGEST_RECORDED
 
 
 class Evaluation:
-    """One run: an engine that computes in full, methods beside it, one table."""
+    """Owns the full engine of one run, makes the methods and compares them."""
 
     def __init__(self, request: Request, classifier: Path | None = None) -> None:
-        """classifier: folder of a fitted one, which must be of the model; its decisions are then compared."""
+        """classifier: folder of a classifier fitted for the model; then its decisions are compared too."""
         self.request = request
         self.names = parse_methods(request.methods)
         self.checkpoint = request.checkpoint
@@ -74,11 +75,11 @@ class Evaluation:
         )
 
     def tokenize(self, texts: Sequence[str], labels: LabelTokens | None = None) -> Sequences:
-        """Token ids of each text; with labels of several tokens, of each of its sequences."""
+        """Return the token ids of each text or, with labels of several tokens, of each of its sequences."""
         return self.full.tokenize(texts, prompt=labels.prompt if labels else None)
 
     def fits(self, text: str) -> bool:
-        """Whether no token of the text must be cut."""
+        """Return whether the text fits into the model without being cut."""
         try:
             self.full.tokenize([text], truncate=False)
         except InputTooLong:
@@ -86,22 +87,24 @@ class Evaluation:
         return True
 
     def fit(self, texts: Sequence[str], labels: Sequence[str]) -> None:
-        """Give the full engine a linear classifier on its embeddings."""
+        """Fit a linear classifier on the full engine's embeddings, and let the engine use the classifier."""
         outputs = full_outputs(self.full, self.tokenize(texts))
-        self.full.classifier = fit_classifier(outputs, labels, fingerprint="", model=self.checkpoint.name)
+        self.full.decisions.classifier = fit_classifier(
+            outputs, labels, fingerprint="", model=self.checkpoint.name
+        )
 
     def run_agreement(self, name: str, sequences: Sequences) -> None:
-        """Evaluate likeness to the full model."""
-        judge = self.full.judge(Measure.AGREEMENT if self.full.labels else Measure.COSINE)
+        """Evaluate how well the methods agree with the full model."""
+        comparator = self.full.comparator(Measure.AGREEMENT if self.full.labels else Measure.COSINE)
         outputs = full_outputs(self.full, sequences, self.request.batch_size)
-        self.run(AgreementTask(name, judge, sequences, outputs))
+        self.run(AgreementTask(name, comparator, sequences, outputs))
 
     def run(
         self, task: Task, corpus: Sequence[str] | None = None, database: Path | None = None
     ) -> list[MethodReport]:
         """Make the methods, compare them and show the table.
 
-        corpus, database: texts and folder of the database; None: those of the request.
+        corpus, database: texts and folder of the database; None: those that the request names.
         """
         request = self.request
         texts = [text for source in request.corpus for text in read_texts(source)]
@@ -122,7 +125,7 @@ class Evaluation:
             reports = compare(
                 made,
                 task,
-                *self._judges(task),
+                *self._comparators(task),
                 batch_size=request.batch_size,
                 rounds=request.rounds,
                 on_step=lambda done, total: progress("measuring", done, total),
@@ -132,7 +135,7 @@ class Evaluation:
             "model": self.checkpoint.name,
             **self.checkpoint.variant,
             "dtype": str(self.full.dtype).removeprefix("torch."),
-            "texts": len(recordable(task)),
+            "texts": len(recordable_sequences(task)),
             "reused_heads": f"{opened.mask.total} of {opened.mask.heads}" if opened else None,
         }
         show_comparison(task.metric, facts, reports, request.json_file, request.markdown)
@@ -141,27 +144,29 @@ class Evaluation:
             click.echo(f"{name}: {1 - 1 / report.speedup:+.3f} of the time saved over all texts")
         return reports
 
-    def _judges(self, task: Task) -> tuple[Judge, Judge | None]:
-        """What tells the cosine of the task's outputs and, if they decide anything, agreement."""
+    def _comparators(self, task: Task) -> tuple[OutputComparator, OutputComparator | None]:
+        """Return what compares the task's outputs by cosine and, if there are decisions, by agreement."""
         if task.labels:
-            # Its outputs are the labels' logits.
-            return Judge(Measure.COSINE, np.asarray), Judge(Measure.AGREEMENT, np.asarray)
-        agreement = self.full.judge(Measure.AGREEMENT) if self.full.labels else None
-        return self.full.judge(Measure.COSINE), agreement
+            # The task's outputs are the labels' logits.
+            return OutputComparator(Measure.COSINE, np.asarray), OutputComparator(
+                Measure.AGREEMENT, np.asarray
+            )
+        agreement = self.full.comparator(Measure.AGREEMENT) if self.full.labels else None
+        return self.full.comparator(Measure.COSINE), agreement
 
     def _recorded(
         self, task: Task, texts: Sequence[str], folder: Path | None
     ) -> tuple[Sequences, AttentionDatabase | None]:
-        """The corpus and the database without the evaluated texts; says how many those were."""
+        """Return the corpus and the database without the evaluated texts, and print their numbers."""
         request = self.request
-        evaluated = set(map(tuple, recordable(task)))
+        evaluated = set(map(tuple, recordable_sequences(task)))
         tokenized = self.tokenize(texts)
-        kept = [place for place, ids in enumerate(tokenized) if tuple(ids) not in evaluated]
+        kept = [index for index, ids in enumerate(tokenized) if tuple(ids) not in evaluated]
         if texts:
             click.echo(
                 f"{len(texts) - len(kept)} of {len(texts)} texts of the corpus are evaluated and left out"
             )
-        corpus = [tokenized[place] for place in kept]
+        corpus = [tokenized[index] for index in kept]
         if folder is None:
             return corpus, None
         if not folder.exists():
@@ -170,20 +175,20 @@ class Evaluation:
                     f"there is no database in {folder}; give --corpus to build it",
                     field="database",
                 )
-            self._build(folder, [texts[place] for place in kept])
+            self._build(folder, [texts[index] for index in kept])
         opened = AttentionDatabase.open(folder, heads=request.heads, threshold=request.threshold)
         database, gone = opened.without(evaluated)
-        click.echo(f"{gone} of {opened.info()['records']} records are of evaluated texts and left out")
+        click.echo(f"{gone} of {opened.info().records} records are of evaluated texts and left out")
         known = opened.calibrated_on(evaluated)
         if known:
             click.echo(
-                f"{known} evaluated texts are among those the database was calibrated on; calibrate with "
-                "--without for an honest figure"
+                f"{known} evaluated texts are among the texts that the database was calibrated on; calibrate "
+                "with --exclude for an honest figure"
             )
         if gone:
             click.echo(
-                "prototypes and thresholds were made with them; to keep them out of these too, build with "
-                "--without"
+                "prototypes and thresholds were made with these records; to exclude the texts there too, "
+                "build with --exclude"
             )
         return corpus, database
 
@@ -192,7 +197,7 @@ class Evaluation:
         longest = min(self.full.max_tokens, request.longest or self.full.max_tokens)
         options = BuildOptions(max_length=longest, heads=request.heads)
         sentences = [CorpusSentence(text, text) for text in texts]
-        # Without the fitted classifier: the database is one of embeddings.
+        # An engine without the fitted classifier, because the database is for embeddings.
         engine = PrefillEngine.load(
             self.checkpoint, dtype=request.dtype, threads=request.threads, max_tokens=request.max_tokens
         )

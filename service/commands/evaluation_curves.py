@@ -1,4 +1,4 @@
-"""From a database and texts to the plots of `attncache evaluate curves`."""
+"""Measure and plot what `attncache evaluate curves` shows for a database and texts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from attncache_core import AttentionDatabase, InvalidInput, PrefillEngine, Progress
-from attncache_core.attention_maps.calibration import measure_savings, unrecorded
-from attncache_core.attention_maps.policy import Preset
-from attncache_core.attention_maps.probes import find_probes
+from attncache_core.calibration.database import unrecorded
+from attncache_core.calibration.probes import find_probes
+from attncache_core.calibration.savings import measure_savings
 from attncache_core.evaluation.comparison import FULL, compare
 from attncache_core.evaluation.curves import measure_curves
 from attncache_core.evaluation.methods import Methods
 from attncache_core.evaluation.tasks import AgreementTask, full_outputs
-from attncache_core.outputs import Measure
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.policy import Preset
 from service.plots import Plots
 
 _ROUNDS = 3
@@ -31,18 +32,21 @@ def plot_curves(
     output: Path,
     progress: Progress,
 ) -> None:
-    """Measure on at most so many sequences that the database does not hold; write all plots to `output`."""
+    """Measure on sequences that the database does not hold, and write all plots to `output`.
+
+    most: the most sequences to measure on. Raises InvalidInput if the records do not hold all heads.
+    """
     database.require_fingerprint(full.checkpoint.fingerprint(), full.checkpoint.name)
     store, manifest = database.search.store, database.manifest
     if sum(store.layout.stored_heads) < database.mask.heads:
         raise InvalidInput(
             f"the records hold {sum(store.layout.stored_heads)} of {database.mask.heads} heads, and curves "
-            "compare masks of all: build a database without --heads layers",
+            "compare masks of all heads; build a database without --heads layers",
             field="database",
         )
     unseen = unrecorded(database, sequences, field="data")
-    judge = full.judge(Measure.AGREEMENT if full.labels else Measure.COSINE)
-    plots = Plots(output, str(judge.measure))
+    comparator = full.comparator(Measure.AGREEMENT if full.labels else Measure.COSINE)
+    plots = Plots(output, str(comparator.measure))
     probes = find_probes(full.model, database.search, unseen).sample(most)
     rank = np.array(manifest.rank)
     curves = measure_curves(
@@ -51,8 +55,8 @@ def plot_curves(
         probes,
         rank,
         database.mask,
-        judge,
-        measure_savings(full, database.search, probes, rank).per_hit,
+        comparator,
+        measure_savings(full, database.search, probes).per_hit,
         _full_microseconds(full, probes.sequences),
         progress,
     )
@@ -62,12 +66,12 @@ def plot_curves(
     plots.thresholds(curves)
     methods = Methods(full, full.checkpoint, database, [])
     names = (FULL, "attncache", *(f"attncache:{preset}" for preset in Preset))
-    task = AgreementTask("texts", judge, unseen[:most], full_outputs(full, unseen[:most]))
+    task = AgreementTask("texts", comparator, unseen[:most], full_outputs(full, unseen[:most]))
     plots.presets(
         compare(
             {name: methods.make(name) for name in names},
             task,
-            full.judge(Measure.COSINE),
+            full.comparator(Measure.COSINE),
             rounds=_ROUNDS,
             on_step=lambda done, total: progress("measuring presets", done, total),
         )
@@ -75,7 +79,7 @@ def plot_curves(
 
 
 def _full_microseconds(full: PrefillEngine, sequences: Sequence[Sequence[int]]) -> float:
-    """The full model's time for one of these sequences, on average, in full batches."""
+    """Return the full model's mean time for one of these sequences in full batches, in microseconds."""
     seconds = []
     for _ in range(_ROUNDS):
         started = time.perf_counter()

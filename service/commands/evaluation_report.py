@@ -1,4 +1,4 @@
-"""The table of an evaluation: on the terminal, as JSON and as Markdown."""
+"""Show the result of an evaluation: on the terminal, as JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def show_comparison(
     json_file: Path | None,
     markdown: Path | None,
 ) -> None:
-    """Print one table, a column for each method; write it to the files that were asked for."""
+    """Print a table with a column for each method, and write it to the given files."""
     columns = ["", *(report.method for report in reports)]
     rows = _rows(metric, reports)
     show_machine(facts)
@@ -32,7 +32,7 @@ def show_comparison(
 
 
 def _rows(metric: str, reports: Sequence[MethodReport]) -> list[list[str]]:
-    """What is measured, and its value for each method; rows in which no method has any are left out."""
+    """Return a row for each figure, with its value for each method. Rows without any value are omitted."""
     rows = [
         [f"{metric} {name}", *(f"{report.scores[name]:.4f}" for report in reports)]
         for name in reports[0].scores
@@ -40,7 +40,7 @@ def _rows(metric: str, reports: Sequence[MethodReport]) -> list[list[str]]:
     if len(rows) > 1:
         rows.append([f"{metric}, mean", *(f"{report.score:.4f}" for report in reports)])
     figures: dict[str, Callable[[MethodReport], str]] = {
-        "less the full model's, from": lambda report: _end(report, 0),
+        "difference to the full model, from": lambda report: _end(report, 0),
         "to (95 %, paired)": lambda report: _end(report, 1),
         "hits": lambda report: f"{report.hit_rate:.3f}",
         "hits by prototypes": lambda report: f"{report.prototype_hit_rate:.3f}",
@@ -68,7 +68,7 @@ def _number(value: float) -> str:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: what could not be measured is null."""
+    """Replace NaN by None, because JSON has no NaN. NaN stands for a value that could not be measured."""
     if isinstance(value, dict):
         return {name: _without_nan(of_name) for name, of_name in value.items()}
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""`attncache fit-classifier`: labelled texts to a linear classifier."""
+"""`attncache fit-classifier`: fit a linear classifier on labelled texts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import click
 import numpy as np
 
 from attncache_core import Checkpoint, NotFinite, PrefillEngine, fit_classifier
-from attncache_core.corpus.reading import FORMATS, read_labelled
-from attncache_core.devices import Dtype
+from attncache_core.corpus.reading import read_labelled
+from attncache_core.corpus.tables import FORMATS
+from attncache_core.runtime.devices import Dtype
 from service.commands.options import model_options
 from service.commands.progress import shown_progress
 
@@ -18,13 +19,20 @@ _BATCH = 64
 
 @click.command("fit-classifier")
 @model_options
-@click.option("--data", required=True, help="A .tsv, .csv or .jsonl file, or - for standard input.")
 @click.option(
-    "--format", "file_format", type=click.Choice(FORMATS), help="Default: told by the file's ending."
+    "--data", required=True, help="Labelled texts: a .tsv, .csv or .jsonl file, or - for standard input."
 )
-@click.option("--text-column", default="text", show_default=True)
-@click.option("--label-column", default="label", show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(FORMATS),
+    help="Format of the data. Default: the ending of the file's name.",
+)
+@click.option("--text-column", default="text", show_default=True, help="Column with the texts.")
+@click.option("--label-column", default="label", show_default=True, help="Column with the labels.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), required=True, help="Folder to write the classifier to."
+)
 def fit(
     checkpoint: Checkpoint,
     dtype: Dtype,
@@ -35,17 +43,17 @@ def fit(
     label_column: str,
     output: Path,
 ) -> None:
-    """Fit a linear classifier on the full model's embeddings; serve it with --classifier."""
+    """Fit a linear classifier on the full model's embeddings. To serve it, use `serve --classifier`."""
     texts, labels = read_labelled(data, text_column, label_column, file_format)
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
     embeddings: list[np.ndarray] = []
     with shown_progress() as progress:
-        for at in range(0, len(texts), _BATCH):
+        for first in range(0, len(texts), _BATCH):
             try:
-                embeddings.extend(engine.embed(texts[at : at + _BATCH]))
+                embeddings.extend(engine.embed(texts[first : first + _BATCH]))
             except NotFinite as error:
-                raise NotFinite.of(at + error.index, "data") from error
-            progress("embedding texts", min(at + _BATCH, len(texts)), len(texts))
+                raise NotFinite.of(first + error.index, "data") from error
+            progress("embedding texts", min(first + _BATCH, len(texts)), len(texts))
     fitted = fit_classifier(
         np.array(embeddings), labels, fingerprint=checkpoint.embedding_fingerprint(), model=checkpoint.name
     )

@@ -1,4 +1,4 @@
-"""Options of commands: those of `serve` are the fields of Settings, click only shows them."""
+"""Options that several commands share. The options of `serve` are made from the fields of Settings."""
 
 from __future__ import annotations
 
@@ -13,28 +13,74 @@ import click
 from pydantic.fields import FieldInfo
 
 from attncache_core import DEFAULT_MODEL, Checkpoint, Quantization, find_variant
-from attncache_core.checkpoint import PoolingMode
-from attncache_core.devices import Device, Dtype
-from attncache_core.prompts import Template
-from service.settings import ChosenTask, Settings, environment_name, option_name
+from attncache_core.checkpoints.checkpoint import PoolingMode
+from attncache_core.checkpoints.template import Template
+from attncache_core.runtime.devices import Device, Dtype
+from service.settings import (
+    HIDDEN_FIELDS,
+    REMOVED_FIELDS,
+    ChosenTask,
+    Settings,
+    environment_name,
+    option_name,
+)
+
+Command = Callable[..., None]
 
 _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
 
 
 def settings_options() -> list[click.Parameter]:
-    """An option for each field of Settings, with its variable, help and default."""
+    """Return an option for each field of Settings, with its variable, help and default."""
     return [_option(name, field) for name, field in Settings.model_fields.items()]
 
 
-def _of_settings(name: str, kind: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """An option that says the same as that of `serve`."""
+def removed_settings_options() -> list[click.Parameter]:
+    """Return the former options of `serve`, which are refused."""
+    return [removed_option(option_name(field), remedy) for field, remedy in REMOVED_FIELDS.items()]
+
+
+def removed_option(name: str, remedy: str) -> click.Option:
+    """Return a hidden option that refuses every use in one line. remedy: what to use instead."""
+
+    def refuse(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise click.UsageError(f"{name} was removed; {remedy}")
+
+    return click.Option([name], hidden=True, expose_value=False, callback=refuse)
+
+
+def exclude_option(command: Command) -> Command:
+    """Add --exclude. Its former name --without stays as a hidden alias for one version."""
+
+    @functools.wraps(command)
+    def with_excluded(*, exclude: tuple[str, ...], without: tuple[str, ...], **values: Any) -> None:
+        command(exclude=(*exclude, *without), **values)
+
+    described: Command = with_excluded
+    for option in (
+        click.option("--without", multiple=True, hidden=True),
+        click.option(
+            "--exclude",
+            multiple=True,
+            metavar="FILE",
+            help="Exclude the texts of this file, FILE or FILE:column,column. May be repeated. Default: no "
+            "text is excluded.",
+        ),
+    ):
+        described = option(described)
+    return described
+
+
+def _of_settings(name: str, kind: Any) -> Callable[[Command], Command]:
+    """Return an option with the help of the option of `serve`."""
     return click.option(option_name(name), type=kind, help=Settings.model_fields[name].description)
 
 
 max_tokens_option = click.option(
     "--max-tokens",
     type=click.IntRange(min=2),
-    help="Cut texts to so many tokens; default: as the model does.",
+    help="Cut texts to this number of tokens. Default: the longest text that the model accepts.",
 )
 
 
@@ -51,17 +97,25 @@ quantize_option = click.option(
     "--quantize",
     type=click.Choice([kind.value for kind in Quantization]),
     callback=lambda _context, _option, value: value and Quantization(value),
-    help="Round the weights of the model's layers; default: leave them.",
+    help="Quantise the weights of the model's layers. Default: no quantisation.",
 )
 
 
-def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every command that runs a model; it is given a `checkpoint`, a `dtype` and `threads`."""
+json_option = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    help="File to write the report to as JSON. Default: the report is only printed.",
+)
+
+
+def model_options(command: Command) -> Command:
+    """Add the options that choose a model and its use; the command gets `checkpoint`, `dtype`, `threads`."""
     return whole_model_options(drop_options(use_options(command)))
 
 
-def drop_options(command: Callable[..., None]) -> Callable[..., None]:
-    """--drop-attention and --drop-block."""
+def drop_options(command: Command) -> Command:
+    """Add --drop-attention and --drop-block."""
     for name in ("drop_block", "drop_attention"):
         field = Settings.model_fields[name]
         command = click.option(option_name(name), default="", metavar="LAYERS", help=field.description)(
@@ -73,8 +127,8 @@ def drop_options(command: Callable[..., None]) -> Callable[..., None]:
 template_option = _of_settings("template", click.Path(path_type=Path))
 
 
-def use_options(command: Callable[..., None]) -> Callable[..., None]:
-    """--template, --pooling, --task and --labels."""
+def use_options(command: Command) -> Command:
+    """Add --template, --pooling, --task and --labels."""
     for option in (
         _of_settings("labels", str),
         _of_settings("task", click.Choice(get_args(ChosenTask))),
@@ -86,23 +140,42 @@ def use_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 revision_option = _of_settings("revision", str)
+model_option = click.option(
+    "--model",
+    default=DEFAULT_MODEL,
+    show_default=True,
+    help="Model to run: a folder, the name of an installed model, or a Hugging Face Hub id.",
+)
 
 
-def whole_model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As model_options, for a command that has no use for some of them: those are not taken."""
+def whole_model_options(command: Command) -> Command:
+    """Add the options of model_options, but without drop_options and use_options.
+
+    The command may add some of these options itself; the checkpoint is chosen by all of them.
+    """
 
     @functools.wraps(command)
     def with_checkpoint(**values: Any) -> None:
         chosen = {name: values.pop(name) for name in _OF_CHECKPOINTS if name in values}
         command(checkpoint=chosen_checkpoint(**chosen), **values)
 
-    described: Callable[..., None] = with_checkpoint
+    described: Command = with_checkpoint
     for option in (
-        click.option("--threads", type=click.IntRange(min=1), help="Threads; default: all that may be used."),
+        click.option(
+            "--threads",
+            type=click.IntRange(min=1),
+            help="Threads of the model and the index. Default: as many as the processor quota allows.",
+        ),
         quantize_option,
-        click.option("--dtype", type=click.Choice(get_args(Dtype)), default="auto", show_default=True),
+        click.option(
+            "--dtype",
+            type=click.Choice(get_args(Dtype)),
+            default="auto",
+            show_default=True,
+            help=Settings.model_fields["dtype"].description,
+        ),
         revision_option,
-        click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, package or Hub id."),
+        model_option,
     ):
         described = option(described)
     return described
@@ -120,7 +193,7 @@ def chosen_checkpoint(
     task: ChosenTask | None = None,
     labels: str | None = None,
 ) -> Checkpoint:
-    """The checkpoint that these options choose, used as they say."""
+    """Return the checkpoint that these options choose. Raises ModelNotFound, InvalidInput and others."""
     found = find_variant(
         model, revision, quantization=quantize, drop_attention=drop_attention, drop_block=drop_block
     )
@@ -133,7 +206,7 @@ def chosen_checkpoint(
 
 
 def checkpoint_of(settings: Settings) -> Checkpoint:
-    """The checkpoint that a server's settings choose."""
+    """Return the checkpoint that a server's settings choose."""
     return chosen_checkpoint(**{name: getattr(settings, name) for name in _OF_CHECKPOINTS})
 
 
@@ -145,19 +218,20 @@ def _option(name: str, field: FieldInfo) -> click.Option:
     common: dict[str, Any] = {
         "envvar": environment_name(name),
         "show_envvar": True,
-        # click would show the name of an enum's member.
+        # The value, because click would show the name of the enum's member.
         "default": field.default.value if isinstance(field.default, StrEnum) else field.default,
         "show_default": field.default not in (None, ""),
         "help": field.description,
+        "hidden": name in HIDDEN_FIELDS,
     }
     if field.annotation is bool:
         return click.Option([f"{option}/--no-{option[2:]}", name], **common)
-    # Unprocessed: the value is checked in one place, by Settings.
+    # Unprocessed, because Settings checks all values in one place.
     return click.Option([option, name], type=click.UNPROCESSED, metavar=_metavar(field.annotation), **common)
 
 
 def _metavar(annotation: Any) -> str:
-    """int | None -> INTEGER; Literal["a", "b"] -> a|b."""
+    """Return the placeholder for a type: int | None -> INTEGER; Literal["a", "b"] -> a|b."""
     kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation) or (annotation,)
     if get_origin(kinds[0]) is Literal:
         return "|".join(get_args(kinds[0]))

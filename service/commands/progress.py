@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a plain line now and then elsewhere."""
+"""Show the progress of long work: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def shown_progress() -> Iterator[Report]:
-    """A callable that shows what it is told of (stage, done, total), on stderr."""
+    """Yield a callable that shows (stage, done, total) on stderr."""
     if not sys.stderr.isatty():
         yield _lines()
         return
@@ -34,7 +34,7 @@ def shown_progress() -> Iterator[Report]:
 
 
 def _lines() -> Report:
-    """A line when a stage begins and ends, and every few seconds between."""
+    """Return a callable that prints a line when a stage begins and ends, and every few seconds between."""
     last_line: dict[str, float] = {}
 
     def show(stage: str, done: int, total: int) -> None:

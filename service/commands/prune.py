@@ -1,4 +1,4 @@
-"""`attncache prune`: which attention modules and blocks a model needs least."""
+"""`attncache prune`: find the attention modules and blocks that a model needs least."""
 
 from __future__ import annotations
 
@@ -10,42 +10,46 @@ import numpy as np
 
 from attncache_core import Checkpoint, InvalidInput, PrefillEngine, default_corpus
 from attncache_core.corpus.reading import read_texts, spread
-from attncache_core.devices import Dtype
 from attncache_core.evaluation.importance import measure_importance
+from attncache_core.runtime.devices import Dtype
 from service.bench.report import machine, show_machine, show_table, write_json
-from service.commands.options import template_option, whole_model_options
+from service.commands.options import json_option, template_option, whole_model_options
 from service.commands.progress import shown_progress
 
 
 @click.command("prune")
 @whole_model_options
 @template_option
-@click.option("--importance", is_flag=True, help="Measure how much each layer changes hidden states.")
+@click.option("--importance", is_flag=True, hidden=True, expose_value=False)
 @click.option(
     "--texts",
-    help="A .txt, .tsv, .csv or .jsonl file, FILE or FILE:column,column. Default: the shipped corpus.",
+    metavar="FILE",
+    help="Texts to measure on: a .txt, .tsv, .csv or .jsonl file, FILE or FILE:column,column. Default: the "
+    "corpus of this package.",
 )
 @click.option(
-    "--sample", type=click.IntRange(min=1), default=500, show_default=True, help="Texts to measure, at most."
+    "--sample",
+    type=click.IntRange(min=1),
+    default=500,
+    show_default=True,
+    help="Most texts to measure on, taken evenly from all texts.",
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the report here.")
+@json_option
 def prune(
     checkpoint: Checkpoint,
     dtype: Dtype,
     threads: int | None,
-    importance: bool,
     texts: str | None,
     sample: int,
     json_file: Path | None,
 ) -> None:
-    """Find out which layers a model can do without.
+    """Measure how much each layer of a model matters.
 
-    The importance of a layer is 1 - cosine of the hidden states before and after it, the mean over the tokens
-    of a sample: of its attention alone, and of the whole block. Serve without the least important by
-    --drop-attention and --drop-block, and measure what that costs by `attncache evaluate`.
+    The importance of a layer is 1 - cosine of the hidden states before and after the layer, as the mean over
+    the tokens of a sample. The layer's attention alone and the whole block are measured. To serve without the
+    least important layers, use --drop-attention and --drop-block. To measure the cost in quality, use
+    `attncache evaluate`.
     """
-    if not importance:
-        raise click.UsageError("say what to find out: --importance")
     given = read_texts(texts) if texts else [sentence.text for sentence in default_corpus()]
     if not given:
         raise InvalidInput("the file has no texts", field="texts")
@@ -80,17 +84,17 @@ def _report(name: str, importance: np.ndarray) -> dict[str, Any]:
 
 
 def _show(attention: np.ndarray, blocks: np.ndarray) -> None:
-    """A row for each layer; beside each importance its place, 1 being the least important."""
+    """Print a row for each layer: importance and rank of its attention and of its block."""
     columns = []
     for importance in (attention, blocks):
-        places = np.argsort(np.argsort(importance)) + 1
-        columns += [[f"{value:.4f}" for value in importance], [_marked(place) for place in places]]
+        ranks = np.argsort(np.argsort(importance)) + 1
+        columns += [[f"{value:.4f}" for value in importance], [_marked(rank) for rank in ranks]]
     show_table(
-        "importance (1 - cosine); place 1: the least",
-        ["layer", "attention", "place", "block", "place"],
-        [[number, *row] for number, row in enumerate(zip(*columns, strict=True))],
+        "importance (1 - cosine); rank 1 is the least important",
+        ["layer", "attention", "rank", "block", "rank"],
+        [[layer, *row] for layer, row in enumerate(zip(*columns, strict=True))],
     )
 
 
-def _marked(place: int) -> str:
-    return f"[bold]{place}[/bold]" if place == 1 else str(place)
+def _marked(rank: int) -> str:
+    return f"[bold]{rank}[/bold]" if rank == 1 else str(rank)

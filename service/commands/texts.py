@@ -1,4 +1,4 @@
-"""Texts that must not be where others are: evaluated ones, for one."""
+"""Exclude texts, for example evaluation texts, from a corpus."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from attncache_core import PrefillEngine
 from attncache_core.corpus.reading import read_texts
 
 
-def places_without(engine: PrefillEngine, texts: Sequence[str], left_out: Iterable[str]) -> list[int]:
-    """The places of those texts that are none of those left out, to a model: other tokens.
+def kept_indices(engine: PrefillEngine, texts: Sequence[str], excluded: Iterable[str]) -> list[int]:
+    """Return the indices of the texts whose tokens differ from the tokens of all excluded texts.
 
-    left_out: files, as read_texts reads them.
+    excluded: files with texts, as `read_texts` reads them.
     """
-    gone = {tuple(ids) for source in left_out for ids in engine.tokenize(read_texts(source))}
-    return [place for place, ids in enumerate(engine.tokenize(texts)) if tuple(ids) not in gone]
+    excluded_ids = {tuple(ids) for source in excluded for ids in engine.tokenize(read_texts(source))}
+    return [index for index, ids in enumerate(engine.tokenize(texts)) if tuple(ids) not in excluded_ids]

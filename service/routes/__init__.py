@@ -1,1 +1,1 @@
-"""What the server answers to: one module a thing that is asked for."""
+"""The routes of the server, one module per kind of request."""

@@ -1,8 +1,8 @@
 """POST /classify: texts to labels with scores.
 
-a classifier is served    rows -> class logits (-> the labels asked for) -> softmax, or sigmoid (multi-label)
-label-logits are served   rows -> logits of the labels' tokens -> softmax
-labels are given          rows . label embeddings, both of unit length -> softmax
+the model has classes       outputs -> class logits (-> requested labels) -> softmax, or sigmoid (multi-label)
+the task is label-logits    outputs -> logits of the labels' tokens -> softmax
+the request has labels      outputs . label embeddings, both of unit length -> softmax
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from attncache_core import InputTooLong, InvalidInput, NoClassifier, NotFinite, class_scores, normalize
-from attncache_core.classifier import SIMILARITY_TEMPERATURE
-from attncache_core.outputs import require_finite
-from attncache_core.prompts import Template
+from attncache_core.checkpoints.template import Template
+from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
+from attncache_core.heads.vectors import require_finite
 from service.bodies import body_documentation, read_body, reuse_wanted
 from service.errors import TooManyInputs
 from service.routes.common import (
@@ -25,7 +25,7 @@ from service.routes.common import (
     ERRORS,
     answer,
     check_count,
-    rows_unless_gone,
+    result_unless_gone,
     serving_of,
     state_of,
 )
@@ -35,20 +35,20 @@ from service.state import Serving
 router = APIRouter()
 
 _CLASSIFIER_TEMPERATURE = 1.0
-# An answer repeats the labels for each input: of a body of 2 MB it could make one of 250.
+# A response repeats the labels for each input: a request of 2 MB could have a response of 250 MB.
 _MOST_ANSWER_CHARACTERS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The labels to score, and where each of them comes from."""
+    """The labels to score, each with a column of the classifier's logits or with an embedding."""
 
     labels: list[str]
-    columns: list[int] | None  # of the classifier's logits, one a label
-    embeddings: np.ndarray | None  # [labels, dimensions], of unit length; instead of columns
+    columns: list[int] | None  # one column of the classifier's logits per label
+    embeddings: np.ndarray | None  # [labels, dimensions], of unit length; used if columns is None
 
     def scores(self, outputs: np.ndarray, serving: Serving, temperature: float | None) -> np.ndarray:
-        """[sequences, labels]: rows that sum to 1, or those of a multi-label model."""
+        """Return scores [sequences, labels]. A row sums to 1, unless the model is a multi-label model."""
         if self.embeddings is not None:
             cosines = normalize(outputs) @ self.embeddings.T
             return class_scores(cosines, temperature or SIMILARITY_TEMPERATURE)
@@ -60,13 +60,13 @@ class _Choice:
     "/classify",
     response_model=list[list[LabelScore]],
     responses={
-        200: {"headers": ANSWER_HEADERS, "description": "For each input its labels, best first."},
+        200: {"headers": ANSWER_HEADERS, "description": "For each input the labels, best first."},
         **ERRORS,
     },
     openapi_extra=body_documentation(ClassifyRequest),
 )
 async def classify(request: Request) -> Response:
-    """Score the labels given, or those of the served classifier, for each input."""
+    """Score the labels of the request, or the labels of the server, for each input."""
     state = state_of(request)
     serving = serving_of(request)
     reuse = reuse_wanted(request)
@@ -77,72 +77,76 @@ async def classify(request: Request) -> Response:
         return await _by_tokens(request, serving, body, truncate, reuse)
     if body.template is not None:
         raise InvalidInput(
-            "template is for labels that are scored by their tokens, with --task label-logits",
+            "template is accepted only by a server with --task label-logits, which scores labels by tokens",
             field="template",
         )
     if serving.engine.labels is not None:
         choice = _among_known(body.labels, serving.engine.labels)
     else:
         if body.labels is None:
-            raise NoClassifier("no classifier is served: give labels to choose from", field="labels")
+            raise NoClassifier("the server has no classifier; give labels to choose from", field="labels")
         labels = body.labels
         _check_labels(labels, len(body.inputs), state.settings.max_request_inputs)
         choice = _Choice(labels, None, await _label_embeddings(request, serving, labels, truncate))
-    rows = await rows_unless_gone(
-        request, serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse)
-    )
-    scores = choice.scores(rows.outputs, serving, body.temperature)
-    return answer([_best_first(choice.labels, row) for row in scores], rows, state.settings)
+    pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse)
+    result = await result_unless_gone(request, pending)
+    scores = choice.scores(result.outputs, serving, body.temperature)
+    return answer([_best_first(choice.labels, row) for row in scores], result, state.settings)
 
 
 async def _by_tokens(
     request: Request, serving: Serving, body: ClassifyRequest, truncate: bool, reuse: bool
 ) -> Response:
-    """Score labels by the logits of their tokens behind the template."""
+    """Score labels by the logits of their tokens after the template."""
     state, engine = state_of(request), serving.engine
     if body.labels is not None:
         _check_labels(body.labels, len(body.inputs), state.settings.max_request_inputs)
     template = None if body.template is None else Template.parse(body.template)
-    # In a thread: a template may be long, and labels many.
-    asked = await asyncio.to_thread(engine.labels_in, template, body.labels)
-    sequences, most = len(body.inputs) * len(asked.prompt.readings), state.settings.max_queue_sequences
-    if sequences > most:
+    # In a thread, because the template may be long and the labels many.
+    labels = await asyncio.to_thread(engine.labels_in, template, body.labels)
+    per_input, limit = len(labels.prompt.sequence_plans), state.settings.max_queue_sequences
+    sequences = len(body.inputs) * per_input
+    if sequences > limit:
         raise TooManyInputs(
-            f"inputs make {sequences} sequences with these labels, and at most {most} may wait",
-            field="inputs" if len(asked.prompt.readings) <= most else "labels",
+            f"inputs make {sequences} sequences with these labels, and at most {limit} may wait",
+            field="inputs" if per_input <= limit else "labels",
         )
-    reuse = reuse and engine.keeps_budget(asked)
-    pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse, prompt=asked.prompt)
-    rows = await rows_unless_gone(request, pending)
-    # In a thread too: of many labels there is as much to add up.
-    logits = await asyncio.to_thread(engine.label_logits, asked, rows.outputs, rows.log_probabilities)
-    # Of finite outputs: what is not finite is a label's row of the language head.
+    pending = serving.batcher.submit(
+        body.inputs, truncate=truncate, reuse=reuse, prompt=labels.prompt, labels=labels
+    )
+    result = await result_unless_gone(request, pending)
+    # In a thread, because many labels have many log-probabilities to add.
+    logits = await asyncio.to_thread(engine.label_logits, labels, result.outputs, result.log_probabilities)
+    # The outputs are finite, so a NaN here comes from a label's row of the language head.
     require_finite(np.isfinite(logits).T, "labels")
     scores = class_scores(logits, body.temperature or _CLASSIFIER_TEMPERATURE)
-    return answer([_best_first(list(asked.labels), row) for row in scores], rows, state.settings)
+    return answer([_best_first(list(labels.labels), row) for row in scores], result, state.settings)
 
 
-def _among_known(asked: list[str] | None, known: tuple[str, ...]) -> _Choice:
+def _among_known(requested: list[str] | None, known: tuple[str, ...]) -> _Choice:
+    """Return the requested labels of a classifier, or all labels. Raises InvalidInput for another label."""
     columns = {label: column for column, label in enumerate(known)}
-    if asked is None:
+    if requested is None:
         return _Choice(list(known), list(columns.values()), None)
-    _refuse_duplicates(asked)
-    for index, label in enumerate(asked):
+    _refuse_duplicates(requested)
+    for index, label in enumerate(requested):
         if label not in columns:
             field = f"labels[{index}]"
-            raise InvalidInput(f"{field} is none of the classifier's labels; /info lists them", field=field)
-    return _Choice(asked, [columns[label] for label in asked], None)
+            raise InvalidInput(
+                f"{field} is not a label of the classifier; /info lists the labels", field=field
+            )
+    return _Choice(requested, [columns[label] for label in requested], None)
 
 
 def _check_labels(labels: list[str], inputs: int, limit: int) -> None:
-    """Raise TooManyInputs for too many labels or too long ones, InvalidInput for two that are alike."""
+    """Raise TooManyInputs if the labels are too many or too long, InvalidInput if a label is repeated."""
     check_count(labels, "labels", limit)
     _refuse_duplicates(labels)
     characters = inputs * sum(map(len, labels))
     if characters > _MOST_ANSWER_CHARACTERS:
         raise TooManyInputs(
-            f"the answer repeats the labels for each input: {characters} characters, and at most "
-            f"{_MOST_ANSWER_CHARACTERS} are sent; give fewer inputs or shorter labels",
+            f"the response repeats the labels for each input and would have {characters} characters of "
+            f"labels; at most {_MOST_ANSWER_CHARACTERS} are allowed; give fewer inputs or shorter labels",
             field="labels",
         )
 
@@ -151,29 +155,34 @@ def _refuse_duplicates(labels: list[str]) -> None:
     seen: set[str] = set()
     for index, label in enumerate(labels):
         if label in seen:
-            raise InvalidInput(f"labels[{index}] is there twice", field=f"labels[{index}]")
+            raise InvalidInput(f"labels[{index}] repeats an earlier label", field=f"labels[{index}]")
         seen.add(label)
 
 
 async def _label_embeddings(
     request: Request, serving: Serving, labels: list[str], truncate: bool
 ) -> np.ndarray:
-    """[labels, dimensions], of unit length; only labels not met before are computed, always without reuse."""
+    """Return the labels' embeddings, [labels, dimensions], of unit length.
+
+    Computes only labels that are not cached, always without reuse. Raises NotFinite and InputTooLong for the
+    field "labels".
+    """
     known = serving.label_memory.recall(labels, truncate)
     missing = [label for label in labels if label not in known]
     if missing:
-        # A label is no text of the client's: it is neither in the header's count nor in the metric's.
+        # Labels are not inputs, so neither the response header nor the metric of outcomes counts them.
         pending = serving.batcher.submit(missing, truncate=truncate, reuse=False, counted=False)
         try:
-            rows = await rows_unless_gone(request, pending)
+            result = await result_unless_gone(request, pending)
         except NotFinite as error:
             raise NotFinite.of(labels.index(missing[error.index]), "labels") from error
         except InputTooLong as error:
-            # Its field would name an input.
+            # The original error's field names an input.
             raise InputTooLong(
-                "labels have more tokens than the model or a request takes; shorten them", field="labels"
+                "labels have more tokens than the model or a request accepts; shorten the labels",
+                field="labels",
             ) from error
-        embeddings = normalize(rows.outputs)
+        embeddings = normalize(result.outputs)
         serving.label_memory.remember(missing, truncate, embeddings)
         known.update(zip(missing, embeddings, strict=True))
     return np.stack([known[label] for label in labels])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from attncache_core import normalize
 from service.bodies import body_documentation, read_body, reuse_wanted
 from service.errors import NoEmbedding
 from service.routes.common import (
@@ -13,7 +12,7 @@ from service.routes.common import (
     ERRORS,
     answer,
     check_count,
-    rows_unless_gone,
+    result_unless_gone,
     serving_of,
     state_of,
 )
@@ -25,27 +24,25 @@ router = APIRouter()
 @router.post(
     "/embed",
     response_model=list[list[float]],
-    responses={200: {"headers": ANSWER_HEADERS, "description": "An embedding for each input."}, **ERRORS},
+    responses={200: {"headers": ANSWER_HEADERS, "description": "One embedding per input."}, **ERRORS},
     openapi_extra=body_documentation(EmbedRequest),
 )
 async def embed(request: Request) -> Response:
-    """Embed one text or several; the answer is a list of embeddings, for one text too."""
+    """Embed one text or several. The response is a list of embeddings, also for a single text."""
     state = state_of(request)
     serving = serving_of(request)
     if serving.engine.task == "classify":
-        raise NoEmbedding("the served model classifies and has no embeddings; ask /classify")
+        raise NoEmbedding("the served model is a classifier and has no embeddings; use /classify")
     if serving.engine.task == "label-logits":
-        raise NoEmbedding("labels are served here, no embeddings: ask /classify, or serve without --task")
+        raise NoEmbedding(
+            "the server scores labels and has no embeddings; use /classify, or start it without --task"
+        )
     reuse = reuse_wanted(request)
     body = await read_body(request, EmbedRequest, state.settings.max_body_bytes)
     check_count(body.inputs, "inputs", state.settings.max_request_inputs)
     truncate = state.settings.truncate if body.truncate is None else body.truncate
-    own = serving.engine.default_prompt
-    prompt = own if body.prompt_name is None else serving.engine.named_prompt(body.prompt_name)
-    # The database's budget was measured with the server's own prompt.
-    pending = serving.batcher.submit(
-        body.inputs, truncate=truncate, reuse=reuse and prompt == own, prompt=prompt
-    )
-    rows = await rows_unless_gone(request, pending)
-    embeddings = normalize(rows.outputs) if body.normalize else rows.outputs
-    return answer(np.ascontiguousarray(embeddings), rows, state.settings)
+    prompt = None if body.prompt_name is None else serving.engine.named_prompt(body.prompt_name)
+    pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse, prompt=prompt)
+    result = await result_unless_gone(request, pending)
+    embeddings = serving.engine.embeddings(result.outputs, normalize=body.normalize)
+    return answer(np.ascontiguousarray(embeddings), result, state.settings)

@@ -1,7 +1,8 @@
-"""What operators ask: does it live, may it be asked, what is it, how does it fare."""
+"""Routes for operators: liveness, readiness, a description of the server, and metrics."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, Literal
 
 import orjson
@@ -30,13 +31,13 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
 
 
 class Health(BaseModel):
-    """The process lives."""
+    """The process is alive."""
 
     status: Literal["ok"] = "ok"
 
 
 class Ready(BaseModel):
-    """Model and database are loaded."""
+    """The model and its database are loaded."""
 
     status: Literal["ready"] = "ready"
 
@@ -44,33 +45,33 @@ class Ready(BaseModel):
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Health:
-    """200 as soon as the process listens, whatever it has loaded."""
+    """Return status 200 as soon as the process listens, before anything is loaded."""
     return Health()
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=_NOT_READY)
 async def ready(request: Request) -> Ready:
-    """200 when requests will be answered; 503 while model and database are being loaded."""
+    """Return status 200 once requests are answered, and 503 while model and database are loading."""
     state_of(request).serving()
     return Ready()
 
 
 @router.get("/info", response_model=dict[str, Any], responses=_NOT_READY)
 async def info(request: Request) -> Response:
-    """The model, its classes and limits, the database, and the settings that a client meets."""
+    """Describe the model, its classes and limits, the database, and the settings that concern clients."""
     state = state_of(request)
     content = {
         "version": __version__,
-        **state.serving().engine.info(),
+        **asdict(state.serving().engine.info()),
         "settings": state.settings.model_dump(include=_SHOWN_SETTINGS),
     }
     dumped = orjson.dumps(content, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(dumped, media_type="application/json")
 
 
-# Not async: some hundred lines of text are made, in a thread, while the event loop goes on.
+# Not async, so that FastAPI writes the hundreds of lines in a thread and does not block the event loop.
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 def metrics(request: Request) -> Response:
-    """All metrics, for Prometheus."""
+    """Return all metrics in Prometheus' text format."""
     return Response(state_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)

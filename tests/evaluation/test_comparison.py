@@ -1,53 +1,54 @@
-"""Reports on methods, number by number: against the engines' own runs, and by hand for made-up methods."""
+"""Reports on methods have the right numbers, for fake methods and for real engines."""
 
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_models import random_sequences
+from core_models import prefill, random_sequences
 from scipy.spatial.distance import cosine
 
-from attncache_core.attention_maps.database import AttentionDatabase
-from attncache_core.attention_maps.policy import KindPolicy, LengthGroup, ReusePolicy
-from attncache_core.attention_maps.search import Outcome
-from attncache_core.attention_maps.store import RecordKind
-from attncache_core.engine import PrefillEngine, PrefillResult
+from attncache_core.engine.prefill import PrefillEngine, PrefillResult
 from attncache_core.evaluation import comparison
 from attncache_core.evaluation.comparison import compare
-from attncache_core.evaluation.shared_maps import SharedMapsEngine, lazyformer_blocks
+from attncache_core.evaluation.shared_maps import lazyformer_blocks, shared_maps_engine
 from attncache_core.evaluation.tasks import AgreementTask, ClassificationTask, RatedPairs, SimilarityTask
-from attncache_core.outputs import Judge, Measure
+from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
+from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.plan import Outcome
+from attncache_core.reuse.storage.layout import RecordKind
 
-COSINE = Judge(Measure.COSINE, None)
-AGREEMENT = Judge(Measure.AGREEMENT, lambda outputs: outputs)
+COSINE = OutputComparator(Measure.COSINE, None)
+AGREEMENT = OutputComparator(Measure.AGREEMENT, lambda outputs: outputs)
 SEQUENCES = [[number] for number in range(8)]
 FULL = np.eye(8, 3, dtype=np.float32) + np.array([[1, 2, 3]], dtype=np.float32)
 
 
 class Fake:
-    """A method whose outputs, outcomes and seconds are given; a sequence is its own number."""
+    """A method with given outputs, outcomes and durations. The only token of a sequence is its index."""
 
     def __init__(self, outputs=FULL, hits=(), prototype_hits=(), seconds=(1.0,), kind=Outcome.NOT_SEARCHED):
         self.outputs, self.seconds = np.asarray(outputs, dtype=np.float32), list(seconds)
         self.outcomes = [kind] * len(SEQUENCES)
-        for places, outcome in ((hits, Outcome.HIT), (prototype_hits, Outcome.PROTOTYPE_HIT)):
-            for place in places:
-                self.outcomes[place] = outcome
+        for indices, outcome in ((hits, Outcome.HIT), (prototype_hits, Outcome.PROTOTYPE_HIT)):
+            for index in indices:
+                self.outcomes[index] = outcome
         self.similarities = np.full(len(SEQUENCES), np.nan, dtype=np.float32)
         self.calls = []
 
     def __call__(self, sequences):
-        places = [number for (number,) in sequences]
-        self.calls.append(places)
-        share = len(places) / len(SEQUENCES)
+        indices = [number for (number,) in sequences]
+        self.calls.append(indices)
+        share = len(indices) / len(SEQUENCES)
         seconds = self.seconds[0] * share
         return PrefillResult(
-            outputs=self.outputs[places],
-            finite=np.isfinite(self.outputs[places]).all(axis=1),
-            outcomes=tuple(self.outcomes[place] for place in places),
-            similarities=self.similarities[places],
-            tokens=len(places),
+            outputs=self.outputs[indices],
+            finite=np.isfinite(self.outputs[indices]).all(axis=1),
+            outcomes=tuple(self.outcomes[index] for index in indices),
+            similarities=self.similarities[indices],
+            tokens=len(indices),
             search_seconds=seconds / 8,
             forward_seconds=seconds / 2,
             attention_seconds=seconds / 4,
@@ -56,7 +57,7 @@ class Fake:
 
 
 class Clock:
-    """A clock that a fake's pass over all sequences moves on by the seconds the fake was given."""
+    """A clock that the rounds of fake methods advance by the durations of the fakes."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -65,7 +66,7 @@ class Clock:
         return self.now
 
     def timing(self, fake: Fake):
-        """The fake with its rounds on this clock: one of its `seconds` after the other."""
+        """Return the fake as a method that advances this clock by the next of its `seconds` in each round."""
 
         def run(sequences):
             result = fake(sequences)
@@ -84,26 +85,26 @@ def clock(monkeypatch):
     return clock
 
 
-def turned(outputs: np.ndarray, places, angle: float) -> np.ndarray:
-    """The outputs, those at `places` at this angle to what they were."""
+def turned(outputs: np.ndarray, indices, angle: float) -> np.ndarray:
+    """Return the outputs with the rows at `indices` rotated by this angle, in radians."""
     changed = outputs.astype(np.float64)
-    for place in places:
-        row = changed[place]
+    for index in indices:
+        row = changed[index]
         across = np.cross(row, [1.0, 0.5, -2.0])
         across *= np.linalg.norm(row) / np.linalg.norm(across)
-        changed[place] = math.cos(angle) * row + math.sin(angle) * across
+        changed[index] = math.cos(angle) * row + math.sin(angle) * across
     return changed.astype(np.float32)
 
 
-def agreement_task(judge: Judge = COSINE, full: np.ndarray = FULL) -> AgreementTask:
-    return AgreementTask("texts", judge, SEQUENCES, full)
+def agreement_task(comparator: OutputComparator = COSINE, full: np.ndarray = FULL) -> AgreementTask:
+    return AgreementTask("texts", comparator, SEQUENCES, full)
 
 
 def fakes(clock: Clock, **methods: Fake):
     return {name.replace("_", "-"): clock.timing(fake) for name, fake in methods.items()}
 
 
-def test_nothing_is_compared_without_the_full_model(clock):
+def test_comparison_needs_the_full_model(clock):
     with pytest.raises(ValueError, match="no method 'full'"):
         compare(fakes(clock, attncache=Fake()), agreement_task(), COSINE)
 
@@ -134,8 +135,8 @@ def test_hits_are_counted_by_length():
     assert report.hit_lengths == {1: 2, 2: 3}
 
 
-def test_cosines_are_those_of_the_hits_alone(clock):
-    # A miss that differs, by rounding or not, tells nothing of reuse.
+def test_cosines_are_measured_on_hits_only(clock):
+    # Row 7 is a miss with another output, which must not count.
     outputs = turned(turned(turned(FULL, [0], 0.1), [3], 0.4), [7], 1.0)
     reusing = Fake(outputs, hits=[0, 3], prototype_hits=[5], kind=Outcome.MISS)
     _, report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(), COSINE)
@@ -145,7 +146,7 @@ def test_cosines_are_those_of_the_hits_alone(clock):
     assert np.isnan(report.agreement)
 
 
-def test_score_is_that_of_all_texts(clock):
+def test_score_is_measured_on_all_texts(clock):
     reusing = Fake(turned(FULL, [0, 3], 0.4), hits=[0, 3], kind=Outcome.MISS)
     full, report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(), COSINE)
     assert report.score == report.scores["texts"] == pytest.approx((6 + 2 * math.cos(0.4)) / 8, abs=1e-6)
@@ -162,9 +163,9 @@ def test_score_is_the_mean_over_the_sets(clock):
     assert report.difference_interval is None
 
 
-def test_agreement_is_that_of_the_hits_decisions(clock):
+def test_agreement_is_measured_on_the_decisions_of_hits(clock):
     outputs = FULL.copy()
-    outputs[[1, 4, 6], 0] = 99  # another decision; the last one of a miss
+    outputs[[1, 4, 6], 0] = 99  # other decisions; row 6 is a miss
     reusing = Fake(outputs, hits=[0, 1, 2], prototype_hits=[4, 5], kind=Outcome.MISS)
     task = agreement_task(AGREEMENT)
     full, report = compare(fakes(clock, full=Fake(), attncache=reusing), task, COSINE, AGREEMENT)
@@ -173,7 +174,7 @@ def test_agreement_is_that_of_the_hits_decisions(clock):
     assert np.isnan(full.agreement)
 
 
-def test_interval_of_the_difference_is_that_of_paired_means(clock):
+def test_interval_of_the_difference_is_computed_from_paired_differences(clock):
     outputs = FULL.copy()
     outputs[[1, 4, 6], 0] = 99
     reusing = Fake(outputs, hits=range(8), kind=Outcome.MISS)
@@ -184,7 +185,7 @@ def test_interval_of_the_difference_is_that_of_paired_means(clock):
     assert report.difference_interval == pytest.approx((-3 / 8 - half, -3 / 8 + half))
 
 
-def test_full_model_differs_from_itself_by_nothing(clock):
+def test_full_model_has_no_difference_to_itself(clock):
     (report,) = compare(fakes(clock, full=Fake()), agreement_task(), COSINE)
     assert report.difference_interval == (0, 0)
     assert (report.speedup, report.attention_speedup, report.gamma) == (1, 1, None)
@@ -196,7 +197,7 @@ def test_interval_of_a_single_text_is_none(clock):
     assert report.difference_interval is None
 
 
-@pytest.mark.parametrize("kind", [Outcome.MISS, Outcome.NOT_SEARCHED, Outcome.CANNOT_PAY])
+@pytest.mark.parametrize("kind", [Outcome.MISS, Outcome.NOT_SEARCHED, Outcome.SKIPPED_BY_COST])
 def test_without_hits_there_is_no_cosine_and_no_agreement(clock, kind):
     never = Fake(turned(FULL, [2], 1e-3), kind=kind)
     _, report = compare(fakes(clock, full=Fake(), attncache=never), agreement_task(), COSINE, AGREEMENT)
@@ -216,55 +217,55 @@ def test_baseline_that_shares_maps_changes_all_texts(clock, name):
     assert report.agreement == (outputs.argmax(axis=1) == FULL.argmax(axis=1)).mean()
 
 
-def test_speed_ups_are_medians_of_the_ratios_round_by_round(clock):
-    # The first round, untimed, is slow; a disturbance in the third meets both.
+def test_speed_ups_are_medians_over_rounds_of_the_ratios(clock):
+    # The first round is slow and not timed; a disturbance in the last round affects both methods.
     full = Fake(seconds=[50, 4, 6, 40])
     reusing = Fake(seconds=[90, 2, 2, 25], hits=[0], kind=Outcome.MISS)
     one, other = compare(fakes(clock, full=full, attncache=reusing), agreement_task(), COSINE, rounds=3)
     assert (one.seconds, other.seconds) == (6, 2)
-    assert other.speedup == 2  # of 4 / 2, 6 / 2 and 40 / 25
+    assert other.speedup == 2  # the median of 4 / 2, 6 / 2 and 40 / 25
     assert other.attention_speedup == 2
     assert other.attention_seconds == pytest.approx(2 * (1 / 8 + 1 / 4))
     assert other.search_seconds == pytest.approx(2 / 8)
 
 
 @pytest.mark.parametrize("seconds", [0.99, 1.0, 2.0])
-def test_there_is_no_gamma_below_a_speed_up_of_two_in_a_hundred(clock, seconds):
+def test_there_is_no_gamma_below_a_speed_up_of_two_percent(clock, seconds):
     methods = fakes(clock, full=Fake(), attncache=Fake(turned(FULL, [0], 0.5), [0], seconds=[seconds]))
     assert compare(methods, agreement_task(), COSINE)[1].gamma is None
 
 
-def test_gamma_is_what_is_lost_for_each_unit_of_speed_up(clock):
+def test_gamma_is_the_loss_of_quality_per_unit_of_speed_up(clock):
     reusing = Fake(turned(FULL, [0], 0.5), hits=[0], seconds=[0.8])
     report = compare(fakes(clock, full=Fake(), attncache=reusing), agreement_task(), COSINE)[1]
     assert report.speedup == pytest.approx(1.25)
     assert report.gamma == pytest.approx((1 - math.cos(0.5)) / 8 / 0.25, rel=1e-4)
 
 
-def test_methods_take_turns_on_the_same_batches_in_the_order_of_the_data(clock):
+def test_methods_alternate_on_the_same_batches_in_the_order_of_the_data(clock):
     turns = []
 
-    def told(name, method):
+    def noted(name, method):
         def run(sequences):
             turns.append((name, [number for (number,) in sequences]))
             return method(sequences)
 
         return run
 
-    methods = {name: told(name, each) for name, each in fakes(clock, full=Fake(), san=Fake()).items()}
+    methods = {name: noted(name, each) for name, each in fakes(clock, full=Fake(), san=Fake()).items()}
     compare(methods, agreement_task(), COSINE, batch_size=3, rounds=2)
     batches = [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert turns == [(name, batch) for name in ["full", "san"] * 3 for batch in batches]
 
 
-def test_steps_are_told_one_by_one_to_their_end(clock):
+def test_progress_is_reported_for_every_step(clock):
     seen = []
     methods = fakes(clock, full=Fake(), attncache=Fake())
     compare(methods, agreement_task(), COSINE, rounds=2, on_step=lambda *step: seen.append(step))
     assert seen == [(step, 6) for step in range(1, 7)]
 
 
-def test_size_of_the_batches_changes_no_quality(clock):
+def test_batch_size_does_not_change_the_quality(clock):
     reusing = Fake(turned(FULL, [0, 3], 0.4), hits=[0, 3], kind=Outcome.MISS)
     methods = fakes(clock, full=Fake(), attncache=reusing)
     of_one, of_all = (
@@ -279,13 +280,13 @@ def test_size_of_the_batches_changes_no_quality(clock):
 
 @pytest.fixture(scope="module")
 def sequences(tiny_engine, tiny_corpus):
-    """Recorded ones, and others that are not."""
+    """Recorded sequences, and sequences that are not recorded."""
     recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus[::20]])
     return [*recorded, *random_sequences([5, 6, 7, 8, 9, 10] * 6, seed=41)]
 
 
 def reusing_engine(checkpoint, folder, sequences, kinds):
-    """An engine with the database whose θ, for these kinds of record, about half of the sequences reach."""
+    """Return an engine with a θ that about half of the sequences reach with these kinds of record."""
     database = AttentionDatabase.open(folder)
 
     def engine_at(threshold: float) -> PrefillEngine:
@@ -294,22 +295,22 @@ def reusing_engine(checkpoint, folder, sequences, kinds):
         changed = replace(database, search=replace(database.search, policy=policy))
         return PrefillEngine.load(checkpoint, database=changed, dtype="float32")
 
-    similarities = engine_at(-100.0).run(sequences, [True] * len(sequences)).similarities
+    similarities = prefill(engine_at(-100.0), sequences).similarities
     return engine_at(float(np.median(similarities[similarities < 1])) + 1e-6)
 
 
 @pytest.mark.parametrize("kinds", [[RecordKind.STORED], list(RecordKind)], ids=["stored", "prototypes"])
-def test_report_on_a_database_is_that_of_the_engines_own_run(
+def test_report_on_a_database_has_the_figures_of_the_engines_own_run(
     request, tiny_checkpoint, tiny_engine, sequences, kinds
 ):
     folder = request.getfixturevalue("tiny_database" if len(kinds) == 1 else "tiny_prototypes_database")
     engine = reusing_engine(tiny_checkpoint, folder, sequences, kinds)
-    reused = engine.run(sequences, [True] * len(sequences))
-    full = tiny_engine.run(sequences, [False] * len(sequences))
+    reused = prefill(engine, sequences)
+    full = prefill(tiny_engine, sequences, reuse=False)
     task = AgreementTask("texts", COSINE, sequences, full.outputs)
     methods = {
-        "full": lambda batch: tiny_engine.run(batch, [False] * len(batch)),
-        "attncache": lambda batch: engine.run(batch, [True] * len(batch)),
+        "full": lambda batch: prefill(tiny_engine, batch, reuse=False),
+        "attncache": lambda batch: prefill(engine, batch),
     }
     _, report = compare(methods, task, COSINE, batch_size=10, rounds=1)
     names = [outcome.value for outcome in reused.outcomes]
@@ -330,15 +331,13 @@ def test_report_on_a_database_is_that_of_the_engines_own_run(
     assert report.seconds >= report.attention_seconds > report.search_seconds > 0
 
 
-def test_threshold_that_nothing_reaches_gives_no_cosine(
-    tiny_checkpoint, tiny_engine, tiny_database, sequences
-):
+def test_report_without_hits_has_no_cosine(tiny_checkpoint, tiny_engine, tiny_database, sequences):
     database = AttentionDatabase.open(tiny_database, threshold=2.0)
     engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
-    full = tiny_engine.run(sequences, [False] * len(sequences))
+    full = prefill(tiny_engine, sequences, reuse=False)
     methods = {
-        "full": lambda batch: tiny_engine.run(batch, [False] * len(batch)),
-        "attncache": lambda batch: engine.run(batch, [True] * len(batch)),
+        "full": lambda batch: prefill(tiny_engine, batch, reuse=False),
+        "attncache": lambda batch: prefill(engine, batch),
     }
     task = AgreementTask("texts", COSINE, sequences, full.outputs)
     _, report = compare(methods, task, COSINE, rounds=1)
@@ -349,16 +348,19 @@ def test_threshold_that_nothing_reaches_gives_no_cosine(
 
 def test_classes_of_a_baseline_are_compared_over_all_texts(tiny_classifier_checkpoint, sequences):
     full = PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
-    sharing = SharedMapsEngine.load(tiny_classifier_checkpoint, lazyformer_blocks(3), dtype="float32")
-    logits = full.run(sequences, [False] * len(sequences)).outputs
-    changed = sharing.run(sequences).outputs
-    labels = [full.labels[row.argmax()] for row in logits[::-1]]  # right for some
-    methods = {"full": lambda batch: full.run(batch, [False] * len(batch)), "lazyformer": sharing.run}
+    sharing = shared_maps_engine(tiny_classifier_checkpoint, lazyformer_blocks(3), dtype="float32")
+    logits = prefill(full, sequences, reuse=False).outputs
+    changed = prefill(sharing, sequences).outputs
+    labels = [full.labels[row.argmax()] for row in logits[::-1]]  # labels that are right for some texts
+    methods = {
+        "full": lambda batch: prefill(full, batch, reuse=False),
+        "lazyformer": lambda batch: prefill(sharing, batch),
+    }
     own, report = compare(
         methods,
         ClassificationTask("data", full, sequences, labels),
-        full.judge(Measure.COSINE),
-        full.judge(Measure.AGREEMENT),
+        full.comparator(Measure.COSINE),
+        full.comparator(Measure.AGREEMENT),
         rounds=1,
     )
     truth = logits[::-1].argmax(axis=1)

@@ -1,24 +1,26 @@
-"""Points of the curves against engines that serve as the points say, and against maps compared one by one."""
+"""Points of the curves equal the results of real engines, and similarities equal plain map distances."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_models import random_sequences
+from core_models import prefill, random_sequences
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core.attention_maps.database import AttentionDatabase
-from attncache_core.attention_maps.mask import mildest_mask
-from attncache_core.attention_maps.policy import KindPolicy, LengthGroup, ReusePolicy
-from attncache_core.attention_maps.probes import find_probes
-from attncache_core.attention_maps.store import RecordKind
-from attncache_core.engine import PrefillEngine
-from attncache_core.evaluation.curves import THRESHOLDS, Point, front, measure_curves
-from attncache_core.outputs import Measure, cosines
+from attncache_core.calibration.probes import find_probes
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.evaluation.curves import THRESHOLDS, Point, measure_curves, pareto_front
+from attncache_core.heads.comparator import Measure
+from attncache_core.heads.vectors import cosines
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
+from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.mask import mildest_mask
+from attncache_core.reuse.storage.layout import RecordKind
 
 FULL_MICROSECONDS = 50.0
-COMPARED = 8  # heads whose maps are compared: two thirds of twelve
+COMPARED = 8  # number of heads with compared maps: two thirds of twelve
 
 points = st.builds(
     Point,
@@ -31,8 +33,8 @@ points = st.builds(
 
 
 @given(st.lists(points, max_size=20))
-def test_front_rises_in_time_saved_and_falls_in_quality(points):
-    found = front(points)
+def test_front_ascends_in_saved_time_and_descends_in_quality(points):
+    found = pareto_front(points)
     saved, quality = [p.saved for p in found], [p.quality for p in found]
     assert saved == sorted(set(saved))
     assert quality == sorted(set(quality), reverse=True)
@@ -40,7 +42,7 @@ def test_front_rises_in_time_saved_and_falls_in_quality(points):
 
 
 @given(st.lists(points, max_size=20))
-def test_no_point_beats_one_of_the_front_and_every_other_is_beaten_or_equalled(points):
+def test_no_point_beats_the_front_and_the_front_matches_every_point(points):
     def beats(one, other):
         return (
             one.saved >= other.saved
@@ -48,7 +50,7 @@ def test_no_point_beats_one_of_the_front_and_every_other_is_beaten_or_equalled(p
             and (one.saved, one.quality) != (other.saved, other.quality)
         )
 
-    found = front(points)
+    found = pareto_front(points)
     assert not any(beats(point, of_front) for point in points for of_front in found)
     for point in points:
         assert any(of_front.saved >= point.saved and of_front.quality >= point.quality for of_front in found)
@@ -79,29 +81,32 @@ def saved_per_hit(lengths: np.ndarray, heads: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def told():
+def progress():
     return []
 
 
 @pytest.fixture(scope="module")
-def curves(tiny_engine, database, probes, rank, told):
+def curves(tiny_engine, database, probes, rank, progress):
     return measure_curves(
         tiny_engine.model,
         database.search.store,
         probes,
         rank,
         database.mask,
-        tiny_engine.judge(Measure.COSINE),
+        tiny_engine.comparator(Measure.COSINE),
         saved_per_hit,
         FULL_MICROSECONDS,
-        lambda *step: told.append(step),
+        lambda *step: progress.append(step),
     )
 
 
 @pytest.fixture(scope="module")
 def served(tiny_checkpoint, tiny_engine, tiny_prototypes_database, probes):
-    """(heads, kind of record) -> cosines and similarities of all probes, by an engine that serves all."""
-    full = tiny_engine.run(probes.sequences, [False] * len(probes.sequences)).outputs
+    """A function that returns cosines and similarities of all probes for (heads, kind), by an engine.
+
+    In the engine, all probes hit records of this kind.
+    """
+    full = prefill(tiny_engine, probes.sequences, reuse=False).outputs
     made = {}
 
     def served(heads: str, kind: RecordKind):
@@ -111,7 +116,7 @@ def served(tiny_checkpoint, tiny_engine, tiny_prototypes_database, probes):
             policy = ReusePolicy(database.search.policy.budget, (LengthGroup(1, kinds),))
             database = replace(database, search=replace(database.search, policy=policy))
             engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
-            result = engine.run(probes.sequences, [True] * len(probes.sequences))
+            result = prefill(engine, probes.sequences)
             assert all(outcome.is_hit for outcome in result.outcomes)
             made[heads, kind] = cosines(result.outputs, full), result.similarities
         return made[heads, kind]
@@ -124,24 +129,24 @@ def of_family(curves, family: str) -> list[Point]:
 
 
 def assert_points(points, heads: int, lengths, similarities, quality) -> None:
-    """The 20 points of a mask whose probes hit from the most similar on."""
+    """Assert that these are the 20 points of a mask if the most similar probes hit first."""
     order = np.argsort(-similarities.astype(np.float64), kind="stable")
     shares = [round(share * len(order)) for share in np.arange(1, 21) / 20]
     assert [point.hit_rate for point in points] == [count / len(order) for count in shares]
     for point, count in zip(points, shares, strict=True):
         hits = order[:count]
-        saved = sum(lengths[place] / 10 * heads for place in hits) / len(order) / FULL_MICROSECONDS
+        saved = sum(lengths[probe] / 10 * heads for probe in hits) / len(order) / FULL_MICROSECONDS
         assert point.heads == heads
         assert point.saved == pytest.approx(saved)
         assert point.quality == pytest.approx(quality[hits].mean(), abs=2e-3)
 
 
-def test_points_of_all_heads_are_what_an_engine_gives(curves, served, probes):
+def test_points_of_all_heads_equal_the_results_of_an_engine(curves, served, probes):
     quality, similarities = served("all", RecordKind.STORED)
     assert_points(of_family(curves, "all heads"), 12, probes.lengths, similarities, quality)
 
 
-def test_points_of_whole_layers_are_what_engines_give(curves, served, probes, rank):
+def test_points_of_whole_layers_equal_the_results_of_engines(curves, served, probes, rank):
     found = of_family(curves, "whole layers")
     order = np.argsort(rank.mean(axis=1), kind="stable").tolist()
     assert len(found) == 2 * 20
@@ -153,21 +158,21 @@ def test_points_of_whole_layers_are_what_engines_give(curves, served, probes, ra
 
 
 @pytest.mark.parametrize("heads", [1, 6, 12])
-def test_points_of_prototypes_are_what_engines_give(curves, served, probes, heads):
+def test_points_of_prototypes_equal_the_results_of_engines(curves, served, probes, heads):
     found = [point for point in of_family(curves, "prototypes only") if point.heads == heads]
     quality, similarities = served(str(heads), RecordKind.PROTOTYPE)
     assert_points(found, heads, probes.lengths, similarities, quality)
 
 
 @pytest.mark.parametrize("heads", [1, 6, 12])
-def test_all_hits_of_the_better_kind_are_as_good_as_the_kinds_that_serve(curves, served, probes, heads):
-    """Which kind serves each probe is not told: the mean lies between the worst and the best choice."""
+def test_quality_of_the_better_kind_lies_between_the_worst_and_the_best_kind(curves, served, probes, heads):
+    """The kind of each probe is not reported, so the mean is compared with the worst and the best choice."""
     last = [point for point in of_family(curves, "mildest heads, better kind") if point.heads == heads][-1]
     qualities = np.array([served(str(heads), kind)[0] for kind in RecordKind])
     assert last.hit_rate == 1
     assert last.saved == pytest.approx(probes.lengths.mean() / 10 * heads / FULL_MICROSECONDS)
     assert qualities.min(axis=0).mean() - 2e-3 <= last.quality <= qualities.max(axis=0).mean() + 2e-3
-    # Chosen with a look at the damage, it is no worse than any kind alone.
+    # The choice by expected damage must not be worse than any single kind.
     assert last.quality >= qualities.mean(axis=1).max() - 5e-3
 
 
@@ -186,7 +191,7 @@ def test_every_family_has_its_masks_and_shares(curves):
 
 
 @pytest.mark.parametrize(("mask", "heads"), [("all heads", "all"), ("the policy's heads", "5")])
-def test_points_by_threshold_are_what_an_engine_with_it_gives(curves, served, mask, heads):
+def test_points_by_threshold_equal_the_results_of_an_engine(curves, served, mask, heads):
     quality, similarities = served(heads, RecordKind.STORED)
     points = [point for point in curves.thresholds if point.mask == mask]
     assert [point.threshold for point in points] == THRESHOLDS.tolist()
@@ -202,10 +207,10 @@ def test_points_by_threshold_are_what_an_engine_with_it_gives(curves, served, ma
 
 
 def map_distance(reference, mask, own: list[int], other: list[int]) -> float:
-    """Mean over the mask's heads and the rows of half the absolute differences, head by head."""
+    """Return the mean total variation distance of the maps over the mask's heads, computed head by head."""
     mine, theirs = reference.maps(own), reference.maps(other)
     heads = zip(*np.nonzero(mask.as_array()), strict=True)
-    distances = [float((mine[place] - theirs[place]).abs().sum(dim=1).mean()) / 2 for place in heads]
+    distances = [float((mine[head] - theirs[head]).abs().sum(dim=1).mean()) / 2 for head in heads]
     assert len(distances) == mask.total
     return sum(distances) / len(distances)
 
@@ -215,7 +220,7 @@ def recorded(tiny_engine, tiny_corpus):
     return tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
 
 
-def test_true_similarities_are_those_of_the_maps_compared_one_by_one(
+def test_true_similarities_equal_plain_map_distances(
     curves, tiny_reference, database, probes, rank, recorded
 ):
     mask = mildest_mask(rank, COMPARED)
@@ -223,14 +228,14 @@ def test_true_similarities_are_those_of_the_maps_compared_one_by_one(
     np.testing.assert_array_equal(predicted, probes.similarities[RecordKind.STORED])
     assert len(true) == len(probes.sequences)
     numbers = {(len(ids), database.search.store.record_of(ids)): ids for ids in recorded}
-    for place in range(0, len(true), 7):
-        ids = probes.sequences[place]
-        donor = numbers[len(ids), int(probes.records[RecordKind.STORED][place])]
+    for probe in range(0, len(true), 7):
+        ids = probes.sequences[probe]
+        donor = numbers[len(ids), int(probes.records[RecordKind.STORED][probe])]
         distance = map_distance(tiny_reference, mask, ids, donor)
-        assert true[place] == pytest.approx(1 - 0.2 * distance, abs=1e-3)
+        assert true[probe] == pytest.approx(1 - 0.2 * distance, abs=1e-3)
 
 
-def test_true_similarity_of_a_mean_is_that_to_the_mean_of_all_maps(
+def test_true_similarity_of_a_mean_equals_the_plain_distance_from_the_mean_maps(
     curves, tiny_reference, database, probes, rank, recorded
 ):
     mask = mildest_mask(rank, COMPARED)
@@ -242,21 +247,21 @@ def test_true_similarity_of_a_mean_is_that_to_the_mean_of_all_maps(
     segment = database.search.store.segments[len(ids)]
     assert len(others) == (segment.kinds == RecordKind.STORED).sum()
     distances = []
-    for place in zip(*np.nonzero(mask.as_array()), strict=True):
-        mean = sum(maps[place] for maps in others) / len(others)
-        distances.append(float((own[place] - mean).abs().sum(dim=1).mean()) / 2)
+    for head in zip(*np.nonzero(mask.as_array()), strict=True):
+        mean = sum(maps[head] for maps in others) / len(others)
+        distances.append(float((own[head] - mean).abs().sum(dim=1).mean()) / 2)
     true = curves.similarities[RecordKind.MEAN][1]
     assert true[0] == pytest.approx(1 - 0.2 * np.mean(distances), abs=3e-3)
 
 
 @pytest.fixture(scope="module")
 def best(tiny_reference, probes, rank, recorded):
-    """Of each probe the recorded sequence with the least map distance, sought one by one, and that."""
-    places = list(zip(*np.nonzero(mildest_mask(rank, COMPARED).as_array()), strict=True))
+    """For each probe the recorded sequence with the least map distance by brute force, and this distance."""
+    heads = list(zip(*np.nonzero(mildest_mask(rank, COMPARED).as_array()), strict=True))
 
     def stacked(ids):
         maps = tiny_reference.maps(ids)
-        return np.stack([maps[place].numpy() for place in places])
+        return np.stack([maps[head].numpy() for head in heads])
 
     maps_of = [stacked(ids) for ids in recorded]
     found = []
@@ -270,23 +275,22 @@ def best(tiny_reference, probes, rank, recorded):
     return found
 
 
-def test_no_record_that_was_found_is_nearer_than_the_best(curves, best):
+def test_no_found_record_is_nearer_than_the_best_record(curves, best):
     nearest = 1 - 0.2 * np.array([distance for _, distance in best])
     assert (nearest >= curves.similarities[RecordKind.STORED][1] - 1e-3).all()
 
 
 @pytest.mark.parametrize("heads", [1, 6, 12])
-def test_quality_of_the_best_records_is_that_with_their_maps(
+def test_quality_of_the_best_records_equals_outputs_with_their_maps(
     curves, best, tiny_reference, probes, rank, heads
 ):
     reused = [
-        tuple(map(int, place))
-        for place in zip(*np.nonzero(mildest_mask(rank, heads).as_array()), strict=True)
+        tuple(map(int, head)) for head in zip(*np.nonzero(mildest_mask(rank, heads).as_array()), strict=True)
     ]
     quality = []
     for ids, (record, _) in zip(probes.sequences, best, strict=True):
         maps = tiny_reference.maps(record)
-        changed = tiny_reference.hidden_with_maps(ids, {place: maps[place] for place in reused})
+        changed = tiny_reference.hidden_with_maps(ids, {head: maps[head] for head in reused})
         rows = [hidden.mean(dim=0, keepdim=True).numpy() for hidden in (tiny_reference.hidden(ids), changed)]
         quality.append(float(cosines(*rows)[0]))
     last = [point for point in of_family(curves, "best stored record") if point.heads == heads][-1]
@@ -294,17 +298,17 @@ def test_quality_of_the_best_records_is_that_with_their_maps(
     assert last.quality == pytest.approx(np.mean(quality), abs=2e-3)
 
 
-def test_every_stage_is_told_to_its_end(curves, told):
+def test_progress_of_every_stage_is_reported_to_its_end(curves, progress):
     assert curves
-    stages = dict.fromkeys(stage for stage, _, _ in told)
+    stages = dict.fromkeys(stage for stage, _, _ in progress)
     assert list(stages) == ["measuring masks", "comparing maps", "measuring best records"]
     for stage in stages:
-        *_, (_, done, total) = [step for step in told if step[0] == stage]
+        *_, (_, done, total) = [step for step in progress if step[0] == stage]
         assert done == total
-    assert ("comparing maps", 6, 6) in told
+    assert ("comparing maps", 6, 6) in progress
 
 
-def test_without_prototypes_their_families_are_left_out(tiny_engine, tiny_database, sequences):
+def test_without_prototypes_their_family_is_missing(tiny_engine, tiny_database, sequences):
     database = AttentionDatabase.open(tiny_database)
     found = measure_curves(
         tiny_engine.model,
@@ -312,7 +316,7 @@ def test_without_prototypes_their_families_are_left_out(tiny_engine, tiny_databa
         find_probes(tiny_engine.model, database.search, sequences),
         np.array(database.manifest.rank),
         database.mask,
-        tiny_engine.judge(Measure.COSINE),
+        tiny_engine.comparator(Measure.COSINE),
         saved_per_hit,
         FULL_MICROSECONDS,
     )

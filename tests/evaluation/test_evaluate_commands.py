@@ -1,4 +1,4 @@
-"""`attncache evaluate` from files to tables, reports and plots."""
+"""`attncache evaluate` reads files and writes tables, reports and plots."""
 
 import csv
 import json
@@ -10,23 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
-from core_models import random_text
+from core_models import prefill, random_text
 from scipy.stats import spearmanr
 from sklearn.linear_model import LogisticRegression
 
 from attncache_core import AttentionDatabase, BuildOptions, PrefillEngine, fit_classifier
-from attncache_core.attention_maps.builder import build_database
-from attncache_core.attention_maps.policy import Preset
+from attncache_core.build.builder import build_database
 from attncache_core.evaluation.curves import THRESHOLDS
 from attncache_core.evaluation.methods import METHODS
-from attncache_core.evaluation.per_layer_search import PerLayerEngine
+from attncache_core.evaluation.per_layer_search import train_layerwise_search
+from attncache_core.reuse.maps.policy import Preset
 from service.commands import evaluation
 from service.plots import Plots
 
 
 @pytest.fixture(scope="module")
 def unseen(tiny_corpus) -> list[str]:
-    """60 texts that are recorded nowhere, of 3 to 8 words."""
+    """60 texts of 3 to 8 words that are not in the corpus."""
     random = np.random.default_rng(83)
     texts = [random_text(random, words) for words in np.repeat(np.arange(3, 9), 10)]
     assert len(set(texts) - {sentence.text for sentence in tiny_corpus}) == 60
@@ -44,12 +44,12 @@ def write_table(path: Path, header: str, rows) -> Path:
 
 @pytest.fixture(scope="module")
 def files(tiny_corpus, unseen, tmp_path_factory) -> Path:
-    """corpus.txt: what is recorded. pairs.tsv, more.tsv, test.tsv, texts.csv: to be evaluated on."""
+    """A folder with recorded texts in corpus.txt, and evaluation data in pairs, more, test and texts."""
     folder = tmp_path_factory.mktemp("evaluated")
     recorded = [sentence.text for sentence in tiny_corpus]
     (folder / "corpus.txt").write_text("\n".join(recorded) + "\n", encoding="utf-8")
     scores = np.random.default_rng(82).integers(0, 6, 40).tolist()
-    # Nine recorded texts, one of them in two rows and one of them in capitals.
+    # Nine recorded texts; one of them is in two rows, and one is in capitals.
     left = [recorded[0], recorded[0], *recorded[10:16], *unseen[:12]]
     right = [recorded[50].upper(), recorded[60], *unseen[20:38]]
     pairs = [(str(score), *texts) for score, *texts in zip(scores, left, right, strict=False)]
@@ -77,7 +77,7 @@ def report_of(path: Path):
 
 
 def table_of(path: Path) -> dict[str, list[str]]:
-    """Rows of a Markdown table by their first cell."""
+    """Return the rows of a Markdown table by their first cell."""
     lines = path.read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")] for line in lines]
     assert {len(row) for row in rows} == {len(rows[0])}
@@ -85,7 +85,7 @@ def table_of(path: Path) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in (rows[0], *rows[2:])}
 
 
-def test_similarity_is_scored_over_each_file_and_evaluated_texts_are_left_out(
+def test_similarity_is_scored_per_file_and_evaluated_texts_are_excluded(
     tiny_checkpoint, tiny_engine, tiny_database, files, tmp_path
 ):
     given = (
@@ -95,7 +95,7 @@ def test_similarity_is_scored_over_each_file_and_evaluated_texts_are_left_out(
     text = succeeded(evaluate("sts", tiny_checkpoint, *given))
     assert "9 of 240 texts of the corpus are evaluated and left out" in text
     assert "9 of 240 records are of evaluated texts and left out" in text
-    assert "build with --without" in " ".join(text.split())
+    assert "build with --exclude" in " ".join(text.split())
     full, reusing = report_of(tmp_path / "a.json")["methods"]
     with (files / "pairs.tsv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
@@ -117,7 +117,7 @@ def test_several_files_have_a_score_each_and_their_mean(tiny_checkpoint, files, 
     given = ("--methods", "full", "--score-column", "rating", "--columns", "a,b")
     folder = tmp_path / "other"
     folder.mkdir()
-    # Another set in a file of the same name.
+    # Another data set with the same file name.
     lines = (files / "more.tsv").read_text(encoding="utf-8").splitlines()
     (folder / "more.tsv").write_text("\n".join([lines[0], *lines[4:]]) + "\n", encoding="utf-8")
     data = ("--data", files / "more.tsv", "--data", folder / "more.tsv", "--json", tmp_path / "a.json")
@@ -129,7 +129,7 @@ def test_several_files_have_a_score_each_and_their_mean(tiny_checkpoint, files, 
 
 
 @pytest.mark.filterwarnings("ignore:An input array is constant")
-def test_correlation_that_does_not_exist_is_null(tiny_checkpoint, tmp_path):
+def test_undefined_correlation_is_null(tiny_checkpoint, tmp_path):
     path = write_table(
         tmp_path / "flat.tsv", "score\tsentence1\tsentence2", [("3", "my card", "the bank")] * 4
     )
@@ -141,7 +141,7 @@ def test_correlation_that_does_not_exist_is_null(tiny_checkpoint, tmp_path):
     assert full["score"] is None
 
 
-def test_accuracy_is_that_of_the_classifier_fitted_on_the_spot(
+def test_accuracy_with_train_is_the_accuracy_of_a_newly_fitted_classifier(
     tiny_checkpoint, tiny_engine, tiny_database, files, tmp_path
 ):
     given = ("--database", tiny_database, "--train", files / "train.tsv", "--data", files / "test.tsv")
@@ -164,7 +164,7 @@ def test_accuracy_is_that_of_the_classifier_fitted_on_the_spot(
     assert low <= reusing["score"] - full["score"] <= high
 
 
-def test_fitted_classifier_decides_as_the_one_fitted_on_the_spot(tiny_checkpoint, files, tmp_path):
+def test_saved_classifier_has_the_accuracy_of_a_newly_fitted_one(tiny_checkpoint, files, tmp_path):
     succeeded(
         run(
             *("fit-classifier", *model_arguments(tiny_checkpoint)),
@@ -179,10 +179,10 @@ def test_fitted_classifier_decides_as_the_one_fitted_on_the_spot(tiny_checkpoint
     assert scores[0] == scores[1] > 0.5
 
 
-def test_numbers_stand_for_the_models_classes(tiny_classifier_checkpoint, files, tmp_path):
+def test_labels_can_be_numbers_of_the_models_classes(tiny_classifier_checkpoint, files, tmp_path):
     engine = PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
     texts = (files / "corpus.txt").read_text(encoding="utf-8").splitlines()[::8]
-    logits = engine.run(engine.tokenize(texts), [False] * len(texts)).outputs
+    logits = prefill(engine, engine.tokenize(texts), reuse=False).outputs
     for labels in (map(str, logits.argmax(axis=1)), (engine.labels[row.argmax()] for row in logits)):
         data = write_table(tmp_path / "data.tsv", "text\tlabel", zip(texts, labels, strict=True))
         given = ("--methods", "full", "--data", data, "--json", tmp_path / "a.json")
@@ -190,7 +190,7 @@ def test_numbers_stand_for_the_models_classes(tiny_classifier_checkpoint, files,
         assert report_of(tmp_path / "a.json")["methods"][0]["scores"] == {"data": 1.0}
 
 
-def test_agreement_reads_the_columns_it_is_told(tiny_checkpoint, tiny_database, files, tmp_path):
+def test_agreement_reads_the_given_columns(tiny_checkpoint, tiny_database, files, tmp_path):
     given = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
     outputs = ("--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md")
     text = succeeded(evaluate("agreement", tiny_checkpoint, *given, *outputs))
@@ -201,13 +201,13 @@ def test_agreement_reads_the_columns_it_is_told(tiny_checkpoint, tiny_database, 
     assert report["machine"]["texts"] == 60
     assert report["machine"]["reused_heads"] == "12 of 12"
     assert full["score"] == pytest.approx(1)
-    # All hit: the score of all is that of the hits.
+    # All texts hit, so the score of all texts is the mean over hits.
     assert reusing["score"] == reusing["scores"]["texts"] == pytest.approx(reusing["cosine"])
     assert (reusing["recorded"], reusing["agreement"]) == (0, None)
     assert table_of(tmp_path / "a.md")["recorded texts"] == ["0", "0"]
 
 
-def test_time_saved_over_all_texts_is_told_of_each_method_with_a_database(
+def test_saved_time_is_printed_for_each_method_with_a_database(
     tiny_checkpoint, tiny_database, files, tmp_path
 ):
     given = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
@@ -222,7 +222,7 @@ def test_time_saved_over_all_texts_is_told_of_each_method_with_a_database(
     assert text.count("of the time saved") == 2
 
 
-def test_agreement_is_of_decisions_where_there_are_classes(tiny_classifier_checkpoint, files, tmp_path):
+def test_agreement_of_a_classifier_compares_decisions(tiny_classifier_checkpoint, files, tmp_path):
     given = ("--methods", "lazyformer", "--data", files / "corpus.txt", "--json", tmp_path / "a.json")
     succeeded(evaluate("agreement", tiny_classifier_checkpoint, *given))
     report = report_of(tmp_path / "a.json")
@@ -233,10 +233,10 @@ def test_agreement_is_of_decisions_where_there_are_classes(tiny_classifier_check
     assert lazyformer["score"] == lazyformer["agreement"]
 
 
-def test_every_method_has_a_column_in_the_order_asked_for(
+def test_every_method_has_a_column_in_the_given_order(
     tiny_checkpoint, tiny_database, files, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(PerLayerEngine.train.__func__.__kwdefaults__, "steps", 5)
+    monkeypatch.setitem(train_layerwise_search.__kwdefaults__, "steps", 5)
     names = ["full", "san", "attncache-f", "attncache:moderate", "lazyformer"]
     given = (
         "--database",
@@ -250,16 +250,14 @@ def test_every_method_has_a_column_in_the_order_asked_for(
     text = succeeded(evaluate("agreement", tiny_checkpoint, *given, *outputs))
     assert "0 of 240 texts of the corpus" in text
     assert "0 of 240 records" in text
-    assert "--without" not in text
+    assert "--exclude" not in text
     table = table_of(tmp_path / "a.md")
     assert table[""] == names
     assert all(table["cosine more"])
     assert set(names) < set(METHODS)
 
 
-def test_override_of_heads_and_threshold_reaches_the_database(
-    tiny_checkpoint, tiny_database, files, tmp_path
-):
+def test_heads_and_threshold_options_override_the_database(tiny_checkpoint, tiny_database, files, tmp_path):
     given = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a", "--json", tmp_path / "a.json")
     succeeded(evaluate("agreement", tiny_checkpoint, *given, "--heads", "layers:1", "--threshold", "2"))
     report = report_of(tmp_path / "a.json")
@@ -268,7 +266,7 @@ def test_override_of_heads_and_threshold_reaches_the_database(
     assert report["methods"][1]["cosine"] is None
 
 
-def test_longest_text_is_what_the_option_says(tiny_checkpoint, tiny_database, files, tmp_path):
+def test_max_tokens_truncates_texts(tiny_checkpoint, tiny_database, files, tmp_path):
     given = (
         "--database",
         tiny_database,
@@ -278,11 +276,11 @@ def test_longest_text_is_what_the_option_says(tiny_checkpoint, tiny_database, fi
         tmp_path / "a.json",
     )
     succeeded(evaluate("agreement", tiny_checkpoint, *given, "--max-tokens", "4"))
-    # The database has no records of so few tokens.
+    # The database has no records of four tokens.
     assert report_of(tmp_path / "a.json")["methods"][1]["hit_rate"] == 0
 
 
-def test_database_that_is_not_there_is_built_from_the_corpus_without_the_evaluated_texts(
+def test_missing_database_is_built_from_the_corpus_without_the_evaluated_texts(
     tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(evaluation, "BuildOptions", partial(BuildOptions, training_steps=20))
@@ -291,13 +289,13 @@ def test_database_that_is_not_there_is_built_from_the_corpus_without_the_evaluat
     text = succeeded(evaluate("agreement", tiny_checkpoint, *given, "--json", tmp_path / "a.json"))
     assert "5 of 240 texts of the corpus are evaluated and left out" in text
     assert "0 of 235 records are of evaluated texts and left out" in text
-    assert "--without" not in text
+    assert "--exclude" not in text
     database = AttentionDatabase.open(folder)
     recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
     held = [database.search.store.record_of(ids) is not None for ids in recorded]
     assert held == [False] * 5 + [True] * 235
     assert report_of(tmp_path / "a.json")["methods"][1]["recorded"] == 0
-    # The second time it is there, and is not built again.
+    # The second command uses the database and does not build it again.
     before = (folder / "manifest.json").read_bytes()
     assert "0 of 235 records" in succeeded(evaluate("agreement", tiny_checkpoint, *given))
     assert (folder / "manifest.json").read_bytes() == before
@@ -310,9 +308,9 @@ SCORED = "score\tsentence1\tsentence2\n"
     ("kind", "content", "options", "words"),
     [
         ("sts", f"rating\tsentence1\tsentence2\n1\t{PRIVATE}\tx\n", (), ("no column 'score'", "'rating'")),
-        ("sts", f"{SCORED}1\tx\tx\n{PRIVATE}\t{PRIVATE}\tx\n", (), ("row 2", "'score' is no number")),
+        ("sts", f"{SCORED}1\tx\tx\n{PRIVATE}\t{PRIVATE}\tx\n", (), ("row 2", "'score' is not a number")),
         ("sts", SCORED, (), ("data.tsv has no pairs",)),
-        ("sts", f"{SCORED}1\t{PRIVATE}\n", (), ("line 2", "2 columns where 3 belong")),
+        ("sts", f"{SCORED}1\t{PRIVATE}\n", (), ("line 2", "2 columns instead of 3")),
         (
             "sts",
             f"{SCORED}1\t{PRIVATE}\tx\n",
@@ -333,7 +331,7 @@ SCORED = "score\tsentence1\tsentence2\n"
         ("classification", f"text\tlabel\n{PRIVATE}\tx\n", ("--train", "no.tsv"), ("no.tsv cannot be read",)),
     ],
 )
-def test_bad_data_or_option_is_one_line(
+def test_bad_data_or_option_is_refused_in_one_line(
     tiny_checkpoint, tmp_path, kind, content, options, words, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -342,14 +340,14 @@ def test_bad_data_or_option_is_one_line(
     assert_one_line(run(*command, *options), *words)
 
 
-def test_labels_that_are_no_classes_are_one_line(tiny_classifier_checkpoint, tmp_path):
+def test_labels_that_are_not_classes_are_refused_in_one_line(tiny_classifier_checkpoint, tmp_path):
     data = write_table(tmp_path / "data.tsv", "text\tlabel", [("a card", PRIVATE), (PRIVATE, "card")])
     result = evaluate("classification", tiny_classifier_checkpoint, "--methods", "full", "--data", data)
     assert_one_line(result, "1 labels of the data are none of the model's 3 classes")
 
 
 @pytest.mark.parametrize("kind", ["classification", "agreement"])
-def test_classifier_of_another_model_is_one_line(tiny_checkpoint, files, tmp_path, kind):
+def test_classifier_of_another_model_is_refused_in_one_line(tiny_checkpoint, files, tmp_path, kind):
     random = np.random.default_rng(1)
     fit_classifier(
         random.normal(size=(9, 32)).astype(np.float32), ["card", "other", "x"] * 3, fingerprint="f", model="m"
@@ -358,7 +356,7 @@ def test_classifier_of_another_model_is_one_line(tiny_checkpoint, files, tmp_pat
     assert_one_line(evaluate(kind, tiny_checkpoint, *given), "was fitted for m", "fit a classifier")
 
 
-def test_heads_that_the_records_do_not_hold_are_one_line(tiny_checkpoint, tiny_database, files):
+def test_heads_that_are_not_stored_are_refused_in_one_line(tiny_checkpoint, tiny_database, files):
     given = ("--database", tiny_database, "--data", f"{files / 'more.tsv'}:a", "--heads", "layers:9")
     assert_one_line(evaluate("agreement", tiny_checkpoint, *given), "layers 0 to 2")
 
@@ -375,7 +373,7 @@ def curves(checkpoint, database: Path, data: object, output: Path, *options: obj
 
 @pytest.fixture(scope="module")
 def plotted(tiny_checkpoint, tiny_prototypes_database, files, tmp_path_factory):
-    """(folder of the plots, what the command printed);"""
+    """The folder of the plots, and the output of the command."""
     folder = tmp_path_factory.mktemp("plots") / "new" / "folder"
     data = f"{files / 'test.tsv'}:text"
     text = succeeded(curves(tiny_checkpoint, tiny_prototypes_database, data, folder, "--most", 40))
@@ -395,7 +393,7 @@ def test_five_plots_and_their_data_are_written_and_named(plotted):
 
 
 @pytest.mark.parametrize("name", PLOTS)
-def test_plot_is_a_picture_with_something_on_it(plotted, name):
+def test_plot_is_not_an_empty_picture(plotted, name):
     content = (plotted[0] / f"{name}.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content.rstrip(b"\0")[-8:-4] == b"IEND"
@@ -404,7 +402,7 @@ def test_plot_is_a_picture_with_something_on_it(plotted, name):
     assert len(content) > 5000
 
 
-def test_data_of_quality_against_time_are_all_points(plotted):
+def test_data_of_quality_against_time_have_all_points(plotted):
     rows = rows_of(plotted[0] / "quality_against_time.csv")
     assert list(rows[0]) == ["family", "heads", "hit_rate", "saved", "quality"]
     counts = {}
@@ -412,7 +410,7 @@ def test_data_of_quality_against_time_are_all_points(plotted):
         counts[row["family"]] = counts.get(row["family"], 0) + 1
         assert 0 < float(row["hit_rate"]) <= 1
         assert -1 <= float(row["quality"]) <= 1 + 1e-6
-        assert float(row["saved"]) < 1  # a share of the full time, below zero where hits take longer
+        assert float(row["saved"]) < 1  # a share of the full model's time; negative if hits take longer
     assert counts == {
         "mildest heads, better kind": 240,
         "whole layers": 40,
@@ -422,7 +420,7 @@ def test_data_of_quality_against_time_are_all_points(plotted):
     }
 
 
-def test_data_of_the_damage_are_the_manifests(plotted, tiny_prototypes_database):
+def test_data_of_the_damage_equal_the_manifest(plotted, tiny_prototypes_database):
     rows = rows_of(plotted[0] / "damage.csv")
     assert list(rows[0]) == ["layer", "head", "damage"]
     damage = AttentionDatabase.open(tiny_prototypes_database).manifest.damage
@@ -431,17 +429,17 @@ def test_data_of_the_damage_are_the_manifests(plotted, tiny_prototypes_database)
     ]
 
 
-def test_data_of_the_similarities_are_of_every_text_and_kind(plotted):
+def test_data_of_similarities_have_every_text_and_kind(plotted):
     rows = rows_of(plotted[0] / "similarity.csv")
     assert list(rows[0]) == ["kind", "predicted", "true"]
     kinds = [row["kind"] for row in rows]
     assert {kind: kinds.count(kind) for kind in kinds} == {"stored": 40, "prototype": 40, "mean": 40}
     for row in rows:
-        assert 0.8 <= float(row["true"]) < 1  # the distance is at most 1, and α 0.2
+        assert 0.8 <= float(row["true"]) < 1  # the distance is at most 1, and α is 0.2
         assert float(row["predicted"]) < 1
 
 
-def test_data_of_the_thresholds_are_of_both_masks(plotted):
+def test_data_of_thresholds_have_both_masks(plotted):
     rows = rows_of(plotted[0] / "thresholds.csv")
     columns = ["mask", "heads", "threshold", "hit_rate", "quality_of_hits", "quality_of_all"]
     assert list(rows[0]) == columns
@@ -453,19 +451,19 @@ def test_data_of_the_thresholds_are_of_both_masks(plotted):
         assert 0 < float(row["quality_of_all"]) <= 1 + 1e-6
 
 
-def test_data_of_the_presets_are_of_the_policy_and_of_each_preset(plotted):
+def test_data_of_presets_have_the_policy_and_each_preset(plotted):
     rows = rows_of(plotted[0] / "presets.csv")
     assert list(rows[0]) == ["method", "hit_rate", "score", "speedup", "attention_speedup"]
     assert [row["method"] for row in rows] == ["full", "attncache", *(f"attncache:{each}" for each in Preset)]
     full, policy, *_ = rows
     assert [float(full[name]) for name in ("hit_rate", "speedup", "attention_speedup")] == [0, 1, 1]
     assert float(full["score"]) == pytest.approx(1)
-    assert float(policy["hit_rate"]) == 1  # its θ is 0
+    assert float(policy["hit_rate"]) == 1  # the θ of the policy is 0
     for row in rows:
         assert float(row["speedup"]) > 0
 
 
-def test_without_matplotlib_the_extra_is_named(
+def test_without_matplotlib_the_error_names_the_extra(
     tiny_checkpoint, tiny_prototypes_database, files, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -475,14 +473,14 @@ def test_without_matplotlib_the_extra_is_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_too_few_unseen_texts_for_curves_are_one_line(
+def test_too_few_unseen_texts_for_curves_are_refused_in_one_line(
     tiny_checkpoint, tiny_prototypes_database, files, tmp_path
 ):
     result = curves(tiny_checkpoint, tiny_prototypes_database, files / "corpus.txt", tmp_path / "out")
-    assert_one_line(result, "0 of the texts are not in the database", "20 are needed")
+    assert_one_line(result, "0 of the texts are not in the database", "at least 20 such texts are needed")
 
 
-def test_curves_of_another_models_database_are_one_line(
+def test_curves_of_another_models_database_are_refused_in_one_line(
     tiny_classifier_checkpoint, tiny_prototypes_database, files, tmp_path
 ):
     data = f"{files / 'test.tsv'}:text"
@@ -490,7 +488,7 @@ def test_curves_of_another_models_database_are_one_line(
     assert_one_line(result, "fingerprint", "build a database")
 
 
-def test_output_that_is_a_file_is_one_line(tiny_checkpoint, tiny_prototypes_database, files, tmp_path):
+def test_output_at_a_file_is_refused_in_one_line(tiny_checkpoint, tiny_prototypes_database, files, tmp_path):
     (tmp_path / "out").touch()
     data = f"{files / 'test.tsv'}:text"
     result = curves(tiny_checkpoint, tiny_prototypes_database, data, tmp_path / "out")
@@ -498,14 +496,12 @@ def test_output_that_is_a_file_is_one_line(tiny_checkpoint, tiny_prototypes_data
     assert "out" in without_progress(result.stderr)[-1]
 
 
-def test_heads_without_any_damage_are_plotted(tmp_path):
+def test_heads_without_damage_can_be_plotted(tmp_path):
     Plots(tmp_path, "cosine").damage(np.zeros((3, 4)))
     assert (tmp_path / "damage.png").stat().st_size > 5000
 
 
-def test_records_that_hold_some_heads_alone_give_no_curves(
-    tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path
-):
+def test_curves_need_records_of_all_heads(tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path):
     options = BuildOptions(heads="layers:0-1", threshold=0.0, prototypes=0, training_steps=5)
     build_database(tiny_engine, tiny_corpus, tmp_path / "some.db", options)
     result = curves(tiny_checkpoint, tmp_path / "some.db", f"{files / 'test.tsv'}:text", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""`attncache evaluate mmlu`: a decoder's letters by number of shots, in full and with databases."""
+"""`attncache evaluate mmlu` scores the letters of a decoder by number of shots, with and without reuse."""
 
 import re
 from collections import Counter
@@ -51,7 +51,7 @@ def mmlu(decoder, files, *arguments):
 
 
 def rows_of(text):
-    """(shots, method) -> the figures of the last table."""
+    """Return the figures of the last table by (shots, method)."""
     table = text[text.index("MMLU, ") :]
     return {
         (cells[0], cells[1]): cells[2:]
@@ -62,7 +62,7 @@ def rows_of(text):
 
 @torch.inference_mode()
 def letters_by_the_reference(folder, prompts):
-    """The most probable letter behind each prompt, by Hugging Face's model and tokenizer."""
+    """Return the most probable letter after each prompt, by Hugging Face's model and tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = [tokenizer(f" {letter}", add_special_tokens=False).input_ids for letter in LETTERS]
@@ -70,7 +70,7 @@ def letters_by_the_reference(folder, prompts):
     return [LETTERS[int(of_all[[own[0] for own in tokens]].argmax())] for of_all in logits]
 
 
-def test_accuracy_is_that_of_the_letters_logits_behind_the_prompt(decoder, files):
+def test_accuracy_is_computed_from_the_logits_of_the_letters(decoder, files):
     rows = rows_of(succeeded(mmlu(decoder, files, "--shots", "0..2", "--methods", "full")))
     questions = read_questions(str(files / "test.tsv"))
     prompts = Prompts(read_questions(str(files / "dev.tsv")))
@@ -88,7 +88,7 @@ def test_each_number_of_shots_has_a_database_of_its_own(decoder, files, tmp_path
         "shots-2",
     ]
     assert list(rows) == [(shots, method) for shots in "12" for method in ("full", "attncache")]
-    # Other evaluations record no text of so many tokens.
+    # By default, evaluations record only shorter texts.
     assert max(AttentionDatabase.open(tmp_path / "db" / "shots-2").search.store.segments) > 128
 
 
@@ -96,16 +96,16 @@ def test_each_number_of_shots_has_a_database_of_its_own(decoder, files, tmp_path
     ("arguments", "words"),
     [
         (("--shots", "3"), ("2 examples of sums", "3 shots")),
-        (("--shots", "2..1"), ("shots are a number",)),
-        (("--shots", "many"), ("shots are a number",)),
+        (("--shots", "2..1"), ("shots must be a number",)),
+        (("--shots", "many"), ("shots must be a number",)),
         (("--subjects", "sums,alchemy"), ("no subject alchemy",)),
     ],
 )
-def test_what_cannot_be_asked_is_refused_in_one_line(decoder, files, arguments, words):
+def test_invalid_options_and_data_are_refused_in_one_line(decoder, files, arguments, words):
     assert_one_line(mmlu(decoder, files, *arguments), *words)
 
 
-def test_questions_whose_prompts_would_be_cut_are_left_out_and_counted(decoder, files):
+def test_questions_with_too_long_prompts_are_skipped_and_counted(decoder, files):
     tokenizer = AutoTokenizer.from_pretrained(decoder)
     prompts = Prompts(read_questions(str(files / "dev.tsv")))
     lengths = [
@@ -122,7 +122,7 @@ def test_questions_whose_prompts_would_be_cut_are_left_out_and_counted(decoder, 
     assert_one_line(refused, "every prompt of 1 shots", "fewer shots")
 
 
-def test_so_many_questions_are_of_all_subjects(decoder, files):
+def test_limited_questions_cover_all_subjects(decoder, files):
     arguments = ("--methods", "full", "--shots", "0", "--questions", 8)
     output = succeeded(mmlu(decoder, files, *arguments))
     assert rows_of(output)["0", "full"][0] == "8"

@@ -1,4 +1,4 @@
-"""Importance is 1 - cosine of Hugging Face's hidden states before and after a module."""
+"""Importance equals 1 - cosine of Hugging Face's hidden states before and after a module."""
 
 import numpy as np
 import pytest
@@ -12,15 +12,15 @@ from attncache_core.evaluation.importance import measure_importance
 
 
 def changes(reference, ids):
-    """1 - cosine of each token before and after attention, and the whole layer: two of [layers, L]."""
+    """Return 1 - cosine of each token before and after attention, and the whole layer: two of [layers, L]."""
     seen = {}
     hooks = []
     for number, layer in enumerate(reference.model.encoder.layer):
         for kind, module in (("attention", layer.attention), ("block", layer)):
 
-            def keep(_module, given, made, place=(kind, number)):
+            def keep(_module, given, made, key=(kind, number)):
                 after = made[0] if isinstance(made, tuple) else made
-                seen[place] = (given[0], after)
+                seen[key] = (given[0], after)
 
             hooks.append(module.register_forward_hook(keep))
     reference.hidden(ids)
@@ -37,7 +37,7 @@ def changes(reference, ids):
 
 @settings(max_examples=10)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5))
-def test_importance_is_the_mean_over_tokens_of_the_references_change(tiny_engine, tiny_reference, lengths):
+def test_importance_is_the_mean_change_of_the_references_tokens(tiny_engine, tiny_reference, lengths):
     sequences = random_sequences(lengths)
     attention, blocks = zip(*(changes(tiny_reference, ids) for ids in sequences), strict=True)
     found = measure_importance(tiny_engine.model, sequences)
@@ -47,8 +47,8 @@ def test_importance_is_the_mean_over_tokens_of_the_references_change(tiny_engine
         assert expected.min() > 100 * FLOAT32
 
 
-def test_sample_larger_than_a_pass_is_measured_as_a_whole(tiny_engine):
-    """8 sequences of 500 tokens are two passes."""
+def test_importance_of_a_sample_of_several_passes_is_a_mean_over_all_tokens(tiny_engine):
+    """Eight sequences of 500 tokens need two passes."""
     sequences = random_sequences([500] * 9 + [3])
     told = []
     whole = measure_importance(tiny_engine.model, sequences, lambda *done: told.append(done))

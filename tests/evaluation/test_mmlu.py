@@ -1,4 +1,4 @@
-"""MMLU's prompts: the examples of the question's own subject before it, and nothing behind "Answer:"."""
+"""MMLU prompts have examples of the question's subject, then the question, and end with "Answer:"."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ def numbered(count, subject):
     return [Question(subject, f"{subject} {number}?", ("w", "x", "y", "z"), "C") for number in range(count)]
 
 
-def test_prompt_of_two_shots_reads_as_hendrycks_et_al_ask():
+def test_prompt_of_two_shots_has_the_format_of_hendrycks_et_al():
     example = Question("elementary_mathematics", "1 + 1?", ("1", "2", "3", "4"), "B")
     assert Prompts([ROME, example]).of(SUM, 1) == (
         "The following are multiple choice questions (with answers) about elementary mathematics.\n\n"
@@ -31,7 +31,7 @@ def test_shots_are_the_first_examples_of_the_subject_and_the_question_is_last(sh
     prompt = prompts.of(ROME, shots)
     assert [f"world_history {number}?" in prompt for number in range(5)] == [n < shots for n in range(5)]
     assert "other" not in prompt
-    assert prompt.endswith(ROME.asked())
+    assert prompt.endswith(ROME.as_prompt())
     assert prompt.count("Answer: C") == shots
 
 

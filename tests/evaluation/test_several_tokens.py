@@ -1,4 +1,4 @@
-"""Labels of several tokens in evaluations: a text has several sequences, and its score is read from all."""
+"""Evaluation with labels of several tokens, where each text has several sequences."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 from command_line import assert_one_line, run, succeeded
 from core_decoders import write_llama
-from core_models import random_text
+from core_models import prefill, random_text
 
 from attncache_core import AttentionDatabase, BuildOptions, CorpusSentence, InvalidInput, PrefillEngine
-from attncache_core.attention_maps.builder import build_database
-from attncache_core.checkpoint import read_checkpoint
+from attncache_core.build.builder import build_database
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
 from attncache_core.evaluation.comparison import compare
 from attncache_core.evaluation.methods import Methods
-from attncache_core.evaluation.tasks import ClassificationTask, labels_read, recordable
-from attncache_core.outputs import Judge, Measure
-from attncache_core.prompts import Template
+from attncache_core.evaluation.tasks import ClassificationTask, multi_token_labels, recordable_sequences
+from attncache_core.heads.comparator import Measure, OutputComparator
 
-# Three sequences a text: behind the first tokens of the labels of two, and so of all the others.
+# A text has three sequences, one per first token of the labels of two tokens. The sequences also score the
+# labels of one token.
 LABELS = ("bank account", "account bank", "bank", "card", "zebra lost")
 TEMPLATE = Template("my card: ", "\nask:")
 
@@ -37,7 +38,7 @@ def texts():
 
 @pytest.fixture(scope="module")
 def database(engine, texts, tmp_path_factory):
-    """Of all texts but the first ten; every search that finds a record hits."""
+    """A database of all texts except the first ten, in which every text with a record of its length hits."""
     folder = tmp_path_factory.mktemp("databases") / "labels.db"
     options = BuildOptions(heads="all", threshold=-1.0, prototypes=0, training_steps=3)
     build_database(engine, [CorpusSentence(text, text) for text in texts[10:]], folder, options)
@@ -45,20 +46,20 @@ def database(engine, texts, tmp_path_factory):
 
 
 def logits_of(engine, texts, reuse):
-    """One text at a time: the summed log-probabilities as a server gets them."""
-    asked = labels_read(engine)
+    """Return the sums of log-probabilities for each label, one text at a time."""
+    asked = multi_token_labels(engine)
     rows = []
     for text in texts:
         sequences = engine.tokenize([text], prompt=asked.prompt)
-        result = engine.run(sequences, [reuse] * len(sequences), asked.prompt.readings)
+        result = prefill(engine, sequences, reuse=reuse, plans=asked.prompt.sequence_plans)
         rows.append(engine.label_logits(asked, result.outputs, result.log_probabilities)[0])
     return np.array(rows)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
-def test_accuracy_agreement_and_hits_are_those_of_single_texts(engine, texts, database, batch_size):
-    asked, truth = texts[:10], [LABELS[place % 5] for place in range(10)]
-    sequences = engine.tokenize(asked, prompt=labels_read(engine).prompt)
+def test_accuracy_agreement_and_hits_equal_those_of_single_texts(engine, texts, database, batch_size):
+    asked, truth = texts[:10], [LABELS[index % 5] for index in range(10)]
+    sequences = engine.tokenize(asked, prompt=multi_token_labels(engine).prompt)
     each = len(sequences) // len(asked)
     assert each > 1
     task = ClassificationTask("intents", engine, sequences, truth)
@@ -73,8 +74,8 @@ def test_accuracy_agreement_and_hits_are_those_of_single_texts(engine, texts, da
     full, reusing = compare(
         {name: methods.make(name) for name in ("full", "attncache")},
         task,
-        Judge(Measure.COSINE, np.asarray),
-        Judge(Measure.AGREEMENT, np.asarray),
+        OutputComparator(Measure.COSINE, np.asarray),
+        OutputComparator(Measure.AGREEMENT, np.asarray),
         batch_size=batch_size,
         rounds=1,
     )
@@ -91,21 +92,21 @@ def test_accuracy_agreement_and_hits_are_those_of_single_texts(engine, texts, da
     assert reusing.agreement == pytest.approx(same[differ].mean())
 
 
-def test_what_is_recorded_of_a_text_is_its_prompt_without_labels(engine, texts):
-    sequences = engine.tokenize(texts, prompt=labels_read(engine).prompt)
+def test_recordable_sequence_of_a_text_is_its_prompt_without_labels(engine, texts):
+    sequences = engine.tokenize(texts, prompt=multi_token_labels(engine).prompt)
     task = ClassificationTask("intents", engine, sequences, [LABELS[0]] * len(texts))
-    assert recordable(task) == engine.tokenize(texts)
+    assert recordable_sequences(task) == engine.tokenize(texts)
 
 
-def test_method_that_reads_outputs_alone_is_refused(engine):
+def test_method_without_log_probabilities_is_refused(engine):
     with pytest.raises(InvalidInput, match="lazyformer reads no labels") as refusal:
-        Methods(engine, engine.checkpoint, None, (), labels=labels_read(engine)).make("lazyformer")
+        Methods(engine, engine.checkpoint, None, (), labels=multi_token_labels(engine)).make("lazyformer")
     assert refusal.value.field == "methods"
 
 
-def test_command_leaves_recorded_prompts_of_evaluated_texts_out(engine, texts, database, tmp_path):
+def test_command_excludes_recorded_prompts_of_evaluated_texts(engine, texts, database, tmp_path):
     (tmp_path / "prompt.txt").write_text(str(TEMPLATE) + "\n", encoding="utf-8")
-    rows = [f"{text}\t{LABELS[place % 5]}" for place, text in enumerate(texts[6:14])]
+    rows = [f"{text}\t{LABELS[index % 5]}" for index, text in enumerate(texts[6:14])]
     (tmp_path / "data.tsv").write_text("\n".join(["text\tlabel", *rows]) + "\n", encoding="utf-8")
     arguments = [
         *("--model", engine.checkpoint.folder, "--dtype", "float32", "--task", "label-logits"),

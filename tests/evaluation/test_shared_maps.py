@@ -1,4 +1,4 @@
-"""LazyFormer and SAN give what the plain model gives with maps replaced, and compute no others."""
+"""LazyFormer and SAN give the outputs of the reference with shared maps, and compute no other maps."""
 
 import math
 from unittest import mock
@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import COMPUTING, attention_by, needs_bfloat16, random_sequences
+from core_models import COMPUTING, attention_by, needs_bfloat16, prefill, random_sequences
 from core_reference import FLOAT32
 from families import CASES, write_family
 from hypothesis import given, settings
@@ -15,20 +15,20 @@ from scipy.spatial.distance import jensenshannon
 from torch.profiler import ProfilerActivity, profile
 
 from attncache_core import native
-from attncache_core.checkpoint import read_checkpoint
-from attncache_core.engine import PrefillEngine
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.evaluation.shared_maps import (
-    SharedMapsEngine,
     jensen_shannon,
     layer_divergences,
     lazyformer_blocks,
     san_blocks,
+    shared_maps_engine,
 )
+from attncache_core.heads.vectors import cosines
 from attncache_core.models.prepacked import PackedLinear
-from attncache_core.outputs import cosines
 
 LAYERS, HEADS, HIDDEN, INTERMEDIATE = 3, 4, 32, 64
-# The tiny model in blocks -> for each layer the one whose maps it has.
+# Blocks of the tiny model, and for each layer the layer whose maps it takes.
 BLOCKS = {
     "LazyFormer": ([range(2), range(2, 3)], [0, 0, 2]),
     "LazyFormer of 3": ([range(3)], [0, 0, 0]),
@@ -42,7 +42,7 @@ many_lengths = st.lists(
 @pytest.fixture(scope="module")
 def engines(tiny_checkpoint):
     return {
-        name: SharedMapsEngine.load(tiny_checkpoint, blocks, dtype="float32")
+        name: shared_maps_engine(tiny_checkpoint, blocks, dtype="float32")
         for name, (blocks, _) in BLOCKS.items()
     }
 
@@ -51,15 +51,15 @@ def engines(tiny_checkpoint):
 @pytest.mark.parametrize("computing", COMPUTING)
 @settings(max_examples=15)
 @given(lengths=many_lengths)
-def test_outputs_are_the_plain_models_with_the_maps_of_the_first_layer_of_each_block(
+def test_outputs_equal_the_reference_with_the_maps_of_the_first_layer_of_each_block(
     engines, tiny_reference, name, computing, lengths
 ):
     sequences = random_sequences(lengths, seed=sum(lengths))
     with attention_by(computing):
-        result = engines[name].run(sequences)
+        result = prefill(engines[name], sequences)
     makers = BLOCKS[name][1]
     for found, ids in zip(result.outputs, sequences, strict=True):
-        # No layer before the first shared one differs from the full model, so its maps are the full model's.
+        # Only one layer gives maps, and all layers before it are as in the full model, so its maps are too.
         maps = tiny_reference.maps(ids)
         replaced = {
             (layer, head): maps[makers[layer], head]
@@ -78,36 +78,36 @@ def test_blocks_of_one_layer_are_the_full_model(request, model, computing):
     sequences = random_sequences([7, 1, 30, 7, 100, 2])
     blocks = lazyformer_blocks(LAYERS, size=1)
     with attention_by(computing):
-        found = SharedMapsEngine.load(checkpoint, blocks, dtype="float32").run(sequences)
-        full = PrefillEngine.load(checkpoint, dtype="float32").run(sequences, [False] * 6)
+        found = prefill(shared_maps_engine(checkpoint, blocks, dtype="float32"), sequences)
+        full = prefill(PrefillEngine.load(checkpoint, dtype="float32"), sequences, reuse=False)
     np.testing.assert_array_equal(found.outputs, full.outputs)
     assert found.outcomes == full.outcomes
     np.testing.assert_array_equal(found.similarities, full.similarities)
-    assert (found.tokens, found.search_seconds, found.corrupt_records) == (147, 0, 0)
+    assert (found.tokens, found.corrupt_records) == (147, 0)
     assert 0 < found.attention_seconds < found.forward_seconds
 
 
 @pytest.mark.parametrize("family", ["mpnet", "gemma2"])
-def test_maps_of_scores_that_are_more_than_products_are_shared_as_the_layer_makes_them(tmp_path, family):
+def test_layers_with_other_scores_than_products_share_maps_without_the_kernel(tmp_path, family):
     checkpoint = read_checkpoint(write_family(tmp_path, CASES[family].made()))
-    engine = SharedMapsEngine.load(checkpoint, [range(LAYERS)], dtype="float32")
+    engine = shared_maps_engine(checkpoint, [range(LAYERS)], dtype="float32")
     sequences = random_sequences([12, 5, 12])
     with attention_by("operators"):
-        expected = engine.run(sequences).outputs
+        expected = prefill(engine, sequences).outputs
     with attention_by("kernel"):
-        np.testing.assert_allclose(engine.run(sequences).outputs, expected, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(prefill(engine, sequences).outputs, expected, atol=1e-4, rtol=0)
 
 
 @settings(max_examples=20)
 @given(many_lengths)
-def test_row_of_a_batch_is_the_row_alone(engines, lengths):
+def test_output_of_a_sequence_does_not_depend_on_its_batch(engines, lengths):
     engine, sequences = engines["LazyFormer"], random_sequences(lengths, seed=sum(lengths))
-    for found, ids in zip(engine.run(sequences).outputs, sequences, strict=True):
-        np.testing.assert_allclose(found, engine.run([ids]).outputs[0], atol=FLOAT32, rtol=0)
+    for found, ids in zip(prefill(engine, sequences).outputs, sequences, strict=True):
+        np.testing.assert_allclose(found, prefill(engine, [ids]).outputs[0], atol=FLOAT32, rtol=0)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_layers_that_share_maps_project_v_alone(engines, name):
+def test_layers_with_given_maps_project_only_v(engines, name):
     products = []
 
     def counted(linear, x, residual=None):
@@ -116,7 +116,7 @@ def test_layers_that_share_maps_project_v_alone(engines, name):
 
     product = PackedLinear.__call__
     with mock.patch.object(PackedLinear, "__call__", counted):
-        engines[name].run(random_sequences([5, 11]))
+        prefill(engines[name], random_sequences([5, 11]))
     expected = [
         [(3 if maker == layer else 1) * HIDDEN, HIDDEN, INTERMEDIATE, HIDDEN]
         for layer, maker in enumerate(BLOCKS[name][1])
@@ -125,29 +125,30 @@ def test_layers_that_share_maps_project_v_alone(engines, name):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_kernel_computes_maps_once_a_block_and_reads_them_for_the_others(engines, name):
+def test_kernel_computes_maps_once_per_block_and_reads_them_for_other_layers(engines, name):
     with attention_by("kernel"):
         spy = mock.Mock(wraps=native.kernel())
         with mock.patch.object(native, "kernel", return_value=spy):
-            engines[name].run(random_sequences([5, 9, 5]))
+            prefill(engines[name], random_sequences([5, 9, 5]))
     kept, applied = [], 0
     for call, _, options in spy.mock_calls:
         if call == "attend":
             kept.append("kept" in options)
         applied += call == "apply_maps"
-    # The maps of a layer that shares them with none are not written down.
+    # The maps of a layer in a block of its own are not written to memory.
     assert kept == [len(block) > 1 for block in BLOCKS[name][0]]
     assert applied == LAYERS - len(kept)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_operators_take_one_softmax_a_length_and_block(engines, name):
+def test_operators_compute_one_softmax_per_length_and_block(engines, name):
     engine = engines[name]
     with attention_by("operators"), profile(activities=[ProfilerActivity.CPU]) as profiled:
-        engine.run(random_sequences([5, 9, 5]))
+        prefill(engine, random_sequences([5, 9, 5]))
     events = {event.key: event.count for event in profiled.key_averages()}
-    sharing = sum(len(block) > 1 for block in engine.blocks)
-    alone = len(engine.blocks) - sharing
+    blocks = BLOCKS[name][0]
+    sharing = sum(len(block) > 1 for block in blocks)
+    alone = len(blocks) - sharing
     assert events["aten::_softmax"] == 2 * sharing
     assert events.get("aten::scaled_dot_product_attention", 0) == 2 * alone
 
@@ -157,10 +158,10 @@ def test_default_model_in_bfloat16_keeps_the_direction_of_its_embeddings(default
     random = np.random.default_rng(0)
     sequences = [random.integers(1000, 30000, length).tolist() for length in (7, 300, 3, 32, 7, 1)]
     exact, found = (
-        SharedMapsEngine.load(default_checkpoint, lazyformer_blocks(6), dtype=dtype).run(sequences).outputs
+        prefill(shared_maps_engine(default_checkpoint, lazyformer_blocks(6), dtype=dtype), sequences).outputs
         for dtype in ("float32", "bfloat16")
     )
-    # What 8 bits of each activation cost, as in the full model.
+    # The loss from 8 bits of each activation, as in the full model.
     assert cosines(found, exact).min() >= 0.9995
 
 
@@ -175,12 +176,12 @@ def test_default_model_in_bfloat16_keeps_the_direction_of_its_embeddings(default
         pytest.param([], id="none"),
     ],
 )
-def test_blocks_that_are_not_the_models_layers_are_refused(tiny_checkpoint, blocks):
+def test_blocks_that_do_not_cover_the_layers_are_refused(tiny_checkpoint, blocks):
     with pytest.raises(ValueError, match="not the model's 3 layers"):
-        SharedMapsEngine.load(tiny_checkpoint, blocks)
+        shared_maps_engine(tiny_checkpoint, blocks)
 
 
-def test_lazyformer_blocks_are_of_two_layers():
+def test_lazyformer_blocks_have_two_layers():
     assert lazyformer_blocks(6) == [range(2), range(2, 4), range(4, 6)]
     assert lazyformer_blocks(5) == [range(2), range(2, 4), range(4, 5)]
     assert lazyformer_blocks(3, size=1) == [range(1), range(1, 2), range(2, 3)]
@@ -207,7 +208,7 @@ def test_threshold_zero_is_the_full_model():
 
 @settings(max_examples=10)
 @given(st.lists(st.one_of(st.integers(1, 12), st.just(40)), min_size=1, max_size=5))
-def test_divergences_of_layers_are_scipys(tiny_engine, tiny_reference, lengths):
+def test_divergences_of_layers_equal_scipy(tiny_engine, tiny_reference, lengths):
     sequences = random_sequences(lengths, seed=len(lengths))
     expected = np.zeros(LAYERS - 1)
     for ids in sequences:
@@ -215,14 +216,14 @@ def test_divergences_of_layers_are_scipys(tiny_engine, tiny_reference, lengths):
         for layer in range(LAYERS - 1):
             pairs = [(maps[layer, head], maps[layer + 1, head]) for head in range(HEADS)]
             rows = [jensenshannon(left.double(), right.double(), axis=1) ** 2 for left, right in pairs]
-            # Its square root of a rounding error below zero is no number.
+            # SciPy returns nan for the square root of a negative rounding error.
             expected[layer] += np.mean(np.nan_to_num(rows)) / len(sequences)
     found = layer_divergences(tiny_engine.model, sequences)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
 
 
-def test_divergence_goes_from_zero_to_the_logarithm_of_two():
+def test_divergence_is_between_zero_and_the_logarithm_of_two():
     one, other, even = torch.eye(2)[0], torch.eye(2)[1], torch.full((2,), 0.5)
     left, right = torch.stack([one, one, even]), torch.stack([one, other, one])
     found = jensen_shannon(left, right)
@@ -231,6 +232,6 @@ def test_divergence_goes_from_zero_to_the_logarithm_of_two():
     assert found.tolist() == pytest.approx([0, math.log(2), third])
 
 
-def test_rows_that_do_not_quite_sum_to_one_are_compared_as_distributions():
+def test_rows_with_sums_other_than_one_are_normalised():
     rows = torch.tensor([[0.25, 0.75]])
     assert float(jensen_shannon(rows, 1.01 * rows)) == pytest.approx(0, abs=1e-9)

@@ -1,17 +1,17 @@
-"""Scores of tasks against the same computed by hand and by scipy."""
+"""Scores of tasks equal scores computed plainly and by SciPy."""
 
 import numpy as np
 import pytest
-from core_models import random_sequences
+from core_models import prefill, random_sequences
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.spatial.distance import cosine
 from scipy.stats import spearmanr
 
-from attncache_core.engine import PrefillEngine
+from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
 from attncache_core.evaluation.tasks import AgreementTask, ClassificationTask, RatedPairs, SimilarityTask
-from attncache_core.outputs import Measure
+from attncache_core.heads.comparator import Measure
 
 CLASSES = ("transfer", "card", "help")
 
@@ -36,7 +36,7 @@ def spearman(left: np.ndarray, right: np.ndarray, ratings) -> float:
 
 
 @given(st.integers(3, 30), st.integers(0, 1000))
-def test_similarity_is_spearmans_correlation_of_cosines_and_ratings(count, seed):
+def test_similarity_is_the_spearman_correlation_of_cosines_and_ratings(count, seed):
     pairs = rated_pairs(count, seed)
     if len(set(pairs.ratings)) == 1:
         return
@@ -45,14 +45,14 @@ def test_similarity_is_spearmans_correlation_of_cosines_and_ratings(count, seed)
     assert scores == {"pairs": pytest.approx(spearman(outputs[:count], outputs[count:], pairs.ratings))}
 
 
-def test_length_of_the_outputs_changes_no_similarity():
+def test_norm_of_the_outputs_does_not_change_the_similarity():
     pairs, outputs = rated_pairs(9, 1), vectors(18)
     task = SimilarityTask({"pairs": pairs})
     longer = outputs * np.linspace(0.1, 9, 18, dtype=np.float32)[:, None]
     assert task.scores(longer) == pytest.approx(task.scores(outputs))
 
 
-def test_each_set_of_pairs_has_a_score_of_its_own():
+def test_each_set_of_pairs_has_its_own_score():
     sets = {"first": rated_pairs(7, 1), "second": rated_pairs(4, 2), "third": rated_pairs(11, 3)}
     task = SimilarityTask(sets)
     outputs = vectors(len(task.sequences))
@@ -60,7 +60,7 @@ def test_each_set_of_pairs_has_a_score_of_its_own():
     for name, pairs in sets.items():
         count = len(pairs.ratings)
         left, right = outputs[at : at + count], outputs[at + count : at + 2 * count]
-        # The sequences stand as their outputs do: all left sides of a set, then all right ones.
+        # The sequences are in the order of the outputs: all left sides of a set, then all right sides.
         assert task.sequences[at : at + 2 * count] == [*pairs.left, *pairs.right]
         expected[name] = pytest.approx(spearman(left, right, pairs.ratings))
         at += 2 * count
@@ -68,11 +68,11 @@ def test_each_set_of_pairs_has_a_score_of_its_own():
     assert at == len(outputs) == len(task.sequences)
 
 
-def test_correlation_is_no_mean_over_single_sequences():
+def test_correlation_has_no_scores_of_single_texts():
     assert SimilarityTask({"pairs": rated_pairs(3, 1)}).items(vectors(6)) is None
 
 
-def test_accuracy_is_the_share_of_outputs_whose_largest_logit_is_the_labels(classifier_engine):
+def test_accuracy_is_the_share_of_outputs_with_the_largest_logit_at_the_label(classifier_engine):
     labels = ["card", "help", "card", "transfer", "help"]
     logits = np.array([[0, 2, 1], [5, 0, 6], [3, 2, 1], [9, 8, 7], [1, 2, 0]], dtype=np.float32)
     task = ClassificationTask("mail", classifier_engine, random_sequences([5] * 5), labels)
@@ -80,9 +80,9 @@ def test_accuracy_is_the_share_of_outputs_whose_largest_logit_is_the_labels(clas
     assert task.scores(logits) == {"mail": 0.6}
 
 
-def test_accuracy_of_a_model_is_that_of_its_own_classes(classifier_engine):
+def test_accuracy_uses_the_classes_of_the_model(classifier_engine):
     sequences = random_sequences([4, 9, 6, 5, 12, 7], seed=3)
-    logits = classifier_engine.run(sequences, [False] * 6).outputs
+    logits = prefill(classifier_engine, sequences, reuse=False).outputs
     decided = [CLASSES[row.argmax()] for row in logits]
     for wrong in (0, 2, 6):
         labels = [CLASSES[CLASSES.index(name) - 1] for name in decided[:wrong]] + decided[wrong:]
@@ -90,7 +90,7 @@ def test_accuracy_of_a_model_is_that_of_its_own_classes(classifier_engine):
         assert task.scores(logits) == {"data": pytest.approx(1 - wrong / 6)}
 
 
-def test_labels_that_are_no_classes_are_counted_and_refused_without_their_names(classifier_engine):
+def test_labels_that_are_not_classes_are_counted_and_refused_without_their_names(classifier_engine):
     with pytest.raises(InvalidInput, match="2 labels of the data are none of the model's 3") as refused:
         ClassificationTask(
             "data", classifier_engine, random_sequences([5] * 4), ["card", "secret", "x", "secret"]
@@ -99,14 +99,14 @@ def test_labels_that_are_no_classes_are_counted_and_refused_without_their_names(
     assert "secret" not in str(refused.value)
 
 
-def test_model_without_classes_knows_no_label(tiny_engine):
+def test_model_without_classes_refuses_every_label(tiny_engine):
     with pytest.raises(InvalidInput, match="none of the model's 0 classes"):
         ClassificationTask("data", tiny_engine, random_sequences([5]), ["card"])
 
 
-def test_agreement_of_embeddings_is_the_mean_cosine_to_the_full_models(tiny_engine):
+def test_agreement_of_embeddings_is_the_mean_cosine_to_the_full_model(tiny_engine):
     full, changed = vectors(7), vectors(7, seed=1)
-    task = AgreementTask("texts", tiny_engine.judge(Measure.COSINE), random_sequences([5] * 7), full)
+    task = AgreementTask("texts", tiny_engine.comparator(Measure.COSINE), random_sequences([5] * 7), full)
     expected = [1 - cosine(*pair) for pair in zip(changed, full, strict=True)]
     np.testing.assert_allclose(task.items(changed), expected, atol=1e-6)
     assert task.scores(changed) == {"texts": pytest.approx(np.mean(expected), abs=1e-6)}
@@ -114,11 +114,11 @@ def test_agreement_of_embeddings_is_the_mean_cosine_to_the_full_models(tiny_engi
     assert task.metric == "cosine"
 
 
-def test_agreement_of_decisions_is_the_share_that_stays(classifier_engine):
+def test_agreement_of_decisions_is_the_share_of_unchanged_decisions(classifier_engine):
     full = np.array([[0, 2, 1], [5, 0, 6], [3, 2, 1], [9, 8, 7]], dtype=np.float32)
     changed = np.array([[0, 1, 0], [9, 0, 6], [1, 2, 3], [3, 2, 1]], dtype=np.float32)
-    judge = classifier_engine.judge(Measure.AGREEMENT)
-    task = AgreementTask("texts", judge, random_sequences([5] * 4), full)
+    comparator = classifier_engine.comparator(Measure.AGREEMENT)
+    task = AgreementTask("texts", comparator, random_sequences([5] * 4), full)
     assert task.items(changed).tolist() == [1, 0, 0, 1]
     assert task.scores(changed) == {"texts": 0.5}
     assert task.metric == "agreement"

@@ -1,30 +1,28 @@
-"""A packed BERT layer is Hugging Face's, however its heads are ordered and divided."""
+"""A packed BERT model equals Hugging Face's, for any order of heads and any number of reused heads."""
 
 import pytest
 import torch
-from core_models import random_sequences, write_json, write_model
+from core_models import layers_output, random_sequences, write_json, write_model
 from core_reference import FLOAT32, Reference
 from safetensors.torch import load_file, save_file
 
-from attncache_core.attention_maps.search import no_reuse
-from attncache_core.checkpoint import read_checkpoint
+from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.errors import UnsupportedModel
-from attncache_core.forward import forward
 from attncache_core.models import load_model, model_shape
 from attncache_core.models.linear import ActivatedLinear
 from attncache_core.models.prepacked import PackedLinear
-from attncache_core.tokens import by_sequence, pack
+from attncache_core.text.token_batch import by_sequence, pack
 
 ORDERS = [(2, 0, 3, 1), (3, 2, 1, 0), (1, 3, 0, 2)]
 
 
 def last_hidden(model, sequences):
-    """The last hidden states of each sequence, in the order given, with nothing reused."""
+    """Return the last hidden states of each sequence, in the given order, without reuse."""
     batch = pack(sequences)
     with torch.inference_mode():
-        hidden, _ = forward(model, batch, model.embed(batch), no_reuse(len(sequences)), {})
+        hidden = layers_output(model, batch, model.embed(batch))
     parts = torch.split(hidden, batch.lengths.tolist())
-    return [parts[place] for place in batch.order.argsort()]
+    return [parts[index] for index in batch.order.argsort()]
 
 
 def assert_is_reference(model, reference, sequences):
@@ -100,12 +98,12 @@ def test_first_layers_maps_are_the_references_in_the_layers_order(tiny_checkpoin
         dim=1,
     )[0]
     expected = tiny_reference.maps(ids)
-    for place, head in enumerate(ORDERS[0]):
-        torch.testing.assert_close(maps[place], expected[0, head], atol=FLOAT32, rtol=0)
+    for index, head in enumerate(ORDERS[0]):
+        torch.testing.assert_close(maps[index], expected[0, head], atol=FLOAT32, rtol=0)
 
 
 def without_weights(folder, part):
-    """Take the weights whose name has `part` in it out of the folder's file."""
+    """Remove the weights with `part` in their name from the folder's file, and return the checkpoint."""
     path = folder / "model.safetensors"
     weights = load_file(path)
     kept = {name: weight for name, weight in weights.items() if part not in name}

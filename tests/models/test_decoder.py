@@ -1,33 +1,33 @@
-"""What decoders alone have: class scores of the last token, and settings that are refused."""
+"""Decoders: class scores of the last token, and settings that are refused."""
 
 import gc
 import logging
 
 import pytest
 import torch
-from core_models import random_sequences
+from core_models import prefill, random_sequences
 from families import DECODERS, SIZES, write_family
 from transformers import AutoModel, Gemma2Config, GemmaConfig, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
-from attncache_core.checkpoint import read_checkpoint
-from attncache_core.engine import PrefillEngine
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models import load_model
-from attncache_core.tokenizer import TextTokenizer
+from attncache_core.text.tokenizer import TextTokenizer
 
 ONE_OF_EACH = {case.config: name for name, case in DECODERS.items()}.values()
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_class_scores_are_hugging_faces_for_any_company(tmp_path, name):
+def test_class_scores_in_a_batch_are_hugging_faces(tmp_path, name):
     case = DECODERS[name]
     checkpoint = read_checkpoint(write_family(tmp_path, case.made(), labels=["a", "b", "c"]))
     sequences = random_sequences([4, 17, 1, 17, 30])
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     assert engine.task == "classify"
     assert engine.labels == ("a", "b", "c")
-    found = torch.from_numpy(engine.run(sequences, [False] * 5).outputs)
+    found = torch.from_numpy(prefill(engine, sequences, reuse=False).outputs)
     expected = torch.from_numpy(case.reference.class_scores(tmp_path, sequences))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
@@ -47,7 +47,7 @@ def test_angles_that_depend_on_the_batch_are_refused(tmp_path, kind, scaling):
 
 
 @pytest.mark.parametrize("config", [GemmaConfig, Gemma2Config])
-def test_a_flag_with_two_meanings_is_refused(tmp_path, config):
+def test_use_bidirectional_attention_is_refused_for_families_where_it_is_ambiguous(tmp_path, config):
     sizes = SIZES | {"head_dim": 8, "num_key_value_heads": 4, "pad_token_id": None}
     checkpoint = read_checkpoint(write_family(tmp_path, config(**sizes, use_bidirectional_attention=True)))
     with pytest.raises(UnsupportedModel, match="use_bidirectional_attention is not served"):
@@ -55,14 +55,14 @@ def test_a_flag_with_two_meanings_is_refused(tmp_path, config):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_decoder_is_loaded_without_a_word(tmp_path, caplog, capfd, monkeypatch, name):
-    """Of its unused head, of angles scaled by an odd factor, of anything."""
+def test_a_decoder_is_loaded_without_warnings(tmp_path, caplog, capfd, monkeypatch, name):
+    """transformers would warn about the unused head and about unusual scaling of the angles."""
     monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
     case = DECODERS[name]
     checkpoint = read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as))
     capfd.readouterr()
     caplog.clear()
-    # What was said while it was written would be said but once.
+    # transformers issues these warnings once per process, and writing the model may have issued them.
     transformers_logging.warning_once.cache_clear()
     load_model(checkpoint, torch.float32)
     TextTokenizer(checkpoint)
@@ -87,7 +87,7 @@ def test_each_weight_is_in_memory_once(tmp_path, name, reused):
     model = load_model(checkpoint, torch.float32, reused_heads=reused)
     held = {address_of(tensor): tensor.numel() for tensor in living_tensors() if id(tensor) not in before}
     assert len(model.layers) == 3
-    # Beside the weights only indices and frequencies.
+    # Beside the weights, a model holds only indices and frequencies.
     assert needed <= sum(held.values()) <= 1.02 * needed
 
 
@@ -97,5 +97,5 @@ def living_tensors():
 
 
 def address_of(tensor):
-    """Where its numbers lie; packed ones do not tell, and are no one else's."""
+    """Return the address of a tensor's memory. A packed tensor has none, and shares memory with no other."""
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)

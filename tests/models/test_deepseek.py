@@ -1,16 +1,16 @@
-"""What a hit skips of latent attention, product by product."""
+"""The products of latent attention that hits skip and misses compute."""
 
 import pytest
 import torch
 from families import DECODERS, LATENT, QUERY_LATENT, write_family
 
-from attncache_core.checkpoint import read_checkpoint
+from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models import load_model
 from attncache_core.models.linear import PackedLinear
 
 HEADS, RANK, QUERY_RANK = 4, LATENT["kv_lora_rank"], QUERY_LATENT["q_lora_rank"]
-TURNED, PLAIN, VALUE = (LATENT[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-WIDTH = TURNED + PLAIN
+ROTARY, PLAIN, VALUE = (LATENT[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+WIDTH = ROTARY + PLAIN
 
 
 @pytest.fixture(params=["deepseek-v2", "deepseek-v3-query-latent-interleaved-yarn"])
@@ -21,7 +21,7 @@ def checkpoint(request, tmp_path):
 
 @pytest.fixture
 def products(monkeypatch):
-    """(tokens, rows of the weight) of each product."""
+    """A list of (tokens, rows of the weight), one entry for each product."""
     noted = []
 
     def multiplied(self, x, residual=None):
@@ -34,14 +34,14 @@ def products(monkeypatch):
 
 
 def query_rows(checkpoint, heads):
-    """Rows of the products that make the shared key and the queries of so many heads."""
+    """Return the weight rows of each product for the shared key and the queries of `heads` heads."""
     if checkpoint.config["q_lora_rank"] is None:
-        return [TURNED + heads * WIDTH]
-    return [TURNED + QUERY_RANK, heads * WIDTH]
+        return [ROTARY + heads * WIDTH]
+    return [ROTARY + QUERY_RANK, heads * WIDTH]
 
 
 @pytest.mark.parametrize("reused", range(HEADS + 1))
-def test_a_hit_multiplies_by_no_row_of_reused_heads(checkpoint, products, reused):
+def test_a_hit_skips_the_weight_rows_of_reused_heads(checkpoint, products, reused):
     layers = load_model(checkpoint, torch.float32, reused_heads=[reused] * 3).layers
     products.clear()
     projection = layers[1].project(torch.randn(5, 32), torch.arange(5))
@@ -54,7 +54,7 @@ def test_a_hit_multiplies_by_no_row_of_reused_heads(checkpoint, products, reused
 
 
 @pytest.mark.parametrize("reused", range(1, HEADS + 1))
-def test_misses_have_latents_and_the_reused_heads_but_no_values(checkpoint, products, reused):
+def test_misses_compute_latents_and_reused_heads_but_no_values(checkpoint, products, reused):
     layers = load_model(checkpoint, torch.float32, reused_heads=[reused] * 3).layers
     products.clear()
     query, key = layers[1].project_reused(torch.randn(2, 32), torch.arange(2))

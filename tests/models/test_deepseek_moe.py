@@ -1,4 +1,4 @@
-"""DeepSeek-MoE as it is published: its files, its block of experts, its heads, and what is refused."""
+"""DeepSeek-MoE as published: its files, blocks of experts and heads, and options that are refused."""
 
 import json
 import logging
@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 import torch
 from core_decoders import VOCABULARY_SIZE, write_decoder_tokenizer
-from core_models import random_sequences
+from core_models import prefill, random_sequences
 from families import DECODERS, ROUTED, SIZES, write_family
 from plain_deepseek import PlainDeepseek
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from attncache_core.checkpoint import read_checkpoint
-from attncache_core.engine import PrefillEngine
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import UnsupportedModel
 from attncache_core.models import load_model, model_shape
 from attncache_core.models.linear import PackedLinear
 
 HIDDEN, DENSE, EXPERT, EXPERTS, SHARED, CHOSEN, LAYERS = 32, 48, 12, 8, 2, 3, 3
 
-# config.json of deepseek-ai/deepseek-moe-16b-base but for its sizes.
+# The config.json of deepseek-ai/deepseek-moe-16b-base, with smaller sizes.
 PUBLISHED = {
     "architectures": ["DeepseekForCausalLM"],
     "attention_bias": False,
@@ -65,7 +65,7 @@ PUBLISHED = {
 
 
 def published_shapes():
-    """The tensors' names and shapes."""
+    """Return the names and shapes of the published tensors."""
     shapes = {"model.embed_tokens": (VOCABULARY_SIZE, HIDDEN), "lm_head": (VOCABULARY_SIZE, HIDDEN)}
     shapes["model.norm"] = (HIDDEN,)
     for layer in range(LAYERS):
@@ -85,7 +85,7 @@ def published_shapes():
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A folder like the published one, its code included."""
+    """A folder like the published one, with Python code that must not run."""
     folder = tmp_path_factory.mktemp("deepseek-moe")
     torch.manual_seed(0)
     weights = {
@@ -104,7 +104,7 @@ def published(tmp_path_factory):
     return folder
 
 
-def test_published_files_are_served_without_their_code_and_without_a_word(
+def test_published_files_are_served_without_running_their_code_and_without_warnings(
     published, monkeypatch, caplog, capfd
 ):
     monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
@@ -114,7 +114,7 @@ def test_published_files_are_served_without_their_code_and_without_a_word(
     assert sequences[0] == own.encode("my card is lost").ids
     plain = PlainDeepseek(published)
     expected = [plain.hidden(ids).mean(dim=0).numpy() for ids in sequences]
-    np.testing.assert_allclose(engine.run(sequences, [False] * 3).outputs, expected, atol=1e-5)
+    np.testing.assert_allclose(prefill(engine, sequences, reuse=False).outputs, expected, atol=1e-5)
     assert caplog.messages == []
     assert capfd.readouterr() == ("", "")
 
@@ -143,7 +143,9 @@ def test_labels_have_the_logits_of_their_tokens(published, tmp_path, tied):
     asked = engine.labels_in(None, labels)
     assert asked.one_token_each
     sequences = engine.tokenize(["my money is", "where is the"], prompt=asked.prompt)
-    result = engine.run(sequences, [False] * 2, [asked.prompt.reading_of(place) for place in range(2)])
+    result = prefill(
+        engine, sequences, reuse=False, plans=[asked.prompt.sequence_plan(index) for index in range(2)]
+    )
     found = engine.label_logits(asked, result.outputs, result.log_probabilities)
     plain = PlainDeepseek(tmp_path)
     tokens = [own[0] for own in asked.tokens]
@@ -151,7 +153,7 @@ def test_labels_have_the_logits_of_their_tokens(published, tmp_path, tied):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_an_expert_runs_once_for_all_tokens_that_are_sent_to_it(published, monkeypatch):
+def test_an_expert_runs_once_for_all_tokens_routed_to_it(published, monkeypatch):
     layer = load_model(read_checkpoint(published), torch.float32).layers[1]
     products = []
 
@@ -182,7 +184,7 @@ def test_an_expert_runs_once_for_all_tokens_that_are_sent_to_it(published, monke
     ],
     ids=str,
 )
-def test_what_is_not_served_is_refused_by_the_name_of_the_option(published, tmp_path, changes, message):
+def test_unsupported_options_are_refused_by_name(published, tmp_path, changes, message):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | changes))
     (tmp_path / "model.safetensors").write_bytes((published / "model.safetensors").read_bytes())
     with pytest.raises(UnsupportedModel, match=message) as refused:
@@ -197,6 +199,6 @@ def test_a_model_without_experts_is_dense(tmp_path):
     assert model_shape(checkpoint) == (3, 4)
     plain, sequences = PlainDeepseek(tmp_path), random_sequences([5, 9])
     assert not any("experts" in name for name in plain.weights)
-    found = PrefillEngine.load(checkpoint, dtype="float32").run(sequences, [False] * 2).outputs
+    found = prefill(PrefillEngine.load(checkpoint, dtype="float32"), sequences, reuse=False).outputs
     expected = [plain.hidden(ids).mean(dim=0).numpy() for ids in sequences]
     np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -1,7 +1,7 @@
-"""Models on another device than the CPU: nothing of a layer stays behind, and records come to it.
+"""Models on another device than the CPU: all tensors of a layer are on the device, and maps are copied to it.
 
 torch's meta device stands in for a GPU: it computes shapes only, and refuses to mix devices as a GPU does.
-Results are compared on a GPU, where there is one.
+If a GPU is present, its results are compared to the CPU's.
 """
 
 from dataclasses import replace
@@ -9,22 +9,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from core_models import SEAL, random_sequences
+from core_models import SEAL, layers_output, prefill, random_sequences
 from families import CASES, write_family
 
-from attncache_core.attention_maps.database import AttentionDatabase
-from attncache_core.attention_maps.fetch import Fetch
-from attncache_core.attention_maps.search import no_reuse
-from attncache_core.attention_maps.segment_writer import SegmentWriter
-from attncache_core.attention_maps.store import MapForm, RecordKind, RecordLayout, Segment
-from attncache_core.attention_maps.substitution import collect_maps
-from attncache_core.checkpoint import read_checkpoint
-from attncache_core.devices import resolve_device
-from attncache_core.engine import PrefillEngine
+from attncache_core.calibration.substitution import collect_maps
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
-from attncache_core.forward import forward
 from attncache_core.models import load_model
-from attncache_core.tokens import pack
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.fetch import Fetch
+from attncache_core.reuse.plan import no_reuse
+from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout
+from attncache_core.reuse.storage.segment import Segment
+from attncache_core.reuse.storage.segment_writer import SegmentWriter
+from attncache_core.runtime.devices import resolve_device
+from attncache_core.text.token_batch import pack
 
 LENGTHS, RECORDED = [4, 4, 9], 4
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
@@ -36,7 +36,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 def recorded(checkpoint, folder):
-    """A segment with the maps of the first sequence."""
+    """Record the maps of the first sequence in a segment."""
     model, ids = load_model(checkpoint, torch.float32), random_sequences(LENGTHS)[0]
     layout = RecordLayout((model.layers[0].heads,) * len(model.layers), torch.float16, MapForm.SQUARE)
     with SegmentWriter(folder / "a.maps", RECORDED, 1, layout, SEAL) as writer:
@@ -46,33 +46,35 @@ def recorded(checkpoint, folder):
 
 
 def run(checkpoint, segment, device, fetch):
-    """Representations of three sequences, the first of which hits; half of the heads are reused."""
+    """Return the representations of three sequences. The first is a hit; half of the heads are reused."""
     full = load_model(checkpoint, torch.float32)
     half = [full.layers[0].heads // 2] * len(full.layers)
     model = load_model(checkpoint, torch.float32, reused_heads=half, device=device)
     batch = pack(random_sequences(LENGTHS))
     plan = replace(no_reuse(3), records=np.array([0, -1, -1]))
     with torch.inference_mode():
-        hidden, _ = forward(model, batch, model.embed(batch), plan, {RECORDED: segment}, fetch)
+        hidden = layers_output(
+            model, batch, model.embed(batch), replace(plan, segments={RECORDED: segment}), fetch
+        )
         return model.outputs(hidden, batch).representation
 
 
 @pytest.mark.parametrize("fetch", [Fetch.GATHER, Fetch.VIEWS, Fetch.MAPPED])
-def test_no_tensor_of_a_model_stays_on_the_processor(checkpoint, tmp_path, fetch):
+def test_no_tensor_of_a_model_stays_on_the_cpu(checkpoint, tmp_path, fetch):
     device = torch.device("meta")
     segment = recorded(checkpoint, tmp_path)
     try:
         assert run(checkpoint, segment, device, fetch).device == device
     except (RuntimeError, NotImplementedError) as error:
         if "Expected inputs of BF16" in str(error) or "aten::bincount" in str(error):
-            pytest.skip("meta has not all products of experts, and no numbers that say who meets which")
+            pytest.skip("the meta device lacks some products of experts, and cannot route tokens")
         raise
 
 
 @pytest.mark.cuda
 @needs_gpu
 @pytest.mark.parametrize("fetch", [Fetch.GATHER, Fetch.VIEWS])
-def test_a_gpu_computes_what_the_processor_does(checkpoint, tmp_path, fetch):
+def test_a_gpu_computes_what_the_cpu_does(checkpoint, tmp_path, fetch):
     segment = recorded(checkpoint, tmp_path)
     on_gpu, on_cpu = (run(checkpoint, segment, torch.device(name), fetch).cpu() for name in ("cuda", "cpu"))
     torch.testing.assert_close(on_gpu, on_cpu, atol=1e-4, rtol=0)
@@ -86,14 +88,14 @@ def test_an_engine_on_a_gpu_serves_a_database(tiny_checkpoint, tiny_database, ti
     outputs = []
     for device in ("cuda", "cpu"):
         engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32", device=device)
-        result = engine.run(engine.tokenize(texts), [True] * len(texts))
+        result = prefill(engine, engine.tokenize(texts))
         assert all(outcome.is_hit for outcome in result.outcomes)
         outputs.append(result.outputs)
     np.testing.assert_allclose(*outputs, atol=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(tiny_checkpoint):
+def test_a_missing_gpu_is_refused_with_the_remedy(tiny_checkpoint):
     with pytest.raises(InvalidInput, match="choose cpu") as refused:
         PrefillEngine.load(tiny_checkpoint, device="cuda")
     assert refused.value.field == "device"

@@ -1,11 +1,11 @@
-"""A model without some of its attention modules or blocks is Hugging Face's with those modules bypassed."""
+"""A model with dropped attention modules or blocks equals Hugging Face's model with the modules bypassed."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from core_models import random_sequences, write_sentence_transformer
+from core_models import prefill, random_sequences, write_sentence_transformer
 from core_reference import FLOAT32, SIXTEEN_BITS, Reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +23,8 @@ from attncache_core import (
     find_checkpoint,
     find_variant,
 )
-from attncache_core.checkpoint import DroppedLayers
-from attncache_core.evaluation.shared_maps import SharedMapsEngine, lazyformer_blocks
+from attncache_core.checkpoints.checkpoint import DroppedLayers
+from attncache_core.evaluation.shared_maps import lazyformer_blocks, shared_maps_engine
 from attncache_core.models import load_model, model_shape
 from attncache_core.models.linear import PackedLinear
 
@@ -33,7 +33,7 @@ LAYERS = 3
 
 @pytest.fixture(scope="module")
 def variant(tiny_checkpoint):
-    """The tiny model without these layers, written as an operator does."""
+    """A function that makes variants of the tiny model from layer numbers in the format of the options."""
     return lambda attention="", blocks="": find_variant(
         str(tiny_checkpoint.folder), drop_attention=attention, drop_block=blocks
     )
@@ -41,7 +41,7 @@ def variant(tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def pruned(variant, tiny_corpus, tmp_path_factory):
-    """A model without the attention of layer 1, its engine in full, and a database of it."""
+    """A model without the attention of layer 1, its engine without reuse, and its database."""
     checkpoint = variant("1")
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     folder = tmp_path_factory.mktemp("databases") / "pruned.db"
@@ -51,7 +51,7 @@ def pruned(variant, tiny_corpus, tmp_path_factory):
 
 
 def bypassed(folder, attention, blocks):
-    """Hugging Face's model whose modules give back what they are given."""
+    """Return Hugging Face's model with some modules replaced by the identity."""
     reference = Reference(folder)
     layers = reference.model.encoder.layer
     for number in attention:
@@ -63,10 +63,10 @@ def bypassed(folder, attention, blocks):
 
 def embeddings(checkpoint, sequences):
     engine = PrefillEngine.load(checkpoint, dtype="float32")
-    return engine.run(sequences, [False] * len(sequences)).outputs
+    return prefill(engine, sequences, reuse=False).outputs
 
 
-# What becomes of each layer; one at least attends.
+# What remains of each layer. At least one layer keeps its attention.
 kinds = st.tuples(*[st.sampled_from(["whole", "attention", "block"])] * LAYERS).filter(
     lambda chosen: "whole" in chosen
 )
@@ -100,8 +100,8 @@ def test_nothing_dropped_is_the_model_itself(variant, tiny_checkpoint, tiny_refe
     ("attention", "blocks", "part"),
     [("1", "", "layer.1.attention."), ("", "1", "layer.1."), ("0,2", "", "layer.2.attention.")],
 )
-def test_what_is_dropped_is_never_computed(tmp_path, attention, blocks, part):
-    """Its weights are no numbers, which would spread to every output."""
+def test_dropped_parts_are_never_computed(tmp_path, attention, blocks, part):
+    """The weights of the dropped parts are NaN, which would spread to every output."""
     write_sentence_transformer(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     for name, weight in weights.items():
@@ -117,8 +117,8 @@ def test_what_is_dropped_is_never_computed(tmp_path, attention, blocks, part):
 @pytest.mark.parametrize(
     ("attention", "blocks", "packs"), [("", "", 12), ("0", "", 10), ("", "2", 8), ("0", "2", 6)]
 )
-def test_nothing_that_is_dropped_is_packed(variant, monkeypatch, attention, blocks, packs):
-    """A layer packs its projections, its output, up and down."""
+def test_dropped_parts_are_not_packed(variant, monkeypatch, attention, blocks, packs):
+    """A layer packs four linear layers: projections, output, up and down."""
     packed = []
     make = PackedLinear.__init__
     monkeypatch.setattr(PackedLinear, "__init__", lambda *given: packed.append(given) or make(*given))
@@ -148,9 +148,9 @@ def test_every_variant_has_a_fingerprint_of_its_own(variant):
         ("first", "", "drop_attention", "written like"),
         ("2-1", "", "drop_attention", "upwards"),
         ("0,1", "1,2", "drop_attention", "layer 1 is dropped with its whole block"),
-        ("0-2", "", "drop_attention", "at least must keep its attention"),
-        ("", "0-2", "drop_block", "at least must keep its attention"),
-        ("0", "1,2", "drop_attention", "at least must keep its attention"),
+        ("0-2", "", "drop_attention", "at least one layer must keep its attention"),
+        ("", "0-2", "drop_block", "at least one layer must keep its attention"),
+        ("0", "1,2", "drop_attention", "at least one layer must keep its attention"),
     ],
 )
 def test_layers_that_cannot_be_dropped_are_refused_by_name(variant, attention, blocks, field, words):
@@ -159,34 +159,34 @@ def test_layers_that_cannot_be_dropped_are_refused_by_name(variant, attention, b
     assert caught.value.field == field
 
 
-def test_layers_that_are_not_there_are_refused_by_whatever_loads_the_model(tiny_checkpoint):
+def test_missing_layers_are_refused_when_the_model_is_loaded(tiny_checkpoint):
     checkpoint = replace(tiny_checkpoint, dropped=DroppedLayers(blocks=frozenset({-1})))
     with pytest.raises(InvalidInput, match="layers 0 to 2"):
         load_model(checkpoint, torch.float32)
 
 
-def test_recorded_texts_hit_themselves_and_give_what_the_pruned_model_gives(pruned, tiny_corpus):
+def test_recorded_texts_hit_themselves_with_the_pruned_models_outputs(pruned, tiny_corpus):
     checkpoint, full, folder = pruned
     database = AttentionDatabase.open(folder)
     assert database.mask.reused == (4, 4)
     assert database.verify() == []
     engine = PrefillEngine.load(checkpoint, database=database, dtype="float32")
     sequences = engine.tokenize([sentence.text for sentence in tiny_corpus[::12]])
-    served = engine.run(sequences, [True] * len(sequences))
+    served = prefill(engine, sequences)
     assert set(served.outcomes) == {Outcome.HIT}
-    expected = full.run(sequences, [False] * len(sequences)).outputs
+    expected = prefill(full, sequences, reuse=False).outputs
     np.testing.assert_allclose(served.outputs, expected, atol=SIXTEEN_BITS, rtol=0)
     reference = bypassed(checkpoint.folder, {1}, ()).means(sequences)
     np.testing.assert_allclose(served.outputs, reference, atol=SIXTEEN_BITS, rtol=0)
 
 
-def test_a_text_that_takes_anothers_maps_is_no_longer_the_models(pruned):
+def test_a_text_with_another_texts_maps_differs_from_the_full_computation(pruned):
     checkpoint, full, folder = pruned
     engine = PrefillEngine.load(checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
     sequences = random_sequences([7, 8], seed=5)
-    served = engine.run(sequences, [True, True])
+    served = prefill(engine, sequences)
     assert served.outcomes == (Outcome.HIT, Outcome.HIT)
-    assert abs(served.outputs - full.run(sequences, [False, False]).outputs).max() > 10 * SIXTEEN_BITS
+    assert abs(served.outputs - prefill(full, sequences, reuse=False).outputs).max() > 10 * SIXTEEN_BITS
 
 
 @pytest.mark.parametrize(("attention", "blocks"), [("", ""), ("2", ""), ("", "1"), ("1", "2"), ("1,2", "")])
@@ -202,24 +202,26 @@ def test_a_database_of_the_whole_model_is_refused_by_a_pruned_one(tiny_database,
 
 
 def test_neighbouring_layers_of_a_pruned_model_can_share_maps(variant):
-    """The layers that attend are what is counted: 0 and 2 are neighbours."""
+    """Only layers with attention count, so layers 0 and 2 are adjacent."""
     checkpoint = variant("1")
     sequences = random_sequences([9, 4])
     alone, shared = (
-        SharedMapsEngine.load(checkpoint, lazyformer_blocks(2, size), dtype="float32").run(sequences).outputs
+        prefill(
+            shared_maps_engine(checkpoint, lazyformer_blocks(2, size), dtype="float32"), sequences
+        ).outputs
         for size in (1, 2)
     )
     np.testing.assert_allclose(alone, embeddings(checkpoint, sequences), atol=FLOAT32, rtol=0)
     assert abs(alone - shared).max() > 100 * FLOAT32
 
 
-def test_engine_and_database_say_what_is_dropped(pruned):
+def test_engine_and_database_report_the_dropped_layers(pruned):
     checkpoint, engine, folder = pruned
-    assert engine.info()["variant"] == {"dropped_attention": [1]} == checkpoint.variant
+    assert engine.info().variant == {"dropped_attention": [1]} == checkpoint.variant
     assert AttentionDatabase.open(folder).manifest.build["variant"] == {"dropped_attention": [1]}
 
 
-def test_family_that_is_not_served_is_refused_before_its_layers_are_read(tmp_path):
+def test_unsupported_family_is_refused_before_its_layers_are_read(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bart"}')
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(UnsupportedModel, match="family 'bart'"):

@@ -1,4 +1,4 @@
-"""Encoders from a folder, with a tokenizer of their family's kind, to embeddings and classes."""
+"""Encoders of every family, with the family's kind of tokenizer: embeddings, classes and limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import PLAIN_WORDS, SPECIAL, WORDS, random_sequences, random_text
+from core_models import PLAIN_WORDS, SPECIAL, WORDS, prefill, random_sequences, random_text
 from core_reference import reference_logits
 from families import ENCODERS, SIZES, write_family
 from sentence_transformers import SentenceTransformer
@@ -31,20 +31,19 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
-from attncache_core import models
-from attncache_core.checkpoint import read_checkpoint
-from attncache_core.engine import PrefillEngine
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import UnsupportedModel
-from attncache_core.models import load_model
-from attncache_core.tokenizer import TextTokenizer
+from attncache_core.models import load, load_model
+from attncache_core.text.tokenizer import TextTokenizer
 
-# float32 sums in another order, over layers whose strong weights make numbers of size 10 on the way.
+# float32 sums in another order, in layers with large weights and intermediate values of magnitude 10.
 FLOAT32 = 1e-4
-SENTENCES = ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")  # special tokens of RoBERTa's kind
+SENTENCES = ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")  # the special tokens of RoBERTa and XLM-RoBERTa
 
 
 def byte_pairs():
-    """A tokenizer of RoBERTa's kind: byte-level BPE."""
+    """Make a tokenizer like RoBERTa's: byte-level BPE."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -61,19 +60,19 @@ def byte_pairs():
 
 
 def pieces(special):
-    """Scored pieces, as SentencePiece has them."""
+    """Make a vocabulary of scored pieces, as SentencePiece has."""
     scored = [(f"▁{word}", -2.0 - number / 10) for number, word in enumerate(PLAIN_WORDS)]
     return [(token, 0.0) for token in special] + scored + [("▁", -5.0), ("s", -6.0)]
 
 
 def numbered(special):
-    """A WordPiece vocabulary."""
+    """Make a WordPiece vocabulary."""
     return {piece: number for number, piece in enumerate((*special, *WORDS))}
 
 
-# Which tokens these are of the tokenizer's; the defaults lie beyond a tiny vocabulary.
+# The ids of special tokens in the tiny vocabulary; the default ids are beyond its end.
 SPECIAL_IDS = {"bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
-# Model type -> its configuration and a tokenizer of its kind.
+# Model type -> its configuration class and a function that makes its kind of tokenizer.
 TOKENIZED = {
     "roberta": (RobertaConfig, byte_pairs),
     "deberta-v2": (DebertaV2Config, lambda: DebertaV2Tokenizer(pieces(SPECIAL))),
@@ -85,7 +84,7 @@ TOKENIZED = {
 
 
 def write_tokenized(folder, family, longest, **changes):
-    """A plain folder of a family's model with the family's own kind of tokenizer."""
+    """Write a plain folder with a family's model and the family's kind of tokenizer."""
     config, make_tokenizer = TOKENIZED[family]
     tokenizer = make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
@@ -105,7 +104,7 @@ def test_embeddings_of_a_plain_folder_are_those_of_sentence_transformers(tmp_pat
     theirs = SentenceTransformer(str(checkpoint.folder), device="cpu").encode(texts)
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     assert max(map(len, engine.tokenize(texts))) == engine.max_tokens == 30
-    np.testing.assert_allclose(engine.embed(texts), theirs, atol=FLOAT32)
+    np.testing.assert_allclose(engine.embed(texts, normalize=False), theirs, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -116,7 +115,7 @@ def test_classes_are_those_of_hugging_face(tmp_path, name):
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     assert engine.task == "classify"
     assert engine.labels == tuple(labels)
-    logits = engine.run(sequences, [False] * len(sequences)).outputs
+    logits = prefill(engine, sequences, reuse=False).outputs
     np.testing.assert_allclose(logits, reference_logits(tmp_path, sequences), atol=FLOAT32)
 
 
@@ -132,20 +131,21 @@ def test_classes_are_those_of_hugging_face(tmp_path, name):
         ("distilbert", {"max_position_embeddings": 512, "pad_token_id": 0}, 512),
     ],
 )
-def test_positions_before_the_first_are_no_room_for_tokens(tiny_checkpoint, family, entries, longest):
+def test_position_limit_excludes_the_positions_before_the_first(tiny_checkpoint, family, entries, longest):
     config = {"model_type": family} | entries
     assert replace(tiny_checkpoint, config=config).position_limit == longest
 
 
 @pytest.mark.parametrize("family", ["roberta", "mpnet"])
-def test_text_of_as_many_tokens_as_there_are_positions_is_served_and_cut_there(tmp_path, family):
+def test_text_is_cut_at_the_number_of_positions(tmp_path, family):
     checkpoint = write_tokenized(tmp_path, family, longest=10**30, max_position_embeddings=34)
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     assert engine.max_tokens == 32
     texts = ["my card " * 40]
     theirs = SentenceTransformer(str(checkpoint.folder), device="cpu")
     theirs.max_seq_length = 32
-    np.testing.assert_allclose(engine.embed(texts), theirs.encode(texts), atol=FLOAT32)
+    found = engine.embed(texts, normalize=False)
+    np.testing.assert_allclose(found, theirs.encode(texts), atol=FLOAT32)
 
 
 def test_deberta_with_a_convolution_is_refused_by_the_name_of_the_option(tmp_path):
@@ -159,23 +159,23 @@ def test_deberta_with_a_convolution_is_refused_by_the_name_of_the_option(tmp_pat
 @pytest.mark.skipif(not torch._C._has_mkldnn, reason="weights are not packed")
 @pytest.mark.parametrize("labels", [(), ("a", "b")], ids=["embed", "classify"])
 @pytest.mark.parametrize("name", ENCODERS)
-def test_weights_of_a_layer_are_held_packed_alone(tmp_path, name, labels):
+def test_only_the_packed_weights_of_a_layer_stay_in_memory(tmp_path, name, labels):
     checkpoint = read_checkpoint(write_family(tmp_path, ENCODERS[name].made(), labels))
-    read, rows = models._read_weights, []
+    read, rows = load._read_weights, []
 
     def noted(*arguments):
         model = read(*arguments)
         layers = next(
             module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList)
         )
-        # A row of each: enough to know the whole by.
+        # One row identifies a weight.
         rows.extend(
             part.weight.detach()[3].clone() for part in layers.modules() if isinstance(part, torch.nn.Linear)
         )
         return model
 
     others = {id(tensor) for tensor in matrices()}
-    with mock.patch.object(models, "_read_weights", noted):
+    with mock.patch.object(load, "_read_weights", noted):
         model = load_model(checkpoint, torch.float32, reused_heads=[2, 0, 4])
     gc.collect()
     assert len(rows) >= 4 * len(model.layers)
@@ -189,7 +189,7 @@ def test_weights_of_a_layer_are_held_packed_alone(tmp_path, name, labels):
 
 
 def matrices():
-    """Everything alive that may be a weight as it was read."""
+    """Return all living tensors that may be an unpacked weight."""
     return [
         found
         for found in gc.get_objects()

@@ -1,4 +1,4 @@
-"""Every family on packed tokens is Hugging Face's, with and without reused maps."""
+"""Every family on packed tokens equals Hugging Face's model, with and without reused maps."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import COMPUTING, SEAL, attention_by, needs_bfloat16, random_sequences
+from core_models import COMPUTING, SEAL, attention_by, layers_output, needs_bfloat16, random_sequences
 from core_reference import rounded
 from families import CASES, HEADS, SIZES, Case, write_family
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attncache_core import models
-from attncache_core.attention_maps.recording import smallest_form
-from attncache_core.attention_maps.search import no_reuse
-from attncache_core.attention_maps.segment_writer import SegmentWriter
-from attncache_core.attention_maps.store import RecordKind, RecordLayout, Segment, segment_path
-from attncache_core.attention_maps.substitution import collect_maps
-from attncache_core.checkpoint import DroppedLayers, read_checkpoint
-from attncache_core.forward import forward, hits_first
-from attncache_core.models import load_model
+from attncache_core.build.recording import smallest_form
+from attncache_core.calibration.substitution import collect_maps
+from attncache_core.checkpoints.checkpoint import DroppedLayers
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.forward import hits_first
+from attncache_core.models import load, load_model, with_reused_heads
 from attncache_core.models.rotary import Rotary
-from attncache_core.tokens import pack, rounded_up
+from attncache_core.reuse.plan import no_reuse
+from attncache_core.reuse.storage.layout import RecordKind, RecordLayout, segment_path
+from attncache_core.reuse.storage.segment import Segment
+from attncache_core.reuse.storage.segment_writer import SegmentWriter
+from attncache_core.text.token_batch import pack, rounded_up
 
-# float32 sums in another order, over layers whose strong weights make numbers of size 10 on the way.
+# float32 sums in another order, in layers with large weights and intermediate values of magnitude 10.
 FLOAT32 = 1e-4
-# Maps kept in 16 bits are off by up to 2^-11 of themselves; three layers of strong weights make 1e-2 of it.
+# Maps in 16 bits have relative errors up to 2^-11, which three layers of large weights amplify to 1e-2.
 SIXTEEN_BITS = 2e-2
 
 LAYERS = SIZES["num_hidden_layers"]
 ORDERS = [(2, 0, 3, 1), (3, 2, 1, 0), (1, 3, 0, 2)]
-# Of each layer; with two heads to a key, (2, 0) is a group in part, (3, 2) one as a whole.
+# Numbers of reused heads per layer. With two query heads per key head, the first two heads of ORDERS[0]
+# belong to different groups, and the first two heads of ORDERS[1] are a whole group.
 MASKS = [(4, 4, 4), (1, 2, 3), (3, 0, 2)]
 
 NOTHING = DroppedLayers()
@@ -51,7 +53,7 @@ any_lengths = st.lists(st.one_of(st.integers(1, 24), st.sampled_from([31, 32, 80
 
 @dataclass
 class Family:
-    """One case's checkpoint, and models of it."""
+    """The checkpoint of one case, and the models loaded from it."""
 
     case: Case
     folder: Path
@@ -66,11 +68,11 @@ class Family:
         return self.case.reference(self.checkpoint.folder)
 
     def model(self, reused=None, orders=None, dtype=torch.float32, dropped=NOTHING):
-        """The packed model, whose outputs are all tokens' last hidden states."""
+        """Load the packed model without pooling: its outputs are the last hidden states of all tokens."""
         key = (reused, tuple(map(tuple, orders or ())), dtype, dropped)
         if key not in self.loaded:
             checkpoint = replace(self.checkpoint, dropped=dropped)
-            with mock.patch.object(models, "pool", lambda hidden, batch, **_: hidden):  # noqa: ARG005
+            with mock.patch.object(load, "pool", lambda hidden, batch, **_: hidden):  # noqa: ARG005
                 self.loaded[key] = load_model(checkpoint, dtype, head_order=orders, reused_heads=reused)
         return self.loaded[key]
 
@@ -87,34 +89,37 @@ def computing(request):
 
 
 @torch.inference_mode()
-def last_hidden(model, sequences, plan=None, segments=None):
-    """The last hidden states of each sequence, in the order given; `plan` in packed order."""
+def last_hidden(model, sequences, plan=None):
+    """Return the last hidden states of each sequence, in the given order; `plan` is in packed order."""
     batch = pack(sequences).filled()
     plan = plan or no_reuse(len(sequences))
     batch, hidden, plan = hits_first(batch, model.embed(batch), plan)
-    hidden, _ = forward(model, batch, hidden, plan, segments or {})
+    hidden = layers_output(model, batch, hidden, plan)
     rows = model.outputs(hidden, batch).rows[: batch.offsets[-1]]
     parts = torch.split(rows, batch.lengths.tolist())
-    return [parts[place] for place in batch.order.argsort()]
+    return [parts[index] for index in batch.order.argsort()]
 
 
 def donated(full, reused, sequences, donors, folder):
-    """What last_hidden needs for sequences served by the maps of a donor each (its ids; None: a miss)."""
+    """Record the maps of the donors, and return a plan that serves each sequence with its donor's maps.
+
+    donors: for each sequence the token ids of its donor, or None for a miss.
+    """
     segments, records = {}, np.full(len(sequences), -1)
     layout = RecordLayout(reused, torch.float16, smallest_form(full))
     for length in {len(donor) for donor in donors if donor}:
-        own = [place for place, donor in enumerate(donors) if donor and len(donor) == length]
+        own = [index for index, donor in enumerate(donors) if donor and len(donor) == length]
         path = segment_path(folder, length)
         with SegmentWriter(path, length, len(own), layout, SEAL) as writer:
-            for record, place in enumerate(own):
-                maps = collect_maps(full, pack([donors[place]]))
+            for record, index in enumerate(own):
+                maps = collect_maps(full, pack([donors[index]]))
                 stored = [group[0, :held].half() for (group,), held in zip(maps, reused, strict=True)]
-                writer.append(stored, donors[place], RecordKind.STORED)
-                records[place] = record
+                writer.append(stored, donors[index], RecordKind.STORED)
+                records[index] = record
         segments[length] = Segment(path, length, layout, SEAL)
     nothing = no_reuse(len(sequences))
     records = records[pack(sequences).order]
-    return replace(nothing, records=records), segments
+    return replace(nothing, records=records, segments=segments)
 
 
 def assert_near(found, expected, tolerance):
@@ -139,7 +144,7 @@ def test_sixteen_bit_activations_keep_the_direction_of_most_hidden_states(family
     expected = torch.cat([family.reference.hidden(ids) for ids in sequences])
     found = torch.cat(last_hidden(family.model(dtype=torch.bfloat16), sequences))
     assert found.dtype is torch.bfloat16
-    # Now and then a token meets another expert than in float32.
+    # Rounding occasionally routes a token to another expert than in float32.
     assert torch.cosine_similarity(found.float(), expected, dim=1).median() >= 0.999
 
 
@@ -156,6 +161,21 @@ def test_model_is_the_same_with_its_heads_in_any_order_and_any_of_them_reusable(
     sequences = random_sequences([5, 30, 5, 17])
     found = last_hidden(family.model(reused, ORDERS), sequences)
     assert_near(found, last_hidden(family.model(), sequences), FLOAT32)
+
+
+@pytest.mark.parametrize("reused", MASKS)
+def test_heads_of_a_loaded_model_are_reused_as_if_it_was_loaded_with_them(family, tmp_path, reused):
+    sequences = random_sequences([5, 30, 5, 17])
+    natural = [range(4)] * 3
+    served = donated(family.model(), reused, sequences, [sequences[2], None, sequences[0], None], tmp_path)
+    try:
+        again = with_reused_heads(family.model(), family.checkpoint, reused)
+    except NotImplementedError:
+        assert "deepseek_v" in family.checkpoint.config["model_type"]
+        return
+    for plan in (None, served):
+        found = last_hidden(again, sequences, plan)
+        assert_near(found, last_hidden(family.model(reused, natural), sequences, plan), FLOAT32)
 
 
 @pytest.mark.parametrize("dropped", DROPPED, ids=str)
@@ -176,9 +196,9 @@ def test_a_recorded_sequence_that_hits_itself_gives_the_full_models_output(famil
     sequences = random_sequences([7, 12, 7, 30])
     full = family.model(orders=ORDERS)
     served = donated(full, reused, sequences, sequences, tmp_path)
-    found = last_hidden(family.model(reused, ORDERS), sequences, *served)
+    found = last_hidden(family.model(reused, ORDERS), sequences, served)
     away = (torch.cat(found) - torch.cat(last_hidden(full, sequences))).abs().amax(dim=1)
-    # Rounding may send a token to another expert, and with it those that attend to it.
+    # Rounding may route a token to another expert, which also changes the tokens that attend to this token.
     assert away.quantile(0.8 if family.case.experts else 1.0) <= SIXTEEN_BITS
 
 
@@ -189,17 +209,17 @@ def test_a_hit_has_its_donors_maps_in_the_masks_heads_and_its_own_in_the_others(
     donors = random_sequences([9, 6, 9, 14], seed=2)
     donors[2] = None
     served = donated(family.model(orders=ORDERS), reused, sequences, donors, tmp_path)
-    found = last_hidden(family.model(reused, ORDERS), sequences, *served)
+    found = last_hidden(family.model(reused, ORDERS), sequences, served)
     for hidden, ids, donor in zip(found, sequences, donors, strict=True):
         chosen = chosen_maps(family.reference, donor, reused) if donor else {}
         expected = family.reference.hidden_with_maps(ids, chosen)
         torch.testing.assert_close(hidden, expected, atol=SIXTEEN_BITS, rtol=0)
-        # The donor is another sequence, and far enough to be seen.
+        # The donor is another sequence, and its maps change the output visibly.
         assert not donor or abs(expected - family.reference.hidden(ids)).max() > 10 * SIXTEEN_BITS
 
 
 def chosen_maps(reference, donor, reused):
-    """The donor's maps, as a record keeps them, of the heads that are reused."""
+    """Return the donor's maps of the reused heads, rounded as in a record."""
     maps = rounded(reference.maps(donor))
     return {
         (layer, head): maps[layer, head]
@@ -210,7 +230,7 @@ def chosen_maps(reference, donor, reused):
 
 @dataclass
 class Spy:
-    """A layer that notes what it is asked for: the shapes of Q and K [tokens, heads] of each call."""
+    """A layer that notes the shapes [tokens, heads] of Q and K in each call."""
 
     layer: object
     projected: list = field(default_factory=list)
@@ -238,7 +258,7 @@ class Spy:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What runs beside the layers' own methods: (name, shape of the input) of modules and rotations."""
+    """A list of (name, shape of the input) of the modules and rotations that run."""
     noted = []
 
     def note(module, arguments, _):
@@ -256,8 +276,8 @@ def calls(monkeypatch):
     hook.remove()
 
 
-def heads_placed(calls):
-    """(tokens, heads, d) of what was rotated, or normalised head by head, call by call."""
+def transformed_heads(calls):
+    """Return the shapes (tokens, heads, d) of all inputs that were rotated, or normalised per head."""
     return [shape for name, shape in calls if name == "Rotary" or ("Norm" in name and len(shape) == 3)]
 
 
@@ -284,8 +304,8 @@ def test_hits_compute_no_q_k_rotation_norm_or_softmax_of_reused_heads_but_run_al
         assert spy.projected == [((tokens, HEADS), (tokens, HEADS - count))]
         assert spy.projected_reused == []
         assert spy.attended == ([(tokens, HEADS - count)] if count < HEADS else [])
-    # K has fewer heads than Q where they are shared.
-    assert max((heads for _, heads, _ in heads_placed(calls)), default=0) <= HEADS - min(reused)
+    # K has fewer heads than Q if query heads share keys.
+    assert max((heads for _, heads, _ in transformed_heads(calls)), default=0) <= HEADS - min(reused)
 
 
 @pytest.mark.parametrize("reused", MASKS)
@@ -301,11 +321,11 @@ def test_in_a_mixed_batch_only_misses_have_q_and_k_of_the_reused_heads(family, c
         assert spy.projected_reused == ([(missed, count)] if count else [])
         assert sum(rows * heads for rows, heads in spy.attended) == tokens * (HEADS - count) + missed * count
     if reused == (HEADS,) * LAYERS:
-        assert {rows for rows, *_ in heads_placed(calls)} <= {missed}
+        assert {rows for rows, *_ in transformed_heads(calls)} <= {missed}
 
 
 def spied_run(model, sequences, served):
     spies = [Spy(layer) for layer in model.layers]
     with mock.patch.object(model, "layers", spies):
-        last_hidden(model, sequences, *served)
+        last_hidden(model, sequences, served)
     return spies

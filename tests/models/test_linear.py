@@ -1,4 +1,4 @@
-"""A packed layer computes what torch's own layer computes, and other modules are left as they are."""
+"""A packed layer computes what torch's layer computes; other modules are not packed."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from attncache_core.models.linear import ActivatedLinear, packed
 from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
 
-# Sums of 24 products of numbers of size 1, in another order.
+# Sums of 24 products of magnitude 1, in another order.
 TOLERANCE = 1e-5
 
 PLAIN = {
@@ -25,7 +25,7 @@ PLAIN = {
 
 
 class Doubled(nn.Linear):
-    """A subclass that computes something else than its weights say."""
+    """A subclass of nn.Linear that computes something else."""
 
     def forward(self, x):
         return 2 * super().forward(x)
@@ -38,7 +38,7 @@ def layer_and_input(rows=7, kind=nn.Linear, bias=True):
 
 @settings(max_examples=40)
 @given(st.integers(1, 700))
-def test_packed_layer_serves_any_number_of_rows(rows):
+def test_packed_layer_works_for_any_number_of_rows(rows):
     layer, x = layer_and_input(rows)
     torch.testing.assert_close(PackedLinear(layer.weight, layer.bias)(x), layer(x), atol=TOLERANCE, rtol=0)
 
@@ -48,7 +48,7 @@ def test_packed_layer_without_bias():
     torch.testing.assert_close(PackedLinear(layer.weight)(x), layer(x), atol=TOLERANCE, rtol=0)
 
 
-def test_rows_of_a_slice_are_projected_like_rows_of_their_own():
+def test_a_slice_of_rows_is_projected_like_a_copy():
     layer, x = layer_and_input(rows=9)
     torch.testing.assert_close(
         PackedLinear(layer.weight, layer.bias)(x[4:]), layer(x[4:].clone()), atol=TOLERANCE, rtol=0
@@ -56,7 +56,7 @@ def test_rows_of_a_slice_are_projected_like_rows_of_their_own():
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Doubled])
-def test_residual_is_added_and_left_alone(kind):
+def test_residual_is_added_and_not_modified(kind):
     layer, x = layer_and_input(kind=kind)
     residual = torch.randn(7, 16)
     before = residual.clone()
@@ -92,7 +92,7 @@ def test_only_the_plain_layer_with_a_fusable_activation_is_packed(kind, name, ex
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)])
 @pytest.mark.parametrize("name", [None, *ACTIVATIONS])
-def test_what_is_no_number_stays_none_whatever_the_activation(name, dtype):
+def test_nan_stays_nan_for_every_activation(name, dtype):
     layer, x = layer_and_input(rows=40)
     x[3, 5] = torch.nan
     found = PackedLinear(layer.weight.to(dtype), layer.bias.to(dtype), name)(x.to(dtype)).isnan()
@@ -109,7 +109,7 @@ def test_sixteen_bit_layer_is_close_to_the_32_bit_one(name):
     layer, x = layer_and_input()
     expected = PLAIN[name](layer(x)) if name else layer(x)
     found = PackedLinear(layer.weight.bfloat16(), layer.bias.bfloat16(), name)(x.bfloat16())
-    # Inputs, weights and result each keep 8 bits: 2^-8 of numbers up to 3, and sums of 24 of them.
+    # Inputs, weights and result have 8 bits: errors of 2^-8 of numbers up to 3, in sums of 24 terms.
     torch.testing.assert_close(found.float(), expected, atol=0.03, rtol=0)
 
 
@@ -125,7 +125,7 @@ def test_without_onednn_the_arithmetic_is_the_same(name, monkeypatch):
         torch.testing.assert_close(plain(x, residual), expected + residual, atol=TOLERANCE, rtol=0)
 
 
-def test_weights_given_later_do_not_change_a_packed_layer():
+def test_later_changes_of_the_weights_do_not_change_a_packed_layer():
     layer, x = layer_and_input()
     linear = PackedLinear(layer.weight.clone(), layer.bias)
     expected = layer(x)

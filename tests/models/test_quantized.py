@@ -1,4 +1,4 @@
-"""A quantised layer computes what its formula says, and says it of each row of its own."""
+"""A quantised layer computes its formula, and computes each row independently of the others."""
 
 import re
 from dataclasses import replace
@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import needs_bfloat16
+from core_models import layers_output, needs_bfloat16
 from families import CASES, DECODERS, write_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from attncache_core.attention_maps.search import no_reuse
-from attncache_core.checkpoint import Quantization, read_checkpoint
+from attncache_core.checkpoints.checkpoint import Quantization
+from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.errors import UnsupportedModel
-from attncache_core.forward import forward
+from attncache_core.heads.vectors import cosines
 from attncache_core.models import load_model, quantized
 from attncache_core.models.linear import packed, packed_linear, quantizing
 from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
@@ -27,19 +27,18 @@ from attncache_core.models.quantized import (
     Int4Linear,
     Int8Linear,
     Int8WeightOnlyLinear,
-    multiplies_integers,
+    int8_products_are_exact,
 )
 from attncache_core.native import rows
-from attncache_core.outputs import cosines
-from attncache_core.tokens import pack
+from attncache_core.text.token_batch import pack
 
 needs_integers = pytest.mark.skipif(
-    not multiplies_integers(), reason="this processor does not multiply 8-bit integers exactly"
+    not int8_products_are_exact(), reason="this processor does not multiply 8-bit integers exactly"
 )
 
 
 def by_operators(kind):
-    """This kind of layer where no kernel was built."""
+    """Return a function that makes this kind of layer without the compiled kernel."""
 
     def made(*arguments):
         with mock.patch.object(rows, "kernel", return_value=None):
@@ -55,16 +54,16 @@ INT8 = [
 WEIGHT_ONLY = [Int8WeightOnlyLinear, Int4Linear]
 LAYERS = [*INT8, *WEIGHT_ONLY]
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]
-# Sums of at most 200 products of numbers of size 1, in another order.
+# Sums of at most 200 products of magnitude 1, in another order.
 TOLERANCE = 1e-4
-# Of bfloat16's 8 bits, for sums of size 10 and below.
+# bfloat16 has 8 bits of precision, and sums have a magnitude up to 10.
 COARSE = 0.1
 
 shapes = st.tuples(st.integers(1, 150), st.integers(1, 200), st.integers(1, 70))  # rows, inputs, outputs
 
 
 def numbers(rows, inputs, outputs, dtype=torch.float32, seed=0):
-    """x, weight and bias; tokens and outputs differ much in size."""
+    """Make x, weight and bias; the rows of x and weight differ widely in magnitude."""
     torch.manual_seed(seed)
     x = torch.randn(rows, inputs) * torch.logspace(-2, 1, rows)[:, None]
     weight = torch.randn(outputs, inputs) * torch.logspace(-2, 0, outputs)[:, None] / inputs**0.5
@@ -72,7 +71,7 @@ def numbers(rows, inputs, outputs, dtype=torch.float32, seed=0):
 
 
 def rounded_to_8_bits(x):
-    """Each row as the nearest of 255 steps between its largest number, by size, and its opposite."""
+    """Round each row to 255 levels between plus and minus its largest absolute value."""
     step = x.float().abs().max(dim=1, keepdim=True).values / 127
     return (x.float() / step).round() * step
 
@@ -85,7 +84,7 @@ def test_int8_is_the_product_of_weights_and_rows_rounded_to_8_bits(kind, shape, 
     bias = bias if has_bias else None
     expected = functional.linear(rounded_to_8_bits(x), rounded_to_8_bits(weight), bias)
     off = (kind(weight, bias)(x) - expected).abs()
-    # A number within float32's error of the middle between two steps may go to either.
+    # A number halfway between two levels, within the error of float32, may be rounded to either.
     step = x.abs().amax(dim=1, keepdim=True) / 127 * weight.abs().amax(dim=1)
     assert (off <= TOLERANCE + 1e-5 * expected.abs() + step).all()
     assert (off > TOLERANCE + 1e-5 * expected.abs()).sum() <= shape[2]  # in one row at most
@@ -106,17 +105,17 @@ def test_int4_weights_are_within_half_a_step_of_their_group(inputs, outputs, see
     _, weight, _ = numbers(1, inputs, outputs, seed=seed)
     kept = Int4Linear(weight)(torch.eye(inputs)).T  # [outputs, inputs]
     for first in range(0, inputs, 32):
-        # The last group is filled up with zeros, which count for its range.
+        # The last group is padded with zeros, which count for its range.
         group = functional.pad(weight[:, first : first + 32], (0, max(0, first + 32 - inputs)))
         span = group.amax(dim=1, keepdim=True) - group.amin(dim=1, keepdim=True)
         off = (kept[:, first : first + 32] - weight[:, first : first + 32]).abs()
-        # Half of a fifteenth, and bfloat16's roundings of the step and of the least.
+        # Half a step is 1/30 of the range. The step and the minimum are also rounded to bfloat16.
         assert (off <= span / 30 + 0.01 * group.abs().amax(dim=1, keepdim=True) + 1e-6).all()
 
 
 @settings(max_examples=40)
 @given(shapes, st.booleans(), st.integers(0, 100))
-def test_int4_is_the_product_with_the_weights_it_keeps(shape, has_bias, seed):
+def test_int4_is_the_product_with_its_stored_weights(shape, has_bias, seed):
     x, weight, bias = numbers(*shape, seed=seed)
     bias = bias if has_bias else None
     kept = Int4Linear(weight)(torch.eye(shape[1])).T
@@ -128,7 +127,7 @@ def test_int4_is_the_product_with_the_weights_it_keeps(shape, has_bias, seed):
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 @settings(max_examples=40)
 @given(shape=shapes)
-def test_weights_are_the_same_to_the_last_bit_with_the_kernel_and_without(kind, dtype, shape):
+def test_results_are_bit_identical_with_the_kernel_and_without(kind, dtype, shape):
     x, weight, bias = numbers(*shape, dtype)
     assert torch.equal(kind(weight, bias)(x), by_operators(kind)(weight, bias)(x))
 
@@ -144,18 +143,18 @@ def test_row_of_a_batch_equals_the_row_alone(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", INT8)
-def test_int8_row_is_the_same_to_the_last_bit_whatever_its_company(kind):
+def test_int8_row_is_bit_identical_in_any_batch(kind):
     x, weight, bias = numbers(100, 96, 48)
     layer = kind(weight, bias)
-    company = x.clone()
-    company[1:] *= 1000
-    assert torch.equal(layer(company)[:1], layer(x)[:1])
+    other_batch = x.clone()
+    other_batch[1:] *= 1000
+    assert torch.equal(layer(other_batch)[:1], layer(x)[:1])
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 @settings(max_examples=20)
 @given(rows=st.lists(st.integers(0, 47), min_size=1, max_size=60))
-def test_choosing_rows_before_is_choosing_outputs_after(kind, rows):
+def test_selecting_weight_rows_equals_selecting_outputs(kind, rows):
     x, weight, bias = numbers(9, 64, 48)
     chosen = kind(weight[rows], bias[rows])(x)
     torch.testing.assert_close(chosen, kind(weight, bias)(x)[:, rows], atol=TOLERANCE, rtol=1e-5)
@@ -165,7 +164,7 @@ def test_choosing_rows_before_is_choosing_outputs_after(kind, rows):
 @pytest.mark.parametrize("rows", [7, 90])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_activation_is_of_the_product(kind, dtype, rows, activation):
+def test_activation_is_applied_to_the_product(kind, dtype, rows, activation):
     x, weight, bias = numbers(rows, 64, 48, dtype)
     expected = ACTIVATIONS[activation](kind(weight, bias)(x).float())
     found = kind(weight, bias, activation)(x)
@@ -177,7 +176,7 @@ def test_activation_is_of_the_product(kind, dtype, rows, activation):
 @pytest.mark.parametrize("rows", [7, 90])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_residual_is_added_and_left_alone(kind, dtype, rows):
+def test_residual_is_added_and_not_modified(kind, dtype, rows):
     x, weight, bias = numbers(rows, 64, 48, dtype)
     residual = torch.randn(rows, 48).to(dtype)
     before = residual.clone()
@@ -204,13 +203,13 @@ def test_bfloat16_is_float32_rounded(kind, rows):
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_row_that_is_not_finite_is_never_rounded_to_numbers(kind, dtype, number, activation):
+def test_row_that_is_not_finite_has_no_finite_result(kind, dtype, number, activation):
     x, weight, bias = numbers(9, 40, 24, dtype)
     layer = kind(weight, bias, activation)
     expected = layer(x)
     x[4, 33] = number
     found = layer(x)
-    # Of an infinity, a float's product has both signs, of which relu makes one 0; of levels it has none.
+    # Float products of an infinity have both signs, and relu turns -inf into 0. The int8 scale becomes NaN.
     of_weights = kind in WEIGHT_ONLY and not x[4].isnan().any()
     assert not found[4].isfinite().all() if of_weights else found[4].isnan().all()
     others = torch.arange(9) != 4
@@ -220,7 +219,7 @@ def test_row_that_is_not_finite_is_never_rounded_to_numbers(kind, dtype, number,
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*LAYERS, by_operators(Int8WeightOnlyLinear), by_operators(Int4Linear)])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-def test_weight_that_is_not_finite_is_never_rounded_to_numbers(kind, dtype, number):
+def test_weight_that_is_not_finite_has_no_finite_result(kind, dtype, number):
     x, weight, bias = numbers(9, 40, 24, dtype)
     weight[7, 33] = number
     finite = kind(weight, bias)(x).isfinite()
@@ -229,7 +228,7 @@ def test_weight_that_is_not_finite_is_never_rounded_to_numbers(kind, dtype, numb
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_zeros_give_the_bias(kind):
+def test_rows_of_zeros_result_in_the_bias(kind):
     x, weight, bias = numbers(5, 64, 48)
     weight[3] = 0
     layer = kind(weight, bias)
@@ -244,7 +243,7 @@ def test_largest_sums_do_not_overflow(kind):
 
 
 def saturated(x, weight, scales, zeros):
-    """Products whose sums of two stop at 16 bits, as processors without VNNI make them."""
+    """Return products in which sums of two saturate at 16 bits, as on processors without VNNI."""
     del scales, zeros, weight
     return torch.full((len(x), 64), 128.0 * 32767)
 
@@ -252,15 +251,15 @@ def saturated(x, weight, scales, zeros):
 @pytest.mark.parametrize(
     "fault", [saturated, mock.Mock(side_effect=RuntimeError), mock.Mock(side_effect=AttributeError)]
 )
-def test_processor_or_torch_without_exact_products_is_found_out(fault):
-    with mock.patch.object(quantized, "_multiplied", fault):
-        assert not multiplies_integers.__wrapped__()
+def test_processor_or_torch_without_exact_products_is_detected(fault):
+    with mock.patch.object(quantized, "_int8_product", fault):
+        assert not int8_products_are_exact.__wrapped__()
 
 
 def test_int8_is_refused_where_products_are_not_exact():
     _, weight, bias = numbers(1, 64, 48)
     with (
-        mock.patch.object(quantized, "multiplies_integers", return_value=False),
+        mock.patch.object(quantized, "int8_products_are_exact", return_value=False),
         pytest.raises(UnsupportedModel, match="quantize to int8-weight-only") as caught,
     ):
         Int8Linear(weight, bias)
@@ -282,7 +281,7 @@ def test_weights_follow_the_model_to_another_device(dtype, kind):
     assert (found.device.type, found.dtype) == ("meta", dtype)
 
 
-def test_quantisation_ends_with_its_block():
+def test_quantisation_ends_with_its_with_block():
     weight = torch.randn(48, 64)
     with quantizing(Quantization.INT4):
         assert type(packed_linear(weight)) is Int4Linear
@@ -301,11 +300,11 @@ def test_activation_that_cannot_be_fused_leaves_no_layer_unquantised(name):
 
 
 def embeddings(checkpoint, dtype=torch.float32, **options):
-    """Of sentences of several lengths, by a model on packed tokens."""
+    """Return the embeddings of sequences of several lengths."""
     random = np.random.default_rng(0)
     batch = pack([random.integers(5, 30, length).tolist() for length in (2, 5, 9, 9, 30, 64)])
     model = load_model(checkpoint, dtype, **options)
-    hidden, _ = forward(model, batch, model.embed(batch), no_reuse(len(batch.lengths)), {})
+    hidden = layers_output(model, batch, model.embed(batch))
     return model.outputs(hidden, batch).representation.numpy()
 
 

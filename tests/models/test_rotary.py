@@ -1,4 +1,4 @@
-"""Rotary positions by the kernel and by operators are the formula's."""
+"""Rotary positions, by the kernel and by torch operators, against the formula."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from attncache_core.models.rotary import Rotary
 
 
 def angles(pairs):
-    """What a rotary module of so many pairs gives, scaled as YaRN does."""
+    """Make a function like a rotary module with `pairs` pairs of dimensions, scaled as in YaRN."""
     frequencies = 1 / 100 ** (torch.arange(pairs) / pairs)
 
     def module(positions):
@@ -21,7 +21,7 @@ def angles(pairs):
 
 
 def by_formula(x, positions, pairs):
-    """x [tokens, h, d] turned, pair by pair, as complex numbers in float64."""
+    """Rotate x [tokens, h, d] pair by pair, as complex numbers in float64."""
     cos, sin = (table[0, :, None, :pairs].double() for table in angles(pairs)(positions[None]))
     first, second, rest = x.double().split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
     turned = torch.complex(first, second) * torch.complex(cos, sin)
@@ -36,9 +36,9 @@ def by_formula(x, positions, pairs):
     pairs=st.integers(1, 20),
     rest=st.sampled_from([0, 1, 6]),
 )
-def test_the_first_numbers_of_each_head_turn_by_the_formula(computing, lengths, heads, pairs, rest):
+def test_the_rotary_dimensions_of_each_head_rotate_by_the_formula(computing, lengths, heads, pairs, rest):
     positions = torch.cat([torch.arange(length) for length in lengths])
-    # As they come: heads of Q within a product that has K and V as well.
+    # Q is a view of a product that also contains K and V, as in a layer.
     product = torch.randn(len(positions), 2 * heads + 1, 2 * pairs + rest)
     before, rotary = product.clone(), Rotary(angles(pairs))
     with attention_by(computing):
@@ -51,7 +51,7 @@ def test_the_first_numbers_of_each_head_turn_by_the_formula(computing, lengths, 
 
 @needs_bfloat16
 @pytest.mark.parametrize("computing", COMPUTING)
-def test_sixteen_bit_numbers_turn_in_float32_and_are_rounded_once(computing):
+def test_sixteen_bit_numbers_rotate_in_float32_and_are_rounded_once(computing):
     positions = torch.arange(600)
     x = torch.randn(600, 3, 16).bfloat16()
     with attention_by(computing):
@@ -61,7 +61,7 @@ def test_sixteen_bit_numbers_turn_in_float32_and_are_rounded_once(computing):
 
 
 @pytest.mark.parametrize("computing", COMPUTING)
-def test_a_longer_sequence_than_all_before_is_turned_like_any(computing):
+def test_a_sequence_longer_than_all_before_is_rotated_correctly(computing):
     rotary, x = Rotary(angles(4)), torch.randn(1, 2, 8)
     for position in (3, 511, 512, 5000, 7):
         positions = torch.tensor([position])

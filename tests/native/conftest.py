@@ -1,4 +1,4 @@
-"""The compiled kernel, at every level that was built and that this processor runs."""
+"""Fixtures for the compiled kernel, at every level that was built and that this processor supports."""
 
 import ctypes
 
@@ -6,9 +6,10 @@ import pytest
 from kernel_formulas import library
 
 from attncache_core import native
+from attncache_core.native import attention_kernel
 
 
-@pytest.fixture(scope="module", params=native._levels())
+@pytest.fixture(scope="module", params=attention_kernel._levels())
 def kernel(request):
     if not library(request.param).is_file():
         pytest.skip("this level was not built")
@@ -22,7 +23,7 @@ PARALLEL = ctypes.CFUNCTYPE(
 
 @pytest.fixture
 def pool_calls(kernel):
-    """The numbers of threads that the kernel asked the pool for; the pool runs them one after another."""
+    """The thread counts that the kernel requests from the pool; this pool runs the threads one by one."""
     calls = []
 
     @PARALLEL
@@ -34,5 +35,5 @@ def pool_calls(kernel):
     loaded = ctypes.CDLL(str(library(kernel.level)))
     loaded.set_parallel(pool)
     yield calls
-    # A kernel that is made gets torch's pool again.
+    # Loading the kernel again restores torch's pool.
     native.AttentionKernel(kernel.level, library(kernel.level))

@@ -1,6 +1,7 @@
-"""A process that reads a mapped file whose bytes are gone; run by test_guard.py.
+"""A process that reads a truncated mapped file; test_guard.py runs it.
 
-argv: what to do (see below). Ends with code 0 when all is as promised; else a signal or a traceback ends it.
+argv: the path of guard.py and the name of a function below. The exit code is 0 if all assertions hold;
+otherwise the process ends by a signal or with a traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PAGES = 8
 
 
 def load(path: str) -> ModuleType:
-    """A module by itself: without its package, and torch with it, this process starts in no time."""
+    """Load a module without its package. The process starts fast, because the package would import torch."""
     specification = importlib.util.spec_from_file_location("guard", path)
     assert specification
     assert specification.loader
@@ -38,7 +39,7 @@ def guard_of(path: str):
 
 
 class Mapped:
-    """A file of whole pages, each filled with its number from 1 on, and its mapping."""
+    """A mapped file of whole pages; every byte of a page is the page's number, counted from 1."""
 
     def __init__(self, pages: int = PAGES) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
@@ -53,7 +54,7 @@ class Mapped:
         os.ftruncate(self._file.fileno(), pages * PAGE)
 
     def page(self, number: int) -> int:
-        """The byte in the middle of a page, read from memory."""
+        """Read the byte in the middle of a page from memory."""
         return ctypes.c_ubyte.from_address(self.address + number * PAGE + PAGE // 2).value
 
 
@@ -66,17 +67,17 @@ def reads_zeros_behind_the_cut(guard) -> None:
     assert not watched.has_faulted
     assert mapped.page(5) == 0
     assert watched.has_faulted
-    # Zeros from the page that was read to the end; what comes before is the file's or, read too, zeros.
+    # Zeros from page 5, which faulted, to the end. Pages 3 and 4 fault when they are read here.
     assert [mapped.page(number) for number in range(PAGES)] == [1, 2, 3, 0, 0, 0, 0, 0]
 
 
 def marks_the_range_that_faulted_alone(guard) -> None:
-    files = [Mapped() for _ in range(600)]  # more than one chunk of the table holds
+    files = [Mapped() for _ in range(600)]  # more than one chunk of the guard's table
     ranges = [guard.watch(mapped.address, mapped.size) for mapped in files]
-    for place in (0, 255, 256, 599):
-        files[place].cut(1)
-        assert files[place].page(7) == 0
-    assert [place for place, each in enumerate(ranges) if each.has_faulted] == [0, 255, 256, 599]
+    for index in (0, 255, 256, 599):
+        files[index].cut(1)
+        assert files[index].page(7) == 0
+    assert [index for index, each in enumerate(ranges) if each.has_faulted] == [0, 255, 256, 599]
     for each in ranges:
         each.forget()
     again = guard.watch(files[1].address, files[1].size)
@@ -84,11 +85,11 @@ def marks_the_range_that_faulted_alone(guard) -> None:
 
 
 def reads_while_others_watch_and_forget(guard) -> None:
-    """Faults on two threads while two others change the table as fast as they can."""
+    """Cause faults on two threads while two other threads change the guard's table."""
     done = threading.Event()
 
     def change() -> None:
-        # Addresses that nobody reads, above and below all that this process has.
+        # Addresses that nobody reads, below and above all memory of this process.
         while not done.is_set():
             first = guard.watch(PAGE, PAGE)
             second = guard.watch(2**47, 2**40)
@@ -119,7 +120,7 @@ def reads_while_others_watch_and_forget(guard) -> None:
 
 
 def is_installed_once(guard) -> None:
-    """Two of them would call each other for ever over a fault that is nobody's."""
+    """Two handlers would call each other forever on a foreign fault."""
     assert type(guard)(Path(guard._library._name)) is not guard
     foreign_fault(guard)
 
@@ -150,7 +151,7 @@ def foreign_fault_with_a_handler_of_python(guard) -> None:
 
 
 def sent_signal_with_a_handler_of_python(guard) -> None:
-    """A handler that returns: the guard stays, and the next fault is handled too."""
+    """After a sent signal, whose previous handler returns, the guard still handles the next fault."""
     mapped = Mapped()
     guard.watch(mapped.address, mapped.size)
     os.kill(os.getpid(), signal.SIGBUS)

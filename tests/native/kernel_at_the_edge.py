@@ -1,14 +1,16 @@
-"""A process of its own for test_native_kernel: a page that may not be touched lies on each side of all
-tensors, which end, or begin, right at its border.
+"""A process that runs the kernel on tensors between inaccessible pages; test_native_kernel.py runs it.
 
     python kernel_at_the_edge.py LEVEL LIBRARY WHAT
 
-WHAT is records, packed, computed, rows, "one row too many" or "one row too few".
+Each tensor ends, or begins, directly at the border of an inaccessible page, so that an access beyond the
+tensor ends the process. WHAT is records, packed, computed, rows, "one row too many" or "one row too few".
 """
 
 import ctypes
 import math
 import mmap
+import os
+import signal
 import sys
 from itertools import product
 from pathlib import Path
@@ -21,11 +23,11 @@ from attncache_core.native import AttentionKernel
 from attncache_core.native.rows import RowKernel
 
 PAGE = mmap.PAGESIZE
-NO_ACCESS = 0  # PROT_NONE; the module mmap has no name for it
+NO_ACCESS = 0  # PROT_NONE, which the module mmap does not define
 
 
 class Guarded:
-    """Tensors between two pages that may not be touched."""
+    """A maker of tensors between two inaccessible pages."""
 
     def __init__(self, at_the_end):
         self._at_the_end = at_the_end
@@ -33,7 +35,7 @@ class Guarded:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def tensor(self, values):
-        """A copy of `values` that ends (or begins) where a page without access begins (or ends)."""
+        """Return a copy of `values` that ends (or begins) at the border of an inaccessible page."""
         size = values.numel() * values.element_size()
         inside = -(-size // PAGE) * PAGE
         region = mmap.mmap(-1, inside + 2 * PAGE)
@@ -48,23 +50,28 @@ class Guarded:
 
 
 def records(kernel, heads, width, dtype, map_dtype, lengths, at_the_end, shift=0):
-    """Maps of each length at the edge; `shift` rows of them further on than they are."""
+    """Multiply maps of each length at the edge; read them `shift` rows after their true address."""
     for length in lengths:
         guarded = Guarded(at_the_end)
         maps = torch.rand(heads, length, length, dtype=torch.float32).softmax(-1).to(map_dtype)
         held = guarded.tensor(maps)
         value = guarded.tensor(torch.randn(length, heads, width).to(dtype))
         context = guarded.tensor(torch.zeros(length, heads, width, dtype=dtype))
-        place = held.data_ptr() + shift * length * maps.element_size()
+        address = held.data_ptr() + shift * length * maps.element_size()
         kernel.apply_maps(
-            np.array([place], dtype=np.uint64), map_dtype, np.arange(2), value, np.array([0, length]), context
+            np.array([address], dtype=np.uint64),
+            map_dtype,
+            np.arange(2),
+            value,
+            np.array([0, length]),
+            context,
         )
         expected = torch.einsum("hpq,qhd->phd", maps.double(), value.double())
         torch.testing.assert_close(context.double(), expected, atol=0.02, rtol=0.01)
 
 
 def packed(kernel, heads, width, dtype, map_dtype, lengths, at_the_end):
-    """Lower triangles of maps at the edge."""
+    """Multiply lower triangles of maps at the edge."""
     for length in lengths:
         guarded = Guarded(at_the_end)
         maps = torch.rand(heads, length, length, dtype=torch.float32).softmax(-1).to(map_dtype).tril()
@@ -91,7 +98,7 @@ def computed(kernel, heads, width, dtype, lengths, at_the_end, before=None, afte
             guarded.tensor(torch.randn(length, heads, width).to(dtype)) for _ in range(4)
         )
         kept = guarded.tensor(torch.zeros(heads, length, length, dtype=dtype))
-        places = np.array([kept.data_ptr()], dtype=np.uint64)
+        addresses = np.array([kept.data_ptr()], dtype=np.uint64)
         kernel.attend(
             query,
             key,
@@ -99,7 +106,7 @@ def computed(kernel, heads, width, dtype, lengths, at_the_end, before=None, afte
             np.array([0, length]),
             width**-0.5,
             context,
-            kept=places,
+            kept=addresses,
             before=before,
             after=after,
         )
@@ -116,7 +123,7 @@ def computed(kernel, heads, width, dtype, lengths, at_the_end, before=None, afte
 
 
 def rows(kernel, dtype, widths, at_the_end):
-    """The passes over rows, all they read and make at the edge."""
+    """Run the passes over rows, with all inputs and results at the edge."""
     for width in widths:
         guarded = Guarded(at_the_end)
         groups = -(-width // 32)
@@ -140,32 +147,45 @@ def rows(kernel, dtype, widths, at_the_end):
         torch.testing.assert_close(four[:, 0], first.to(dtype))
 
 
-def main(level, library, what):
+DTYPES = (torch.float32, torch.bfloat16)
+LENGTHS = [*range(1, 36), 63, 64, 65, 127, 129]
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+# Heads, head width and dtype: every width, with one head or several.
+SIZES = [(*size, dtype) for size in ((1, 8), (3, 24), (1, 32), (3, 64)) for dtype in DTYPES]
+
+
+def main(level, library, *parts):
     kernel = AttentionKernel(level, Path(library))
     torch.manual_seed(0)
-    lengths = [*range(1, 36), 63, 64, 65, 127, 129]
-    sixteen_bits = (torch.bfloat16, torch.float16)
-    sizes = product((1, 3), (8, 24, 32, 64), (torch.float32, torch.bfloat16))
-    if what == "records":
-        for (heads, width, dtype), map_dtype, at_the_end in product(sizes, sixteen_bits, (True, False)):
-            records(kernel, heads, width, dtype, map_dtype, lengths, at_the_end)
-    elif what == "packed":
-        for (heads, width, dtype), map_dtype, at_the_end in product(sizes, sixteen_bits, (True, False)):
-            packed(kernel, heads, width, dtype, map_dtype, lengths, at_the_end)
-    elif what == "computed":
-        for (heads, width, dtype), at_the_end in product(sizes, (True, False)):
-            for before, after in ((None, None), (None, 0), (9, 20)):
-                computed(kernel, heads, width, dtype, lengths, at_the_end, before, after)
-    elif what == "rows":
-        for dtype, at_the_end in product((torch.float32, torch.bfloat16), (True, False)):
-            rows(RowKernel(kernel.library), dtype, lengths, at_the_end)
-    else:
-        beyond = what == "one row too many"
-        records(kernel, 1, 32, torch.bfloat16, torch.bfloat16, [33], beyond, shift=1 if beyond else -1)
+    for part in parts:
+        run(kernel, part)
+
+
+def run(kernel, part):
+    match part:
+        case "records" | "packed":
+            multiply = records if part == "records" else packed
+            for size, map_dtype, at_the_end in product(SIZES, SIXTEEN_BITS, (True, False)):
+                multiply(kernel, *size, map_dtype, LENGTHS, at_the_end)
+        case "computed":
+            for size, at_the_end in product(SIZES, (True, False)):
+                for before, after in ((None, None), (None, 0), (9, 20)):
+                    computed(kernel, *size, LENGTHS, at_the_end, before, after)
+        case "rows":
+            for dtype, at_the_end in product(DTYPES, (True, False)):
+                rows(RowKernel(kernel.library), dtype, LENGTHS, at_the_end)
+        case _:
+            beyond = part == "one row too many"
+            pid = os.fork()
+            if pid == 0:
+                size = (1, 32, torch.bfloat16, torch.bfloat16)
+                records(kernel, *size, [33], beyond, shift=1 if beyond else -1)
+                os._exit(0)
+            assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGSEGV, part
 
 
 if __name__ == "__main__":
-    # A test expects an end by a signal; nobody wants its core.
+    # A test expects the process to end by a signal, so core files are disabled.
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""What the compiled kernel is measured against, in float64, and what its tests are made of."""
+"""Reference formulas for the compiled kernel, in float64, and helpers for its tests."""
 
 from contextlib import contextmanager
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from attncache_core import native
+from attncache_core.native import attention_kernel
 
 SCALE = 0.25
-# What no sum gives, and what bfloat16 keeps as it is.
+# A value that no sum has, and that bfloat16 represents exactly.
 CANARY = -768.0
-# A number is rounded to bfloat16 by at most this part of itself.
+# The largest relative error of rounding to bfloat16.
 BFLOAT16 = 2**-8
-# Sums of up to 200 products in float32 and an exponential, as part of the sum of the products' sizes: 1.1e-5
-# was seen.
+# The error of sums of up to 200 products in float32 and an exponential, relative to the sum of the products'
+# absolute values; the largest error seen is 1.1e-5.
 FLOAT32 = 2e-5
 
 lengths_of_sequences = st.lists(st.integers(1, 200), min_size=1, max_size=6)
@@ -25,10 +25,10 @@ widths = st.sampled_from([8, 24, 32, 64, 96])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 map_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 reaches = st.one_of(st.none(), st.integers(0, 5), st.integers(6, 250))
-# How far a token attends: before it and after it.
+# The numbers of tokens before and after itself that a token attends to.
 bands = st.one_of(st.just((None, None)), st.just((None, 0)), st.tuples(reaches, reaches))
 
-NATIVE_FOLDER = Path(native.__file__).parent
+NATIVE_FOLDER = Path(attention_kernel.__file__).parent
 
 
 def library(level):
@@ -50,7 +50,7 @@ def offsets_of(lengths, first=0):
 
 
 def joined_projection(tokens, heads, width, dtype, seed=0):
-    """Q, K and V [tokens, heads, width] side by side in one tensor, as a layer projects them."""
+    """Make Q, K and V [tokens, heads, width] as adjacent views of one tensor, as a layer projects them."""
     generator = torch.Generator().manual_seed(seed)
     joined = torch.randn(tokens, 3 * heads + 1, width, generator=generator).mul(1.5).to(dtype)
     value, query, key, _ = joined.split([heads, heads, heads, 1], dim=1)
@@ -58,26 +58,26 @@ def joined_projection(tokens, heads, width, dtype, seed=0):
 
 
 def two_projections(tokens, heads, width, dtype, seed=0):
-    """Q, K and V again; V comes from a projection of its own, as a layer's reused heads have it."""
+    """Make Q, K and V with V from another projection, as for the reused heads of a layer."""
     query, key, _ = joined_projection(tokens, heads, width, dtype, seed)
     *_, value = joined_projection(tokens, heads + 1, width, dtype, seed + 1)
     return query, key, value[:, 1:]
 
 
 def canaries(tokens, heads, width, dtype):
-    """A tensor of canaries [tokens, heads + 2, width], and its heads in the middle."""
+    """Make a tensor of canaries [tokens, heads + 2, width], and a view without its first and last head."""
     whole = torch.full((tokens, heads + 2, width), CANARY, dtype=dtype)
     return whole, whole[:, 1:-1]
 
 
 def band_of(length, before=None, after=None):
-    """[L, L]: whether a token attends to another."""
+    """Return whether each token attends to each other token, bool [L, L]."""
     ones = torch.ones(length, length, dtype=torch.bool)
     return ones.triu(-length if before is None else -before).tril(length if after is None else after)
 
 
 def own_maps(query, key, offsets, scale, before=None, after=None):
-    """The maps [heads, L, L] of each sequence, in float64."""
+    """Yield the maps [heads, L, L] of each sequence, in float64."""
     query, key = query.double(), key.double()
     for first, end in pairwise(offsets.tolist()):
         scores = torch.einsum("phd,qhd->hpq", query[first:end], key[first:end])
@@ -86,7 +86,7 @@ def own_maps(query, key, offsets, scale, before=None, after=None):
 
 
 def products(maps, value, offsets):
-    """maps @ V, and the sums of the products' sizes, [tokens, heads, width] from the first sequence on."""
+    """Return maps @ V and maps @ |V|, each [tokens, heads, width], for the tokens of all sequences."""
     value = value.double()
     pairs = list(zip(maps, pairwise(offsets.tolist()), strict=True))
     exact, sizes = (
@@ -97,7 +97,7 @@ def products(maps, value, offsets):
 
 
 def assert_near(found, exact, sizes, rounded_maps=False):
-    """No further off than the roundings that are named allow: of the result, and of each map's numbers."""
+    """Assert that the error is within the rounding of sums, results and, with `rounded_maps`, maps."""
     allowed = (FLOAT32 + BFLOAT16 * rounded_maps) * sizes
     if found.dtype is torch.bfloat16:
         allowed = allowed + BFLOAT16 * (exact.abs() + allowed)
@@ -107,7 +107,7 @@ def assert_near(found, exact, sizes, rounded_maps=False):
 
 
 def rounds_maps(kernel, dtype, *widths):
-    """Whether computed maps are rounded to bfloat16 before they meet V."""
+    """Return whether the kernel rounds computed maps to bfloat16 before the product with V."""
     whole = all(width % 32 == 0 for width in widths)
     return kernel.level == "avx512_bf16" and dtype is torch.bfloat16 and whole
 
@@ -120,7 +120,7 @@ def attend(kernel, query, key, value, offsets, scale=SCALE, **more):
 
 
 def made_maps(lengths, heads, dtype, seed=0):
-    """For each length maps [heads, L, L] as a record keeps them: some numbers are tiny, none is exact."""
+    """Make maps [heads, L, L] for each length, as in records: some elements are tiny, and none is exact."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(heads, length, length, generator=generator).mul(3).softmax(-1).to(dtype)
@@ -133,7 +133,7 @@ def addresses(maps):
 
 
 def run_starts(copies):
-    """The first sequence of each run, and the number of sequences at the end."""
+    """Return the first sequence of each run, followed by the number of sequences."""
     return offsets_of(copies)
 
 

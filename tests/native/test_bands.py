@@ -1,4 +1,4 @@
-"""Attention within a band, by heads of any widths."""
+"""Attention within a band of tokens, for heads of any width."""
 
 import numpy as np
 import pytest
@@ -28,13 +28,13 @@ from kernel_formulas import (
 
 @st.composite
 def attentions(draw):
-    """What `attend` is given: heads of any widths, and a band."""
+    """Make arguments of `attend`: heads of any width, and a band."""
     lengths, dtype = draw(lengths_of_sequences), draw(dtypes)
     key_width, width = draw(st.sampled_from([8, 24, 32, 64, 96, 192])), draw(widths)
     heads = draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     tensors = [
-        # One head more on each side: neither tokens nor heads lie as close as they could.
+        # One more head on each side and 8 more elements per head, so tokens and heads are not contiguous.
         torch.randn(sum(lengths), heads + 2, size + 8, generator=generator).to(dtype)[:, 1:-1, :size]
         for size in (key_width, key_width, width)
     ]
@@ -45,7 +45,7 @@ def attentions(draw):
 
 @settings(max_examples=100)
 @given(attention=attentions(), count=st.sampled_from([1, 2]))
-def test_bands_and_widths_are_the_formulas(kernel, attention, count):
+def test_bands_and_widths_follow_the_formula(kernel, attention, count):
     (query, key, value), offsets, scale, band = attention
     kept = [torch.full((query.shape[1], n, n), CANARY, dtype=value.dtype) for n in np.diff(offsets)]
     with threads(count):
@@ -59,13 +59,13 @@ def test_bands_and_widths_are_the_formulas(kernel, attention, count):
     for own, expected in zip(kept, maps, strict=True):
         allowed = FLOAT32 + BFLOAT16 * ((value.dtype is torch.bfloat16) + rounded) * expected
         assert bool(((own.double() - expected).abs() <= allowed).all())
-        # Exactly nothing.
+        # Elements outside the band are exactly 0.
         assert (own[:, ~band_of(own.shape[1], **band)] == 0).all()
 
 
 @settings(max_examples=40)
 @given(attention=attentions())
-def test_band_that_reaches_beyond_the_length_is_none(kernel, attention):
+def test_band_beyond_the_length_changes_nothing(kernel, attention):
     (query, key, value), offsets, scale, _ = attention
     longest = int(np.diff(offsets).max())
     unbound = attend(kernel, query, key, value, offsets, scale)
@@ -76,7 +76,7 @@ def test_band_that_reaches_beyond_the_length_is_none(kernel, attention):
 
 @settings(max_examples=40)
 @given(attention=attentions(), data=st.data())
-def test_batch_of_bands_is_one_by_one_and_head_by_head_bit_for_bit(kernel, attention, data):
+def test_batch_of_bands_equals_single_sequences_and_heads_bit_for_bit(kernel, attention, data):
     (query, key, value), offsets, scale, band = attention
     together = attend(kernel, query, key, value, offsets, scale, **band)
     number = data.draw(st.integers(0, len(offsets) - 2))
@@ -89,21 +89,21 @@ def test_batch_of_bands_is_one_by_one_and_head_by_head_bit_for_bit(kernel, atten
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("before", "after"), [(None, 0), (20, 0), (0, 30), (0, 0), (33, 16)])
-@pytest.mark.parametrize("place", [0, 40, 119])
-def test_tokens_beyond_the_band_are_left_out(kernel, place, before, after, dtype):
+@pytest.mark.parametrize("token", [0, 40, 119])
+def test_tokens_outside_the_band_are_ignored(kernel, token, before, after, dtype):
     offsets, own = offsets_of([120]), joined_projection(120, 1, 32, dtype)
     band = {"before": before, "after": after}
     query, key, value = (part.clone() for part in own)
-    attended = band_of(120, before, after)[:, place]
-    key[place] = query[0] * 2.0**20  # no score beyond the band is a row's largest
+    attended = band_of(120, before, after)[:, token]
+    key[token] = query[0] * 2.0**20  # a score outside the band must not be a row's maximum
     expected = attend(kernel, *own, offsets, **band)
     assert torch.equal(attend(kernel, query, key, own[2], offsets, **band)[~attended], expected[~attended])
-    key[place] = float("nan")
+    key[token] = float("nan")
     found = attend(kernel, query, key, own[2], offsets, **band).isnan().all(dim=-1).flatten()
     assert torch.equal(found, attended)
-    value[place] = float("nan")
+    value[token] = float("nan")
     found = attend(kernel, query, own[1], value, offsets, **band).isnan().all(dim=-1).flatten()
     assert found[attended].all()
-    # Rows that meet V together share their tokens, rounded to vectors.
-    near = band_of(120, None if before is None else before + 24, after + 8)[:, place]
+    # Rows of a tile are multiplied by the same rows of V, rounded up to whole vectors.
+    near = band_of(120, None if before is None else before + 24, after + 8)[:, token]
     assert not found[~near].any()

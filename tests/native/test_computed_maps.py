@@ -1,4 +1,4 @@
-"""Maps that the kernel computes, and their products with V: bidirectional, a head of Q, K and V each."""
+"""Maps that the kernel computes, and their products with V, for bidirectional attention."""
 
 from itertools import pairwise
 
@@ -42,7 +42,7 @@ from kernel_formulas import (
 )
 @example([200, 1, 16, 17, 31, 32], 6, 32, torch.bfloat16, 2, 1, 1, joined_projection)
 @example([8, 15, 16, 7, 9, 1], 2, 96, torch.float32, 1, 0, 2, two_projections)
-def test_context_is_the_formulas_and_nothing_else_is_written(
+def test_context_follows_the_formula_and_nothing_else_is_written(
     kernel, lengths, heads, width, dtype, count, before, after, projected
 ):
     tokens = before + sum(lengths) + after
@@ -69,12 +69,12 @@ def test_context_is_the_formulas_and_nothing_else_is_written(
 )
 @example([200, 1, 16, 17, 31, 32], 6, 32, torch.bfloat16, 2, 1)
 @example([8, 15, 16, 7, 9, 1], 2, 96, torch.float32, 1, 2)
-def test_kept_maps_are_the_formulas_and_nothing_else_is_written(
+def test_kept_maps_follow_the_formula_and_nothing_else_is_written(
     kernel, lengths, heads, width, dtype, count, between
 ):
     query, key, value = joined_projection(sum(lengths), heads, width, dtype, seed=sum(lengths))
     offsets = offsets_of(lengths)
-    # The maps of a sequence anywhere, with canaries before, between and behind.
+    # The destinations of the maps, with canaries before, between and after them.
     sizes = [heads * length**2 for length in lengths]
     starts = offsets_of([size + between for size in sizes], first=between)[:-1]
     buffer = torch.full((sum(sizes) + between * (len(sizes) + 1),), CANARY, dtype=dtype)
@@ -83,8 +83,8 @@ def test_kept_maps_are_the_formulas_and_nothing_else_is_written(
     with threads(count):
         kernel.attend(query, key, value, offsets, SCALE, context, kept=addresses(kept))
         unkept = attend(kernel, query, key, value, offsets)
-    assert torch.equal(context, unkept)  # to keep maps changes nothing
-    # Where the weights of a row are rounded before they are shares, its numbers are rounded twice.
+    assert torch.equal(context, unkept)  # keeping maps does not change the context
+    # If the weights of a row are rounded before the division by their sum, map elements are rounded twice.
     roundings = BFLOAT16 * ((dtype is torch.bfloat16) + rounds_maps(kernel, dtype, width))
     for found, exact in zip(kept, own_maps(query, key, offsets, SCALE), strict=True):
         allowed = FLOAT32 + roundings * exact.flatten()
@@ -97,7 +97,7 @@ def test_kept_maps_are_the_formulas_and_nothing_else_is_written(
 @pytest.mark.parametrize("width", [8, 32])
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**-6, 1.0, 2.0**20, 2.0**50])
 def test_scores_of_any_size_neither_overflow_nor_lose_the_softmax(kernel, size, width, dtype):
-    # Small whole numbers times a power of two: every score is exact, and the softmax is all that can fail.
+    # Small integers times a power of two make exact scores, so only the softmax can fail.
     random = torch.Generator().manual_seed(width)
     query, key = (
         (torch.randint(-3, 4, (90, 2, width), generator=random) * size**0.5).to(dtype) for _ in "QK"
@@ -112,18 +112,18 @@ def test_scores_of_any_size_neither_overflow_nor_lose_the_softmax(kernel, size, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [24, 64])
-@pytest.mark.parametrize("place", [0, 15, 16, 36])
-def test_one_huge_score_takes_the_whole_row(kernel, place, width, dtype):
+@pytest.mark.parametrize("token", [0, 15, 16, 36])
+def test_one_huge_score_has_the_whole_weight_of_its_row(kernel, token, width, dtype):
     query, key, value = joined_projection(37, 2, width, dtype)
     query, key = query.clone(), key.clone()
-    query[20], key[place] = 2.0**40, 2.0**60
+    query[20], key[token] = 2.0**40, 2.0**60
     found = attend(kernel, query, key, value, offsets_of([37]))
-    assert torch.equal(found[20], value[place])
+    assert torch.equal(found[20], value[token])
     assert found.isfinite().all()
 
 
-def test_most_negative_row_is_still_a_softmax(kernel):
-    # Every score lies far below zero: what fills up a vector must not count as the largest.
+def test_row_of_very_negative_scores_is_still_a_softmax(kernel):
+    # All scores are far below zero, so the zeros that pad a vector must not count as the maximum.
     query = torch.full((5, 1, 32), 2.0**30)
     key = torch.full((5, 1, 32), -(2.0**30))
     value = torch.arange(5 * 32.0).view(5, 1, 32)
@@ -141,7 +141,7 @@ def test_most_negative_row_is_still_a_softmax(kernel):
 )
 @example([200, 130, 200, 77], 4, 32, torch.bfloat16, 2)
 @example([200, 130, 200, 77], 4, 24, torch.float32, 2)
-def test_batch_is_one_by_one_bit_for_bit(kernel, lengths, heads, width, dtype, count):
+def test_batch_equals_single_sequences_bit_for_bit(kernel, lengths, heads, width, dtype, count):
     query, key, value = joined_projection(sum(lengths), heads, width, dtype)
     offsets = offsets_of(lengths)
     with threads(count):
@@ -156,24 +156,24 @@ def test_batch_is_one_by_one_bit_for_bit(kernel, lengths, heads, width, dtype, c
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [24, 64])
-@pytest.mark.parametrize("place", [0, 15, 16, 36])
-def test_what_is_no_number_is_seen_in_all_that_is_made_of_it_and_nowhere_else(kernel, place, width, dtype):
+@pytest.mark.parametrize("token", [0, 15, 16, 36])
+def test_nan_spreads_to_dependent_results_and_to_no_others(kernel, token, width, dtype):
     lengths, own = offsets_of([37, 20]), joined_projection(57, 2, width, dtype)
     query, key, value = (part.clone() for part in own)
-    query[place, 0, 3] = float("nan")  # one row of one head
+    query[token, 0, 3] = float("nan")  # one row of one head
     found = attend(kernel, query, own[1].clone(), own[2].clone(), lengths).isnan()
-    assert found[place, 0].all()
+    assert found[token, 0].all()
     assert found.sum() == width
-    key[place, 1, 3] = float("nan")  # all rows of one head of one sequence
+    key[token, 1, 3] = float("nan")  # all rows of one head of one sequence
     found = attend(kernel, own[0].clone(), key, own[2].clone(), lengths).isnan()
     assert found[:37, 1].all()
     assert found.sum() == 37 * width
-    value[place, 1, 3] = float("nan")  # one column
+    value[token, 1, 3] = float("nan")  # one column
     found = attend(kernel, own[0].clone(), own[1].clone(), value, lengths).isnan()
     assert found[:37, 1, 3].all()
     assert found.sum() == 37
 
 
-def test_no_sequences_write_nothing(kernel):
+def test_empty_batch_writes_nothing(kernel):
     query, key, value = joined_projection(3, 2, 32, torch.float32)
     assert (attend(kernel, query, key, value, np.zeros(1, dtype=np.int64)) == CANARY).all()

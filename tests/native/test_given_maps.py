@@ -1,4 +1,4 @@
-"""Products of V with maps that lie somewhere, square or lower triangles."""
+"""Products of V with given maps, square or packed as lower triangles."""
 
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ from kernel_formulas import (
 
 
 def packed(maps):
-    """The lower triangles of maps [heads, L, L], row by row."""
+    """Return the lower triangles of maps [heads, L, L], row by row."""
     return maps[:, torch.ones(maps.shape[1:], dtype=torch.bool).tril()]
 
 
@@ -43,7 +43,9 @@ def packed(maps):
     count=st.sampled_from([1, 2]),
 )
 @example([(199, 3), (1, 2), (17, 1), (32, 3)], 3, 32, torch.bfloat16, torch.bfloat16, None, 2)
-def test_packed_maps_are_square_ones_bit_for_bit(kernel, runs, heads, width, dtype, map_dtype, before, count):
+def test_packed_maps_equal_square_maps_bit_for_bit(
+    kernel, runs, heads, width, dtype, map_dtype, before, count
+):
     run_lengths, copies = map(list, zip(*runs, strict=True))
     lengths = np.repeat(run_lengths, copies).tolist()
     _, _, value = joined_projection(sum(lengths), heads, width, dtype, seed=sum(lengths))
@@ -73,9 +75,7 @@ def test_packed_maps_are_square_ones_bit_for_bit(kernel, runs, heads, width, dty
 
 @settings(max_examples=40)
 @given(length=st.integers(1, 200), band=bands, width=widths, dtype=dtypes, map_dtype=map_dtypes)
-def test_maps_that_are_zero_beyond_a_band_are_whole_maps_bit_for_bit(
-    kernel, length, band, width, dtype, map_dtype
-):
+def test_skipping_zeros_outside_a_band_changes_no_bit(kernel, length, band, width, dtype, map_dtype):
     _, _, value = joined_projection(length, 2, width, dtype, seed=length)
     before, after = band
     (made,) = made_maps([length], 2, map_dtype)
@@ -98,7 +98,7 @@ def test_maps_that_are_zero_beyond_a_band_are_whole_maps_bit_for_bit(
 )
 @example([(199, 3), (1, 2), (17, 1), (32, 3)], 6, 32, torch.bfloat16, torch.bfloat16, 2, 0, 1)
 @example([(7, 2), (8, 1), (9, 3)], 3, 64, torch.bfloat16, torch.float16, 1, 2, 0)
-def test_given_maps_meet_their_values_and_nothing_else_is_written(
+def test_given_maps_are_multiplied_by_their_values_and_nothing_else_is_written(
     kernel, runs, heads, width, dtype, map_dtype, count, before, after
 ):
     run_lengths, copies = map(list, zip(*runs, strict=True))
@@ -111,7 +111,7 @@ def test_given_maps_meet_their_values_and_nothing_else_is_written(
     whole, context = canaries(tokens, heads, width, dtype)
     with threads(count):
         kernel.apply_maps(addresses(maps), map_dtype, run_starts(copies), value, offsets, context)
-    # No rounding but the result's: records are multiplied as they are.
+    # Only the result is rounded, because maps from records are multiplied without rounding.
     assert_near(context[before : tokens - after], *products(maps, value, offsets))
     assert (whole[:, [0, -1]] == CANARY).all()
     assert (whole[:before] == CANARY).all()
@@ -126,7 +126,7 @@ def test_given_maps_meet_their_values_and_nothing_else_is_written(
     dtype=dtypes,
     map_dtype=map_dtypes,
 )
-def test_runs_that_share_a_record_are_each_sequence_by_itself_bit_for_bit(
+def test_runs_that_share_a_record_equal_single_sequences_bit_for_bit(
     kernel, length, copies, width, dtype, map_dtype
 ):
     heads = 2
@@ -145,11 +145,11 @@ def test_runs_that_share_a_record_are_each_sequence_by_itself_bit_for_bit(
     assert torch.equal(shared, torch.cat(alone))
 
 
-def test_maps_of_a_run_are_those_of_its_first_sequence(kernel):
-    # So the maps are read once: addresses of the others in a run are not looked at.
+def test_a_run_uses_the_maps_of_its_first_sequence(kernel):
+    # The addresses of the other sequences of a run are invalid and must not be read.
     *_, value = joined_projection(27, 1, 32, torch.float32)
     maps = made_maps([9], 1, torch.bfloat16)
-    places = np.array([maps[0].data_ptr(), 0, 0], dtype=np.uint64)
+    sources = np.array([maps[0].data_ptr(), 0, 0], dtype=np.uint64)
     context = torch.zeros_like(value)
-    kernel.apply_maps(places, torch.bfloat16, np.array([0, 3]), value, offsets_of([9] * 3), context)
+    kernel.apply_maps(sources, torch.bfloat16, np.array([0, 3]), value, offsets_of([9] * 3), context)
     assert_near(context, *products(maps * 3, value, offsets_of([9] * 3)))

@@ -1,6 +1,6 @@
-"""The guard of mapped files: reading what is gone gives zeros and a mark, and every other fault is as before.
+"""The guard of mapped files: a lost page reads as zeros and is reported; all other faults are unaffected.
 
-Each case runs in a process of its own: where the guard failed, a signal would end it.
+Each case runs in its own process, because a signal ends the process if the guard fails.
 """
 
 import platform
@@ -18,13 +18,13 @@ SCRIPT = Path(__file__).with_name("file_faults.py")
 guarded = pytest.mark.skipif(guard.guard() is None, reason="the guard was not compiled")
 
 
-def test_the_guard_is_there_wherever_it_can_be_compiled():
+def test_the_guard_exists_on_every_supported_platform():
     can_be = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
     assert (guard.guard() is not None) == can_be
 
 
 def run(case: str) -> tuple[int, str]:
-    """The exit status of the case, and what it wrote to standard error."""
+    """Run a case and return its exit status and standard error."""
     command = [sys.executable, str(SCRIPT), str(Path(guard.__file__)), case]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return ended.returncode, ended.stderr
@@ -40,7 +40,7 @@ def run(case: str) -> tuple[int, str]:
         "sent_signal_with_a_handler_of_python",
     ],
 )
-def test_file_that_is_cut_short_while_it_is_read_ends_no_process(case):
+def test_truncated_file_does_not_end_the_process(case):
     assert run(case) == (0, "")
 
 
@@ -48,12 +48,12 @@ def test_file_that_is_cut_short_while_it_is_read_ends_no_process(case):
 @pytest.mark.parametrize(
     "case", ["foreign_fault", "fault_of_a_forgotten_range", "sent_signal", "is_installed_once"]
 )
-def test_every_other_fault_ends_the_process_as_it_always_did(case):
+def test_every_other_fault_ends_the_process(case):
     assert run(case) == (-signal.SIGBUS, "")
 
 
 @guarded
-def test_fault_that_is_nobodys_reaches_the_handler_that_was_there_before():
+def test_foreign_fault_reaches_the_previous_handler():
     status, told = run("foreign_fault_with_a_handler_of_python")
     assert status == -signal.SIGBUS
     assert told.startswith("Fatal Python error: Bus error")

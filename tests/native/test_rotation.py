@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kernel_formulas import CANARY, assert_near, canaries, dtypes, threads
 
 
-def turned(x, cosine, sine, positions):
-    """`x` in float64, the pairs (i, i + half) of each head turned; the sums of the products' sizes."""
+def rotated(x, cosine, sine, positions):
+    """Return `x` in float64 with the pairs (i, i + half) of each head rotated, and the sums of |products|."""
     half, x = sine.shape[1], x.double()
     c, s = (table[positions].double()[:, None] for table in (cosine, sine))
     a, b, rest = x.split([half, half, x.shape[2] - 2 * half], dim=2)
@@ -25,13 +25,15 @@ def turned(x, cosine, sine, positions):
     dtype=dtypes,
     seed=st.integers(0, 99),
 )
-def test_numbers_turn_by_their_positions_and_no_others(kernel, positions, heads, half, rest, dtype, seed):
+def test_rotary_dimensions_rotate_by_position_and_others_do_not_change(
+    kernel, positions, heads, half, rest, dtype, seed
+):
     generator = torch.Generator().manual_seed(seed)
     cosine, sine = torch.randn(2, 41, half, generator=generator)
     positions = torch.tensor(positions)
     whole, x = canaries(len(positions), heads, 2 * half + rest, dtype)
     x.copy_(torch.randn(x.shape, generator=generator))
-    exact, sizes = turned(x, cosine, sine, positions)
+    exact, sizes = rotated(x, cosine, sine, positions)
     before = x.clone()
     kernel.rotate(x, cosine, sine, positions)
     assert_near(x, exact, sizes)
@@ -40,10 +42,10 @@ def test_numbers_turn_by_their_positions_and_no_others(kernel, positions, heads,
 
 
 @pytest.mark.parametrize(("tokens", "count", "calls"), [(2000, 1, []), (2000, 2, [2]), (10, 2, [])])
-def test_many_tokens_are_turned_by_as_many_threads_as_torch_has(kernel, pool_calls, tokens, count, calls):
+def test_many_tokens_are_rotated_by_as_many_threads_as_torch_has(kernel, pool_calls, tokens, count, calls):
     x, cosine, sine = torch.randn(tokens, 4, 64), torch.randn(tokens, 32), torch.randn(tokens, 32)
     positions = torch.randperm(tokens)
-    exact, sizes = turned(x, cosine, sine, positions)
+    exact, sizes = rotated(x, cosine, sine, positions)
     with threads(count):
         kernel.rotate(x, cosine, sine, positions)
     assert pool_calls == calls

@@ -1,4 +1,4 @@
-"""The compiled passes around products with quantised weights, at every level that was built and runs here."""
+"""The compiled passes before and after products with quantised weights, at every level of the kernel."""
 
 import math
 from unittest import mock
@@ -13,10 +13,10 @@ from attncache_core import native
 from attncache_core.models.prepacked import ACTIVATIONS
 from attncache_core.native import rows
 
-# What float32's roundings and the approximations of e^x and of the error function add up to, as part of the
-# size of what goes in; 4e-6 was seen.
+# The error of float32 and of the approximations of e^x and of the error function, relative to the magnitude
+# of the input; the largest error seen is 4e-6.
 FLOAT32 = 2e-5
-# A number is rounded to bfloat16 by at most this part of itself.
+# The largest relative error of rounding to bfloat16.
 BFLOAT16 = 2**-8
 
 shapes = st.tuples(st.integers(1, 40), st.integers(1, 100))
@@ -91,7 +91,7 @@ def test_8_bits_are_unpacked_as_torch_multiplies(row_kernel, shape, dtype, size,
 
 
 def unpacked_4_bits(levels, steps, width):
-    """Float32 [rows, width], number by number of each group."""
+    """Return the unpacked rows, float32 [rows, width]."""
     numbers = torch.stack([levels & 15, levels >> 4], dim=2).flatten(2)  # [rows, groups, 32]
     return (numbers * steps[..., :1].float() + steps[..., 1:].float()).flatten(1)[:, :width]
 
@@ -104,23 +104,23 @@ def test_4_bits_are_unpacked_as_torch_multiplies_and_adds(row_kernel, shape, dty
     levels = torch.randint(256, (shape[0], groups, 16), dtype=torch.uint8)
     steps = (torch.randn(shape[0], groups, 2) * size).bfloat16()
     found = row_kernel.unpack_4_bits(levels, steps, shape[1], dtype)
-    # A level times a step is exact in float32: whether it is rounded before the addition is no matter.
+    # A level times a step is exact in float32, so a fused multiply-add makes no difference.
     assert torch.equal(found, unpacked_4_bits(levels, steps, shape[1]).to(dtype))
 
 
 @settings(max_examples=100)
 @given(shapes, dtypes, st.sampled_from([math.nan, math.inf, -math.inf]), st.data())
-def test_row_that_is_not_finite_has_a_scale_that_is_no_number(row_kernel, shape, dtype, number, data):
+def test_row_that_is_not_finite_has_the_scale_nan(row_kernel, shape, dtype, number, data):
     x = numbers(shape, dtype)
-    row, place = (data.draw(st.integers(0, size - 1)) for size in shape)
-    x[row, place] = number
+    row, column = (data.draw(st.integers(0, size - 1)) for size in shape)
+    x[row, column] = number
     _, scales = row_kernel.quantize(x)
     assert scales.isnan().nonzero().flatten().tolist() == [row]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_what_is_no_number_stays_none_when_it_is_finished(row_kernel, activation, dtype):
+def test_nan_stays_nan_when_a_product_is_finished(row_kernel, activation, dtype):
     product, scales = numbers((3, 40)), torch.ones(3)
     scales[1] = torch.nan
     found = row_kernel.finish(product, scales, None, activation, None, dtype).isnan()
@@ -134,7 +134,7 @@ def test_rows_of_zeros_stay_zeros(row_kernel):
     assert (scales > 0).all()
 
 
-def test_activations_end_where_they_should(row_kernel):
+def test_activations_have_their_limits_for_large_inputs(row_kernel):
     product = torch.tensor([[-1e30, -1e3, -40.0, 0.0, 40.0, 1e3, 1e30]])
     for activation in ("gelu", "gelu_pytorch_tanh", "silu", "relu"):
         found = row_kernel.finish(product.clone(), torch.ones(1), None, activation, None, torch.float32)
@@ -143,7 +143,7 @@ def test_activations_end_where_they_should(row_kernel):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_may_be_strided_in_any_way(row_kernel, dtype):
+def test_rows_may_have_any_strides(row_kernel, dtype):
     wide = numbers((9, 100), dtype)
     for x in (wide[:, 7:40], wide[::2], wide.T):
         own = x.clone(memory_format=torch.contiguous_format)
@@ -193,14 +193,14 @@ def test_nothing_beyond_the_results_is_written(row_kernel, shape, dtype):
         assert (whole[-32:] == 77).all()
 
 
-def test_float32_is_finished_in_place_and_only_there(row_kernel):
+def test_float32_is_finished_in_place_and_nothing_else_is_written(row_kernel):
     whole = torch.full((5, 33), 2.0)
     found = row_kernel.finish(whole[1:4], torch.ones(3), None, None, None, torch.float32)
     assert found.data_ptr() == whole[1].data_ptr()
     assert (whole == 2).all()
 
 
-def test_kernel_is_of_the_attention_kernels_library(monkeypatch):
+def test_row_kernel_exists_if_the_attention_kernel_does(monkeypatch):
     chosen = rows.kernel.__wrapped__()
     assert (chosen is None) == (native.kernel() is None)
     monkeypatch.setattr(native, "kernel", lambda: None)

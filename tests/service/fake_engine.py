@@ -1,8 +1,9 @@
-"""An engine without a model, and the real app round it.
+"""A fake engine without a model, and the real app around it.
 
-A token is a character; the "embedding" of a text counts its characters, so that its value can be foretold
-(`embedding_of`) and equal texts have cosine 1. Texts in `stored` and `prototypes` hit, with similarity 0.999
-and an output whose cosine to the full one is 1 - `damage`. There are two length groups, up to 8 and above.
+A token is a character. The "embedding" of a text counts the text's characters, so a test can compute it
+(`embedding_of`), and equal texts have cosine 1. Texts in `stored` and `prototypes` hit with similarity 0.999,
+and the output of a hit has cosine 1 - `damage` to the full output. There are two length groups: up to 8
+tokens, and more.
 """
 
 from __future__ import annotations
@@ -17,19 +18,27 @@ from typing import Any
 import httpx
 import numpy as np
 
-from attncache_core import InputTooLong, NoClassifier, Outcome, PrefillEngine, PrefillResult
-from attncache_core.attention_maps.policy import (
-    Budget,
-    KindPolicy,
-    LengthGroup,
-    ReusePolicy,
-    StrangenessLimit,
+from attncache_core import (
+    InputTooLong,
+    NoClassifier,
+    Outcome,
+    PrefillEngine,
+    PrefillRequest,
+    PrefillResult,
 )
-from attncache_core.attention_maps.store import RecordKind
-from attncache_core.attention_maps.tightened import ServedPolicy, Tightened
-from attncache_core.attention_maps.verification import Window
-from attncache_core.outputs import Judge, Measure
-from attncache_core.prompts import Prompt, Reading, Template
+from attncache_core import normalize as unit_length
+from attncache_core.checkpoints.template import Template
+from attncache_core.engine.info import EngineInfo
+from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.info import DatabaseInfo
+from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
+from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
+from attncache_core.reuse.maps.policy_state import ServedPolicy, Tightened
+from attncache_core.reuse.maps.verification import Window
+from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.text.labels import LabelTokens
+from attncache_core.text.prompts import Prompt, SequencePlan
 from service.app import create_app
 from service.settings import Settings
 
@@ -38,7 +47,7 @@ FAILING = "the engine must fail on this text"
 NOT_FINITE = "the engine makes NaN of this text"
 CORRUPT = "the record of this text is damaged"
 SIMILARITY = 0.999  # of every hit
-OWN_PROMPT = Prompt(Template(), (Reading(0),))
+OWN_PROMPT = Prompt(Template(), (SequencePlan(0),))
 
 
 def embedding_of(ids: Sequence[int]) -> np.ndarray:
@@ -51,6 +60,39 @@ def policy_of(
     kinds = {RecordKind.STORED: KindPolicy(0.9), RecordKind.PROTOTYPE: KindPolicy(0.95)}
     groups = (LengthGroup(8, kinds), LengthGroup(9, kinds))
     return ReusePolicy(Budget(measure, least=0.985, floor=floor), groups, limit)
+
+
+class FakeMapReuse:
+    """The policy of the fake engine, kept in `folder` as a real server keeps its own; None: not kept."""
+
+    gain = None
+
+    def __init__(self, policy: ReusePolicy, folder: Path | None) -> None:
+        self._served = ServedPolicy(folder, policy) if folder else None
+        self._policy = self._served.policy if self._served else policy
+
+    @property
+    def policy(self) -> ReusePolicy:
+        return self._policy
+
+    @property
+    def reuse_off(self) -> list[str]:
+        return self._served.reuse_off if self._served else []
+
+    def tighten(self, index: int | None) -> None:
+        self._policy = self._served.tighten(index) if self._served else self._policy.tightened(index)
+
+    def keep_verified(
+        self, new: Mapping[Window, Sequence[float]], patience_seconds: float = 0.0
+    ) -> Tightened | None:
+        if self._served is None:
+            return None
+        kept = self._served.keep(new, patience_seconds)
+        self._policy = self._served.policy
+        return kept
+
+    def info(self) -> DatabaseInfo:
+        return DatabaseInfo(7, 0, 4096, [1, 64], [], "float32", [1], 1, self.policy.info(), {})
 
 
 class FakeEngine:
@@ -73,26 +115,31 @@ class FakeEngine:
         folder: Path | None = None,
         failure: type[BaseException] = RuntimeError,
     ) -> None:
-        """damage, strangeness: of each text. folder: where it is kept what verification finds out."""
+        """damage, strangeness: of each text. folder: where the findings of verification are kept."""
         self.task = task
         self.labels = labels
         self.stored = stored
         self.prototypes = prototypes
         self.damage = damage
         self.strangeness = strangeness
-        calibrated = policy or policy_of()
-        self.served = ServedPolicy(folder, calibrated) if folder else None
-        self.policy: ReusePolicy | None = self.served.policy if self.served else calibrated
+        self.map_reuse: FakeMapReuse | None = FakeMapReuse(policy or policy_of(), folder)
         self.failure = failure
         self.before_failing: Callable[[], None] = lambda: None
         self.batches: list[list[str]] = []
-        self.verified: list[list[str]] = []  # those of the batches that were computed without reuse
+        self.verified: list[list[str]] = []  # the batches that were computed without reuse
         self.may_run = threading.Event()  # cleared: the engine is busy
         self.may_run.set()
-        self.runs = threading.Semaphore(0)  # released as a batch begins that must wait for `may_run`
+        self.runs = threading.Semaphore(0)  # released when a batch begins that must wait for `may_run`
+
+    @property
+    def policy(self) -> ReusePolicy | None:
+        return self.map_reuse.policy if self.map_reuse else None
 
     def named_prompt(self, name: str) -> Prompt:
-        return Prompt(Template(prefix=f"{name}: "), (Reading(len(name) + 2),))
+        return Prompt(Template(prefix=f"{name}: "), (SequencePlan(len(name) + 2),))
+
+    def may_reuse(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
+        return labels is None and prompt == self.default_prompt
 
     def tokenize(
         self,
@@ -109,13 +156,11 @@ class FakeEngine:
                 )
         return [[ord(character) for character in text[: self.max_tokens]] for text in texts]
 
-    def run(
-        self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], readings: Sequence[Reading]
-    ) -> PrefillResult:
-        assert len(readings) == len(sequences)
-        texts = ["".join(map(chr, ids)) for ids in sequences]
+    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        assert all(request.sequence_plan for request in requests)
+        texts = texts_of(requests)
         self.batches.append(texts)
-        if not any(reuse):
+        if not any(request.reuse for request in requests):
             self.verified.append(texts)
         if not self.may_run.is_set():
             self.runs.release()
@@ -123,17 +168,19 @@ class FakeEngine:
         if FAILING in texts:
             self.before_failing()
             raise self.failure(f"cannot compute {texts}")
-        outcomes = tuple(self._outcome(*pair) for pair in zip(texts, reuse, strict=True))
+        outcomes = tuple(
+            self._outcome(text, request.reuse) for text, request in zip(texts, requests, strict=True)
+        )
         outputs = [
-            self._damaged(text) if outcome.is_hit else embedding_of(ids)
-            for ids, text, outcome in zip(sequences, texts, outcomes, strict=True)
+            self._damaged(text) if outcome.is_hit else embedding_of(request.ids)
+            for request, text, outcome in zip(requests, texts, outcomes, strict=True)
         ]
         return PrefillResult(
             outputs=np.stack(outputs),
             finite=np.array([text != NOT_FINITE for text in texts]),
             outcomes=outcomes,
             similarities=np.array([_SIMILARITY[outcome] for outcome in outcomes], np.float32),
-            tokens=sum(map(len, sequences)),
+            tokens=sum(map(len, texts)),
             search_seconds=0.001,
             forward_seconds=0.002,
             attention_seconds=0.0,
@@ -141,46 +188,45 @@ class FakeEngine:
             strangeness=np.array([self.strangeness(text) for text in texts], np.float32),
         )
 
+    def embeddings(self, outputs: np.ndarray, *, normalize: bool | None = None) -> np.ndarray:
+        return outputs if normalize is False else unit_length(outputs)
+
     def class_logits(self, outputs: np.ndarray) -> np.ndarray:
-        """The label that stands at the text's length, modulo their number, wins."""
+        """The winner is the label whose index is the text's length modulo the number of labels."""
         assert self.labels is not None
         winners = outputs.sum(axis=1).astype(int) % len(self.labels)
         return np.eye(len(self.labels), dtype=np.float32)[winners] * 3 - np.arange(len(self.labels)) / 10
 
-    def judge(self, measure: Measure) -> Judge:
+    def comparator(self, measure: Measure) -> OutputComparator:
         if measure is Measure.COSINE:
-            return Judge(measure, None)
+            return OutputComparator(measure, None)
         if self.labels is None:
             raise NoClassifier("there are no decisions to agree on")
-        return Judge(measure, self.class_logits)
+        return OutputComparator(measure, self.class_logits)
 
-    def tighten(self, place: int | None) -> None:
-        assert self.policy is not None
-        self.policy = self.served.tighten(place) if self.served else self.policy.tightened(place)
-
-    def keep_verified(
-        self, new: Mapping[Window, Sequence[float]], patience_seconds: float = 0.0
-    ) -> Tightened | None:
-        if self.served is None:
-            return None
-        kept = self.served.keep(new, patience_seconds)
-        self.policy = self.served.policy
-        return kept
-
-    def info(self) -> dict[str, object]:
-        database = None
-        if self.policy:
-            told = self.policy.info()
-            for told_group, group in zip(told["groups"], self.policy.groups, strict=True):
-                told_group["reuses"] = not group.is_off
-            database = {"records": 7, "bytes": 4096, "policy": told}
-        return {
-            "model": "fake",
-            "fingerprint": self.fingerprint,
-            "task": self.task,
-            "reuse_off": self.served.reuse_off if self.served else [],
-            "database": database,
-        }
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            model="fake",
+            model_source="folder",
+            revision=None,
+            commit=None,
+            fingerprint=self.fingerprint,
+            variant={},
+            task=self.task,
+            labels=list(self.labels or ()),
+            template="{}",
+            prompts=[],
+            pooling=None,
+            max_tokens=self.max_tokens,
+            dtype="float32",
+            device="cpu",
+            threads=1,
+            attention="torch",
+            fetch="auto",
+            reuse_off=self.map_reuse.reuse_off if self.map_reuse else [],
+            gain=None,
+            database=self.map_reuse.info() if self.map_reuse else None,
+        )
 
     def _outcome(self, text: str, reuse: bool) -> Outcome:
         if not reuse or self.policy is None:
@@ -196,12 +242,16 @@ class FakeEngine:
         return Outcome.MISS
 
     def _damaged(self, text: str) -> np.ndarray:
-        """The embedding, turned to where its cosine is 1 - damage by way of a character that no text has."""
+        """The embedding, turned to a cosine of 1 - damage by a character that no text has."""
         damage = self.damage(text) if callable(self.damage) else self.damage
         row = embedding_of([ord(character) for character in text])
         sideways = np.zeros_like(row)
         sideways[0] = np.linalg.norm(row) * np.tan(np.arccos(1 - damage))
         return row + sideways
+
+
+def texts_of(requests: Sequence[PrefillRequest]) -> list[str]:
+    return ["".join(map(chr, request.ids)) for request in requests]
 
 
 _SIMILARITY = {
@@ -217,9 +267,9 @@ _SIMILARITY = {
 async def serving(
     engine: FakeEngine | PrefillEngine | None = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the real app, in this process, when its engine is loaded.
+    """Yield a client of the real app, in this process, once the engine is loaded.
 
-    Nothing is verified unless `verify_rate` says so: what an engine computes is then what clients asked.
+    By default nothing is verified, so the engine computes only what clients request.
     """
     engine = engine or FakeEngine()
     settings.setdefault("verify_rate", 0)
@@ -237,7 +287,7 @@ async def serving(
 async def starting(
     load_engine: Any, on_failure: Any = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the real app that has begun to load; `load_engine` returns one engine or an iterator."""
+    """Yield a client of the real app while it loads; `load_engine` returns one engine or an iterator."""
 
     def load_engines() -> Iterator[Any]:
         loaded = load_engine()

@@ -1,21 +1,21 @@
-"""The real server process round the fake engine, on a free port: `python serve_fake.py MANNER`."""
+"""Run the real server process around the fake engine, on a free port: `python serve_fake.py MANNER`."""
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fake_engine import FakeEngine
 
-from attncache_core import ModelNotFound
+from attncache_core import ModelNotFound, PrefillRequest, PrefillResult
 from service.commands.serve import configure_logging
 from service.server import bind, run_server
 from service.settings import Settings
 
 
 class SlowEngine(FakeEngine):
-    def run(self, *batch):  # type: ignore[no-untyped-def]
+    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
         time.sleep(0.3)
-        return super().run(*batch)
+        return super().run(requests)
 
 
 def load_engines() -> Iterator[FakeEngine]:

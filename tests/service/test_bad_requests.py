@@ -1,4 +1,4 @@
-"""Whatever comes, the answer is a 4xx in one shape, it repeats nothing, and the next request is served."""
+"""A bad request gets a 4xx error that repeats no input, and the next request is served."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_text_that_is_too_long_is_refused_without_truncation(client: Any) 
     await assert_refused(client, response, 422, "input_too_long", "inputs[1]")
 
 
-async def test_label_that_is_too_long_is_told_from_an_input(client: Any) -> None:
+async def test_error_for_a_long_label_names_labels_and_not_inputs(client: Any) -> None:
     body = {"inputs": "a", "labels": ["b", SECRET * 50], "truncate": False}
     response = await client.post("/classify", json=body)
     await assert_refused(client, response, 422, "input_too_long", "labels")
@@ -147,7 +147,7 @@ async def test_body_over_the_limit_is_refused(client: Any) -> None:
     await assert_refused(client, response, 413, "body_too_large", None)
 
 
-async def test_body_of_just_the_limit_is_read(client: Any) -> None:
+async def test_body_of_exactly_the_limit_is_read(client: Any) -> None:
     start, end = b'{"inputs": "', b'"}'
     body = start + b"a" * (2 * 1024 * 1024 - len(start) - len(end)) + end
     assert (await client.post("/embed", content=body)).status_code == 200

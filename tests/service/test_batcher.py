@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,11 +12,14 @@ from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core import InputTooLong, NotFinite, Outcome
-from attncache_core.prompts import Prompt, Reading, Template
-from service.batcher import Batcher, Limits, Rows
+from attncache_core import InputTooLong, NotFinite, Outcome, PrefillRequest, PrefillResult
+from attncache_core.checkpoints.template import Template
+from attncache_core.text.prompts import Prompt, SequencePlan
+from service.batcher import Batcher
 from service.errors import InternalError, QueueFull
 from service.metrics import Metrics
+from service.pending_request import RequestResult
+from service.request_queue import Limits
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +32,7 @@ async def batching(
     queue: int = 1000,
     metrics: Metrics | None = None,
 ) -> AsyncIterator[Batcher]:
-    """A batcher over the engine; at the end the law: nothing waits any more."""
+    """Yield a batcher for the engine. At the end, assert that nothing waits any more."""
     batcher = Batcher(engine, Limits(tokens, sequences, queue, request_tokens=10**6), metrics or Metrics())
     try:
         yield batcher
@@ -39,12 +42,12 @@ async def batching(
     assert batcher.waiting_sequences == 0
 
 
-def submit(batcher: Batcher, texts: list[str], reuse: bool = True) -> asyncio.Future[Rows]:
+def submit(batcher: Batcher, texts: list[str], reuse: bool = True) -> asyncio.Future[RequestResult]:
     return batcher.submit(texts, truncate=True, reuse=reuse)
 
 
-async def hold(engine: FakeEngine, batcher: Batcher) -> asyncio.Future[Rows]:
-    """Keep the engine busy with a text of its own, so that what is submitted next has to wait."""
+async def hold(engine: FakeEngine, batcher: Batcher) -> asyncio.Future[RequestResult]:
+    """Keep the engine busy with another text, so that the next submitted requests have to wait."""
     engine.may_run.clear()
     busy = submit(batcher, ["busy"])
     await asyncio.to_thread(engine.runs.acquire)
@@ -52,15 +55,15 @@ async def hold(engine: FakeEngine, batcher: Batcher) -> asyncio.Future[Rows]:
 
 
 async def queued(batcher: Batcher, count: int) -> None:
-    """Wait until so many requests have been tokenised, in the order in which they came."""
-    while len(batcher._queue) < count:
+    """Wait until `count` requests have been tokenised and wait for the engine."""
+    while batcher.waiting_requests < count:
         await asyncio.sleep(0.0005)
 
 
-def assert_own_rows(rows: Rows, texts: list[str]) -> None:
-    own = np.stack([embedding_of([ord(character) for character in text]) for text in texts])
-    np.testing.assert_array_equal(rows.outputs, own)
-    assert len(rows.outcomes) == len(texts)
+def assert_result_of(texts: list[str], result: RequestResult) -> None:
+    expected = np.stack([embedding_of([ord(character) for character in text]) for text in texts])
+    np.testing.assert_array_equal(result.outputs, expected)
+    assert len(result.outcomes) == len(texts)
 
 
 requests_of_texts = st.lists(
@@ -71,7 +74,7 @@ requests_of_texts = st.lists(
 
 
 @given(requests=requests_of_texts, tokens=st.integers(1, 60), sequences=st.integers(1, 10))
-def test_every_request_gets_its_own_rows_in_order_and_no_batch_is_over_budget(
+def test_every_request_gets_its_own_result_in_order_and_no_batch_is_over_budget(
     requests: list[list[str]], tokens: int, sequences: int
 ) -> None:
     async def scenario(engine: FakeEngine) -> None:
@@ -80,8 +83,8 @@ def test_every_request_gets_its_own_rows_in_order_and_no_batch_is_over_budget(
             pending = [submit(batcher, texts) for texts in requests]
             await queued(batcher, len(requests))
             engine.may_run.set()
-            for texts, rows in zip(requests, pending, strict=True):
-                assert_own_rows(await rows, texts)
+            for texts, result in zip(requests, pending, strict=True):
+                assert_result_of(texts, await result)
 
     engine = FakeEngine()
     asyncio.run(scenario(engine))
@@ -105,7 +108,7 @@ async def test_oldest_goes_first_and_the_batch_is_filled() -> None:
     assert engine.batches[1:] == [["aaaa", "bbbb"], ["cccc", "dd"], ["e" * 20], ["ff"]]
 
 
-async def test_reuse_is_each_request_s_own_within_one_batch() -> None:
+async def test_requests_of_one_batch_choose_reuse_separately() -> None:
     engine = FakeEngine(stored={"a"})
     async with batching(engine) as batcher:
         await hold(engine, batcher)
@@ -125,25 +128,25 @@ async def test_cancelled_request_is_never_computed() -> None:
         await queued(batcher, 2)
         gone.cancel()
         engine.may_run.set()
-        assert_own_rows(await stays, ["stays"])
+        assert_result_of(["stays"], await stays)
     assert engine.batches == [["busy"], ["stays"]]
 
 
-async def test_cancelled_request_gives_its_place_to_the_next_at_once() -> None:
+async def test_cancelled_request_makes_room_for_the_next_at_once() -> None:
     engine = FakeEngine()
     async with batching(engine, queue=2) as batcher:
         await hold(engine, batcher)
         first, gone = submit(batcher, ["first"]), submit(batcher, ["gone"])
         await queued(batcher, 2)
         gone.cancel()
-        await asyncio.sleep(0)  # the event loop tells the batcher
+        await asyncio.sleep(0)  # lets the event loop call the batcher's callback
         third = submit(batcher, ["third"])
         engine.may_run.set()
-        assert_own_rows(await first, ["first"])
-        assert_own_rows(await third, ["third"])
+        assert_result_of(["first"], await first)
+        assert_result_of(["third"], await third)
 
 
-async def test_request_cancelled_half_way_leaves_its_rest_out() -> None:
+async def test_rest_of_a_request_cancelled_half_way_is_not_computed() -> None:
     engine = FakeEngine()
     async with batching(engine, sequences=1) as batcher:
         engine.may_run.clear()
@@ -151,7 +154,7 @@ async def test_request_cancelled_half_way_leaves_its_rest_out() -> None:
         await asyncio.to_thread(engine.runs.acquire)
         gone.cancel()
         engine.may_run.set()
-        assert_own_rows(await submit(batcher, ["next"]), ["next"])
+        assert_result_of(["next"], await submit(batcher, ["next"]))
     assert engine.batches == [["first"], ["next"]]
 
 
@@ -165,20 +168,20 @@ async def test_full_queue_refuses_at_once_and_serves_what_it_has() -> None:
         assert refused.value.retry_after_seconds >= 1
         fits = submit(batcher, ["f"])
         engine.may_run.set()
-        assert_own_rows(await waiting, ["a", "b", "c"])
+        assert_result_of(["a", "b", "c"], await waiting)
         await asyncio.gather(busy, fits)
-        assert_own_rows(await submit(batcher, ["g", "h", "i", "j"]), ["g", "h", "i", "j"])
+        assert_result_of(["g", "h", "i", "j"], await submit(batcher, ["g", "h", "i", "j"]))
 
 
-async def test_time_to_come_again_grows_with_what_waits() -> None:
+async def test_retry_time_grows_with_the_waiting_tokens() -> None:
     class SlowEngine(FakeEngine):
-        def run(self, *batch):  # type: ignore[no-untyped-def]
+        def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
             time.sleep(0.05)
-            return super().run(*batch)
+            return super().run(requests)
 
     engine = SlowEngine()
     async with batching(engine, queue=4) as batcher:
-        await submit(batcher, ["1"])  # at most 20 tokens a second
+        await submit(batcher, ["1"])  # at most 20 tokens per second
         await hold(engine, batcher)
         submit(batcher, ["x" * 60] * 4)
         await queued(batcher, 1)
@@ -188,11 +191,11 @@ async def test_time_to_come_again_grows_with_what_waits() -> None:
 
 
 class Panic(BaseException):
-    """What compiled code raises is no Exception."""
+    """A panic of compiled code, which is not an Exception."""
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, Panic])
-async def test_engine_s_exception_fails_the_request_it_is_about_and_no_other(
+async def test_exception_of_the_engine_fails_only_the_request_that_causes_the_exception(
     kind: type[BaseException],
 ) -> None:
     engine = FakeEngine(failure=kind)
@@ -203,9 +206,9 @@ async def test_engine_s_exception_fails_the_request_it_is_about_and_no_other(
         engine.may_run.set()
         before, failing, beside, after = await asyncio.gather(*pending, return_exceptions=True)
         assert isinstance(failing, InternalError)
-        for rows, text in ((before, "before it"), (beside, "with it"), (after, "after it")):
-            assert_own_rows(rows, [text])
-        assert_own_rows(await busy, ["busy"])
+        for result, text in ((before, "before it"), (beside, "with it"), (after, "after it")):
+            assert_result_of([text], result)
+        assert_result_of(["busy"], await busy)
     assert engine.batches[1:] == [
         ["before it", FAILING, "with it"],
         ["before it"],
@@ -223,21 +226,21 @@ async def test_requests_of_a_failed_batch_are_counted_once() -> None:
         await queued(batcher, 3)
         engine.may_run.set()
         await asyncio.gather(*pending, return_exceptions=True)
-    told = metrics.render().decode()
-    assert 'attncache_sequences_total{outcome="hit"} 2.0' in told
-    assert 'attncache_sequences_total{outcome="miss"} 2.0' in told  # "busy" among them
-    assert "attncache_queue_seconds_count 3.0" in told
-    assert "attncache_batch_sequences_count 3.0" in told
+    shown = metrics.render().decode()
+    assert 'attncache_sequences_total{outcome="hit"} 2.0' in shown
+    assert 'attncache_sequences_total{outcome="miss"} 2.0' in shown  # one of the two is "busy"
+    assert "attncache_queue_seconds_count 3.0" in shown
+    assert "attncache_batch_sequences_count 3.0" in shown
 
 
-async def test_request_that_was_given_up_is_not_run_again() -> None:
+async def test_cancelled_request_is_not_run_again() -> None:
     engine = FakeEngine()
     async with batching(engine) as batcher:
         await hold(engine, batcher)
         pending = [submit(batcher, [text]) for text in (FAILING, "gone", "stays")]
         await queued(batcher, 3)
 
-        # The batch is running when its request goes.
+        # Cancels the request while its batch is running.
         def give_up() -> None:
             batcher._loop.call_soon_threadsafe(pending[1].cancel)
             while not pending[1].done():
@@ -247,11 +250,11 @@ async def test_request_that_was_given_up_is_not_run_again() -> None:
         engine.may_run.set()
         failing, _, stays = await asyncio.gather(*pending, return_exceptions=True)
     assert isinstance(failing, InternalError)
-    assert_own_rows(stays, ["stays"])
+    assert_result_of(["stays"], stays)
     assert engine.batches[1:] == [[FAILING, "gone", "stays"], [FAILING], ["stays"]]
 
 
-async def test_text_that_comes_to_nan_fails_its_request_alone_and_by_name() -> None:
+async def test_text_that_comes_to_nan_fails_only_its_request_and_is_named() -> None:
     engine = FakeEngine()
     async with batching(engine) as batcher:
         await hold(engine, batcher)
@@ -261,23 +264,26 @@ async def test_text_that_comes_to_nan_fails_its_request_alone_and_by_name() -> N
         first, damaged, last = await asyncio.gather(*pending, return_exceptions=True)
     assert isinstance(damaged, NotFinite)
     assert damaged.field == "inputs[1]"
-    assert_own_rows(first, ["a", "b"])
-    assert_own_rows(last, ["d"])
+    assert_result_of(["a", "b"], first)
+    assert_result_of(["d"], last)
     assert len(engine.batches) == 2
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 100])
-async def test_text_of_several_sequences_is_named_by_its_own_place(sequences: int) -> None:
-    readings = (Reading(0), Reading(0), Reading(0))
+async def test_error_names_the_index_of_a_text_of_several_sequences(sequences: int) -> None:
+    sequence_plans = (SequencePlan(0), SequencePlan(0), SequencePlan(0))
 
     class Labelled(FakeEngine):
         def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
-            return super().tokenize([text for text in texts for _ in readings], *arguments)
+            return super().tokenize([text for text in texts for _ in sequence_plans], *arguments)
 
     async with batching(Labelled(), sequences=sequences) as batcher:
         with pytest.raises(NotFinite) as refused:
             await batcher.submit(
-                ["a", "b", NOT_FINITE, "c"], truncate=True, reuse=True, prompt=Prompt(Template(), readings)
+                ["a", "b", NOT_FINITE, "c"],
+                truncate=True,
+                reuse=True,
+                prompt=Prompt(Template(), sequence_plans),
             )
     assert refused.value.field == "inputs[2]"
 
@@ -292,7 +298,7 @@ texts_of_all_kinds = st.one_of(
     tokens=st.integers(1, 200),
     sequences=st.integers(1, 10),
 )
-def test_requests_get_their_own_rows_or_their_own_error_whatever_they_were_batched_with(
+def test_requests_get_their_own_result_or_their_own_error_whatever_they_were_batched_with(
     requests: list[list[str]], tokens: int, sequences: int
 ) -> None:
     async def scenario() -> list[Any]:
@@ -311,15 +317,15 @@ def test_requests_get_their_own_rows_or_their_own_error_whatever_they_were_batch
             assert FAILING in texts
         else:
             assert not {FAILING, NOT_FINITE} & set(texts)
-            assert_own_rows(answer, texts)
+            assert_result_of(texts, answer)
 
 
-async def test_request_in_several_batches_fails_whole_if_one_of_them_does() -> None:
+async def test_request_in_several_batches_fails_if_one_batch_fails() -> None:
     engine = FakeEngine()
     async with batching(engine, sequences=1) as batcher:
         with pytest.raises(InternalError):
             await submit(batcher, ["fine", FAILING, "never answered"])
-        assert_own_rows(await submit(batcher, ["next"]), ["next"])
+        assert_result_of(["next"], await submit(batcher, ["next"]))
 
 
 async def test_text_that_is_too_long_fails_its_request_before_the_queue() -> None:
@@ -331,7 +337,7 @@ async def test_text_that_is_too_long_fails_its_request_before_the_queue() -> Non
     assert engine.batches == []
 
 
-async def test_tokenizer_that_panics_fails_its_request_and_no_other() -> None:
+async def test_panic_of_the_tokenizer_fails_only_its_request() -> None:
     class PanickingEngine(FakeEngine):
         def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
             if texts == ["panic"]:
@@ -341,7 +347,7 @@ async def test_tokenizer_that_panics_fails_its_request_and_no_other() -> None:
     async with batching(PanickingEngine()) as batcher:
         with pytest.raises(InternalError):
             await submit(batcher, ["panic"])
-        assert_own_rows(await submit(batcher, ["next"]), ["next"])
+        assert_result_of(["next"], await submit(batcher, ["next"]))
 
 
 async def test_closing_finishes_what_is_queued() -> None:
@@ -349,5 +355,5 @@ async def test_closing_finishes_what_is_queued() -> None:
     async with batching(engine, sequences=1) as batcher:
         await hold(engine, batcher)
         pending = [submit(batcher, [text, text]) for text in "abc"]
-    for text, rows in zip("abc", pending, strict=True):
-        assert_own_rows(await rows, [text, text])
+    for text, result in zip("abc", pending, strict=True):
+        assert_result_of([text, text], await result)

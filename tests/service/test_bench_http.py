@@ -1,4 +1,4 @@
-"""The load generator, against a small server of the standard library's and against the real app."""
+"""Test the load generator with a small server from the standard library and with the real app."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CUT = "the connection is closed on this text"
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers with embeddings on the paths given, each with its API; remembers what it was asked."""
+    """A server that answers with embeddings on the given paths, each with its API, and keeps all requests."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -54,7 +54,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.apis = apis
         self.pause: Callable[[], object] = lambda: None  # before each answer
-        self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []  # path, body, headers
+        self.requests: list[tuple[str, dict[str, Any], dict[str, str]]] = []  # path, body, headers
         self.busy = 0
         self.most_busy = 0
         self.lock = threading.Lock()
@@ -64,18 +64,18 @@ class FakeServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def texts(self) -> list[str]:
-        return [text for _, body, _ in self.asked for text in body.get("input", body.get("inputs"))]
+        return [text for _, body, _ in self.requests for text in body.get("input", body.get("inputs"))]
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # one packet an answer
+    wbufsize = -1  # one packet per response
     server: FakeServer
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
-            self.server.asked.append((self.path, body, dict(self.headers)))
+            self.server.requests.append((self.path, body, dict(self.headers)))
             self.server.busy += 1
             self.server.most_busy = max(self.server.busy, self.server.most_busy)
         self.server.pause()
@@ -132,7 +132,7 @@ def measured(
     **options: Any,
 ) -> Measurement:
     endpoint = found(server.url)
-    server.asked.clear()
+    server.requests.clear()
     server.pause = pause
     rows: list[Measurement] = []
     asyncio.run(measure(endpoint, texts, load, on_measured=rows.append, **options))
@@ -166,21 +166,21 @@ def test_base_url_may_end_with_a_path_and_an_endpoint_may_have_any() -> None:
         assert str(found(f"{server.url}/models/mine").url) == f"{server.url}/models/mine"
 
 
-def test_api_that_was_asked_for_is_taken_where_both_are_there() -> None:
+def test_chosen_api_is_used_if_the_server_has_both() -> None:
     with fake_server({"/v1/embeddings": "openai", "/embed": "tei"}) as server:
         assert [found(server.url, api).api for api in (None, "openai", "tei")] == ["openai", "openai", "tei"]
-        assert {path for path, body, _ in server.asked if "inputs" in body} == {"/embed"}
+        assert {path for path, body, _ in server.requests if "inputs" in body} == {"/embed"}
 
 
 def test_model_and_headers_are_sent() -> None:
     with fake_server({"/embeddings": "openai"}) as server:
         found(server.url, model="mini", headers={"Authorization": "Bearer secret"})
-        _, body, headers = server.asked[-1]
+        _, body, headers = server.requests[-1]
         assert body == {"input": ["text"], "model": "mini"}
         assert headers["Authorization"] == "Bearer secret"
 
 
-def test_server_without_an_api_is_refused_with_what_it_answered() -> None:
+def test_server_without_an_api_is_refused_with_its_answers() -> None:
     with fake_server({"/embed": "page"}) as server, pytest.raises(NoEndpoint) as refused:
         found(server.url)
     assert f"{server.url}/v1/embeddings (openai) 404" in str(refused.value)
@@ -195,12 +195,12 @@ def test_server_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize(
     "url", ["localhost:8080", "127.0.0.1", "", "ftp://host", "http://", "http://host:99999"]
 )
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_text_that_is_not_a_url_is_refused(url: str) -> None:
     with pytest.raises(InvalidInput, match="--url"):
         found(url)
 
 
-def test_host_that_cannot_be_a_host_is_refused() -> None:
+def test_impossible_host_is_refused() -> None:
     with pytest.raises(AttnCacheError):
         found("http://a..b:80")
 
@@ -208,10 +208,10 @@ def test_host_that_cannot_be_a_host_is_refused() -> None:
 # The load
 
 
-def test_texts_are_sent_in_order_and_round_again_and_all_are_counted() -> None:
+def test_texts_are_sent_in_order_repeatedly_and_all_are_counted() -> None:
     with fake_server() as server:
         row = measured(server, TEXTS, Load(clients=1, batch=2, texts=7))
-        assert [body["inputs"] for _, body, _ in server.asked] == [
+        assert [body["inputs"] for _, body, _ in server.requests] == [
             ["one", "two"],
             ["three", "four"],
             ["five", "one"],
@@ -224,7 +224,7 @@ def test_texts_are_sent_in_order_and_round_again_and_all_are_counted() -> None:
 @pytest.mark.parametrize("clients", [1, 4])
 def test_each_client_has_one_request_under_way(clients: int) -> None:
     with fake_server() as server:
-        # Nobody is answered before there are so many.
+        # The server answers only when this many requests are waiting.
         together = threading.Barrier(clients, timeout=30)
         row = measured(server, TEXTS, Load(clients, batch=1, texts=20), pause=together.wait)
         assert server.most_busy == clients
@@ -232,7 +232,7 @@ def test_each_client_has_one_request_under_way(clients: int) -> None:
     assert row.texts == 20
 
 
-def test_latency_is_what_the_client_waits() -> None:
+def test_latency_is_the_time_that_the_client_waits() -> None:
     with fake_server() as server:
         row = measured(server, TEXTS, Load(1, 1, texts=5), pause=lambda: time.sleep(0.02))
     assert row.p50_ms is not None
@@ -251,7 +251,7 @@ def test_warmup_is_sent_and_not_counted() -> None:
     assert steps == [("2 clients, batch 1", done, 3) for done in (1, 2, 3)]
 
 
-def test_failures_are_counted_by_kind_and_are_no_speed() -> None:
+def test_failures_are_counted_by_kind_and_not_as_speed() -> None:
     with fake_server() as server:
         row = measured(server, ["good", REFUSED, CUT, CUT], Load(1, 1, texts=8))
     assert row.texts == 2
@@ -269,7 +269,7 @@ def test_percentiles_are_of_answers_with_200_and_speed_is_texts_over_time() -> N
     seconds = np.random.default_rng(3).permutation(np.arange(1, 202)) / 1000
     answers = [Answer(4, float(second), None) for second in seconds] + [Answer(4, 9.0, "503")] * 50
     row = summarize(Load(8, 4, 1004), answers, elapsed_seconds=2.0)
-    # Of 1 ms to 201 ms: rank p/100 * 200 + 1.
+    # The values are 1 ms to 201 ms, so percentile p is the value of rank p/100 * 200 + 1.
     np.testing.assert_allclose([row.p50_ms, row.p95_ms, row.p99_ms], [101, 191, 199])
     np.testing.assert_allclose(
         [row.p50_ms, row.p95_ms, row.p99_ms], np.percentile(seconds * 1e3, [50, 95, 99])
@@ -306,7 +306,7 @@ def test_command_gives_a_row_for_each_combination_and_keeps_them(texts_file: Pat
         arguments = ["--url", server.url, "--texts", str(texts_file), "--total", "6", "--warmup", "0", *loads]
         result = run(*arguments, "--header", "X-Key: a: b", "--model", "mini", "--json", str(report_file))
         assert set(server.texts()) == {"text", "one", "two", "three"}
-        _, body, headers = server.asked[-1]
+        _, body, headers = server.requests[-1]
         assert (body["model"], headers["X-Key"]) == ("mini", "a: b")
     assert result.exit_code == 0
     for shown in (f"{server.url}/embeddings (openai)", "texts/s", "p50 ms", "p95 ms", "p99 ms", "processor"):
@@ -345,34 +345,27 @@ def test_server_that_is_not_there_is_one_line(texts_file: Path) -> None:
 
 
 @pytest.mark.parametrize("header", ["secret", ": secret", "X Y: secret", "X: secret\nY: secret"])
-def test_what_is_no_header_is_one_line_that_does_not_repeat_it(header: str, texts_file: Path) -> None:
+def test_malformed_header_is_one_line_that_does_not_repeat_the_header(header: str, texts_file: Path) -> None:
     line = one_line(run("--url", "http://127.0.0.1:1", "--texts", str(texts_file), "--header", header))
     assert "NAME: VALUE" in line
     assert "secret" not in line
 
 
-def test_remedy_is_told_where_aiohttp_is_not_installed(
-    texts_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_without_aiohttp_names_the_remedy(texts_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     monkeypatch.delitem(sys.modules, "service.bench.http")
     line = one_line(run("--url", "http://127.0.0.1:1", "--texts", str(texts_file)))
     assert "pip install 'attncache[bench]'" in line
 
 
-def test_command_line_does_not_load_aiohttp() -> None:
-    program = "import sys, service.cli; print('aiohttp' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
-
-
-def test_ctrl_c_ends_it_and_shows_what_was_measured(texts_file: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_measurement_and_shows_the_rows_so_far(texts_file: Path, tmp_path: Path) -> None:
     report_file = tmp_path / "report.json"
-    # A process that was started in the background of a shell ignores the signal.
+    # A process that a shell starts in the background ignores the signal by default.
     heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     program = f"{heeding}; from service.cli import main; main()"
     with fake_server() as server:
-        # The second load is slow, so that it has not ended when it is interrupted.
-        server.pause = lambda: time.sleep(0.2 if len(server.asked) > 30 else 0)
+        # The second load is slow, so that the interrupt arrives before the load ends.
+        server.pause = lambda: time.sleep(0.2 if len(server.requests) > 30 else 0)
         arguments = ["--url", server.url, "--texts", str(texts_file), "--json", str(report_file)]
         loads = ["--clients", "2", "--batch", "1", "--batch", "2", "--total", "30", "--warmup", "0"]
         with subprocess.Popen(
@@ -382,15 +375,15 @@ def test_ctrl_c_ends_it_and_shows_what_was_measured(texts_file: Path, tmp_path: 
             text=True,
         ) as started:
             try:
-                while sum(len(body.get("inputs", ())) == 2 for _, body, _ in server.asked) < 6:
+                while sum(len(body.get("inputs", ())) == 2 for _, body, _ in server.requests) < 6:
                     assert started.poll() is None
                     time.sleep(0.005)
                 started.send_signal(signal.SIGINT)
-                shown, told = started.communicate(timeout=30)
+                shown, logged = started.communicate(timeout=30)
             finally:
                 started.kill()
     assert started.returncode == 130
-    assert "Traceback" not in told
+    assert "Traceback" not in logged
     assert "interrupted" in shown
     report = json.loads(report_file.read_text(encoding="utf-8"))
     assert report["interrupted"] is True
@@ -411,7 +404,7 @@ def test_this_server_is_measured(texts_file: Path, tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         report_file = tmp_path / "report.json"
         while (result := run("--url", url, "--texts", str(texts_file), "--json", str(report_file))).exit_code:
-            assert "503" in one_line(result)  # it loads
+            assert "503" in one_line(result)  # the server is still loading
     finally:
         server.should_exit = True
         thread.join()

@@ -57,7 +57,7 @@ async def test_headers_count_inputs_by_kind_of_record_and_no_labels() -> None:
     assert (headers["X-AttnCache-Hits"], headers["X-AttnCache-Prototype-Hits"]) == ("2/3", "1/3")
 
 
-async def test_only_labels_not_met_before_are_computed() -> None:
+async def test_only_labels_that_are_not_cached_are_computed() -> None:
     engine = FakeEngine()
     async with serving(engine) as client:
         await client.post("/classify", json={"inputs": "x", "labels": ["a", "b"]})
@@ -96,7 +96,7 @@ async def test_labels_restrict_a_classifier_and_its_scores_sum_to_one_again() ->
     assert [score["score"] for score in row] == pytest.approx(softmax([0.0, -0.2]))
 
 
-async def test_label_unknown_to_the_classifier_is_named_by_its_place() -> None:
+async def test_label_unknown_to_the_classifier_is_named_by_its_index() -> None:
     async with serving(FakeEngine(labels=KNOWN)) as client:
         response = await client.post("/classify", json={"inputs": "a", "labels": ["refund", "Sesam"]})
     assert (response.status_code, response.json()["error"]["field"]) == (400, "labels[1]")
@@ -109,7 +109,7 @@ async def test_without_labels_and_classifier_there_is_nothing_to_choose_from() -
     assert (response.status_code, response.json()["error"]["code"]) == (400, "no_classifier")
 
 
-async def test_inputs_of_a_classify_request_are_reused_or_not_as_asked() -> None:
+async def test_header_switches_reuse_of_the_inputs() -> None:
     async with serving(FakeEngine(labels=KNOWN, stored={"a"})) as client:
         on = await client.post("/classify", json={"inputs": "a"})
         off = await client.post("/classify", json={"inputs": "a"}, headers={"X-AttnCache-Reuse": "off"})

@@ -26,7 +26,7 @@ def test_help_shows_options_variables_and_defaults() -> None:
     text = run("serve", "--help").stdout
     for shown in ("--max-batch-tokens", "ATTNCACHE_MAX_BATCH_TOKENS", "1024", "--reuse / --no-reuse", "θ"):
         assert shown in text
-    assert "AUTO]" not in text  # a member of an enum by its name
+    assert "AUTO]" not in text  # the name of an enum member
 
 
 def test_bad_option_is_one_line() -> None:
@@ -49,12 +49,38 @@ def test_unknown_option_is_one_line_with_a_suggestion() -> None:
     assert_one_line(run("serve", "--thread", "2"), "--thread", "--threads")
 
 
+@pytest.mark.parametrize("preset", ["moderate", "no preset"])
+def test_removed_option_is_one_line_with_what_to_use_instead(preset: str) -> None:
+    assert_one_line(run("serve", "--policy", preset), "--policy was removed", "0.99 (moderate)")
+
+
+def test_variable_of_a_removed_option_is_one_line_with_what_to_use_instead() -> None:
+    assert_one_line(run("serve", ATTNCACHE_POLICY="moderate"), "ATTNCACHE_POLICY was removed", "--threshold")
+
+
+@pytest.mark.parametrize(
+    ("command", "hidden"),
+    [
+        ("serve", ("--policy", "--fetch")),
+        ("build", ("--maps", "--without")),
+        ("calibrate", ("--without",)),
+        ("prune", ("--importance",)),
+    ],
+)
+def test_help_shows_no_removed_option_no_former_name_and_no_baseline(
+    command: str, hidden: tuple[str, ...]
+) -> None:
+    text = run(command, "--help").stdout
+    for option in hidden:
+        assert option not in text
+
+
 def test_unknown_command_is_one_line() -> None:
     assert_one_line(run("sevre"), "sevre")
 
 
-def test_option_goes_before_its_variable() -> None:
-    # Both are wrong, so the line shows which was read.
+def test_option_takes_precedence_over_its_variable() -> None:
+    # Both values are wrong, so the message shows which value was read.
     assert_one_line(run("serve", "--port", "70001", ATTNCACHE_PORT="70002"), "70001")
 
 

@@ -1,4 +1,4 @@
-"""Texts that come to NaN, asked of the real app beside others: a tiny real model with one damaged word."""
+"""Texts that come to NaN beside other texts in the real app, with a tiny real model with a damaged word."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from core_models import (
     VOCABULARY,
     attention_by,
     damage_weights,
+    prefill,
     random_text,
     write_model,
     write_sentence_transformer,
@@ -33,13 +34,14 @@ from attncache_core import (
     BuildOptions,
     CorpusSentence,
     PrefillEngine,
+    PrefillRequest,
     PrefillResult,
     build_database,
 )
-from attncache_core.checkpoint import read_checkpoint
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.heads.decisions import class_scores
 from attncache_core.native import rows
-from attncache_core.outputs import class_scores
-from attncache_core.prompts import Template
 from service.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -47,7 +49,7 @@ pytestmark = pytest.mark.anyio
 WORD = "?"
 SOUND = [["where is my card", "money"], ["why was the bank closed", "card"], ["my old account was late"]]
 DAMAGED = [["my card", "where ? is it"], ["? card", "my ?"]]
-# So many tokens that what is asked meanwhile waits, and shares the next batch.
+# So many tokens that the next requests wait, and share the next batch.
 LONG = "card " * 480
 
 
@@ -60,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def ask_together(
     client: httpx.AsyncClient, path: str, requests: Sequence[list[str]], **body: Any
 ) -> list[httpx.Response]:
-    """Answers to requests that wait together behind a busy engine."""
+    """Return the responses to requests that wait together while the engine is busy."""
     busy = [asyncio.ensure_future(client.post(path, json={"inputs": [LONG] * 16, **body})) for _ in range(2)]
     await asyncio.sleep(0.02)
     pending = [client.post(path, json={"inputs": texts, **body}) for texts in requests]
@@ -79,7 +81,7 @@ def assert_refused(answer: httpx.Response, field: str) -> None:
 @pytest.mark.parametrize("computing", COMPUTING)
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_request_with_a_damaged_text_fails_and_those_beside_it_do_not(
+async def test_only_requests_with_a_damaged_text_fail(
     folder: Path, dtype: Any, kind: Any, computing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with attention_by(computing):
@@ -96,14 +98,14 @@ async def test_request_with_a_damaged_text_fails_and_those_beside_it_do_not(
     assert_refused(answers[3], "inputs[0]")
 
 
-async def test_neither_null_nor_nan_is_answered_where_nothing_is_normalised(folder: Path) -> None:
+async def test_response_without_normalisation_has_neither_null_nor_nan(folder: Path) -> None:
     async with serving(PrefillEngine.load(read_checkpoint(folder))) as client:
         answers = await ask_together(client, "/embed", [*SOUND, *DAMAGED], normalize=False)
     assert [answer.status_code for answer in answers] == [200, 200, 200, 500, 500]
     assert not any("null" in answer.text or "NaN" in answer.text for answer in answers[:3])
 
 
-async def test_log_tells_that_it_happened_and_no_text(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_reports_nan_and_no_text(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         async with serving(PrefillEngine.load(read_checkpoint(folder))) as client:
             await client.post("/embed", json={"inputs": "my stolen card ?"})
@@ -111,7 +113,7 @@ async def test_log_tells_that_it_happened_and_no_text(folder: Path, caplog: pyte
     assert "stolen" not in caplog.text
 
 
-async def test_label_that_is_damaged_is_named_and_none_is_remembered(folder: Path) -> None:
+async def test_damaged_label_is_named_and_no_label_is_cached(folder: Path) -> None:
     async with serving(PrefillEngine.load(read_checkpoint(folder), dtype="float32")) as client:
         for labels, at in ((["card", "lost ?", "bank"], 1), (["card", "bank", "? late"], 2)):
             for _ in range(2):
@@ -124,14 +126,14 @@ async def test_label_that_is_damaged_is_named_and_none_is_remembered(folder: Pat
 
 
 @pytest.mark.parametrize("problem", ["multi_label_classification", "single_label_classification"])
-async def test_damaged_text_gets_no_scores_of_a_model_of_classes(tmp_path: Path, problem: str) -> None:
+async def test_classifier_gives_no_scores_for_a_damaged_text(tmp_path: Path, problem: str) -> None:
     write_model(tmp_path, ["transfer", "card", "help"], problem_type=problem)
     damage_weights(tmp_path, VOCABULARY.index(WORD))
     engine = PrefillEngine.load(read_checkpoint(tmp_path), dtype="float32")
     async with serving(engine) as client:
         sound, damaged, *_ = await ask_together(client, "/classify", [SOUND[0], DAMAGED[0], SOUND[1]])
     assert_refused(damaged, "inputs[1]")
-    logits = engine.run(engine.tokenize(SOUND[0]), [False] * 2).outputs
+    logits = prefill(engine, engine.tokenize(SOUND[0]), reuse=False).outputs
     expected = np.sort(class_scores(logits, multi_label=engine.multi_label), axis=1)[:, ::-1]
     found = [[row["score"] for row in scores] for scores in sound.json()]
     np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -148,7 +150,7 @@ def scoring(folder: Path, labels: Sequence[str]) -> PrefillEngine:
 
 
 @pytest.mark.parametrize("labels", [["bank", "card"], ["bank account lost", "bank account", "zebra"]])
-async def test_damaged_text_of_several_sequences_is_named_by_its_place(
+async def test_damaged_text_of_several_sequences_is_named_by_its_index(
     tmp_path: Path, labels: list[str]
 ) -> None:
     write_llama(tmp_path)
@@ -189,13 +191,13 @@ async def test_damaged_texts_spoil_no_hits_of_their_batch_and_are_not_verified(
 ) -> None:
     random = np.random.default_rng(7)
     texts = [random_text(random, words) for words in np.repeat(np.arange(2, 7), 20)]
-    # Recorded texts are exact and would not be verified.
-    asked = [text for text in (random_text(random, 4) for _ in range(40)) if text not in texts][:8]
+    # Recorded texts are not used, because exact hits are not verified.
+    unseen = [text for text in (random_text(random, 4) for _ in range(40)) if text not in texts][:8]
     plain = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     options = BuildOptions(heads="all", threshold=0.0, training_steps=5)
     build_database(plain, [CorpusSentence(text, text) for text in texts], tmp_path / "a.db", options)
     database = AttentionDatabase.open(tmp_path / "a.db")
-    # The mean of its length serves every text, damaged ones too.
+    # In the second policy, the mean of the length serves every text, also the damaged text.
     groups = tuple(replace(group, searched=False) for group in database.search.policy.groups)
     policy = replace(database.search.policy, groups=groups)
     for search in (database.search, replace(database.search, policy=policy)):
@@ -203,16 +205,16 @@ async def test_damaged_texts_spoil_no_hits_of_their_batch_and_are_not_verified(
             plain.checkpoint, database=replace(database, search=search), dtype="float32"
         )
         async with serving(engine, verify_rate=1) as client:
-            requests = [asked[:3], ["my ? card", *asked[3:5]], asked[5:8]]
+            requests = [unseen[:3], ["my ? card", *unseen[3:5]], unseen[5:8]]
             first, damaged, last = await ask_together(client, "/embed", requests)
             metrics = {(VERIFIED,): 0.0}
-            # All hits but the damaged text, which hit too where nothing was searched.
+            # All hits are verified, except the damaged text, which hits if nothing is searched.
             async with asyncio.timeout(60):
                 while metrics[VERIFIED,] < 8:
                     await asyncio.sleep(0.01)
                     metrics = samples((await client.get("/metrics")).text)
         assert_refused(damaged, "inputs[0]")
-        for answer, own in ((first, asked[:3]), (last, asked[5:8])):
+        for answer, own in ((first, unseen[:3]), (last, unseen[5:8])):
             assert answer.headers["X-AttnCache-Hits"] == "3/3"
             expected = engine.embed(own)
             np.testing.assert_allclose(answer.json(), expected, atol=1e-5)
@@ -220,11 +222,11 @@ async def test_damaged_texts_spoil_no_hits_of_their_batch_and_are_not_verified(
 
 
 class HidingEngine(FakeEngine):
-    """A text that hits well comes to NaN when all is computed, in a token that its output does not show."""
+    """Makes NaN of one text in full, in a token outside the output; with reuse the text is finite."""
 
-    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], *readings: Any) -> PrefillResult:
-        result = super().run(sequences, reuse, *readings)
-        return replace(result, finite=np.array(reuse) | result.finite)
+    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        result = super().run(requests)
+        return replace(result, finite=np.array([request.reuse for request in requests]) | result.finite)
 
 
 def test_hit_that_comes_to_nan_when_computed_in_full_does_not_agree() -> None:
@@ -232,16 +234,16 @@ def test_hit_that_comes_to_nan_when_computed_in_full_does_not_agree() -> None:
     verifier = verifier_of(engine, metrics)
     serve(engine, verifier, ["fine", NOT_FINITE])
     verify_all(verifier)
-    told = samples(metrics.render().decode())
-    assert told["attncache_verify_cosine_bucket", "0.5"] == 1
-    assert told["attncache_verify_cosine_sum",] == pytest.approx(1)
+    shown = samples(metrics.render().decode())
+    assert shown["attncache_verify_cosine_bucket", "0.5"] == 1
+    assert shown["attncache_verify_cosine_sum",] == pytest.approx(1)
     for _ in range(60):
         serve(engine, verifier, [NOT_FINITE])
     verify_all(verifier)
     assert samples(metrics.render().decode())[FAILURES,] > 0
 
 
-def test_hit_that_came_to_nan_is_no_hit_to_verify() -> None:
+def test_hit_that_came_to_nan_is_not_verified() -> None:
     engine = FakeEngine(stored=AnyText())
     verifier = verifier_of(engine, Metrics())
     serve(engine, verifier, ["fine", NOT_FINITE])

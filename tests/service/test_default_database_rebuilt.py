@@ -1,4 +1,4 @@
-"""Processes of the real server whose default database is damaged: they serve in full, and build a new one."""
+"""Real servers with a damaged default database serve every text in full and build a new database."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 
 import service
 from attncache_core import AttentionDatabase, Checkpoint, default_corpus
-from attncache_core.attention_maps.default import default_database_folder
-from attncache_core.files import locked
+from attncache_core.build.default import default_database_folder
+from attncache_core.runtime.files import locked
 
 RECORDED = default_corpus()[0].text
 BUILDING = "the default database is damaged, and a new one is being built"
@@ -44,25 +44,25 @@ def scramble_the_manifest(folder: Path) -> None:
 
 @pytest.fixture
 def folder(tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path) -> Path:
-    """The tiny model's default database in a cache folder."""
+    """The default database of the tiny model, in a cache folder."""
     folder = default_database_folder(tiny_checkpoint, tmp_path / "cache")
     return Path(shutil.copytree(tiny_database, folder))
 
 
 def wait_for(happened: Callable[[], object]) -> None:
-    for _ in range(6000):  # five minutes, and then something is wrong
+    for _ in range(6000):  # gives up after five minutes
         if happened():
             return
         time.sleep(0.05)
-    pytest.fail("it did not happen")
+    pytest.fail("the expected state was not reached within five minutes")
 
 
 class Server:
-    """A process of `attncache serve`, and a client of it."""
+    """A process of `attncache serve`."""
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, log: Path) -> None:
         self._log = log
-        # The builder must import what the server does, and not what lies where the server was started.
+        # The builder must import the modules of the server, and not modules from the current folder.
         decoy = log.parent / "service"
         decoy.mkdir(exist_ok=True)
         (decoy / "__init__.py").write_text("raise RuntimeError", encoding="utf-8")
@@ -93,7 +93,7 @@ class Server:
         return client
 
     def builders(self) -> list[int]:
-        """The processes that the server has started."""
+        """Return the ids of the processes that the server has started."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         return [int(pid) for task in tasks for pid in task.read_text().split()]
 
@@ -128,7 +128,7 @@ def test_two_servers_serve_in_full_until_one_of_them_has_built_a_new_database(
     ):
         servers = (one, other)
         with locked(folder, on_wait=lambda: None):
-            # Until here nobody can set aside or build, and both serve all the same.
+            # While the lock is held, neither server can rename or build the database, and both serve.
             clients = [server.until_ready() for server in servers]
             for client in clients:
                 assert (hits(client), reuse_off(client)) == ("0/1", [BUILDING])
@@ -153,7 +153,7 @@ def test_two_servers_serve_in_full_until_one_of_them_has_built_a_new_database(
 @pytest.mark.parametrize(
     ("damage", "end", "code"),
     [(cut_a_segment, signal.SIGKILL, -9), (scramble_the_manifest, signal.SIGTERM, 0)],
-    ids=["killed", "told to stop"],
+    ids=["killed", "sigterm"],
 )
 def test_building_ends_with_the_server(
     tiny_checkpoint: Checkpoint,
@@ -172,16 +172,16 @@ def test_building_ends_with_the_server(
         server.process.send_signal(end)
         assert server.process.wait(timeout=60) == code
         wait_for(lambda: not Path(f"/proc/{builder}").exists())
-        # The lock was let go with it: another build may go on.
+        # The builder released its lock when it ended, so another build can continue.
         with locked(folder, on_wait=lambda: pytest.fail("the builder still holds the lock")):
             assert not folder.exists()
 
 
-def test_building_that_fails_is_told_once_and_the_server_goes_on_in_full(
+def test_failing_build_is_logged_once_and_the_server_serves_in_full(
     tiny_checkpoint: Checkpoint, folder: Path
 ) -> None:
     cut_a_segment(folder)
-    # Where the build's folder should be.
+    # A file at the path of the folder that the build writes.
     (folder.parent / f".{folder.name}.partial").write_bytes(b"")
     with serving(tiny_checkpoint, folder) as server:
         client = server.until_ready()
@@ -192,11 +192,11 @@ def test_building_that_fails_is_told_once_and_the_server_goes_on_in_full(
         assert "Traceback" not in server.logged
 
 
-def test_database_that_cannot_be_set_aside_is_told_and_the_server_goes_on_in_full(
+def test_database_that_cannot_be_renamed_is_logged_and_the_server_serves_in_full(
     tiny_checkpoint: Checkpoint, folder: Path
 ) -> None:
     scramble_the_manifest(folder)
-    # Where the lock's file should be; a folder without write permission does not stop root.
+    # A folder at the path of the lock file; file permissions would not stop root.
     lock = folder.parent / f".{folder.name}.lock"
     lock.mkdir()
     with serving(tiny_checkpoint, folder) as server:

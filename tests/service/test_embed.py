@@ -10,7 +10,7 @@ from core_models import write_sentence_transformer
 from fake_engine import FakeEngine, embedding_of, serving
 
 from attncache_core import PrefillEngine
-from attncache_core.checkpoint import read_checkpoint
+from attncache_core.checkpoints.description import read_checkpoint
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ async def test_each_text_gets_its_own_embedding_of_unit_length() -> None:
     np.testing.assert_allclose(response.json(), expected(texts), rtol=1e-6)
 
 
-async def test_one_string_is_answered_with_a_list_of_one() -> None:
+async def test_one_string_gets_a_list_of_one_embedding() -> None:
     async with serving() as client:
         response = await client.post("/embed", json={"inputs": "hello"})
     assert np.shape(response.json()) == (1, 128)
@@ -46,11 +46,11 @@ async def test_whitespace_is_a_text() -> None:
 
 
 @pytest.mark.parametrize("server", [True, False])
-@pytest.mark.parametrize("asked", [True, False, None])
-async def test_request_decides_on_truncation_before_the_server(server: bool, asked: bool | None) -> None:
-    truncates = server if asked is None else asked
+@pytest.mark.parametrize("requested", [True, False, None])
+async def test_truncate_of_a_request_overrides_the_server(server: bool, requested: bool | None) -> None:
+    truncates = server if requested is None else requested
     async with serving(truncate=server) as client:
-        response = await client.post("/embed", json={"inputs": "long " * 50, "truncate": asked})
+        response = await client.post("/embed", json={"inputs": "long " * 50, "truncate": requested})
     assert response.status_code == (200 if truncates else 422)
 
 
@@ -62,7 +62,7 @@ async def test_header_counts_hits_of_all_sequences() -> None:
     assert response.headers["X-AttnCache-Prototype-Hits"] == "0/4"
 
 
-async def test_header_tells_how_many_of_the_hits_came_from_prototypes() -> None:
+async def test_header_counts_hits_from_prototypes() -> None:
     engine = FakeEngine(stored={"a"}, prototypes={"b", "c"})
     async with serving(engine) as client:
         response = await client.post("/embed", json={"inputs": ["a", "new", "b", "c"]})
@@ -84,7 +84,7 @@ async def test_classifying_model_has_no_embeddings() -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (400, "no_embedding")
 
 
-async def test_many_clients_at_once_get_each_their_own() -> None:
+async def test_many_concurrent_clients_get_their_own_embeddings() -> None:
     async def ask(client: Any, number: int) -> None:
         texts = [f"client {number} text {i}" for i in range(number % 7 + 1)]
         response = await client.post("/embed", json={"inputs": texts})
@@ -100,7 +100,7 @@ async def test_many_clients_at_once_get_each_their_own() -> None:
     assert len(engine.batches) < 60
 
 
-async def test_prompt_of_the_name_asked_for_stands_before_each_text() -> None:
+async def test_named_prompt_is_put_before_each_text() -> None:
     texts = ["card", "where"]
     async with serving() as client:
         prompted = await client.post("/embed", json={"inputs": texts, "prompt_name": "query"})
@@ -109,7 +109,7 @@ async def test_prompt_of_the_name_asked_for_stands_before_each_text() -> None:
     np.testing.assert_allclose(plain.json(), expected(texts), rtol=1e-6)
 
 
-async def test_texts_in_another_prompt_than_the_databases_reuse_nothing() -> None:
+async def test_texts_in_another_prompt_than_the_default_reuse_nothing() -> None:
     engine = FakeEngine(stored={"card", "query: card"})
     async with serving(engine) as client:
         headers = {}
@@ -119,7 +119,7 @@ async def test_texts_in_another_prompt_than_the_databases_reuse_nothing() -> Non
     assert headers == {None: "1/1", "query": "0/1"}
 
 
-async def test_prompt_that_the_model_does_not_have_is_refused_with_those_it_has(tmp_path: Path) -> None:
+async def test_unknown_prompt_is_refused_with_the_known_prompts(tmp_path: Path) -> None:
     folder = write_sentence_transformer(tmp_path, prompts={"prompts": {"ask": "my "}})
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     async with serving(engine) as client:

@@ -1,4 +1,4 @@
-"""Another engine of the same model takes the place of the one that serves, and nobody notices."""
+"""An engine is replaced by another engine of the same model, and clients notice nothing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.anyio
 
 
 class Successor:
-    """The engine of before serves at once; `engine` follows when `may_come` is set."""
+    """Loads an engine without a database at once, and `engine` when `may_come` is set."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
         self.may_come = threading.Event()
         self.before = FakeEngine()
-        self.before.policy = None
+        self.before.map_reuse = None
 
     def __call__(self) -> Iterator[FakeEngine]:
         yield self.before
@@ -45,7 +45,7 @@ async def embed(client: httpx.AsyncClient, *texts: str) -> httpx.Response:
     return await client.post("/embed", json={"inputs": list(texts)})
 
 
-async def test_requests_are_answered_before_and_after_and_metrics_go_on() -> None:
+async def test_requests_are_answered_before_and_after_and_metrics_continue() -> None:
     successor = Successor(FakeEngine(stored={"a"}))
     async with starting(successor, verify_rate=0) as client:
         await ready(client)
@@ -60,7 +60,7 @@ async def test_requests_are_answered_before_and_after_and_metrics_go_on() -> Non
     assert "attncache_database_records 7.0" in metrics
 
 
-async def test_what_was_queued_for_the_engine_of_before_is_answered_by_the_next() -> None:
+async def test_requests_queued_for_the_first_engine_are_answered_by_the_next() -> None:
     successor = Successor(FakeEngine(stored={"waits"}))
     async with starting(successor, verify_rate=0) as client:
         await ready(client)
@@ -90,7 +90,7 @@ async def test_hits_of_the_next_engine_are_verified_by_it() -> None:
     assert successor.engine.verified == [["a"]]
 
 
-async def test_memory_of_the_engine_of_before_is_given_back() -> None:
+async def test_memory_of_the_first_engine_is_freed() -> None:
     successor = Successor(FakeEngine())
     before = weakref.ref(successor.before)
     async with starting(successor, verify_rate=0) as client:
@@ -104,7 +104,7 @@ async def test_memory_of_the_engine_of_before_is_given_back() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_engine_that_does_not_come_leaves_the_one_that_serves(caplog: pytest.LogCaptureFixture) -> None:
+async def test_first_engine_serves_on_if_the_next_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
     failed: list[BaseException] = []
 
     def load_engines() -> Iterator[FakeEngine]:
@@ -113,7 +113,7 @@ async def test_engine_that_does_not_come_leaves_the_one_that_serves(caplog: pyte
 
     async with starting(load_engines, failed.append) as client:
         await ready(client)
-        while "no other engine takes the place" not in caplog.text:
+        while "the engine that serves could not be replaced" not in caplog.text:
             await asyncio.sleep(0.001)
         assert (await embed(client, "a")).status_code == 200
     assert failed == []

@@ -1,4 +1,4 @@
-"""/classify where a decoder scores labels by their tokens, asked of the real app with a tiny real model."""
+"""/classify of the real app with a tiny real decoder that scores labels by their tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from core_decoders import write_llama
-from core_models import random_text
+from core_models import prefill, random_text
 from fake_engine import FakeEngine, serving
 
 from attncache_core import AttentionDatabase, BuildOptions, CorpusSentence, PrefillEngine, class_scores
-from attncache_core.attention_maps.builder import build_database
-from attncache_core.checkpoint import read_checkpoint
-from attncache_core.outputs import Measure
-from attncache_core.prompts import Template
+from attncache_core.build.builder import build_database
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.heads.comparator import Measure
 
 pytestmark = pytest.mark.anyio
 
@@ -40,16 +40,16 @@ def load(folder: Path, labels: Sequence[str] = ()) -> PrefillEngine:
 
 
 def expected(folder: Path, labels: Sequence[str], written: str = WRITTEN) -> list[dict[str, float]]:
-    """Each label of each text scored in a run of its own."""
+    """Return the scores of the labels for each text, with each label scored in a separate run."""
     engine, rows = load(folder), []
     for text in TEXTS:
         summed = []
         for label in labels:
-            # Beside another label of several tokens, so that it is a log-probability in any case.
-            asked = engine.labels_in(Template.parse(written), [label, "way out of here"])
-            sequences = engine.tokenize([text], prompt=asked.prompt)
-            result = engine.run(sequences, [False] * len(sequences), asked.prompt.readings)
-            summed.append(engine.label_logits(asked, result.outputs, result.log_probabilities)[0, 0])
+            # The second label has several tokens, so that the first label has a log-probability in any case.
+            prepared = engine.labels_in(Template.parse(written), [label, "way out of here"])
+            sequences = engine.tokenize([text], prompt=prepared.prompt)
+            result = prefill(engine, sequences, reuse=False, plans=prepared.prompt.sequence_plans)
+            summed.append(engine.label_logits(prepared, result.outputs, result.log_probabilities)[0, 0])
         rows.append(dict(zip(labels, class_scores(np.array(summed)).tolist(), strict=True)))
     return rows
 
@@ -91,13 +91,13 @@ async def test_temperature_flattens_the_scores(folder: Path) -> None:
     assert [entry["score"] for entry in flat] == pytest.approx([1 / 3] * 3, abs=1e-3)
 
 
-async def test_requests_of_all_kinds_share_batches_and_get_each_their_own(folder: Path) -> None:
-    """Few sequences fit into a batch, so that a request's are spread over several."""
-    asked = [{}, {"labels": SEVERAL}, {"labels": SINGLE}, {"labels": SEVERAL[::-1], "template": "my {} is"}]
+async def test_requests_of_all_kinds_share_batches_and_get_their_own_results(folder: Path) -> None:
+    """A batch holds few sequences, so that the sequences of a request are in several batches."""
+    bodies = [{}, {"labels": SEVERAL}, {"labels": SINGLE}, {"labels": SEVERAL[::-1], "template": "my {} is"}]
     engine = load(folder, SINGLE)
     async with serving(engine, max_batch_sequences=5) as client:
-        alone = [(await client.post("/classify", json={"inputs": TEXTS, **more})).json() for more in asked]
-        requests = [client.post("/classify", json={"inputs": TEXTS, **more}) for more in asked * 3]
+        alone = [(await client.post("/classify", json={"inputs": TEXTS, **more})).json() for more in bodies]
+        requests = [client.post("/classify", json={"inputs": TEXTS, **more}) for more in bodies * 3]
         together = [response.json() for response in await asyncio.gather(*requests)]
     for own, found in zip(alone * 3, together, strict=True):
         for left, right in zip(own, found, strict=True):
@@ -107,7 +107,7 @@ async def test_requests_of_all_kinds_share_batches_and_get_each_their_own(folder
 
 async def test_headers_and_metrics_count_sequences(folder: Path) -> None:
     engine = load(folder, SEVERAL)
-    sequences = len(TEXTS) * len(engine.labels_in().prompt.readings)
+    sequences = len(TEXTS) * len(engine.labels_in().prompt.sequence_plans)
     assert sequences > len(TEXTS)
     async with serving(engine) as client:
         response = await client.post("/classify", json={"inputs": TEXTS})
@@ -167,7 +167,7 @@ NUMBERED = [f"label {number}" for number in range(256)]
     ],
     ids=["template 256 times", "template", "labels", "a label", "answer"],
 )
-async def test_request_that_would_take_too_much_is_refused_before_it_does(
+async def test_request_with_too_many_tokens_is_refused_before_it_is_computed(
     folder: Path, body: dict[str, Any], status: int, field: str
 ) -> None:
     async with serving(load(folder, SINGLE)) as client:
@@ -176,7 +176,7 @@ async def test_request_that_would_take_too_much_is_refused_before_it_does(
     assert "Sesam" not in response.text
 
 
-async def test_without_labels_of_its_own_a_server_asks_for_them(folder: Path) -> None:
+async def test_server_without_labels_requires_labels(folder: Path) -> None:
     async with serving(load(folder)) as client:
         without = await client.post("/classify", json={"inputs": "card"})
         with_them = await client.post("/classify", json={"inputs": TEXTS, "labels": SINGLE})
@@ -184,7 +184,7 @@ async def test_without_labels_of_its_own_a_server_asks_for_them(folder: Path) ->
     assert_scores(with_them, expected(folder, SINGLE))
 
 
-async def test_embeddings_are_refused_with_what_helps(folder: Path) -> None:
+async def test_embeddings_are_refused_with_a_remedy(folder: Path) -> None:
     async with serving(load(folder, SINGLE)) as client:
         response = await client.post("/embed", json={"inputs": "card"})
     error = response.json()["error"]
@@ -213,7 +213,7 @@ async def test_info_shows_task_template_and_labels(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def databases(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Measure, Path]:
-    """Of the same prompts: a budget of the decisions among SINGLE, and one of outputs; all texts hit."""
+    """Databases of the same prompts: a budget for decisions among SINGLE, and for outputs. All texts hit."""
     random = np.random.default_rng(5)
     texts = sorted({*TEXTS, *(random_text(random, int(words)) for words in random.integers(1, 7, size=40))})
     corpus = [CorpusSentence(text, text) for text in texts]
@@ -226,7 +226,7 @@ def databases(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Me
 
 
 @pytest.mark.parametrize(
-    ("measure", "asked", "hits"),
+    ("measure", "body", "hits"),
     [
         (Measure.AGREEMENT, {}, "3/3"),
         (Measure.AGREEMENT, {"labels": SINGLE, "template": WRITTEN}, "3/3"),
@@ -238,11 +238,11 @@ def databases(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Me
     ],
 )
 async def test_requests_reuse_only_what_the_budget_was_measured_for(
-    folder: Path, databases: dict[Measure, Path], measure: Measure, asked: dict[str, Any], hits: str
+    folder: Path, databases: dict[Measure, Path], measure: Measure, body: dict[str, Any], hits: str
 ) -> None:
     plain = load(folder, SINGLE if measure is Measure.AGREEMENT else [])
     database = AttentionDatabase.open(databases[measure])
     engine = PrefillEngine.load(plain.checkpoint, database=database, dtype="float32")
     async with serving(engine) as client:
-        response = await client.post("/classify", json={"inputs": TEXTS} | asked)
+        response = await client.post("/classify", json={"inputs": TEXTS} | body)
     assert response.headers["X-AttnCache-Hits"] == hits

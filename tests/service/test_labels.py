@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from service.labels import LabelMemory
 
-# More than a short label with a short embedding takes, and less than two do.
+# Room for one short label with a short embedding, but not for two.
 ONE = 600
 
 
@@ -18,24 +18,24 @@ def remembering(*labels: str, capacity_bytes: int) -> LabelMemory:
     return memory
 
 
-def test_memory_keeps_the_labels_asked_for_last() -> None:
+def test_cache_keeps_the_labels_used_last() -> None:
     memory = remembering("a", "bb", capacity_bytes=2 * ONE)
     memory.recall(["a"], True)
     memory.remember(["ccc"], True, np.full((1, 2), 3))
     assert set(memory.recall(["a", "bb", "ccc"], True)) == {"a", "ccc"}
 
 
-def test_label_cut_short_is_another_one_than_the_label_never_cut() -> None:
+def test_truncated_label_is_another_label_than_the_whole_label() -> None:
     assert remembering("a", capacity_bytes=ONE).recall(["a"], False) == {}
 
 
-def test_more_labels_than_fit_are_answered_and_forgotten() -> None:
+def test_more_labels_than_fit_are_answered_and_dropped() -> None:
     memory = LabelMemory(ONE)
     memory.remember(["a", "b", "c"], True, np.eye(3))
     assert list(memory.recall(["a", "b", "c"], True)) == ["c"]
 
 
-def test_label_that_two_requests_asked_for_at_once_is_counted_once() -> None:
+def test_label_of_two_concurrent_requests_is_counted_once() -> None:
     memory = LabelMemory(2 * ONE)
     for label in "abbbbbb":
         memory.remember([label], True, np.eye(1))
@@ -46,16 +46,14 @@ def test_label_that_two_requests_asked_for_at_once_is_counted_once() -> None:
     st.lists(st.tuples(st.integers(1, 5000), st.sampled_from("aä中🙂")), min_size=1, max_size=60),
     st.integers(1, 600),
 )
-def test_what_is_remembered_never_takes_more_than_the_capacity(
-    sizes: list[tuple[int, str]], dimensions: int
-) -> None:
+def test_cache_never_exceeds_its_capacity(sizes: list[tuple[int, str]], dimensions: int) -> None:
     memory = LabelMemory(50_000)
     labels = [f"{number}{character * length}" for number, (length, character) in enumerate(sizes)]
     for label in labels:
         memory.remember([label], True, np.zeros((1, dimensions), np.float32))
         kept = memory.recall(labels, True)
         assert sum(sys.getsizeof(own) + kept[own].nbytes for own in kept) <= 50_000
-    # As many as fit, from the last one backwards.
+    # The last labels that fit.
     (kept, fitting), room = (list(memory.recall(labels, True)), []), 50_000.0
     for label in reversed(labels):
         room -= 1.5 * (sys.getsizeof(label) + 4 * dimensions + 500)
@@ -66,7 +64,7 @@ def test_what_is_remembered_never_takes_more_than_the_capacity(
 
 
 def test_long_labels_of_many_requests_do_not_fill_the_memory() -> None:
-    """40 labels of 1.6 MB each, as a body of 2 MB may hold, took 260 MB: four bytes a character."""
+    """A label of 1.6 MB, as a body of 2 MB may hold, takes four bytes per character; 40 take 260 MB."""
     memory = LabelMemory()
     tracemalloc.start()
     for number in range(40):
@@ -76,7 +74,7 @@ def test_long_labels_of_many_requests_do_not_fill_the_memory() -> None:
     assert held < 35 * 2**20
 
 
-def test_a_remembered_embedding_keeps_no_others_in_memory() -> None:
+def test_cached_embedding_keeps_no_other_embedding_in_memory() -> None:
     memory = LabelMemory()
     memory.remember(["a"], True, np.zeros((1000, 384), np.float32)[:1])
     assert memory.recall(["a"], True)["a"].base is None

@@ -1,4 +1,4 @@
-"""Loading, refusing, failing, and clients that leave."""
+"""Loading, full queues, failures, and clients that leave."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ async def test_server_lives_at_once_and_is_ready_when_loaded() -> None:
 
 
 @pytest.mark.parametrize("error", [ModelNotFound("there is no such model"), ValueError("broken file")])
-async def test_loading_that_fails_is_told(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    told: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+async def test_failure_to_load_is_reported(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    reported: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     def load_engine() -> FakeEngine:
         raise error
 
-    async with starting(load_engine, told.set_result) as client:
-        assert await told is error
+    async with starting(load_engine, reported.set_result) as client:
+        assert await reported is error
         assert (await client.get("/ready")).status_code == 503
-    # What the operator can mend is one line of the caller's; what nobody expected has its traceback logged.
+    # The caller reports an expected error in one line; an unexpected error has its traceback logged.
     assert ("Traceback" in caplog.text) == isinstance(error, ValueError)
 
 
@@ -63,7 +63,7 @@ async def test_info_says_what_is_served() -> None:
     assert info["version"]
 
 
-async def test_engine_s_exception_is_a_500_and_the_next_request_is_served() -> None:
+async def test_exception_of_the_engine_is_a_500_and_the_next_request_is_served() -> None:
     async with serving() as client:
         failed = await client.post("/embed", json={"inputs": FAILING})
         assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
@@ -71,7 +71,7 @@ async def test_engine_s_exception_is_a_500_and_the_next_request_is_served() -> N
         assert (await client.post("/embed", json={"inputs": "next"})).status_code == 200
 
 
-async def test_full_queue_answers_429_and_when_to_come_again() -> None:
+async def test_full_queue_answers_429_with_a_time_to_retry() -> None:
     engine = FakeEngine()
     async with serving(engine, max_queue_sequences=2, max_request_inputs=2) as client:
         engine.may_run.clear()
@@ -88,7 +88,7 @@ async def test_full_queue_answers_429_and_when_to_come_again() -> None:
 
 
 async def request_and_leave(app: Any, text: str, leave: asyncio.Event) -> list[dict[str, Any]]:
-    """POST /embed as a server would hand it over; the client goes when `leave` is set."""
+    """Send POST /embed to the app as a server does; the client disconnects when `leave` is set."""
     body = orjson.dumps({"inputs": text})
     messages = [{"type": "http.request", "body": body, "more_body": False}]
     answered: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The engine that a server's settings describe, with a real database."""
+"""Load the engine that a server's settings describe, with a real database."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from core_models import prefill
 
 from attncache_core import AttentionDatabase, Checkpoint, CorruptDatabase, Outcome, PrefillEngine
-from attncache_core.attention_maps.default import default_database_folder
-from attncache_core.attention_maps.policy import Preset
+from attncache_core.build.default import default_database_folder
 from attncache_core.corpus import CorpusSentence
+from service.commands import serve
 from service.commands.serve import load_engine, load_engines
 from service.settings import read_settings
 
 
 @pytest.fixture(autouse=True)
-def weighed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Gains are not measured; answers those that were required."""
-    seen: list[float] = []
-    monkeypatch.setattr(PrefillEngine, "require_gain", lambda _, min_gain, **_kept: seen.append(min_gain))
-    return seen
+def required_gains(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Replace the measurement of gains, and return the gains that were required."""
+    required: list[float] = []
+    monkeypatch.setattr(serve, "require_gain", lambda _, min_gain, **_kept: required.append(min_gain))
+    return required
 
 
 def engine_of(checkpoint: Checkpoint, database: Path | None, **values: Any) -> PrefillEngine:
@@ -35,32 +36,23 @@ def thresholds(engine: PrefillEngine) -> set[float]:
     return {kind.threshold for group in engine.policy.groups for kind in group.kinds.values()}
 
 
-@pytest.mark.parametrize(
-    ("policy", "theta"), [("conservative", 0.995), ("moderate", 0.99), ("aggressive", 0.95)]
-)
-def test_policy_gives_the_papers_threshold_to_all_lengths_and_kinds(
-    tiny_checkpoint: Checkpoint, tiny_database: Path, policy: str, theta: float
-) -> None:
-    engine = engine_of(tiny_checkpoint, tiny_database, policy=policy)
-    assert thresholds(engine) == {theta} == {Preset(policy).threshold}
+def test_given_threshold_keeps_no_budget(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
+    engine = engine_of(tiny_checkpoint, tiny_database, threshold="0.95")
+    assert thresholds(engine) == {0.95}
+    assert engine.policy
+    assert engine.policy.budget.least == 0
 
 
-def test_policy_decides_what_hits(
+def test_given_threshold_decides_what_hits(
     tiny_checkpoint: Checkpoint, tiny_database: Path, tiny_corpus: list[CorpusSentence]
 ) -> None:
     texts = ["my card my card", "the bank was closed today", tiny_corpus[0].text]
-    own, preset = (
-        engine_of(tiny_checkpoint, tiny_database, **given) for given in ({}, {"policy": "conservative"})
+    own, strict = (
+        engine_of(tiny_checkpoint, tiny_database, **given) for given in ({}, {"threshold": "0.995"})
     )
     sequences = own.tokenize(texts)
-    assert own.run(sequences, [True] * 3).outcomes == (Outcome.HIT,) * 3
-    assert preset.run(sequences, [True] * 3).outcomes == (Outcome.MISS, Outcome.MISS, Outcome.HIT)
-
-
-def test_policy_keeps_no_budget(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
-    engine = engine_of(tiny_checkpoint, tiny_database, policy="aggressive")
-    assert engine.policy
-    assert engine.policy.budget.least == 0
+    assert prefill(own, sequences).outcomes == (Outcome.HIT,) * 3
+    assert prefill(strict, sequences).outcomes == (Outcome.MISS, Outcome.MISS, Outcome.HIT)
 
 
 def test_threshold_and_heads_override_the_databases(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
@@ -87,16 +79,16 @@ def test_longest_text_is_what_the_settings_say(tiny_checkpoint: Checkpoint, tiny
 def test_gain_is_required_unless_every_text_is_to_be_searched(
     tiny_checkpoint: Checkpoint,
     tiny_database: Path,
-    weighed: list[float],
+    required_gains: list[float],
     search_always: bool,
 ) -> None:
     engine_of(tiny_checkpoint, tiny_database, search_always=search_always)
-    assert weighed == ([] if search_always else [0.05])
+    assert required_gains == ([] if search_always else [0.05])
     engine_of(tiny_checkpoint, tiny_database, min_gain=0.2)
-    assert weighed[-1] == 0.2
+    assert required_gains[-1] == 0.2
 
 
-def test_every_text_is_compared_where_that_was_asked_for(
+def test_search_always_compares_every_text(
     tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
@@ -115,7 +107,7 @@ def test_without_reuse_no_database_is_opened(tiny_checkpoint: Checkpoint) -> Non
     assert engine.policy is None
 
 
-def test_one_engine_comes_of_a_sound_database(
+def test_sound_database_gives_one_engine(
     tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_database, default_database_folder(tiny_checkpoint, tmp_path))
@@ -123,10 +115,10 @@ def test_one_engine_comes_of_a_sound_database(
         settings = read_settings({"dtype": "float32", **given})
         (engine,) = load_engines(settings, tiny_checkpoint)
         assert (engine.database is not None) == settings.reuse
-        assert engine.info()["reuse_off"] == []
+        assert engine.info().reuse_off == []
 
 
-@pytest.mark.parametrize("given", [{}, {"threshold": "0.7"}, {"heads": "5"}, {"policy": "moderate"}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"threshold": "0.7"}, {"heads": "5"}], ids=str)
 def test_engine_without_reuse_serves_first_where_the_default_database_is_damaged(
     tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path, given: dict[str, str]
 ) -> None:
@@ -136,12 +128,12 @@ def test_engine_without_reuse_serves_first_where_the_default_database_is_damaged
     settings = read_settings({"dtype": "float32", "cache_dir": str(tmp_path), **given})
     engine = next(load_engines(settings, tiny_checkpoint))
     assert engine.database is None
-    assert engine.info()["reuse_off"] == ["the default database is damaged, and a new one is being built"]
-    # Nothing happens to the database before somebody is served.
+    assert engine.info().reuse_off == ["the default database is damaged, and a new one is being built"]
+    # The database stays unchanged until the first engine serves.
     assert folder.is_dir()
 
 
-def test_damaged_database_that_was_chosen_ends_the_start_and_is_left_alone(
+def test_damaged_database_of_the_option_ends_the_start_and_stays_unchanged(
     tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))

@@ -1,4 +1,4 @@
-"""Models whose classes do not exclude one another, asked of the real app with tiny real models."""
+"""Models with classes that do not exclude each other, in the real app with tiny real models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from scipy.special import expit
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from attncache_core import PrefillEngine, UnsupportedModel
-from attncache_core.checkpoint import read_checkpoint
-from attncache_core.outputs import Judge, Measure, class_scores, cosines
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.heads.decisions import class_scores
+from attncache_core.heads.vectors import cosines
 
 MULTI_LABEL = {"problem_type": "multi_label_classification"}
 TOPICS = ["transfer", "card", "help"]
@@ -72,12 +74,12 @@ def test_model_that_predicts_a_number_is_refused(tmp_path):
     assert refusal.value.field == "model"
 
 
-def test_engine_judges_each_class_by_itself(tmp_path):
-    judge = engine_of(tmp_path, TOPICS, **MULTI_LABEL).judge(Measure.AGREEMENT)
+def test_engine_compares_each_class_by_itself(tmp_path):
+    comparator = engine_of(tmp_path, TOPICS, **MULTI_LABEL).comparator(Measure.AGREEMENT)
     full = np.array([[3.0, 1.0, -2.0]] * 3, dtype=np.float32)
-    # The best class stays the best; another is no longer given; nothing is decided otherwise.
+    # One class is lost although the best stays the best; one class is gained; no decision changes.
     changed = np.array([[3.0, -1.0, -2.0], [1.0, 3.0, 2.0], [0.1, 0.2, -9.0]], dtype=np.float32)
-    assert judge.fidelity(changed, full).tolist() == [0, 0, 1]
+    assert comparator.fidelity(changed, full).tolist() == [0, 0, 1]
 
 
 @given(LOGITS, st.floats(-2, 2), st.floats(0.1, 10))
@@ -85,12 +87,14 @@ def test_likeness_is_the_mean_bhattacharyya_coefficient(logits, shift, temperatu
     np.testing.assert_allclose(
         class_scores(logits, temperature, multi_label=True), expit(logits / temperature), atol=1e-6
     )
-    judge = Judge(Measure.COSINE, lambda outputs: outputs, multi_label=True)
+    comparator = OutputComparator(Measure.COSINE, lambda outputs: outputs, multi_label=True)
     other = logits + np.float32(shift)
     p, q = expit(logits.astype(float)), expit(other.astype(float))
     coefficients = np.sqrt(p * q) + np.sqrt((1 - p) * (1 - q))
     np.testing.assert_allclose(
-        cosines(judge.comparable(logits), judge.comparable(other)), coefficients.mean(axis=1), atol=1e-5
+        cosines(comparator.comparable(logits), comparator.comparable(other)),
+        coefficients.mean(axis=1),
+        atol=1e-5,
     )
 
 

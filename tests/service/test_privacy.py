@@ -1,4 +1,4 @@
-"""No text of a user's reaches a log line or a metric, also when something breaks over it."""
+"""No text of a user reaches a log line or a metric, even when the text causes a failure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FAILING, FakeEngine, serving
+from fake_engine import FAILING, FakeEngine, serving, texts_of
 
+from attncache_core import PrefillRequest, PrefillResult
 from service.errors import stack_without_values
 
 pytestmark = pytest.mark.anyio
@@ -18,7 +19,7 @@ SECRET = "Sesam"
 
 
 class BrokenEngine(FakeEngine):
-    """Quotes its input in every exception, and breaks where it is told to."""
+    """Fails in the method `breaks`, with an exception that quotes the input."""
 
     def __init__(self, breaks: str) -> None:
         super().__init__(labels=("a", "b"))
@@ -28,9 +29,9 @@ class BrokenEngine(FakeEngine):
         self._break("tokenize", texts)
         return super().tokenize(texts, *arguments)
 
-    def run(self, sequences: Sequence[Sequence[int]], *arguments: Any) -> Any:
-        self._break("run", ["".join(map(chr, ids)) for ids in sequences])
-        return super().run(sequences, *arguments)
+    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        self._break("run", texts_of(requests))
+        return super().run(requests)
 
     def class_logits(self, outputs: np.ndarray) -> np.ndarray:
         self._break("class_logits", [SECRET])
@@ -45,14 +46,14 @@ class BrokenEngine(FakeEngine):
 
 
 def watch_the_server_s_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Capture all levels of it, and nothing of the client in these tests, which logs what it asks for."""
-    # In this order: each call also sets the least level that is captured at all.
+    """Capture all levels of the server's log, but not the log of the test client, which contains texts."""
+    # The order matters, because each call also sets the least level that is captured at all.
     caplog.set_level("ERROR", logger="httpx")
     caplog.set_level("DEBUG")
 
 
 @pytest.mark.parametrize("breaks", ["tokenize", "run", "class_logits"])
-async def test_exception_is_logged_with_its_place_and_without_its_message(
+async def test_exception_is_logged_with_its_stack_and_without_its_message(
     breaks: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
@@ -63,8 +64,8 @@ async def test_exception_is_logged_with_its_place_and_without_its_message(
     assert "builtins.RuntimeError" in caplog.text
     assert "builtins.KeyError" in caplog.text
     assert "in _break" in caplog.text
-    for told in (response.text, caplog.text, metrics):
-        assert SECRET not in told
+    for visible in (response.text, caplog.text, metrics):
+        assert SECRET not in visible
 
 
 async def test_texts_labels_and_queries_are_not_logged_at_any_level(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,20 +81,20 @@ async def test_texts_labels_and_queries_are_not_logged_at_any_level(caplog: pyte
 
 
 class EmbarrassedEngine(FakeEngine):
-    """Every text of the secret's hits badly, and computing it in full quotes it and fails, at first."""
+    """The secret text hits with damage. The first verifications fail and quote the text."""
 
     def __init__(self, failures: int) -> None:
         super().__init__(stored={SECRET}, damage=0.5)
         self.failures = failures
 
-    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], *readings: Any) -> Any:
-        if not any(reuse) and self.failures:
+    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        if not any(request.reuse for request in requests) and self.failures:
             self.failures -= 1
-            raise RuntimeError(f"cannot compute {[''.join(map(chr, ids)) for ids in sequences]}")
-        return super().run(sequences, reuse, *readings)
+            raise RuntimeError(f"cannot compute {texts_of(requests)}")
+        return super().run(requests)
 
 
-async def test_verification_tells_nothing_of_the_texts_and_keeps_none(
+async def test_verification_logs_no_text_and_keeps_no_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     watch_the_server_s_log(caplog)
@@ -102,10 +103,10 @@ async def test_verification_tells_nothing_of_the_texts_and_keeps_none(
         while "attncache_verify_budget_failures_total 1.0" not in metrics:
             await client.post("/embed", json={"inputs": [SECRET] * 20})
             metrics = (await client.get("/metrics")).text
-        verifier = client._transport.app.state.service.serving().batcher._verifier  # type: ignore[attr-defined]
+        verifier = client._transport.app.state.service.serving().batcher.verifier  # type: ignore[attr-defined]
         while verifier._pending:
             await asyncio.sleep(0.001)
-    # The failures and the tightening have been told, without a text.
+    # The failures and the tightening were logged without a text.
     assert caplog.text.count("verifying hits failed") == 2
     assert "is below the budget" in caplog.text
     assert SECRET not in caplog.text
@@ -126,14 +127,14 @@ async def test_headers_about_reuse_are_sent_unless_the_server_withholds_them(pat
     assert names == {True: hits, False: {}}
 
 
-def test_stack_tells_types_and_places_of_the_whole_chain() -> None:
+def test_stack_has_types_and_lines_of_the_whole_chain() -> None:
     try:
         try:
             int(SECRET)
         except ValueError as error:
             raise LookupError(SECRET) from error
     except LookupError as error:
-        told = stack_without_values(error)
-    assert told.index("builtins.ValueError") < told.index("builtins.LookupError")
-    assert SECRET not in told
-    assert "test_privacy.py" in told
+        stack = stack_without_values(error)
+    assert stack.index("builtins.ValueError") < stack.index("builtins.LookupError")
+    assert SECRET not in stack
+    assert "test_privacy.py" in stack

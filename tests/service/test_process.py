@@ -1,4 +1,4 @@
-"""A process of the real server: it listens, gets ready, answers, and ends as it is asked to."""
+"""A process of the real server listens, gets ready, answers and stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def process(manner: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def address(server: subprocess.Popen[str]) -> str:
-    """Where the server says it listens."""
+    """Return the address that the server logs."""
     assert server.stderr is not None
     for line in server.stderr:
         if found := re.search(r"listening on (http://[\d.:]+)", line):
@@ -42,19 +42,19 @@ def wait_until_ready(client: httpx.Client) -> None:
         time.sleep(0.01)
 
 
-def test_server_answers_finishes_what_it_has_when_told_to_stop_and_ends_with_0() -> None:
+def test_server_finishes_its_requests_after_sigterm_and_ends_with_0() -> None:
     with process("loads") as server, httpx.Client(base_url=address(server), timeout=30) as client:
         assert client.get("/health").status_code == 200
         wait_until_ready(client)
         assert client.get("/embed").status_code == 405
         with ThreadPoolExecutor() as clients:
-            asked = clients.submit(
+            pending = clients.submit(
                 httpx.post, f"{client.base_url}/embed", json={"inputs": ["a", "b"]}, timeout=30
             )
             while "attncache_tokenize_seconds_count 1.0" not in client.get("/metrics").text:
                 time.sleep(0.01)
             server.send_signal(signal.SIGTERM)
-            response = asked.result()
+            response = pending.result()
         assert (response.status_code, response.headers["X-AttnCache-Hits"]) == (200, "0/2")
         client.close()
         _, logged = server.communicate(timeout=30)
@@ -62,7 +62,7 @@ def test_server_answers_finishes_what_it_has_when_told_to_stop_and_ends_with_0()
         assert "Traceback" not in logged
 
 
-def test_server_told_to_stop_while_it_loads_ends_with_0() -> None:
+def test_server_that_gets_sigterm_while_loading_ends_with_0() -> None:
     with process("never-loads") as server:
         with httpx.Client(base_url=address(server)) as client:
             assert client.get("/ready").status_code == 503
@@ -72,14 +72,14 @@ def test_server_told_to_stop_while_it_loads_ends_with_0() -> None:
         assert "Traceback" not in logged
 
 
-def test_server_that_cannot_load_ends_by_itself_and_says_why() -> None:
+def test_server_that_cannot_load_ends_and_returns_the_error() -> None:
     with process("refuses") as server:
         _, logged = server.communicate(timeout=30)
         assert logged.splitlines()[-1] == "failed with ModelNotFound"
         assert "Traceback" not in logged
 
 
-def test_headers_without_end_are_given_up_and_the_next_request_is_served() -> None:
+def test_endless_headers_are_refused_and_the_next_request_is_served() -> None:
     with process("loads") as server, httpx.Client(base_url=address(server), timeout=30) as client:
         response = client.get("/health", headers={f"X-{number}": "x" * 50_000 for number in range(20)})
         assert response.status_code == 400

@@ -1,4 +1,4 @@
-"""Answers name the model that gave them, and a request that requires another one is not computed."""
+"""Responses name the model, and a request that requires another model is not computed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_error_names_the_model_too(body: Any, status: int) -> None:
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 @pytest.mark.parametrize("required", [OWN, OWN[:8], OWN.upper(), f" {OWN[:12]} "])
-async def test_model_that_is_required_answers(path: str, body: Any, required: str) -> None:
+async def test_required_model_answers(path: str, body: Any, required: str) -> None:
     async with serving() as client:
         assert (await ask(client, path, body, required)).status_code == 200
 
@@ -67,7 +67,7 @@ async def test_other_model_refuses_with_409_and_computes_nothing(path: str, body
 
 
 @pytest.mark.parametrize("required", ["", OWN[:7], "all-MiniLM-L6-v2", OWN + "0", f"{OWN},{OTHER}"])
-async def test_what_is_no_fingerprint_is_a_400_that_says_where_to_find_one(required: str) -> None:
+async def test_malformed_fingerprint_is_a_400_that_says_where_to_find_one(required: str) -> None:
     async with serving() as client:
         answer = await ask(client, "/embed", {"inputs": "a"}, required)
     error = answer.json()["error"]
@@ -101,8 +101,8 @@ async def test_server_that_is_loading_does_not_know_its_model_yet() -> None:
     assert "X-AttnCache-Model" not in answer.headers
 
 
-async def test_models_tell_themselves_apart(tiny_checkpoint: Checkpoint) -> None:
-    """Embeddings of the model with other pooling cannot be compared, so a pin refuses them."""
+async def test_models_with_different_pooling_have_different_fingerprints(tiny_checkpoint: Checkpoint) -> None:
+    """A required model also excludes other pooling, because such embeddings cannot be compared."""
     first, other = (
         PrefillEngine.load(tiny_checkpoint.adapted(pooling=pooling), dtype="float32")
         for pooling in ("mean", "cls")

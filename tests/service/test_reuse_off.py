@@ -1,4 +1,4 @@
-"""A server that cannot keep what it verifies reuses nothing, and says so from its first line on."""
+"""A server that cannot keep the findings of verification reuses nothing, and says so in its first line."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 
 import pytest
 from command_line import run, succeeded
+from core_models import prefill
 
 from attncache_core import AttentionDatabase, Checkpoint, Outcome, PrefillEngine
-from attncache_core.attention_maps.policy import Budget
-from attncache_core.outputs import Measure
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
 from service.commands.serve import load_engine
 from service.settings import read_settings
 
 
 @pytest.fixture
 def folder(tiny_database: Path, tmp_path: Path) -> Path:
-    """A database in which everything hits, with a budget to keep, that nothing can be added to."""
+    """A database with a budget in which every text hits, and in which no file can be written."""
     folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
     manifest = AttentionDatabase.open(folder).manifest
     replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.5))).write(folder)
-    # Permissions would not stop an administrator.
+    # A folder at the path of the lock file, because permissions would not stop an administrator.
     (folder / ".tightened.json.lock").mkdir()
     return folder
 
@@ -35,11 +36,11 @@ def engine_of(checkpoint: Checkpoint, folder: Path, **values: Any) -> PrefillEng
 
 
 def outcome(engine: PrefillEngine) -> Outcome:
-    return engine.run(engine.tokenize(["my card my card"]), [True]).outcomes[0]
+    return prefill(engine, engine.tokenize(["my card my card"])).outcomes[0]
 
 
 @pytest.mark.parametrize("search_always", [False, True])
-def test_without_a_place_to_keep_it_nothing_is_reused(
+def test_nothing_is_reused_if_findings_cannot_be_kept(
     tiny_checkpoint: Checkpoint, folder: Path, caplog: pytest.LogCaptureFixture, search_always: bool
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -58,7 +59,7 @@ def test_without_a_place_to_keep_it_nothing_is_reused(
     [{"verify_rate": 0}, {"threshold": 0.1}, {"heads": "5"}],
     ids=["unverified", "own θ", "own heads"],
 )
-def test_where_nothing_needs_to_be_kept_the_folder_may_be_read_only(
+def test_folder_may_be_read_only_if_nothing_needs_to_be_kept(
     tiny_checkpoint: Checkpoint, folder: Path, values: dict[str, Any]
 ) -> None:
     before = sorted(folder.rglob("*"))
@@ -68,7 +69,7 @@ def test_where_nothing_needs_to_be_kept_the_folder_may_be_read_only(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_library_reuses_from_a_folder_that_it_only_reads(tiny_checkpoint: Checkpoint, folder: Path) -> None:
+def test_library_reuses_maps_from_a_read_only_folder(tiny_checkpoint: Checkpoint, folder: Path) -> None:
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
     assert outcome(engine) is Outcome.HIT
 
@@ -86,11 +87,11 @@ def test_inspect_says_that_nothing_will_be_reused_and_shows_what_was_tightened(
     (folder / ".tightened.json.lock").rmdir()
     engine = engine_of(tiny_checkpoint, folder)
     assert "reuse off" not in succeeded(run("inspect", folder))
-    engine.tighten(0)
-    engine.keep_verified({})
+    engine.map_reuse.tighten(0)
+    engine.map_reuse.keep_verified({})
     assert engine.policy is not None
     theta = next(iter(engine.policy.groups[0].kinds.values())).threshold
     assert f"{theta:.4f}" in succeeded(run("inspect", folder))
     (folder / "tightened.json").write_bytes(b"garbage")
-    told = " ".join(succeeded(run("inspect", folder)).split())
-    assert "reuse off tightened.json cannot be read" in told
+    shown = " ".join(succeeded(run("inspect", folder)).split())
+    assert "reuse off tightened.json cannot be read" in shown

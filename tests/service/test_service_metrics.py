@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
-    """(name, label value, ...) -> value."""
+    """Return a dictionary: (name, label value, ...) -> value."""
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -58,7 +58,7 @@ def test_every_metric_exists_before_the_first_request() -> None:
     assert any(name == "attncache_build_info" for name, *_ in values)
 
 
-def test_every_name_starts_with_the_project_s() -> None:
+def test_every_name_starts_with_attncache() -> None:
     assert all(name.startswith("attncache_") for name, *_ in samples(Metrics().render().decode()))
 
 
@@ -68,12 +68,12 @@ def test_two_apps_count_apart() -> None:
     assert samples(second.render().decode())["attncache_requests_total", "/embed", "200"] == 0
 
 
-def test_every_status_of_our_errors_is_foreseen() -> None:
+def test_every_error_status_has_a_metric() -> None:
     assert QueueFull.status in STATUSES
     assert set(STATUSES) == {200, 400, 404, 405, 409, 413, 422, 429, 499, 500, 503}
 
 
-async def test_requests_move_the_numbers() -> None:
+async def test_requests_change_the_metrics() -> None:
     async with serving(FakeEngine(stored={"a"}, prototypes={"b"})) as client:
         await client.post("/embed", json={"inputs": ["a", "bb", "b"]})
         await client.post("/embed", json={"inputs": [CORRUPT]}, headers={"X-AttnCache-Reuse": "off"})
@@ -120,7 +120,7 @@ async def test_thresholds_of_length_groups_are_there_once_the_engine_is_loaded()
     engine = FakeEngine()
     async with serving(engine) as client:
         loaded = samples((await client.get("/metrics")).text)
-        engine.tighten(1)
+        engine.map_reuse.tighten(1)
         tightened = samples((await client.get("/metrics")).text)
     of_groups = ("attncache_threshold", "attncache_reuse_off")
     assert {labels: value for labels, value in loaded.items() if labels[0] in of_groups} == {

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from attncache_core.attention_maps.policy import Preset
 from service.commands.options import settings_options
 from service.errors import InvalidSettings
 from service.settings import Settings, environment_name, option_name, read_settings, refuse_unknown_variables
@@ -26,7 +25,6 @@ from service.settings import Settings, environment_name, option_name, read_setti
         ("verify_rate", "nan", "less than or equal to 1"),
         ("max_batch_tokens", "0", "greater than or equal to 1"),
         ("max_tokens", "1", "greater than or equal to 2"),
-        ("policy", "mild", "'conservative', 'moderate' or 'aggressive'"),
         ("reuse", "perhaps", "boolean"),
         ("model", "", "at least 1 character"),
         ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
@@ -60,7 +58,6 @@ def test_request_that_could_never_be_queued_is_refused_at_start() -> None:
     [
         ("database", "/d"),
         ("threshold", 0.9),
-        ("policy", "moderate"),
         ("heads", "all"),
         ("fetch", "gather"),
         ("search_always", True),
@@ -73,20 +70,9 @@ def test_option_without_effect_is_refused(field: str, value: Any) -> None:
         read_settings({"reuse": False, field: value})
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.9])
-def test_policy_beside_a_threshold_is_refused(threshold: float) -> None:
-    with pytest.raises(InvalidSettings, match="--policy and --threshold both say what a hit is"):
-        read_settings({"policy": "moderate", "threshold": threshold})
-
-
 def test_labels_beside_a_classifier_are_refused() -> None:
-    with pytest.raises(InvalidSettings, match="--classifier and --labels both say what to choose from"):
+    with pytest.raises(InvalidSettings, match="--classifier and --labels both set the labels"):
         read_settings({"classifier": "folder", "labels": "a,b"})
-
-
-@pytest.mark.parametrize("policy", Preset)
-def test_policy_is_read_by_its_name(policy: Preset) -> None:
-    assert read_settings({"policy": str(policy)}).policy is policy
 
 
 @pytest.mark.parametrize(
@@ -102,8 +88,13 @@ def test_unknown_variable_is_refused_with_the_closest_known_one(unknown: str, cl
         refuse_unknown_variables(["HOME", "ATTNCACHE_HOST", unknown])
 
 
-def test_known_variables_and_those_of_others_are_let_pass() -> None:
+def test_known_variables_and_foreign_variables_are_accepted() -> None:
     refuse_unknown_variables(["PATH", "ATTN", *map(environment_name, Settings.model_fields)])
+
+
+def test_variable_of_a_removed_option_is_refused_with_what_to_use_instead() -> None:
+    with pytest.raises(InvalidSettings, match="ATTNCACHE_POLICY was removed; use --threshold"):
+        refuse_unknown_variables(["ATTNCACHE_HOST", "ATTNCACHE_POLICY"])
 
 
 def test_every_field_is_an_option_with_variable_help_and_default() -> None:
@@ -114,4 +105,5 @@ def test_every_field_is_an_option_with_variable_help_and_default() -> None:
         assert options[name].opts == [f"--{name.replace('_', '-')}"]
         assert options[name].default == field.default
         assert options[name].help == field.description
+        assert options[name].hidden == (name == "fetch")
         assert field.description

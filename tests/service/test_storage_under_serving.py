@@ -1,4 +1,4 @@
-"""The real app on a real database whose files fail: clients notice nothing, and operators are told."""
+"""Files of a real database fail while the real app serves: clients notice nothing, the log has a line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 RECORDS_START, RECORD_BYTES = 2 * 4096, 4096
-# Outputs of a hit on the text's own record, in 16 bits, and of the full model, both of unit length.
+# Tolerance between the output of a hit on the text's own record, in 16 bits, and the full output.
 SIXTEEN_BITS = 1e-3
 
 
@@ -47,7 +47,7 @@ def text_of(engine: PrefillEngine, corpus: list[CorpusSentence], length: int) ->
 
 
 async def embedded(client: httpx.AsyncClient, text: str) -> tuple[str, np.ndarray]:
-    """The header of hits and the embedding."""
+    """Embed a text and return the header of hits and the embedding."""
     response = await client.post("/embed", json={"inputs": text})
     assert response.status_code == 200
     return response.headers["X-AttnCache-Hits"], np.array(response.json()[0])
@@ -109,7 +109,7 @@ def scrubbing() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "scrub"]
 
 
-async def test_check_in_the_background_begins_and_ends_with_the_server(engine: PrefillEngine) -> None:
+async def test_scrubber_starts_and_ends_with_the_server(engine: PrefillEngine) -> None:
     assert scrubbing() == []
     async with serving(engine):
         assert scrubbing() == ["scrub"]

@@ -1,4 +1,4 @@
-"""Some hits are computed again in full, when nobody waits, and the policy tightens where these show need."""
+"""Hits are verified while no request waits, and the policy is tightened if hits fail the budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 from core_models import random_text
-from fake_engine import FakeEngine, policy_of, serving, starting
+from fake_engine import FakeEngine, policy_of, serving, starting, texts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_batcher import hold, queued, submit
@@ -30,14 +30,17 @@ from attncache_core import (
     CorruptDatabase,
     LinearClassifier,
     PrefillEngine,
+    PrefillRequest,
     PrefillResult,
 )
-from attncache_core.attention_maps.policy import Budget, ReusePolicy, StrangenessLimit
-from attncache_core.attention_maps.tightened import as_tightened
-from attncache_core.files import locked
-from attncache_core.outputs import Measure
-from service.batcher import Batcher, Limits
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
+from attncache_core.reuse.maps.policy_state import as_tightened
+from attncache_core.runtime.files import locked
+from service.batcher import Batcher
 from service.metrics import Metrics
+from service.request_queue import Limits
 from service.verifier import Verifier
 
 pytestmark = pytest.mark.anyio
@@ -47,19 +50,19 @@ FAILURES = "attncache_verify_budget_failures_total"
 
 
 class AnyText(frozenset[str]):
-    """Every text is stored."""
+    """A set that contains every text."""
 
     def __contains__(self, _text: object) -> bool:
         return True
 
 
 class UnverifiableEngine(FakeEngine):
-    """Fails at whatever is computed without reuse, and quotes it."""
+    """Fails without reuse, with an exception that quotes the texts."""
 
-    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], *readings: Any) -> PrefillResult:
-        if not any(reuse):
-            raise RuntimeError(f"cannot compute {[''.join(map(chr, ids)) for ids in sequences]}")
-        return super().run(sequences, reuse, *readings)
+    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        if not any(request.reuse for request in requests):
+            raise RuntimeError(f"cannot compute {texts_of(requests)}")
+        return super().run(requests)
 
 
 def hitting_engine(damage: float = 0.0) -> FakeEngine:
@@ -69,15 +72,18 @@ def hitting_engine(damage: float = 0.0) -> FakeEngine:
 def verifier_of(
     engine: FakeEngine, metrics: Metrics, rate: float = 1.0, chance: random.Random | None = None
 ) -> Verifier:
-    assert engine.policy is not None
-    return Verifier(engine, engine.policy, rate, metrics, chance)
+    return Verifier(engine, rate, metrics, chance)
+
+
+def requests_of(engine: FakeEngine, texts: Sequence[str], reuse: bool = True) -> list[PrefillRequest]:
+    (plan,) = engine.default_prompt.sequence_plans
+    return [PrefillRequest(ids, reuse, plan) for ids in engine.tokenize(list(texts), truncate=True)]
 
 
 def serve(engine: FakeEngine, verifier: Verifier, texts: Sequence[str], reuse: bool = True) -> None:
-    """What the batcher does with one batch."""
-    sequences = engine.tokenize(list(texts), truncate=True)
-    readings = [engine.default_prompt.readings[0]] * len(texts)
-    verifier.offer(sequences, readings, engine.run(sequences, [reuse] * len(texts), readings))
+    """Run one batch and offer its hits, as the batcher does."""
+    requests = requests_of(engine, texts, reuse)
+    verifier.offer(requests, engine.run(requests))
 
 
 def verify_all(verifier: Verifier) -> None:
@@ -98,7 +104,7 @@ def verified_texts(engine: FakeEngine) -> list[str]:
 
 @settings(max_examples=30)
 @given(seed=st.integers(), rate=st.floats(0, 1), count=st.integers(1, 100))
-def test_share_of_hits_is_chosen_by_the_random_generator_given(seed: int, rate: float, count: int) -> None:
+def test_given_random_generator_chooses_the_hits(seed: int, rate: float, count: int) -> None:
     engine, metrics = hitting_engine(), Metrics()
     verifier = verifier_of(engine, metrics, rate, random.Random(seed))
     texts = [f"text {number}" for number in range(count)]
@@ -108,7 +114,7 @@ def test_share_of_hits_is_chosen_by_the_random_generator_given(seed: int, rate: 
     assert verified_texts(engine) == [text for text in texts if oracle.random() < rate]
 
 
-def test_only_hits_are_verified_of_both_kinds() -> None:
+def test_only_hits_are_verified_for_both_kinds_of_records() -> None:
     engine, metrics = FakeEngine(stored={"stored"}, prototypes={"prototype"}), Metrics()
     verifier = verifier_of(engine, metrics)
     serve(engine, verifier, ["stored", "new", "prototype"])
@@ -116,14 +122,14 @@ def test_only_hits_are_verified_of_both_kinds() -> None:
     assert verified_texts(engine) == ["stored", "prototype"]
 
 
-def test_what_declined_reuse_is_not_verified() -> None:
+def test_texts_without_reuse_are_not_verified() -> None:
     engine, metrics = hitting_engine(), Metrics()
     verifier = verifier_of(engine, metrics)
     serve(engine, verifier, ["a", "b"], reuse=False)
     assert not verifier.has_work
 
 
-def test_pending_hit_keeps_its_own_output_and_not_the_whole_batch_s() -> None:
+def test_pending_hit_keeps_its_own_output_and_not_those_of_the_batch() -> None:
     engine = hitting_engine()
     verifier = verifier_of(engine, Metrics())
     serve(engine, verifier, ["a", "b"])
@@ -157,7 +163,7 @@ def test_beyond_a_bound_the_oldest_are_dropped_and_counted() -> None:
     assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(DROPPED,)]) == (256, 44)
 
 
-def test_cosine_is_that_of_what_the_client_got_to_the_full_model_s() -> None:
+def test_cosine_compares_the_clients_output_with_the_full_output() -> None:
     engine, metrics = hitting_engine(damage=0.03), Metrics()
     verifier = verifier_of(engine, metrics)
     serve(engine, verifier, ["a", "b", "c"])
@@ -175,7 +181,7 @@ def test_hits_inside_the_budget_tighten_nothing() -> None:
     assert numbers(metrics)[(FAILURES,)] == 0
 
 
-def test_group_below_the_budget_is_tightened_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_group_below_the_budget_is_tightened_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     engine, metrics = hitting_engine(damage=0.016), Metrics()
     verifier = verifier_of(engine, metrics)
     serve(engine, verifier, ["short"] * 49 + ["longer than eight"] * 49)
@@ -193,17 +199,17 @@ def test_group_below_the_budget_is_tightened_counted_and_told(caplog: pytest.Log
     )
 
 
-def test_tightening_forgets_what_is_pending_of_its_group_only() -> None:
+def test_tightening_drops_pending_hits_of_its_group_only() -> None:
     engine, metrics = hitting_engine(damage=0.1), Metrics()
     verifier = verifier_of(engine, metrics)
     serve(engine, verifier, ["short"] * 60 + ["longer than eight"] * 10)
     verify_all(verifier)
-    # Whole batches of eight: the seventh brings the fiftieth.
+    # Hits are verified in batches of eight, so the seventh batch holds the fiftieth hit.
     assert verified_texts(engine) == ["short"] * 56 + ["longer than eight"] * 10
     assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(DROPPED,)]) == (66, 4)
 
 
-def test_group_that_never_keeps_the_budget_is_switched_off_at_last(caplog: pytest.LogCaptureFixture) -> None:
+def test_group_that_never_keeps_the_budget_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     engine, metrics = hitting_engine(damage=0.1), Metrics()
     verifier = verifier_of(engine, metrics)
     for _ in range(20):
@@ -212,17 +218,16 @@ def test_group_that_never_keeps_the_budget_is_switched_off_at_last(caplog: pytes
     assert engine.policy is not None
     assert [group.is_off for group in engine.policy.groups] == [True, False]
     assert numbers(metrics)[(FAILURES,)] == len(caplog.records)
-    assert caplog.records[-1].getMessage().endswith("; they reuse nothing from now on")
+    assert caplog.records[-1].getMessage().endswith("; sequences of these lengths reuse nothing from now on")
 
 
 def test_budget_of_agreement_is_kept_by_decisions_not_by_cosines() -> None:
-    # The damage turns the row, and with it the sum that the fake classifier decides by.
+    # The damage changes the sum of the row, by which the fake classifier decides.
     policy, labels = policy_of(Measure.AGREEMENT), tuple("abcdefg")
     engine, metrics = FakeEngine(stored=AnyText(), damage=0.5, policy=policy, labels=labels), Metrics()
     verifier = verifier_of(engine, metrics)
-    kept = engine.tokenize(["keeps"] * 50, truncate=True)
-    readings = [engine.default_prompt.readings[0]] * 50
-    verifier.offer(kept, readings, hitting_engine().run(kept, [True] * 50, readings))
+    kept = requests_of(engine, ["keeps"] * 50)
+    verifier.offer(kept, hitting_engine().run(kept))
     verify_all(verifier)
     assert engine.policy == policy
     serve(engine, verifier, ["loses"])
@@ -249,7 +254,7 @@ LIMITED = policy_of(floor=0.95, limit=StrangenessLimit(strangest=0.04, usual=0.0
 
 
 def mixed_engine(policy: ReusePolicy = LIMITED) -> FakeEngine:
-    """Texts that begin with "odd" are stranger than the others, and hits of "bad" ones are harmed."""
+    """An engine for which texts that begin with "odd" are strange, and hits of texts with "bad" are bad."""
     return FakeEngine(
         stored=AnyText(),
         policy=policy,
@@ -261,7 +266,7 @@ def mixed_engine(policy: ReusePolicy = LIMITED) -> FakeEngine:
 def test_many_good_usual_hits_hide_no_bad_unusual_ones(caplog: pytest.LogCaptureFixture) -> None:
     engine, metrics = mixed_engine(), Metrics()
     verifier = verifier_of(engine, metrics)
-    # All together, their mean would be 0.989.
+    # The mean of all hits would be 0.989 and would keep the budget.
     serve(engine, verifier, ["good"] * 180 + ["odd, bad"] * 20)
     verify_all(verifier)
     assert engine.policy == LIMITED.tightened(None)
@@ -278,11 +283,11 @@ def test_bad_usual_hits_tighten_their_group_and_not_the_limit() -> None:
     verifier = verifier_of(engine, metrics)
     serve(engine, verifier, ["good"] * 90 + ["bad"] * 4 + ["odd"] * 90)
     verify_all(verifier)
-    # Their mean, 0.995, keeps the budget.
+    # The mean of the usual hits, 0.995, keeps the budget.
     assert engine.policy == LIMITED.tightened(0)
 
 
-def test_tightening_the_limit_forgets_what_is_pending_of_unusual_texts_only() -> None:
+def test_tightening_the_limit_drops_pending_hits_of_unusual_texts_only() -> None:
     engine, metrics = mixed_engine(), Metrics()
     verifier = verifier_of(engine, metrics)
     texts = ["odd, bad"] * 10 + ["good"] * 3 + ["odd but good"] * 3
@@ -310,8 +315,8 @@ def test_limit_that_is_never_tight_enough_lets_only_recorded_texts_hit(
 
 def test_recorded_texts_are_not_verified() -> None:
     class RecordingEngine(FakeEngine):
-        def run(self, *asked: Any) -> PrefillResult:
-            result = super().run(*asked)
+        def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+            result = super().run(requests)
             similarities = np.where(result.outputs[:, ord("r")] > 0, 1, result.similarities)
             return replace(result, similarities=similarities.astype(np.float32))
 
@@ -322,7 +327,7 @@ def test_recorded_texts_are_not_verified() -> None:
     assert verified_texts(engine) == ["new", "unseen"]
 
 
-# What was found out is kept.
+# Findings are kept with the database.
 
 
 def keeping_engine(folder: Path, damage: float) -> FakeEngine:
@@ -366,11 +371,11 @@ def test_tightening_is_kept_at_once(tmp_path: Path) -> None:
     serve(engine, verifier, ["short"] * 50)
     verify_all(verifier)
     assert as_tightened(tmp_path, policy_of()) == engine.policy == policy_of().tightened(0)
-    # Later hits were chosen by the tighter policy, so that earlier ones do not count any more.
+    # Earlier hits do not count any more, because later hits are chosen by the tighter policy.
     assert kept_hits(tmp_path) == []
 
 
-def test_what_another_server_tightened_is_adopted_and_pending_hits_of_it_are_forgotten(
+def test_tightening_of_another_server_is_adopted_and_its_pending_hits_are_dropped(
     tmp_path: Path,
 ) -> None:
     good, bad = keeping_engine(tmp_path, damage=0.0), keeping_engine(tmp_path, damage=0.1)
@@ -382,7 +387,7 @@ def test_what_another_server_tightened_is_adopted_and_pending_hits_of_it_are_for
     assert good.policy == policy_of()
     verify_all(verifier)
     assert good.policy == bad.policy == policy_of().tightened(0)
-    # Batches of seven, eight and eight: the third brings the sixteenth.
+    # The batches have 7, 8 and 8 hits, so the third batch holds the sixteenth hit.
     assert verified_texts(good) == ["longer than eight"] * 10 + ["short"] * 13
     assert numbers(metrics)[(DROPPED,)] == 17
 
@@ -402,7 +407,7 @@ def test_hits_of_two_servers_count_together(tmp_path: Path) -> None:
     assert numbers(metrics)[(FAILURES,)] == 1
 
 
-def test_lock_that_another_process_holds_hinders_neither_verifying_nor_tightening(tmp_path: Path) -> None:
+def test_lock_of_another_process_delays_neither_verifying_nor_tightening(tmp_path: Path) -> None:
     engine, metrics = keeping_engine(tmp_path, damage=0.1), Metrics()
     verifier = verifier_of(engine, metrics)
     with locked(tmp_path / "tightened.json", on_wait=pytest.fail):
@@ -411,14 +416,14 @@ def test_lock_that_another_process_holds_hinders_neither_verifying_nor_tightenin
         assert engine.policy == policy_of().tightened(0)
         assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(FAILURES,)]) == (56, 1)
     assert as_tightened(tmp_path, policy_of()) == policy_of()
-    # The next hits bring it there, however few they are.
+    # The next hits are kept together with the tightening, however few the hits are.
     serve(engine, verifier, ["short"])
     verify_all(verifier)
     assert as_tightened(tmp_path, policy_of()) == policy_of().tightened(0)
     assert len(kept_hits(tmp_path)) == 1
 
 
-async def test_server_that_is_stopped_keeps_what_it_verified(tmp_path: Path) -> None:
+async def test_stopped_server_keeps_its_findings(tmp_path: Path) -> None:
     async with serving(keeping_engine(tmp_path, damage=0.0), verify_rate=1) as client:
         await client.post("/embed", json={"inputs": ["short"] * 5})
         while (await values_of(client))[(VERIFIED,)] < 5:
@@ -436,11 +441,11 @@ def file_is_garbage(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"), [(lock_is_a_folder, "cannot be written"), (file_is_garbage, "cannot be read")]
+    ("spoil", "problem"), [(lock_is_a_folder, "cannot be written"), (file_is_garbage, "cannot be read")]
 )
 @pytest.mark.parametrize("when", ["at the start", "while serving"])
-async def test_where_nothing_can_be_kept_nothing_is_reused_and_the_server_says_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None], told: str, when: str
+async def test_nothing_is_reused_if_findings_cannot_be_kept_and_the_server_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None], problem: str, when: str
 ) -> None:
     body = {"inputs": ["short"] * 16}
     if when == "at the start":
@@ -458,7 +463,7 @@ async def test_where_nothing_can_be_kept_nothing_is_reused_and_the_server_says_w
     assert values[("attncache_reuse_off_reasons",)] == 1
     assert (values["attncache_reuse_off", "1-8"], values["attncache_reuse_off", "9-"]) == (1, 1)
     (reason,) = info["reuse_off"]
-    assert f"tightened.json {told}" in reason
+    assert f"tightened.json {problem}" in reason
     assert f"attention maps are not reused: {reason}" in caplog.text
 
 
@@ -467,7 +472,7 @@ async def test_where_nothing_can_be_kept_nothing_is_reused_and_the_server_says_w
 
 @asynccontextmanager
 async def verifying(engine: FakeEngine, sequences: int = 100) -> AsyncIterator[tuple[Batcher, Metrics]]:
-    """A batcher that verifies every hit."""
+    """Yield a batcher that verifies every hit, and its metrics."""
     metrics = Metrics()
     batcher = Batcher(
         engine, Limits(10_000, sequences, 10_000, 10_000), metrics, verifier_of(engine, metrics)
@@ -480,30 +485,30 @@ async def verifying(engine: FakeEngine, sequences: int = 100) -> AsyncIterator[t
 
 
 async def verified(metrics: Metrics, count: int) -> None:
-    """Wait until so many hits have been verified."""
+    """Wait until `count` hits have been verified."""
     while numbers(metrics)[(VERIFIED,)] < count:
         await asyncio.sleep(0.001)
 
 
 async def begin_to_close(batcher: Batcher) -> asyncio.Task[None]:
-    assert batcher._verifier is not None
+    assert batcher.verifier is not None
     closing = asyncio.create_task(asyncio.to_thread(batcher.close))
-    while not batcher._verifier._stopped:
+    while not batcher.verifier._stopped:
         await asyncio.sleep(0.001)
     return closing
 
 
 class SlowlyVerifyingEngine(FakeEngine):
-    """What is computed without reuse waits for `may_verify`, and says by `verifies` that it does."""
+    """Without reuse, `run` releases `verifies` and waits for `may_verify`."""
 
     def __init__(self) -> None:
         super().__init__(stored=AnyText())
         self.verifies = threading.Semaphore(0)
         self.may_verify = threading.Event()
 
-    def run(self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], *readings: Any) -> PrefillResult:
-        result = super().run(sequences, reuse, *readings)
-        if not any(reuse):
+    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        result = super().run(requests)
+        if not any(request.reuse for request in requests):
             self.verifies.release()
             assert self.may_verify.wait(timeout=10)
         return result
@@ -520,7 +525,7 @@ async def test_answer_is_there_before_its_verification() -> None:
     assert engine.batches == [["text"], ["text"]]
 
 
-async def test_request_that_comes_meanwhile_waits_for_one_small_batch_only() -> None:
+async def test_request_during_verification_waits_for_one_small_batch_only() -> None:
     engine = SlowlyVerifyingEngine()
     async with verifying(engine) as (batcher, metrics):
         await submit(batcher, ["first"] * 20)
@@ -557,14 +562,14 @@ async def test_endless_load_does_not_starve_verification() -> None:
         engine.may_run.set()
         await asyncio.gather(*pending)
         await verified(metrics, 161)
-    # Requests come by one and four sequences. Once 64 hits are pending eight of them are verified, and again
-    # when there are 64 anew; what is left at the end is verified when nobody waits.
+    # The first request has one sequence, the others have four. Whenever 64 hits are pending, eight hits are
+    # verified. The remaining hits are verified when no request waits.
     sizes = [len(batch) for batch in engine.batches]
     assert sizes == [1, *[4] * 16, 8, *[4, 4, 8] * 12, *[8] * 7, 1]
     assert numbers(metrics)[(DROPPED,)] == 0
 
 
-async def test_closing_does_not_wait_for_what_is_pending() -> None:
+async def test_closing_does_not_wait_for_pending_hits() -> None:
     engine = SlowlyVerifyingEngine()
     async with verifying(engine) as (batcher, metrics):
         await submit(batcher, ["text"] * 100)
@@ -597,7 +602,7 @@ async def test_failing_verification_does_not_stop_the_engine() -> None:
                 await asyncio.sleep(0.001)
 
 
-async def test_verified_hits_are_not_in_the_numbers_of_requests() -> None:
+async def test_verified_hits_are_not_in_the_metrics_of_requests() -> None:
     engine = hitting_engine()
     async with verifying(engine) as (batcher, metrics):
         await submit(batcher, ["a", "bb", "ccc"])
@@ -626,12 +631,10 @@ async def test_whole_answer_has_been_sent_when_verification_begins(path: str, mo
     happened: list[str] = []
 
     class TellingEngine(FakeEngine):
-        def run(
-            self, sequences: Sequence[Sequence[int]], reuse: Sequence[bool], *readings: Any
-        ) -> PrefillResult:
-            if sequences[0] == [ord("a")]:
-                happened.append("with reuse" if any(reuse) else "in full")
-            return super().run(sequences, reuse, *readings)
+        def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+            if texts_of(requests)[0] == "a":
+                happened.append("with reuse" if requests[0].reuse else "in full")
+            return super().run(requests)
 
     async with serving(TellingEngine(stored={"a"}), verify_rate=1) as client:
         transport = client._transport
@@ -677,14 +680,14 @@ async def test_rate_of_zero_computes_nothing_twice() -> None:
         for _ in range(10):
             await client.post("/embed", json={"inputs": ["short"] * 50})
         values = await values_of(client)
-        assert client._transport.app.state.service.serving().batcher._verifier is None  # type: ignore[attr-defined]
+        assert client._transport.app.state.service.serving().batcher.verifier is None  # type: ignore[attr-defined]
     assert len(engine.batches) == 10
     assert (values[(VERIFIED,)], values[(FAILURES,)]) == (0, 0)
 
 
 async def test_without_a_database_there_is_nothing_to_verify() -> None:
     engine = hitting_engine()
-    engine.policy = None
+    engine.map_reuse = None
     async with serving(engine, verify_rate=1) as client:
         assert (await client.post("/embed", json={"inputs": "a"})).headers["X-AttnCache-Hits"] == "0/1"
         names = {name for name, *_ in await values_of(client)}
@@ -692,7 +695,7 @@ async def test_without_a_database_there_is_nothing_to_verify() -> None:
     assert not names & {"attncache_threshold", "attncache_reuse_off"}
 
 
-async def test_budget_of_decisions_without_any_is_not_verified_and_told(
+async def test_budget_for_decisions_without_decisions_is_not_verified_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = FakeEngine(stored=AnyText(), policy=policy_of(Measure.AGREEMENT))
@@ -716,7 +719,7 @@ async def test_labels_are_never_verified() -> None:
 
 @pytest.fixture
 def real_engine(tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path) -> PrefillEngine:
-    """Everything whose length is recorded hits, and reuses all heads, against a budget that fails."""
+    """An engine for which every text of a recorded length hits, with a budget that hits do not keep."""
     database = AttentionDatabase.open(Path(shutil.copytree(tiny_database, tmp_path / "a.db")))
     policy = replace(database.search.policy, budget=Budget(Measure.COSINE, 0.999))
     database = replace(database, search=replace(database.search, policy=policy))
@@ -728,7 +731,7 @@ def new_texts(count: int) -> list[str]:
     return [random_text(generator, 5) for _ in range(count)]
 
 
-async def test_cosines_are_those_between_answers_with_reuse_and_without(real_engine: PrefillEngine) -> None:
+async def test_cosines_compare_answers_with_reuse_and_without(real_engine: PrefillEngine) -> None:
     body = {"inputs": new_texts(30)}
     async with serving(real_engine, verify_rate=1) as client:
         with_reuse = await client.post("/embed", json=body)
@@ -737,13 +740,13 @@ async def test_cosines_are_those_between_answers_with_reuse_and_without(real_eng
         full = await client.post("/embed", json=body, headers={"X-AttnCache-Reuse": "off"})
     assert with_reuse.headers["X-AttnCache-Hits"] == "30/30"
     cosines = (np.array(with_reuse.json()) * np.array(full.json())).sum(axis=1)
-    assert cosines.min() < 0.999  # else this would show nothing
+    assert cosines.min() < 0.999  # otherwise the test would prove nothing
     assert values[("attncache_verify_cosine_sum",)] == pytest.approx(cosines.sum(), abs=1e-4)
 
 
 @pytest.fixture
 def deciding_engine(tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path) -> PrefillEngine:
-    """As above, against a budget of decisions that its database keeps: for the embedding's largest number."""
+    """The same engine with a budget for decisions. The decision is the embedding's largest dimension."""
     folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
     database = AttentionDatabase.open(folder)
     weight, bias = np.eye(32, dtype=np.float32), np.zeros(32, np.float32)
@@ -753,7 +756,7 @@ def deciding_engine(tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: 
     return PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
 
 
-async def test_budget_of_decisions_that_a_database_keeps_is_verified(
+async def test_budget_for_decisions_of_the_database_is_verified(
     deciding_engine: PrefillEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = {"inputs": new_texts(60)}
@@ -764,12 +767,12 @@ async def test_budget_of_decisions_that_a_database_keeps_is_verified(
         full = await client.post("/embed", json=body, headers={"X-AttnCache-Reuse": "off"})
     decisions = [np.argmax(answer.json(), axis=1)[:56] for answer in (with_reuse, full)]
     same = np.equal(*decisions).mean()
-    assert same < 1  # else this would show nothing
+    assert same < 1  # otherwise the test would prove nothing
     assert f"mean agreement {same:.4f} of the last 56 verified hits" in caplog.text
 
 
 @pytest.mark.parametrize("verify_rate", [0, 1])
-async def test_damaged_decisions_are_refused_at_the_start_where_hits_are_to_be_verified(
+async def test_damaged_decisions_are_refused_at_the_start_if_hits_are_verified(
     deciding_engine: PrefillEngine, verify_rate: float
 ) -> None:
     assert deciding_engine.database is not None

@@ -1,0 +1,1 @@
+"""Build a database of attention maps from a corpus."""

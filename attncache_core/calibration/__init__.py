@@ -1,0 +1,1 @@
+"""Choose the heads and records that may be reused inside a quality budget, measured on probes."""

@@ -1,0 +1,191 @@
+"""Choose the mask and the policy that save the most time inside a quality budget.
+
+    probes: sequences without a record of their own, with their nearest records   probes
+      1 savings    time the microseconds that hits save and searches cost         savings
+      2 masks      propose masks of growing size, mildest heads first             masks
+      3 damage     run the probes with the maps of their records, for each mask   probes, substitution
+      4 policy     fit θ for each length group inside the budget, for each mask   thresholds, policy_selection
+      5 masks      repeat 3 and 4 with sizes beside the best mask's               masks
+      6 limit      fit the familiarity test and the strangeness limit             strangeness_limit
+      7 report     collect the figures for the manifest                           report
+
+Steps 5 and 6 are skipped if the operator sets θ. `build.builder` calls `calibrate` for a new database, and
+`calibration.database` calls `calibrate` for an existing database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from attncache_core.calibration.familiarity_fit import TokenStatistics
+from attncache_core.calibration.masks import candidate_masks, masks_between
+from attncache_core.calibration.policy_selection import (
+    Calibrated,
+    Terms,
+    by_time_saved,
+    calibrated,
+    choose_policy,
+    could_keep_floor,
+    recorded_only,
+)
+from attncache_core.calibration.probes import Measured, Probes, measure
+from attncache_core.calibration.report import report
+from attncache_core.calibration.savings import measure_savings
+from attncache_core.calibration.strangeness_limit import Limited, choose_limit, figures, find_unfamiliar
+from attncache_core.calibration.thresholds import MIN_PROBES
+from attncache_core.corpus import UnfamiliarText
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.familiarity import Familiarity
+from attncache_core.reuse.maps.policy import ReusePolicy, uniform_policy
+from attncache_core.reuse.maps.search import SearchEngine
+from attncache_core.reuse.mask import ReuseMask
+from attncache_core.reuse.storage.layout import RecordKind
+
+# Reports progress: (stage, steps done, steps in total).
+Progress = Callable[[str, int, int], None]
+
+# The damage of a head is a mean over probes. A few hundred probes are enough to rank the heads.
+MAX_DAMAGE_PROBES = 300
+# Maximum number of unfamiliar texts per probe of the corpus' kind.
+_UNFAMILIAR_PER_PROBE = 3
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The chosen mask, policy and familiarity test, and the report for the manifest."""
+
+    mask: ReuseMask
+    policy: ReusePolicy
+    # None if no test is needed: the operator set θ (any text may hit), or only recorded sequences hit.
+    familiarity: Familiarity | None
+    quality: dict[str, Any]
+
+
+def calibrate(
+    engine: PrefillEngine,
+    search: SearchEngine,
+    probes: Probes,
+    unfamiliar: Sequence[UnfamiliarText],
+    token_counts: np.ndarray,
+    rank: np.ndarray,
+    budget: Budget,
+    *,
+    heads: str | None = None,
+    threshold: float | None = None,
+    progress: Progress = lambda *_: None,
+) -> Calibration:
+    """Choose the mask and the policy that save the most time inside the budget.
+
+    engine: an engine with the model and without a database. unfamiliar: texts unlike the corpus.
+    token_counts: occurrences of each token in the corpus, int64 [vocabulary]. rank: int [layers, heads], see
+    damage.reuse_rank. heads: the operator's mask, see mask.parse_heads; None: choose the mask. threshold: the
+    operator's θ; None: choose θ. With the operator's θ there is no familiarity test, so any text may hit.
+
+    With fewer than 20 probes nothing is measured. Then the largest mask is returned with the operator's θ or,
+    by default, θ = 1, with which only recorded sequences hit.
+    """
+    masks = candidate_masks(rank, heads, sum(search.store.layout.stored_heads))
+    if len(probes.sequences) < MIN_PROBES:
+        policy = uniform_policy(budget, 1.0)
+        if threshold is not None:
+            policy = policy.with_threshold(threshold)
+        return Calibration(masks[-1], policy, None, {"measured": 0})
+    savings = measure_savings(engine, search, probes)
+    trials = _Trials(engine, search, Terms.of(probes, budget, savings), progress)
+    trials.measure(masks)
+    chosen, options = choose_policy(trials.terms, trials.masks, trials.measured, threshold)
+    if threshold is not None:
+        return Calibration(chosen.mask, chosen.policy, None, report(chosen, options, probes))
+    trials.measure(masks_between(masks, chosen.mask, rank))
+    return _with_limit(trials, unfamiliar, token_counts)
+
+
+class _Trials:
+    """The masks tried so far, and what each mask did to the probes."""
+
+    def __init__(self, engine: PrefillEngine, search: SearchEngine, terms: Terms, progress: Progress) -> None:
+        self.engine, self.search, self.terms, self._progress = engine, search, terms, progress
+        self.masks: list[ReuseMask] = []
+        self.measured: list[dict[RecordKind, Measured]] = []
+
+    def measure(self, masks: Sequence[ReuseMask]) -> None:
+        """Measure what these masks do to the probes, and add the results to `masks` and `measured`."""
+        if masks:
+            self.measured += self.measure_on(self.terms.probes, masks, "measuring masks")
+            self.masks += masks
+
+    def measure_on(
+        self,
+        probes: Probes,
+        masks: Sequence[ReuseMask],
+        stage: str,
+        kinds: Sequence[RecordKind] = tuple(RecordKind),
+    ) -> list[dict[RecordKind, Measured]]:
+        """Return what each mask does to the probes if records of these kinds serve the probes."""
+        comparator = self.engine.comparator(self.terms.budget.measure)
+        on_pass = partial(self._progress, stage)
+        return measure(self.engine.model, self.search.store, probes, masks, comparator, on_pass, kinds)
+
+
+def _with_limit(
+    trials: _Trials, unfamiliar: Sequence[UnfamiliarText], token_counts: np.ndarray
+) -> Calibration:
+    """Return the option that saves the most time with a strangeness limit.
+
+    A limit only removes hits, so an option never saves more time with a limit than without one. The options
+    are therefore tried in falling order of the time saved without a limit. The search stops at the first
+    option that saves no more without a limit than the best option so far saves with one. If no option keeps
+    the budget, only recorded sequences hit.
+    """
+    terms = trials.terms
+    _, options = choose_policy(terms, trials.masks, trials.measured)
+    if not could_keep_floor(terms.budget, len(terms.probes.sequences)):
+        return _exact_calibration(trials, options)
+    max_texts = _UNFAMILIAR_PER_PROBE * len(terms.probes.sequences)
+    fitted, unseen = (
+        find_unfamiliar(trials.engine, trials.search, unfamiliar, max_texts, fitted=fitted)
+        for fitted in (True, False)
+    )
+    tokens = TokenStatistics(trials.engine.model, token_counts)
+    best: Limited | None = None
+    for option, measured in sorted(
+        zip(options, trials.measured, strict=True), key=lambda pair: by_time_saved(pair[0]), reverse=True
+    ):
+        if best and by_time_saved(option) <= by_time_saved(best.calibrated):
+            break
+        (measured_unfamiliar,) = trials.measure_on(
+            fitted.probes, [option.mask], "measuring unfamiliar texts", _serving_kinds(option.policy)
+        )
+        limited = choose_limit(option, terms, measured, fitted, measured_unfamiliar, tokens)
+        if limited and (best is None or by_time_saved(limited.calibrated) > by_time_saved(best.calibrated)):
+            best = limited
+    if best is None:
+        return _exact_calibration(trials, options)
+    chosen = best.calibrated
+    (measured_unfamiliar,) = trials.measure_on(
+        unseen.probes, [chosen.mask], "checking the strangeness limit", _serving_kinds(chosen.policy)
+    )
+    quality = report(chosen, options, terms.probes)
+    quality["unfamiliar"] = figures(unseen, best, measured_unfamiliar)
+    return Calibration(chosen.mask, chosen.policy, best.familiarity, quality)
+
+
+def _exact_calibration(trials: _Trials, options: Sequence[Calibrated]) -> Calibration:
+    """Return the smallest mask with a policy that lets only recorded sequences hit."""
+    terms = trials.terms
+    mask, measured = min(zip(trials.masks, trials.measured, strict=True), key=lambda pair: pair[0].total)
+    lengths = (int(terms.probes.lengths[group].max()) for group in terms.groups)
+    policy = ReusePolicy(terms.budget, tuple(map(recorded_only, lengths)))
+    chosen = calibrated(terms, measured, mask, policy)
+    return Calibration(mask, policy, None, report(chosen, options, terms.probes))
+
+
+def _serving_kinds(policy: ReusePolicy) -> Sequence[RecordKind]:
+    """Return the kinds of records that may serve: only means if no length group is searched."""
+    return tuple(RecordKind) if any(group.searched for group in policy.groups) else (RecordKind.MEAN,)

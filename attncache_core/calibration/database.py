@@ -1,0 +1,109 @@
+"""Calibrate an existing database again, on texts like those that a server will receive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from attncache_core.calibration.calibrate import MAX_DAMAGE_PROBES, Progress, calibrate
+from attncache_core.calibration.damage import damage_of_each, joint_damage, model_for_damage, reuse_rank
+from attncache_core.calibration.masks import held_first
+from attncache_core.calibration.probes import find_probes, stored_batches
+from attncache_core.calibration.thresholds import MIN_PROBES
+from attncache_core.corpus import UnfamiliarText
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import InvalidInput
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.familiarity import familiarity_name, remove_other_tests, write_familiarity
+from attncache_core.reuse.maps.integrity import file_digest
+from attncache_core.reuse.maps.manifest import use_of
+from attncache_core.reuse.maps.policy_state import forget_tightened
+from attncache_core.reuse.mask import ReuseMask
+from attncache_core.runtime.files import locked
+
+
+def calibrate_database(
+    engine: PrefillEngine,
+    database: AttentionDatabase,
+    sequences: Sequence[Sequence[int]],
+    unfamiliar: Sequence[UnfamiliarText],
+    budget: Budget,
+    progress: Progress = lambda *_: None,
+) -> dict[str, Any]:
+    """Choose the mask and the policy of a database again, and write both into its manifest.
+
+    engine: an engine with the database's model and without a database. If the budget is the agreement of a
+    classifier's decisions, the engine has the classifier. sequences: token ids to measure on; recorded and
+    repeated sequences are skipped. unfamiliar: texts unlike the sequences, see corpus.unfamiliar_texts.
+
+    The damage of each head is measured again, with the records that the search finds. Within a layer, the
+    heads keep the order in which the records hold them. Returns the report, which the manifest holds as
+    `quality`. Raises InvalidInput if fewer than 20 sequences remain.
+    """
+    database.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
+    store, manifest = database.search.store, database.manifest
+    unseen = unrecorded(database, sequences, field="texts")
+    probes = find_probes(engine.model, database.search, unseen)
+    sample = probes.sample(MAX_DAMAGE_PROBES)
+    order = manifest.mask.order
+    model = model_for_damage(engine)
+    batches = stored_batches(model, store, order, sample, sample.most_similar())
+    joint = joint_damage(
+        model,
+        [make for _, make in batches],
+        engine.comparator(budget.measure).comparable,
+        partial(progress, "measuring heads"),
+    )
+    held = ReuseMask(order, manifest.stored_heads).as_array()
+    rank = held_first(reuse_rank(joint, len(manifest.rank), order), held)
+    damage = np.where(held, damage_of_each(joint, len(rank)), manifest.damage)
+    chosen = calibrate(
+        engine, database.search, probes, unfamiliar, database.token_counts, rank, budget, progress=progress
+    )
+    decides = budget.measure is Measure.AGREEMENT
+    quality = chosen.quality | {"left_out": len(sequences) - len(unseen)}
+    manifest = replace(
+        manifest,
+        damage=tuple(map(tuple, damage.tolist())),
+        rank=tuple(map(tuple, rank.tolist())),
+        reused_heads=chosen.mask.reused,
+        policy=chosen.policy,
+        use=use_of(engine.checkpoint, decides=decides and engine.classifier is None),
+        quality=quality,
+    )
+    with locked(database.folder, on_wait=lambda: progress("waiting for another process", 0, 1)):
+        files = database.keep_decisions(engine.classifier if decides else None)
+        name = write_familiarity(database.folder, chosen.familiarity, database.token_counts)
+        files.pop(familiarity_name(files))
+        files[name] = file_digest(database.folder / name)
+        database.keep_calibration_texts(unseen)
+        replace(manifest, files=files).write(database.folder)
+        remove_other_tests(database.folder, name)
+        forget_tightened(database.folder)
+    return quality
+
+
+def unrecorded(
+    database: AttentionDatabase, sequences: Sequence[Sequence[int]], *, field: str
+) -> list[list[int]]:
+    """Return the distinct sequences that the database can be measured on.
+
+    These sequences are not recorded, and the database has records of their length. Raises InvalidInput for
+    `field` if fewer than 20 sequences remain.
+    """
+    store = database.search.store
+    distinct = [list(ids) for ids in dict.fromkeys(map(tuple, sequences))]
+    unseen = [ids for ids in distinct if len(ids) in store.segments and store.record_of(ids) is None]
+    if len(unseen) < MIN_PROBES:
+        raise InvalidInput(
+            f"{len(unseen)} of the texts are not in the database and have a length that it holds; "
+            f"at least {MIN_PROBES} such texts are needed, and several hundred give useful figures",
+            field=field,
+        )
+    return unseen

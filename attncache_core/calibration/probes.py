@@ -1,0 +1,179 @@
+"""Find the nearest records of probes, and measure the damage that reusing these records does.
+
+A probe is a sequence without a record of its own.
+
+sequences -> find_probes -> Probes (nearest record of each kind) -> measure -> Measured per mask and kind
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from attncache_core.calibration.substitution import (
+    BatchMaps,
+    ProbeBatch,
+    probed,
+    substituted_outputs,
+    token_passes,
+)
+from attncache_core.heads.comparator import OutputComparator
+from attncache_core.heads.vectors import cosines
+from attncache_core.models import PackedModel
+from attncache_core.reuse.maps.search import SearchEngine
+from attncache_core.reuse.mask import ReuseMask
+from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.reuse.storage.store import AttentionMapStore
+from attncache_core.text.token_batch import TokenBatch, pack
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Sequences without a record of their own, lengths rising, and their nearest record of each kind."""
+
+    sequences: list[list[int]]
+    records: dict[RecordKind, np.ndarray]  # record numbers, int64 [probes], -1 for none
+    similarities: dict[RecordKind, np.ndarray]  # float32 [probes], -inf for none
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each probe, int64 [probes]."""
+        return np.array([len(sequence) for sequence in self.sequences], dtype=np.int64)
+
+    def most_similar(self) -> np.ndarray:
+        """Return the nearest record of any kind, int64 [probes], -1 for none."""
+        kinds = np.argmax([self.similarities[kind] for kind in RecordKind], axis=0)
+        return np.choose(kinds, [self.records[kind] for kind in RecordKind])
+
+    def sample(self, most: int) -> Probes:
+        """Return at most `most` of the probes, spread evenly over their lengths."""
+        indices = np.unique(np.linspace(0, len(self.sequences) - 1, most).round().astype(int))
+        return Probes(
+            [self.sequences[index] for index in indices],
+            {kind: records[indices] for kind, records in self.records.items()},
+            {kind: similarities[indices] for kind, similarities in self.similarities.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The effect of one mask on each probe if the nearest record of one kind serves the probe."""
+
+    damage: np.ndarray  # float64 [probes], 1 - cosine
+    # float64 [probes], in the budget's measure: cosine, or 1 if the decision stays and 0 if not
+    fidelity: np.ndarray
+
+
+# Returns the input of the first layer's attention for sequences of one length, float32 [n, L, hidden].
+InputsOf = Callable[[Sequence[Sequence[int]]], torch.Tensor]
+
+
+@torch.inference_mode()
+def find_probes(
+    model: PackedModel,
+    search: SearchEngine,
+    sequences: Sequence[Sequence[int]],
+    inputs_of: InputsOf | None = None,
+) -> Probes:
+    """Return the sequences as probes, with their nearest records. The policy of `search` has no effect.
+
+    inputs_of: returns first-layer inputs that were computed before; None: the model computes the inputs.
+    """
+    ordered = sorted((list(sequence) for sequence in sequences), key=len)
+    records = {kind: np.full(len(ordered), -1) for kind in RecordKind}
+    similarities = {kind: np.full(len(ordered), -np.inf, dtype=np.float32) for kind in RecordKind}
+    for indices in token_passes([len(sequence) for sequence in ordered]):
+        chosen = [ordered[index] for index in indices]
+        batch = pack(chosen)
+        groups = batch.groups()
+        if inputs_of is None:
+            hidden = model.search_input(model.embed(batch))
+        else:
+            hidden = torch.cat([inputs_of(chosen[group.sequences]).flatten(0, 1) for group in groups])
+        found = search.nearest(batch, hidden, groups)
+        for kind in RecordKind:
+            records[kind][indices] = found.records[kind]
+            similarities[kind][indices] = found.similarities[kind]
+    return Probes(ordered, records, similarities)
+
+
+def measure(
+    model: PackedModel,
+    store: AttentionMapStore,
+    probes: Probes,
+    masks: Sequence[ReuseMask],
+    comparator: OutputComparator,
+    on_pass: Callable[[int, int], None] = lambda *_: None,
+    kinds: Sequence[RecordKind] = tuple(RecordKind),
+) -> list[dict[RecordKind, Measured]]:
+    """Return the damage and fidelity of each probe, for each mask and kind of record.
+
+    The values are nan for probes without a record of the kind. kinds: the kinds to measure; the values of
+    other kinds are nan. on_pass: called after each batch with the batches done and in total.
+    """
+    count = len(probes.sequences)
+    result = [
+        {kind: Measured(np.full(count, np.nan), np.full(count, np.nan)) for kind in RecordKind} for _ in masks
+    ]
+    batches = [
+        (kind, indices, make)
+        for kind in kinds
+        for indices, make in stored_batches(model, store, masks[0].order, probes, probes.records[kind])
+    ]
+    for done, (kind, indices, make) in enumerate(batches, 1):
+        measured = make()
+        full = comparator.comparable(measured.outputs)
+        for mask, rows in zip(masks, result, strict=True):
+            changed = substituted_outputs(model, measured, mask.as_array())
+            # Rounding can give a cosine above 1, but damage is never negative.
+            rows[kind].damage[indices] = np.maximum(1 - cosines(comparator.comparable(changed), full), 0)
+            rows[kind].fidelity[indices] = comparator.fidelity(changed, measured.outputs)
+        on_pass(done, len(batches))
+    return result
+
+
+def stored_batches(
+    model: PackedModel,
+    store: AttentionMapStore,
+    order: Sequence[Sequence[int]],
+    probes: Probes,
+    records: np.ndarray,
+) -> list[tuple[np.ndarray, Callable[[], ProbeBatch]]]:
+    """Divide the probes that have a record into batches of limited size.
+
+    Returns for each batch the indices of its probes and a function that computes the batch. order: layer ->
+    the heads in the order of the records. records: the donor of each probe, int64 [probes], -1 for none.
+    """
+
+    def make(indices: np.ndarray) -> ProbeBatch:
+        batch = pack([probes.sequences[index] for index in indices])
+        return probed(model, batch, stored_maps(store, order, batch, records[indices]))
+
+    served = np.flatnonzero(records >= 0)
+    passes = [served[chosen] for chosen in token_passes(probes.lengths[served].tolist())]
+    return [(indices, partial(make, indices)) for indices in passes]
+
+
+def stored_maps(
+    store: AttentionMapStore, order: Sequence[Sequence[int]], batch: TokenBatch, records: np.ndarray
+) -> BatchMaps:
+    """Read the maps of one record for each sequence of a packed batch.
+
+    records: int64 [sequences]. Heads are in the order of the checkpoint. The maps of heads that records do
+    not hold are zero.
+    """
+    layers: BatchMaps = []
+    for layer, heads in enumerate(order):
+        held = store.layout.stored_heads[layer]
+        layers.append([])
+        for group in batch.groups():
+            numbers = torch.from_numpy(records[group.sequences])
+            gathered = store.segments[group.length].gather_layer_maps(numbers, layer, held)
+            maps = torch.zeros(group.count, len(heads), *gathered.shape[2:], dtype=gathered.dtype)
+            maps[:, list(heads[:held])] = gathered
+            layers[-1].append(maps)
+    return layers

@@ -1,0 +1,156 @@
+"""Choose the strangeness limit, above which a text may not hit.
+
+some kinds of unfamiliar texts   -> damage of reuse under a mask                probes.measure
+and the probes like the corpus   -> the familiarity test                        familiarity_fit
+                                 -> the highest limit that keeps the budget     choose_limit
+other kinds of unfamiliar texts  -> hits and damage with this limit             figures
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from attncache_core.calibration.familiarity_fit import TokenStatistics, fit_familiarity
+from attncache_core.calibration.policy_selection import (
+    Calibrated,
+    Terms,
+    apply_policy,
+    calibrated,
+    keeps_budget,
+    policy_for,
+)
+from attncache_core.calibration.probes import Measured, Probes, find_probes
+from attncache_core.calibration.thresholds import MIN_PROBES
+from attncache_core.corpus import UnfamiliarText
+from attncache_core.corpus.reading import spread
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.reuse.maps.familiarity import Familiarity
+from attncache_core.reuse.maps.policy import StrangenessLimit
+from attncache_core.reuse.maps.search import SearchEngine
+from attncache_core.reuse.storage.layout import RecordKind
+
+# Shares of the probes like the corpus that a limit may reject as too strange, tried in this order. A smaller
+# mask is better than a limit that rejects more of the texts that the database was made for.
+_REJECTED = (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08)
+
+
+@dataclass(frozen=True)
+class UnfamiliarProbes:
+    """Unfamiliar texts as probes, and the kind of each text."""
+
+    probes: Probes
+    kinds: list[str]
+
+
+def find_unfamiliar(
+    engine: PrefillEngine,
+    search: SearchEngine,
+    texts: Sequence[UnfamiliarText],
+    max_texts: int,
+    *,
+    fitted: bool,
+) -> UnfamiliarProbes:
+    """Return unfamiliar texts as probes: at most `max_texts`, spread evenly over their kinds.
+
+    fitted: True for the texts that the familiarity test is fitted to, False for the texts that only measure
+    the result. A text of a length without records is cut to a length that has records. Texts with equal
+    tokens count once. Recorded texts are skipped, and so are texts shorter than all records.
+    """
+    chosen = spread([text for text in texts if text.fitted == fitted], max_texts)
+    lengths = sorted(search.store.segments)
+    kinds: dict[tuple[int, ...], str] = {}
+    for index, ids in enumerate(engine.tokenize([text.text for text in chosen])):
+        fitting = [length for length in lengths if length <= len(ids)]
+        if fitting and len(ids) not in search.store.segments:
+            # The last token is kept, because it is a special token in most models.
+            ids = [*ids[: fitting[index % len(fitting)] - 1], ids[-1]]
+        if len(ids) in search.store.segments and search.store.record_of(ids) is None:
+            kinds.setdefault(tuple(ids), chosen[index].kind)
+    ordered = sorted(kinds, key=len)
+    return UnfamiliarProbes(find_probes(engine.model, search, ordered), [kinds[ids] for ids in ordered])
+
+
+@dataclass(frozen=True)
+class Limited:
+    """A policy with a strangeness limit, its results on the probes, and the familiarity test."""
+
+    calibrated: Calibrated
+    familiarity: Familiarity
+
+
+def choose_limit(
+    option: Calibrated,
+    terms: Terms,
+    measured: Mapping[RecordKind, Measured],
+    unfamiliar: UnfamiliarProbes,
+    measured_unfamiliar: Mapping[RecordKind, Measured],
+    tokens: TokenStatistics,
+) -> Limited | None:
+    """Return the option with the highest strangeness limit that keeps the budget, or None if no limit does.
+
+    option: a mask, and its policy without a limit. measured, measured_unfamiliar: the effect of the mask on
+    the probes of the terms, and on the unfamiliar texts.
+    """
+    probes, unfamiliar_probes = terms.probes, unfamiliar.probes
+    kinds = apply_policy(unfamiliar_probes, measured_unfamiliar, option.mask, option.policy).kinds
+    damage = np.concatenate([_damage_of(measured, option.kinds), _damage_of(measured_unfamiliar, kinds)])
+    known = np.flatnonzero(np.isfinite(damage))
+    if (known < len(probes.sequences)).sum() < MIN_PROBES:
+        return None
+    sequences = [*probes.sequences, *unfamiliar_probes.sequences]
+    names: list[str | None] = [*[None] * len(probes.sequences), *unfamiliar.kinds]
+    fit = fit_familiarity(
+        tokens, [sequences[index] for index in known], damage[known], [names[index] for index in known]
+    )
+    strangeness = np.full(len(damage), np.inf)
+    strangeness[known] = fit.strangeness
+    like, unlike = np.split(strangeness, [len(probes.sequences)])
+    usual = like[np.isfinite(like)]
+    for share in _REJECTED:
+        limit = StrangenessLimit(float(np.quantile(usual, 1 - share)), float(np.median(usual)))
+        familiar = like <= limit.strangest
+        policy = replace(policy_for(terms, measured, option.mask, familiar), limit=limit)
+        on_like = calibrated(terms, measured, option.mask, policy, familiar)
+        on_unlike = apply_policy(
+            unfamiliar_probes, measured_unfamiliar, option.mask, policy, unlike <= limit.strangest
+        )
+        if on_like.served.any() and keeps_budget(terms.budget, on_like, on_unlike):
+            return Limited(on_like, fit.familiarity)
+    return None
+
+
+def figures(
+    unfamiliar: UnfamiliarProbes, chosen: Limited, measured: Mapping[RecordKind, Measured]
+) -> dict[str, Any]:
+    """Return the results of a policy on unfamiliar texts outside the fit, for the manifest."""
+    probes, policy = unfamiliar.probes, chosen.calibrated.policy
+    assert policy.limit is not None
+    if not probes.sequences:
+        return {"texts": 0}
+    ids = np.fromiter((token for own in probes.sequences for token in own), dtype=np.int64)
+    familiar = chosen.familiarity.strangeness(ids, probes.lengths) <= policy.limit.strangest
+    given = apply_policy(probes, measured, chosen.calibrated.mask, policy, familiar)
+    hits = 1 - given.damage[given.served]
+    harmed = policy.budget.harmed(given.fidelity[given.served])
+    return {
+        "texts": len(familiar),
+        "kinds": len(set(unfamiliar.kinds)),
+        "hit_rate": float(given.served.mean()),
+        "harmed": int(harmed.sum()),
+        "mean_cosine": float(hits.mean()) if len(hits) else None,
+        "least_cosine": float(hits.min()) if len(hits) else None,
+    }
+
+
+def _damage_of(measured: Mapping[RecordKind, Measured], kinds: np.ndarray) -> np.ndarray:
+    """Return the damage of the record of the given kind on each probe, float64 [n].
+
+    kinds: the RecordKind of each probe, int64 [n].
+    """
+    of_kinds = np.array([measured[kind].damage for kind in RecordKind])
+    damage: np.ndarray = of_kinds[kinds, np.arange(len(kinds))]
+    return damage

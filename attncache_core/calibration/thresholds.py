@@ -1,0 +1,158 @@
+"""Fit the damage curves and the thresholds θ of one length group to measured probes.
+
+fit_curve     expected damage by similarity, for each kind of record
+choose_group  the lowest θ that keeps the budget with 95 % confidence
+mean_keeps    whether the mean of a length may serve all sequences, without a search
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from scipy import stats
+from sklearn.isotonic import IsotonicRegression
+
+from attncache_core.calibration.probes import Measured, Probes
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
+from attncache_core.reuse.storage.layout import RecordKind
+
+CONFIDENCE = 0.95
+# The mean of fewer hits is too uncertain to use.
+MIN_PROBES = 20
+_MAX_CURVE_POINTS = 16
+# Factor that admits probes with exactly the damage limit in spite of rounding.
+_MARGIN = 1 + 1e-9
+
+
+def fit_curve(similarities: np.ndarray, damages: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Fit a falling curve of damage by similarity to probes, and return its corners: (similarities, damages).
+
+    similarities, damages: [n]. The fit is an isotonic regression: of all curves that never rise, the curve
+    with the least squared error. The curve has at most 16 corners.
+    """
+    order = np.argsort(similarities, kind="stable")
+    x = similarities[order].astype(np.float64)
+    y = IsotonicRegression(increasing=False, out_of_bounds="clip").fit_transform(x, damages[order])
+    # A corner is the middle of a level. Between the corners the curve is linear.
+    starts = np.flatnonzero(np.diff(y, prepend=np.inf))
+    ends = np.append(starts[1:], len(y)) - 1
+    middles, levels = (x[starts] + x[ends]) / 2, y[starts]
+    if len(middles) > _MAX_CURVE_POINTS:
+        kept = np.linspace(0, len(middles) - 1, _MAX_CURVE_POINTS).round().astype(int)
+        middles, levels = middles[kept], levels[kept]
+    return tuple(middles.tolist()), tuple(levels.tolist())
+
+
+def upper_bounds(losses: np.ndarray, measure: Measure) -> np.ndarray:
+    """Return, for each n, the one-sided 95 % upper bound of the mean loss, estimated from the first n hits.
+
+    losses: 1 - fidelity, [hits]. Returns float64 [hits]. Agreement uses the exact bound of a share (Clopper
+    and Pearson 1934), cosine uses Student's t. The bound is infinite for fewer than 20 hits.
+    """
+    count = np.arange(1, len(losses) + 1)
+    total = np.cumsum(losses)
+    if measure is Measure.AGREEMENT:
+        bounds = stats.beta.ppf(CONFIDENCE, total + 1, np.maximum(count - total, 1e-9))
+    else:
+        means = total / count
+        spread = np.sqrt(np.maximum(np.cumsum(losses**2) / count - means**2, 0) / np.maximum(count - 1, 1))
+        bounds = means + stats.t.ppf(CONFIDENCE, np.maximum(count - 1, 1)) * spread
+    return np.where(count >= MIN_PROBES, bounds, np.inf)
+
+
+def choose_group(
+    probes: Probes, rows: np.ndarray, measured: Mapping[RecordKind, Measured], budget: Budget
+) -> LengthGroup:
+    """Return the curves and the lowest θ inside the budget for one length group.
+
+    rows: the indices of the group's probes. The probes are sorted by the expected damage of their better kind
+    of record. The group admits the longest prefix of that order with an upper bound of the mean loss inside
+    the budget. If there is no such prefix, θ = 1: only recorded sequences hit.
+    """
+    similarities = {kind: probes.similarities[kind][rows] for kind in RecordKind}
+    kinds = {kind: _with_curve(similarities[kind], measured[kind].damage[rows]) for kind in RecordKind}
+    usable = [kind for kind in RecordKind if kinds[kind].similarities]
+    longest = int(probes.lengths[rows].max())
+    closed = LengthGroup(longest, {kind: KindPolicy(1.0, *_curve(kinds[kind])) for kind in RecordKind})
+    if not usable:
+        return closed
+    expected = np.full((len(RecordKind), len(rows)), np.inf)
+    for kind in usable:
+        known = np.isfinite(similarities[kind])
+        expected[kind, known] = kinds[kind].expected_damage(similarities[kind][known])
+    better, least = expected.argmin(axis=0), expected.min(axis=0)
+    fidelity = np.array([measured[kind].fidelity[rows] for kind in RecordKind])[better, np.arange(len(rows))]
+    order = np.argsort(least, kind="stable")
+    order = order[np.isfinite(least[order])]
+    ranked = least[order]
+    bounds = upper_bounds(1 - fidelity[order], budget.measure)
+    # Probes with equal expected damage are admitted together or not at all.
+    last_of_ties = np.append(ranked[:-1] < ranked[1:], True)
+    allowed = np.flatnonzero((bounds <= 1 - budget.least) & last_of_ties[: len(order)])
+    if not len(allowed):
+        return closed
+    last = int(allowed[-1])
+    # The limit is half way to the first refused probe, so that rounding on another machine changes neither
+    # decision. If no probe is refused, the limit is the largest expected damage, because a kind of record
+    # that served no probe may do more damage than was measured.
+    limit = float(ranked[last : last + 2].mean()) if last + 1 < len(ranked) else float(ranked[-1]) * _MARGIN
+    thresholds = {
+        kind: _threshold(kinds[kind], similarities[kind], limit) if kind in usable else 1.0
+        for kind in RecordKind
+    }
+    return LengthGroup(
+        longest, {kind: KindPolicy(thresholds[kind], *_curve(kinds[kind])) for kind in RecordKind}
+    )
+
+
+def mean_keeps(rows: np.ndarray, probes: Probes, mean: Measured, budget: Budget) -> bool:
+    """Return whether the mean of each length may serve all probes of a group without a search.
+
+    rows: the indices of the group's probes, lengths rising. mean: the measured effect of the means.
+    """
+    if (probes.records[RecordKind.MEAN][rows] < 0).any():
+        return False
+    # The mean must keep the budget for short, middle and long sequences of the group separately.
+    thirds = [part for part in np.array_split(rows, 3) if len(part)]
+    if any(mean.fidelity[part].mean() < budget.least for part in thirds):
+        return False
+    return bool(upper_bounds(1 - mean.fidelity[rows], budget.measure)[-1] <= 1 - budget.least)
+
+
+def _curve(policy: KindPolicy) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    return policy.similarities, policy.damages
+
+
+def _with_curve(similarities: np.ndarray, damages: np.ndarray) -> KindPolicy:
+    known = np.isfinite(similarities)
+    if known.sum() < MIN_PROBES:
+        return KindPolicy(1.0)
+    return KindPolicy(1.0, *fit_curve(similarities[known], damages[known]))
+
+
+def _threshold(policy: KindPolicy, similarities: np.ndarray, limit: float) -> float:
+    """Return the least similarity at which the curve expects a damage of at most `limit`."""
+    known = similarities[np.isfinite(similarities)].astype(np.float64)
+    if limit >= policy.damages[0]:
+        # All probes are admitted. Extend the range below the least similar probe by the range of the probes.
+        return float(2 * known.min() - known.max())
+    if limit < policy.damages[-1]:
+        return 1.0
+    return float(np.interp(-limit, -np.array(policy.damages), policy.similarities))
+
+
+def share_bound(count: int, of: int) -> float:
+    """Return the one-sided 95 % upper bound of a share, of which a sample of `of` had `count` cases.
+
+    The bound is exact (Clopper and Pearson 1934), and 1 if the sample is empty.
+    """
+    return float(stats.beta.ppf(CONFIDENCE, count + 1, of - count)) if count < of else 1.0
+
+
+def mean_or_none(values: np.ndarray) -> float | None:
+    """Return the mean of the finite values, or None if there are no finite values."""
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else None

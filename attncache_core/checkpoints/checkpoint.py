@@ -1,0 +1,232 @@
+"""Define Checkpoint, the description of a model on disk, and its fingerprints.
+
+    description.find_checkpoint -> Checkpoint (no weights are read)
+                                -> tokenizer, fingerprints, models.load_model
+
+A Checkpoint holds the task, pooling, template and length limit of a model, and how the model is to be run.
+Fingerprints tell whether a database, a classifier or a cached result was made with the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import safe_open
+
+from attncache_core.checkpoints.json_files import read_json
+from attncache_core.checkpoints.sources import WEIGHTS
+from attncache_core.checkpoints.template import Template
+from attncache_core.errors import InvalidInput, readable
+
+Task = Literal["embed", "classify", "label-logits"]
+PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+
+# Files from which a tokenizer can be made. The model's family decides which of them are used.
+_VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "spm.model",
+    "sentencepiece.bpe.model",
+)
+# Other files that change how a text becomes tokens, as glob patterns relative to the model folder.
+_TOKENIZER_SETTINGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+
+
+class Quantization(StrEnum):
+    """The number format of a model's linear layers; models/quantized.py implements the formats."""
+
+    INT8 = "int8"  # 8-bit weights and activations: less time and memory
+    INT8_WEIGHT_ONLY = "int8-weight-only"  # 8-bit weights: less memory, nearly exact
+    INT4 = "int4"  # 4-bit weights: least memory
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How the token vectors of a sequence become one vector."""
+
+    modes: tuple[str, ...] = ("mean",)  # the vectors of all modes are concatenated in this order
+    include_prompt: bool = True  # False: the vectors of the prompt's tokens are left out
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedLayers:
+    """Layers that run without attention or not at all; layers are numbered from 0."""
+
+    attention: frozenset[int] = frozenset()  # layers that run without attention
+    blocks: frozenset[int] = frozenset()  # layers that are skipped as a whole
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The description of a model on disk, and how to run the model. Contains no weights."""
+
+    name: str
+    folder: Path  # contains config.json, the tokenizer and the weights
+    source: str  # where the model was found, for people
+    config: dict[str, Any]
+    task: Task
+    pooling: Pooling
+    normalize: bool  # whether embeddings get unit length by default; a request may override it
+    max_tokens: int | None  # None: as many as the tokenizer and the position embeddings allow
+    lowercase: bool  # whether the tokenizer lowercases texts
+    template: Template  # stands around every text, unless a request overrides it
+    prompts: Mapping[str, str]  # name that a request may give -> prefix of a text
+    labels: tuple[str, ...] = ()  # the operator's labels to choose from
+    dropped: DroppedLayers = DroppedLayers()
+    quantization: Quantization | None = None  # of the linear layers' weights, applied while they are loaded
+    revision: str | None = None  # the requested branch, tag or commit on the Hub
+    commit: str | None = None  # the commit of that revision; None if the model is not from the Hub
+
+    @property
+    def variant(self) -> dict[str, Any]:
+        """The differences to the model on disk, as JSON values; empty if the model runs unchanged."""
+        layers = {"dropped_attention": self.dropped.attention, "dropped_blocks": self.dropped.blocks}
+        variant: dict[str, Any] = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
+        return variant | ({"quantization": self.quantization} if self.quantization else {})
+
+    @property
+    def position_limit(self) -> int | None:
+        """The most tokens for which the model has position embeddings; None if config.json names no limit."""
+        positions: int | None = self.config.get("max_position_embeddings")
+        family = self.config.get("model_type")
+        if positions is None or family not in _POSITIONS_AFTER_PADDING:
+            return positions
+        # transformers' MPNet model always uses 1, whatever config.json says.
+        padding = 1 if family == "mpnet" else self.config.get("pad_token_id", 1)
+        return positions - padding - 1
+
+    @property
+    def vocabularies(self) -> list[Path]:
+        """The files from which the tokenizer can be made; empty if the folder has no tokenizer."""
+        return self._files(_VOCABULARIES)
+
+    @property
+    def tokenizer_files(self) -> list[Path]:
+        """All files that decide how a text becomes tokens, including chat templates."""
+        return self._files(_VOCABULARIES + _TOKENIZER_SETTINGS)
+
+    def weight_names(self) -> list[str]:
+        """Return the names of the tensors in the weight files.
+
+        Raises UnsupportedModel if a weight file cannot be read.
+        """
+        single, index = (self.folder / name for name in WEIGHTS)
+        with readable(f"the weights of model {self.name}"):
+            if not single.is_file():
+                return list(read_json(index)["weight_map"])
+            with safe_open(single, "pt") as file:
+                return list(file.keys())
+
+    def adapted(
+        self,
+        *,
+        template: Template | None = None,
+        pooling: PoolingMode | None = None,
+        label_logits: bool = False,
+        labels: Sequence[str] = (),
+    ) -> Checkpoint:
+        """Return the same model with other settings than its folder gives; None keeps a setting.
+
+        label_logits: choose among labels by the logits that a decoder gives the labels' tokens after a text.
+        labels: the default labels; without label_logits, the label with the nearest embedding is chosen.
+        Raises InvalidInput if the model does not support a setting, and if labels are not two or more
+        different names.
+        """
+        if label_logits and self.task == "classify":
+            raise InvalidInput(
+                f"model {self.name} has classes of its own and no language head; leave out task label-logits",
+                field="task",
+            )
+        task: Task = "label-logits" if label_logits else self.task
+        if pooling and task != "embed":
+            raise InvalidInput(
+                f"pooling is for embeddings, and model {self.name} classifies; leave pooling out",
+                field="pooling",
+            )
+        if labels and task == "classify":
+            raise InvalidInput(
+                f"model {self.name} is a classifier and has labels of its own; leave labels out",
+                field="labels",
+            )
+        if labels and (len(labels) < 2 or len(set(labels)) < len(labels) or not all(labels)):
+            raise InvalidInput("labels must be two or more different names", field="labels")
+        used = Pooling(("lasttoken",)) if label_logits else self.pooling
+        return replace(
+            self,
+            task=task,
+            template=template or self.template,
+            pooling=replace(used, modes=(pooling,)) if pooling else used,
+            normalize=self.normalize and not label_logits,
+            labels=tuple(labels),
+        )
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of everything that decides the attention maps, in hexadecimal.
+
+        Architecture, weights, tokenizer files and variant decide the maps. Compute dtype, pooling and
+        template do not change the maps of given tokens. Every weight file is read once per process, and again
+        if it changes.
+        """
+        digest = hashlib.sha256()
+        for path in sorted([*self.folder.glob("*.safetensors"), *self.tokenizer_files]):
+            if path.is_file():
+                state = path.stat()
+                digest.update(path.relative_to(self.folder).as_posix().encode())
+                digest.update(_file_digest(path, state.st_size, state.st_mtime_ns))
+        architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}
+        digest.update(json.dumps(architecture, sort_keys=True).encode())
+        if self.variant:
+            digest.update(json.dumps(self.variant, sort_keys=True).encode())
+        return digest.hexdigest()
+
+    def embedding_fingerprint(self) -> str:
+        """Return the SHA-256 of everything that decides the embedding of a text, in hexadecimal.
+
+        The fingerprint, pooling, length limit, lowercasing and template decide the embedding.
+        """
+        parts = [self.fingerprint(), self.pooling.modes, self.pooling.include_prompt]
+        parts += [self.max_tokens, self.lowercase, self.template.prefix, self.template.suffix]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def use_fingerprint(self) -> str:
+        """Return the SHA-256 of everything that decides the answer to a text, in hexadecimal.
+
+        The embedding fingerprint, named prompts, task and labels decide the answer.
+        """
+        parts = [self.embedding_fingerprint(), sorted(self.prompts.items()), self.task, self.labels]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def _files(self, patterns: Sequence[str]) -> list[Path]:
+        return [path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()]
+
+
+# Entries of config.json that may change when a model is saved again and do not change its maps.
+_NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+
+# Families that number positions from the id of the padding token + 1.
+_POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "mpnet")
+
+
+@cache
+def _file_digest(path: Path, size: int, changed: int) -> bytes:  # noqa: ARG001
+    """Return the SHA-256 of a file. A new size (bytes) or modification time (ns) invalidates the cache."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

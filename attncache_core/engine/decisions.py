@@ -1,0 +1,121 @@
+"""What the outputs of an engine decide, and between which labels.
+
+classes of the checkpoint     logits are the model's own
+a classifier on embeddings    logits are the classifier's
+labels of a decoder           logits of the labels' tokens behind a template
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.errors import InvalidInput, NoClassifier
+from attncache_core.heads.classifier import LinearClassifier
+from attncache_core.models import PackedModel
+from attncache_core.text.labels import LabelTokens
+from attncache_core.text.tokenizer import TextTokenizer
+
+
+class Decisions:
+    """Turns outputs into logits of labels."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: PackedModel,
+        tokenizer: TextTokenizer,
+        classifier: LinearClassifier | None,
+    ) -> None:
+        self._checkpoint, self._model, self._tokenizer = checkpoint, model, tokenizer
+        self.classifier = classifier
+        self.label_tokens: LabelTokens | None = None  # the operator's labels, scored by their tokens
+        if checkpoint.task == "label-logits":
+            tokenizer.require_open_end()
+            if checkpoint.labels:
+                self.label_tokens = LabelTokens.of(tokenizer, checkpoint.template, checkpoint.labels)
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The classes of the checkpoint or the classifier, or the operator's labels of one token each.
+
+        In the order of `class_logits`; None if outputs decide nothing.
+        """
+        if self.classifier:
+            return self.classifier.labels
+        if self.label_tokens and self.label_tokens.one_token_each:
+            return self.label_tokens.labels
+        if self._checkpoint.task == "classify":
+            config = self._checkpoint.config
+            # Hugging Face saves neither the names of unnamed classes nor their number if it is two.
+            names = config.get("id2label") or {
+                row: f"LABEL_{row}" for row in range(config.get("num_labels", 2))
+            }
+            return tuple(names[key] for key in sorted(names, key=int))
+        return None
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether each class is decided by itself: its score is a sigmoid, and scores do not sum to 1.
+
+        True for models with `problem_type: multi_label_classification` and for models with a single class.
+        """
+        if self._checkpoint.task != "classify":
+            return False
+        return self._checkpoint.config.get("problem_type") == "multi_label_classification" or (
+            self.labels is not None and len(self.labels) == 1
+        )
+
+    def class_logits(self, outputs: np.ndarray) -> np.ndarray:
+        """Return logits [n, labels] from outputs [n, d]. Raises NoClassifier if there are no classes."""
+        if self.classifier:
+            return self.classifier.logits(outputs)
+        if self.label_tokens and self.labels:
+            return self.label_logits(self.label_tokens, outputs)
+        if self._checkpoint.task != "classify":
+            raise NoClassifier(
+                "the model has no classes and no classifier was fitted: give labels", field="labels"
+            )
+        return outputs
+
+    def labels_in(self, template: Template | None = None, labels: Sequence[str] | None = None) -> LabelTokens:
+        """Prepare labels to be scored in a template; None: the operator's template and labels. Thread safe.
+
+        Raises NoClassifier if there are no labels, InvalidInput if the model is not loaded for task
+        label-logits, and InvalidInput as LabelTokens.of does.
+        """
+        if self._checkpoint.task != "label-logits":
+            raise InvalidInput("labels are scored in a template by task label-logits only", field="template")
+        template, labels = template or self._checkpoint.template, tuple(labels or self._checkpoint.labels)
+        if not labels:
+            raise NoClassifier("the server has no labels of its own: give labels", field="labels")
+        own = self.label_tokens
+        if own and (template, labels) == (self._checkpoint.template, own.labels):
+            return own
+        return LabelTokens.of(self._tokenizer, template, labels)
+
+    @torch.inference_mode()
+    def label_logits(
+        self,
+        labels: LabelTokens,
+        outputs: np.ndarray,
+        log_probabilities: Sequence[np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """Return logits float32 [texts, labels] from the results of the texts' sequences.
+
+        For labels of one token each these are the model's logits, from its outputs; else the sums of the
+        log-probabilities of each label's tokens.
+        """
+        if not labels.one_token_each:
+            assert log_probabilities is not None
+            return labels.logits(log_probabilities)
+        head = self._model.language_head
+        assert head is not None
+        tokens = [own for (own,) in labels.tokens]
+        rows = torch.from_numpy(np.ascontiguousarray(outputs))
+        logits: np.ndarray = head.token_logits(rows, tokens).cpu().numpy()
+        return logits

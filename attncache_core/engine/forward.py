@@ -1,0 +1,86 @@
+"""Run a model over a batch: embed, plan the reuse, run the layers, pool.
+
+batch -> strategy.plan -> first hidden states -> (strategy.refine) -> hits first -> layers
+      -> outputs -> strategy.commit
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attncache_core.engine.layers import given_by, run_layers
+from attncache_core.models import Outputs, PackedModel
+from attncache_core.reuse.maps.fetch import Fetch
+from attncache_core.reuse.plan import ReusePlan, no_reuse
+from attncache_core.reuse.strategy import ReuseStrategy
+from attncache_core.text.token_batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The result of one pass. Everything is in the packed order of `batch`, with the hits first."""
+
+    batch: TokenBatch
+    hidden: torch.Tensor  # output of the last layer, [tokens, hidden]
+    plan: ReusePlan
+    outputs: Outputs
+    search_seconds: float  # of planning and refining
+    attention_seconds: float  # of attention in all layers, without the output projections
+
+
+@torch.inference_mode()
+def forward_pass(
+    model: PackedModel,
+    batch: TokenBatch,
+    strategy: ReuseStrategy | None,
+    allowed: np.ndarray,
+    fetch: Fetch = Fetch.AUTO,
+) -> ForwardPass:
+    """Run a filled batch through the model.
+
+    strategy: decides what is reused; None: everything is computed. allowed: bool [sequences], whether each
+    packed sequence may reuse anything. Raises RecordsChanged; see ReuseStrategy.commit.
+    """
+    plan, search_seconds = no_reuse(len(batch.lengths)), 0.0
+    if strategy:
+        started = time.perf_counter()
+        plan = strategy.plan(batch, allowed)
+        search_seconds = time.perf_counter() - started
+    hidden = model.embed(batch)
+    attention_seconds, first, end = 0.0, 0, len(model.layers)
+    while first < end:
+        if strategy and plan.until <= first:
+            started = time.perf_counter()
+            plan = strategy.refine(plan, batch, model.layers[first].attention_input(hidden))
+            assert plan.until > first
+            search_seconds += time.perf_counter() - started
+        batch, hidden, plan = hits_first(batch, hidden, plan)
+        last = min(plan.until, end)
+        with given_by(plan, model, batch, hidden, fetch) as given:
+            hidden, seconds = run_layers(model, batch, hidden, given, range(first, last))
+        attention_seconds += seconds
+        first = last
+    outputs = model.outputs(hidden, batch)
+    if strategy:
+        strategy.commit(plan, batch)
+    return ForwardPass(batch, hidden, plan, outputs, search_seconds, attention_seconds)
+
+
+def hits_first(
+    batch: TokenBatch, hidden: torch.Tensor, plan: ReusePlan
+) -> tuple[TokenBatch, torch.Tensor, ReusePlan]:
+    """Return batch, hidden states [tokens, hidden] and plan with the hits moved to the front.
+
+    Hits and misses are each sorted by length, and hits of one record become neighbours.
+    """
+    if not plan.hits.any():
+        return batch, hidden, plan
+    permutation = np.lexsort((plan.records, batch.lengths, ~plan.hits))
+    if (np.diff(permutation) == 1).all():
+        return batch, hidden, plan
+    batch, index = batch.reordered(permutation)
+    return batch, hidden[index], plan.reordered(permutation)

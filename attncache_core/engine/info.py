@@ -1,0 +1,35 @@
+"""What is loaded, as plain data for people and for /info."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attncache_core.reuse.maps.info import DatabaseInfo, GainInfo
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """An engine: its model, how it runs, and what it reuses."""
+
+    model: str
+    model_source: str
+    revision: str | None  # on the Hub, as it was asked for
+    commit: str | None  # the commit that the revision was when the model was found
+    fingerprint: str
+    variant: Mapping[str, Any]  # quantisation and dropped layers
+    task: str
+    labels: list[str]
+    template: str
+    prompts: list[str]  # names
+    pooling: tuple[str, ...] | None  # None if the model does not embed
+    max_tokens: int
+    dtype: str
+    device: str
+    threads: int
+    attention: str  # level of the compiled kernel, or "torch"
+    fetch: str
+    reuse_off: list[str]  # why nothing is reused though it should be
+    gain: GainInfo | None  # None: not measured
+    database: DatabaseInfo | None

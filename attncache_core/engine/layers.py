@@ -1,0 +1,81 @@
+"""Run the layers of a model over a batch: the layer loop (Algorithm 2 of AttnCache).
+
+    hidden -> layer: V of all heads; Q, K and maps of the computed heads       all sequences
+                     maps of the reused heads are given                        the first sequences
+                     Q, K and maps of the reused heads                         the other sequences
+           -> hidden
+
+Sequences with given maps come first in the batch, so Q, K and maps of the reused heads are computed on one
+slice of tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from attncache_core.models import AttentionLayer, PackedModel
+from attncache_core.reuse.given_maps import GivenMaps
+from attncache_core.reuse.maps.fetch import Fetch, HitRecords, RecordGroup
+from attncache_core.reuse.maps.layer_maps import layer_maps
+from attncache_core.reuse.plan import ReusePlan
+from attncache_core.text.token_batch import TokenBatch, rounded_up
+
+
+@contextmanager
+def given_by(
+    plan: ReusePlan, model: PackedModel, batch: TokenBatch, hidden: torch.Tensor, fetch: Fetch = Fetch.AUTO
+) -> Iterator[GivenMaps]:
+    """Open the maps that a plan gives to a batch. The sequences with records must come first in the batch."""
+    if plan.layer_sources is not None:
+        yield layer_maps(batch, model.layers[0], plan.layer_sources, hidden)
+        return
+    groups = [
+        RecordGroup(plan.segments[group.length], plan.records[group.sequences])
+        for group in batch.groups(0, int(plan.hits.sum()))
+    ]
+    with HitRecords(groups, fetch) as records:
+        yield records
+
+
+def run_layers(
+    model: PackedModel, batch: TokenBatch, hidden: torch.Tensor, given: GivenMaps, layers: range | None = None
+) -> tuple[torch.Tensor, float]:
+    """Run a range of the model's layers; None: all layers.
+
+    hidden: input of the first layer of the range, [tokens, hidden]. Returns the output of the last layer of
+    the range, and the duration of attention in seconds: projections, maps, maps @ V and reading given maps.
+    """
+    attention_seconds = 0.0
+    for number in range(len(model.layers)) if layers is None else layers:
+        layer = model.layers[number]
+        started = time.perf_counter()
+        context = attention_context(number, layer, layer.attention_input(hidden), batch, given)
+        attention_seconds += time.perf_counter() - started
+        hidden = layer.finish(hidden, context)
+    return hidden, attention_seconds
+
+
+def attention_context(
+    number: int, layer: AttentionLayer, x: torch.Tensor, batch: TokenBatch, given: GivenMaps
+) -> torch.Tensor:
+    """Return maps @ V of all heads of a layer with input x [tokens, hidden]: [tokens, heads, head_dim]."""
+    value, query, key = layer.project(x, batch.positions)
+    context = batch.context_like(value)
+    mask = layer.reused_heads
+    if mask < layer.heads:
+        given.attend(number, layer, batch, query, key, value[:, mask:], context[:, mask:])
+    if mask:
+        given.apply(number, value[:, :mask], context[:, :mask])
+        if given.count < len(batch.lengths):
+            # oneDNN builds a kernel per number of rows, so the slice has a round number of tokens, like the
+            # filled batch. To reach this number, the slice starts inside the sequences with given maps.
+            first = max(0, len(x) - rounded_up(len(x) - int(batch.offsets[given.count])))
+            query, key = layer.project_reused(x[first:], batch.positions[first:])
+            offsets = batch.offsets[given.count :] - first
+            reused = slice(mask)
+            layer.attend(query, key, value[first:, reused], offsets, reused, context[first:, reused])
+    return context

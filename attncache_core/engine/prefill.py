@@ -1,0 +1,429 @@
+"""PrefillEngine: compute embeddings or class logits of texts, with reuse of attention maps.
+
+texts -> tokenize -> requests -> run: pack -> forward_pass (forward.py) -> PrefillResult, in the caller's
+order -> embeddings, class_logits or label_logits
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from attncache_core import native
+from attncache_core.checkpoints.checkpoint import Checkpoint, Task
+from attncache_core.checkpoints.template import Template
+from attncache_core.engine.decisions import Decisions
+from attncache_core.engine.forward import forward_pass
+from attncache_core.engine.info import EngineInfo
+from attncache_core.engine.request import PrefillRequest, PrefillResult
+from attncache_core.errors import InvalidInput, NoClassifier, NotFinite
+from attncache_core.heads.classifier import LinearClassifier, nearest_label
+from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.heads.vectors import finite_sequences, require_finite
+from attncache_core.heads.vectors import normalize as unit_length
+from attncache_core.models import PackedModel, load_model
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.fetch import Fetch
+from attncache_core.reuse.maps.map_reuse import MapReuse
+from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.storage.segment import RecordsChanged
+from attncache_core.reuse.strategy import ReuseStrategy
+from attncache_core.runtime.devices import Device, Dtype, resolve_device, resolve_dtype
+from attncache_core.runtime.memory import keep_freed_memory
+from attncache_core.runtime.threads import limit_faiss, limit_threads
+from attncache_core.text.labels import LabelTokens
+from attncache_core.text.prompts import Prompt
+from attncache_core.text.token_batch import TokenBatch, pack
+from attncache_core.text.tokenizer import TextTokenizer
+
+
+class PrefillEngine:
+    """A loaded model with its tokenizer and, optionally, a reuse strategy.
+
+    Only one thread at a time may call `run`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: PackedModel,
+        tokenizer: TextTokenizer,
+        *,
+        dtype: torch.dtype,
+        threads: int,
+        strategy: ReuseStrategy | None = None,
+        classifier: LinearClassifier | None = None,
+        fetch: Fetch = Fetch.AUTO,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.model = model
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        self.threads = threads
+        self.strategy = strategy
+        self.decisions = Decisions(checkpoint, model, tokenizer, classifier)
+        self.fetch = fetch
+        self._reuse_off: list[str] = []
+        self.task: Task = checkpoint.task
+        self.max_tokens = tokenizer.max_tokens
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        database: AttentionDatabase | None = None,
+        strategy: ReuseStrategy | None = None,
+        dtype: Dtype = "auto",
+        device: Device = "cpu",
+        threads: int | None = None,
+        classifier: LinearClassifier | None = None,
+        fetch: Fetch = Fetch.AUTO,
+        max_tokens: int | None = None,
+    ) -> PrefillEngine:
+        """Load a checkpoint and pack its weights.
+
+        database: attention maps to reuse. strategy: another kind of reuse, instead of a database.
+        dtype: "auto" (bfloat16 if the device has fast bfloat16 products, else float32), "bfloat16" or
+        "float32". device: device of the model, "cpu" or "cuda"; records and search stay on the CPU.
+        threads: number of threads of torch and Faiss in the whole process; None: all available threads.
+        fetch: the way to read the maps of hits. max_tokens: truncate texts to this number of tokens, if it is
+        below the model's maximum.
+        Raises InvalidInput if the device does not exist, UnsupportedModel, DatabaseRefused if database or
+        classifier belong to another model, and NotFinite if the embedding of a label is not finite.
+        """
+        if classifier and checkpoint.labels:
+            raise InvalidInput("give a classifier or labels, not both", field="labels")
+        if database:
+            strategy = _map_reuse(database, checkpoint)
+        keep_freed_memory()
+        count = limit_threads(threads)
+        if classifier:
+            classifier.require_fingerprint(checkpoint.embedding_fingerprint(), checkpoint.name)
+        tokenizer = TextTokenizer(checkpoint, max_tokens)
+        torch_device = resolve_device(device)
+        compute_dtype = resolve_dtype(dtype, torch_device)
+        mask = strategy.mask if strategy else None
+        model = load_model(
+            checkpoint,
+            compute_dtype,
+            prompt_tokens=tokenizer.prompt_tokens,
+            head_order=mask.order if mask else None,
+            reused_heads=mask.reused if mask else None,
+            device=torch_device,
+        )
+        if database:
+            database.require_width(model.hidden_size)
+        engine = cls(
+            checkpoint,
+            model,
+            tokenizer,
+            dtype=compute_dtype,
+            threads=count,
+            strategy=strategy,
+            classifier=classifier,
+            fetch=fetch,
+        )
+        if checkpoint.task == "embed" and checkpoint.labels:
+            try:
+                embeddings = engine.embed(checkpoint.labels, reuse=False)
+            except NotFinite as error:
+                raise NotFinite.of(error.index, "labels") from error
+            engine.decisions.classifier = nearest_label(
+                checkpoint.labels,
+                embeddings,
+                fingerprint=checkpoint.embedding_fingerprint(),
+                model=checkpoint.name,
+            )
+        return engine
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256, in hexadecimal, of everything that determines the full model's answers.
+
+        Covers the checkpoint's use_fingerprint, the maximum number of tokens, and a fitted classifier. Does
+        not cover compute dtype, device and threads, because they change only the rounding of an answer, and
+        does not cover reuse. Reads all weight files at first use.
+        """
+        parts = [self.checkpoint.use_fingerprint(), self.max_tokens]
+        # use_fingerprint covers a checkpoint's labels, and the classifier made from them has rounding errors.
+        if self.classifier and not self.checkpoint.labels:
+            parts.append(self.classifier.digest())
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The labels that outputs decide among; see Decisions.labels."""
+        return self.decisions.labels
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether each class is decided by itself; see Decisions.multi_label."""
+        return self.decisions.multi_label
+
+    @property
+    def label_tokens(self) -> LabelTokens | None:
+        """The operator's labels, if labels are scored by their tokens."""
+        return self.decisions.label_tokens
+
+    @property
+    def classifier(self) -> LinearClassifier | None:
+        """The classifier on embeddings, if any."""
+        return self.decisions.classifier
+
+    @property
+    def default_prompt(self) -> Prompt:
+        """The prompt of the checkpoint's template."""
+        return self.tokenizer.default_prompt
+
+    def tokenize(
+        self,
+        texts: Sequence[str],
+        truncate: bool = True,
+        prompt: Prompt | None = None,
+        most_tokens: int | None = None,
+    ) -> list[list[int]]:
+        """Return the token ids of each text in a prompt; None: the checkpoint's template. Thread safe.
+
+        Raises InputTooLong if a text is too long and `truncate` is False, or if all texts together have more
+        than `most_tokens` tokens.
+        """
+        return self.tokenizer.tokenize(texts, truncate=truncate, prompt=prompt, most_tokens=most_tokens)
+
+    def named_prompt(self, name: str) -> Prompt:
+        """Return the checkpoint's prompt with this name. Raises InvalidInput if there is none."""
+        prompts = self.checkpoint.prompts
+        if name not in prompts:
+            known = f"known are: {', '.join(prompts)}" if prompts else "the model has none"
+            raise InvalidInput(f"prompt_name is none of the model's prompts; {known}", field="prompt_name")
+        return self.tokenizer.prompt(Template(prefix=prompts[name]), field="prompt_name")
+
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        reuse: bool = True,
+        prompt_name: str | None = None,
+        normalize: bool | None = None,
+    ) -> np.ndarray:
+        """Return the embeddings of a list of texts, float32 [texts, d].
+
+        reuse: let the texts reuse what they can. prompt_name: name of one of the checkpoint's prompts; None:
+        the default prompt. normalize: bring each embedding to unit length; None: as the checkpoint's
+        configuration says. Raises NotFinite with the index of the first text whose embedding is not finite.
+        """
+        if self.task != "embed":
+            remedy = "; load it without task label-logits" if self.task == "label-logits" else ""
+            raise InvalidInput(f"the model is a classifier and gives no embeddings{remedy}", field="model")
+        if not texts:
+            return np.zeros((0, self.model.hidden_size * len(self.checkpoint.pooling.modes)), np.float32)
+        prompt = self.default_prompt if prompt_name is None else self.named_prompt(prompt_name)
+        result = self.run(self.requests(self.tokenize(texts, prompt=prompt), prompt, reuse=reuse))
+        require_finite(result.finite)
+        return self.embeddings(result.outputs, normalize=normalize)
+
+    def embeddings(self, outputs: np.ndarray, *, normalize: bool | None = None) -> np.ndarray:
+        """Return the embeddings, float32 [n, d], from the outputs of `run`.
+
+        normalize: bring each embedding to unit length; None: as the checkpoint's configuration says.
+        """
+        if normalize is None:
+            normalize = self.checkpoint.normalize
+        return unit_length(outputs) if normalize else outputs
+
+    def requests(
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt: Prompt | None = None,
+        labels: LabelTokens | None = None,
+        *,
+        reuse: bool = True,
+    ) -> list[PrefillRequest]:
+        """Return the requests for token sequences that `tokenize` returned for this prompt.
+
+        prompt: None for the checkpoint's template. labels: the labels to score, if the prompt is the prompt
+        of labels. reuse: let the sequences reuse what they can, if `may_reuse` allows it for the prompt.
+        """
+        prompt = prompt or self.default_prompt
+        reuse = reuse and self.may_reuse(prompt, labels)
+        return [
+            PrefillRequest(ids, reuse, prompt.sequence_plan(index)) for index, ids in enumerate(sequences)
+        ]
+
+    def may_reuse(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
+        """Return whether the quality budget covers sequences of this prompt.
+
+        The budget was measured with the checkpoint's template. It covers the operator's labels; for labels of
+        several tokens it was measured on prompts without the labels. A cosine budget also covers other
+        single-token labels in the operator's template.
+        """
+        if labels is None:
+            return prompt == self.default_prompt
+        if labels is self.label_tokens:
+            return True
+        cosine = self.policy is not None and self.policy.budget.measure is Measure.COSINE
+        return cosine and prompt == self.default_prompt
+
+    def class_logits(self, outputs: np.ndarray) -> np.ndarray:
+        """Return logits [n, labels] from the outputs of `run`; see Decisions.class_logits."""
+        return self.decisions.class_logits(outputs)
+
+    def labels_in(self, template: Template | None = None, labels: Sequence[str] | None = None) -> LabelTokens:
+        """Prepare labels to be scored in a template; see Decisions.labels_in. Thread safe."""
+        return self.decisions.labels_in(template, labels)
+
+    def label_logits(
+        self,
+        labels: LabelTokens,
+        outputs: np.ndarray,
+        log_probabilities: Sequence[np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """Return logits float32 [texts, labels] from results of `run`; see Decisions.label_logits."""
+        return self.decisions.label_logits(labels, outputs, log_probabilities)
+
+    @torch.inference_mode()
+    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        """Run token sequences through the model, with the reuse that each request allows."""
+        started = time.perf_counter()
+        # Faiss limits threads per calling thread, and this may be another thread than the one that loaded.
+        limit_faiss(self.threads)
+        batch = self._packed(requests).filled().on(self.model.device)
+        reuse = np.array([request.reuse for request in requests], dtype=bool)
+        lost = self._prepare(set(batch.lengths[reuse[batch.order]].tolist()))
+        try:
+            done = forward_pass(self.model, batch, self.strategy, reuse[batch.order], self.fetch)
+        except RecordsChanged as changed:
+            # The maps that were used may differ from the maps that were checked, so compute the batch again.
+            again = [
+                replace(request, reuse=request.reuse and len(request.ids) not in changed.lengths)
+                for request in requests
+            ]
+            lost += self._prepare(changed.lengths)
+            result = self.run(again)
+            return replace(result, lost_lengths=lost + result.lost_lengths)
+        batch, plan = done.batch, done.plan
+        outputs = done.outputs.rows.cpu().numpy()
+        finite = batch.in_callers_order(finite_sequences(batch, done.hidden, outputs))
+        log_probabilities = self._log_probabilities(batch, done.hidden, requests)
+        if log_probabilities is not None:
+            finite &= [bool(np.isfinite(own).all()) for own in log_probabilities]
+        return PrefillResult(
+            outputs=batch.in_callers_order(outputs),
+            finite=finite,
+            outcomes=tuple(batch.in_callers_order(plan.outcomes())),
+            similarities=batch.in_callers_order(plan.similarities),
+            strangeness=batch.in_callers_order(plan.strangeness),
+            tokens=int(batch.offsets[-1]),
+            search_seconds=done.search_seconds,
+            forward_seconds=time.perf_counter() - started - done.search_seconds,
+            attention_seconds=done.attention_seconds,
+            corrupt_records=plan.corrupt_records,
+            lost_lengths=lost,
+            log_probabilities=log_probabilities,
+        )
+
+    def _packed(self, requests: Sequence[PrefillRequest]) -> TokenBatch:
+        plans = (request.sequence_plan for request in requests)
+        prompt_tokens = [plan.prompt_tokens if plan else self.tokenizer.prompt_tokens for plan in plans]
+        return pack([request.ids for request in requests], prompt_tokens)
+
+    def _prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
+        return self.strategy.prepare(lengths) if self.strategy else ()
+
+    @property
+    def map_reuse(self) -> MapReuse | None:
+        """The strategy, if it reuses the attention maps of a database."""
+        return self.strategy if isinstance(self.strategy, MapReuse) else None
+
+    @property
+    def database(self) -> AttentionDatabase | None:
+        """The database whose attention maps are reused, if any."""
+        return self.map_reuse.database if self.map_reuse else None
+
+    @property
+    def policy(self) -> ReusePolicy | None:
+        """The current policy of the database; None without a database."""
+        return self.map_reuse.policy if self.map_reuse else None
+
+    @property
+    def reuse_off(self) -> list[str]:
+        """Why nothing is reused although a database is set, for people; empty if reuse is on."""
+        return self.map_reuse.reuse_off if self.map_reuse else self._reuse_off
+
+    def comparator(self, measure: Measure) -> OutputComparator:
+        """Return the comparator of outputs of `run` with reuse and without reuse.
+
+        Compares the decisions of the model, else of the classifier, else of the classifier for which the
+        database was calibrated. Raises NoClassifier for agreement if none of them exists.
+        """
+        if measure is Measure.COSINE and self.task != "classify":
+            return OutputComparator(measure, None)
+        if self.labels is not None:
+            return OutputComparator(measure, self.class_logits, self.multi_label)
+        if self.database and self.database.decisions:
+            return OutputComparator(measure, self.database.decisions.logits)
+        raise NoClassifier(
+            "agreement is of decisions, and neither the model nor a classifier has classes",
+            field="classifier",
+        )
+
+    def info(self) -> EngineInfo:
+        """Return what is loaded, for people and /info."""
+        reuse = self.map_reuse
+        return EngineInfo(
+            model=self.checkpoint.name,
+            model_source=self.checkpoint.source,
+            revision=self.checkpoint.revision,
+            commit=self.checkpoint.commit,
+            fingerprint=self.fingerprint,
+            variant=self.checkpoint.variant,
+            task=self.task,
+            labels=list(self.labels or self.checkpoint.labels),
+            template=str(self.checkpoint.template),
+            prompts=list(self.checkpoint.prompts),
+            pooling=self.checkpoint.pooling.modes if self.task == "embed" else None,
+            max_tokens=self.max_tokens,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=str(self.model.device),
+            threads=self.threads,
+            attention=native.level() or "torch",
+            fetch=self.fetch,
+            reuse_off=list(self.reuse_off),
+            gain=reuse.gain.info(reuse.policy.names()) if reuse and reuse.gain else None,
+            database=reuse.info() if reuse else None,
+        )
+
+    def _log_probabilities(
+        self, batch: TokenBatch, hidden: torch.Tensor, requests: Sequence[PrefillRequest]
+    ) -> list[np.ndarray] | None:
+        """Return the log-probabilities of each request's targets; None if no request has targets.
+
+        hidden: output of the last layer, [tokens, hidden].
+        """
+        targets = [request.sequence_plan.targets if request.sequence_plan else () for request in requests]
+        counts = [len(own) for own in targets]
+        if not any(counts) or self.model.language_head is None:
+            return None
+        last = batch.in_callers_order(batch.offsets[1:] - 1)
+        positions = [
+            (end - back, token)
+            for end, own in zip(last.tolist(), targets, strict=True)
+            for back, token in own
+        ]
+        rows, tokens = torch.tensor(positions, device=hidden.device).unbind(dim=1)
+        found = self.model.language_head.log_probabilities(hidden, rows, tokens).cpu().numpy()
+        return np.split(found, np.cumsum(counts)[:-1])
+
+
+def _map_reuse(database: AttentionDatabase, checkpoint: Checkpoint) -> MapReuse:
+    """Return the reuse strategy of a database. Raises DatabaseRefused if it belongs to another model."""
+    database.require_fingerprint(checkpoint.fingerprint(), checkpoint.name)
+    database.require_use(checkpoint)
+    return MapReuse(database)

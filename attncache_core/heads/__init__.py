@@ -1,0 +1,1 @@
+"""Turn hidden states into answers: pooling, language head, classifiers and decisions."""

@@ -1,0 +1,27 @@
+"""Convert logits to class probabilities and decisions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def class_scores(logits: np.ndarray, temperature: float = 1.0, multi_label: bool = False) -> np.ndarray:
+    """Return the probabilities of logits [n, classes], float32 [n, classes].
+
+    They are softmax(logits / temperature), and each row sums to 1. With `multi_label` they are
+    sigmoid(logits / temperature), for each class separately.
+    """
+    logits = np.asarray(logits, dtype=np.float64)
+    if multi_label:
+        return np.exp(-np.logaddexp(0, -logits / temperature)).astype(np.float32)
+    powers = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
+    return (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+def class_decisions(logits: np.ndarray, multi_label: bool = False) -> np.ndarray:
+    """Return the decisions of logits [n, classes].
+
+    They are the index of the best class, int64 [n, 1]. With `multi_label` they are whether each class
+    applies, bool [n, classes].
+    """
+    return logits > 0 if multi_label else logits.argmax(axis=1)[:, None]

@@ -1,0 +1,49 @@
+"""Operations on output vectors: checks for finite values, scaling to unit length, cosine similarity."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from attncache_core.errors import NotFinite
+from attncache_core.text.token_batch import TokenBatch
+
+
+def finite_sequences(batch: TokenBatch, hidden: torch.Tensor, outputs: np.ndarray) -> np.ndarray:
+    """Return whether each sequence's tokens and output are finite: bool [sequences], in packed order.
+
+    hidden: the last layer's output [tokens, hidden]. outputs: float32 [sequences, d], in packed order. A
+    token that is not finite in one layer is not finite in the last layer either. The output may still be
+    finite, because pooling may skip the token.
+    """
+    own = hidden[: int(batch.offsets[-1])]
+    tokens = np.isfinite(own.sum(dim=1).float().cpu().numpy())
+    if not tokens.all():
+        # A sum of finite terms may overflow, so check the elements of each token.
+        tokens = own.isfinite().all(dim=1).cpu().numpy()
+    of_tokens: np.ndarray = np.logical_and.reduceat(tokens, batch.offsets[:-1])
+    return of_tokens & np.isfinite(outputs).all(axis=1)
+
+
+def require_finite(finite: np.ndarray, of: str = "inputs") -> None:
+    """Raise NotFinite, with the index of the first text that is not finite, unless all texts are finite.
+
+    finite: bool [texts], or bool [texts, n] for n numbers per text. of: the field that holds the texts.
+    """
+    if not finite.all():
+        raise NotFinite.of(int(finite.reshape(len(finite), -1).all(axis=1).argmin()), of)
+
+
+def normalize(embeddings: np.ndarray) -> np.ndarray:
+    """Scale finite rows [n, d] to unit length; a row of zeros stays zero."""
+    with np.errstate(over="ignore"):
+        norms = np.linalg.norm(embeddings, axis=1, keepdims=True)
+    if np.isinf(norms).any() and embeddings.dtype != np.float64:
+        # The rows are finite, and only their squares overflow.
+        return normalize(embeddings.astype(np.float64)).astype(embeddings.dtype)
+    return embeddings / np.maximum(norms, 1e-12)
+
+
+def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return the cosine of each row of `left` with the same row of `right`: [n, d], [n, d] -> [n]."""
+    return np.einsum("nd,nd->n", normalize(left), normalize(right))

@@ -1,0 +1,54 @@
+"""The supported model families, keyed by the model_type in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attncache_core.models.bert import bert, roberta
+from attncache_core.models.deberta import deberta
+from attncache_core.models.decoder import decoder
+from attncache_core.models.deepseek import deepseek
+from attncache_core.models.distilbert import distilbert
+from attncache_core.models.layer import (
+    Dropped,
+    LayerHeads,
+    PackedModel,
+    Pool,
+)
+from attncache_core.models.modernbert import modernbert
+from attncache_core.models.mpnet import mpnet
+
+Family = Callable[[Any, Sequence[LayerHeads | Dropped], Pool], PackedModel]
+
+
+ENCODERS: dict[str, Family] = {
+    "bert": bert,
+    "roberta": roberta,
+    "xlm-roberta": roberta,
+    "distilbert": distilbert,
+    "mpnet": mpnet,
+    "deberta-v2": deberta,
+    "modernbert": modernbert,
+}
+
+
+DECODERS: dict[str, Family] = dict.fromkeys(
+    (
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "deepseek",
+    ),
+    decoder,
+) | {"deepseek_v2": deepseek, "deepseek_v3": deepseek}
+
+
+FAMILIES = ENCODERS | DECODERS

@@ -1,0 +1,217 @@
+"""Load a checkpoint as a model that runs on packed tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+
+from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.checkpoints.hugging_face import loading
+from attncache_core.errors import InvalidInput, UnsupportedModel, readable
+from attncache_core.heads.pooling import pool
+from attncache_core.models.families import DECODERS, ENCODERS, FAMILIES
+from attncache_core.models.layer import (
+    Dropped,
+    LayerHeads,
+    PackedModel,
+)
+from attncache_core.models.linear import quantizing
+from attncache_core.runtime.devices import CPU
+
+_LOADERS = {
+    "embed": AutoModel,
+    "classify": AutoModelForSequenceClassification,
+    "label-logits": AutoModelForCausalLM,
+}
+
+
+# The layer number in the name of a weight.
+_LAYER = re.compile(r"(?:^|\.)layers?\.(\d{1,9})\.")
+
+
+def model_shape(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Return (number of layers with attention, heads per layer) of a checkpoint.
+
+    Raises UnsupportedModel if the family is not supported, and InvalidInput if the checkpoint's dropped
+    layers do not exist, are named twice, or leave no layer with attention.
+    """
+    layers, heads = _layers_and_heads(checkpoint)
+    return layers.count(None), heads
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    *,
+    prompt_tokens: int = 0,
+    head_order: Sequence[Sequence[int]] | None = None,
+    reused_heads: Sequence[int] | None = None,
+    device: torch.device = CPU,
+) -> PackedModel:
+    """Load the checkpoint's model with weights in `dtype`, packed, without the dropped layers.
+
+    If the checkpoint has a quantisation, the linear layers of its layers are quantised. Embeddings, norms and
+    classification heads are not.
+
+    prompt_tokens: the number of prompt tokens that pooling may skip; see pooling.pool. head_order: for each
+    layer with attention, its heads in the order of damage, least damage first (default: the checkpoint's
+    order). reused_heads: for each layer with attention, how many of the first heads are reused (default: 0).
+    Raises as model_shape does, and UnsupportedModel if weights cannot be read or do not match config.json.
+    """
+    layers, heads = _layers_and_heads(checkpoint)
+    model = _read_weights(checkpoint, len(layers), dtype).eval().requires_grad_(False).to(device)
+    attending = layers.count(None)
+    orders = zip(head_order or [range(heads)] * attending, reused_heads or [0] * attending, strict=True)
+    of_layers = iter([LayerHeads(list(order), reused) for order, reused in orders])
+    with quantizing(checkpoint.quantization), readable(f"config.json of model {checkpoint.name}"):
+        packed = FAMILIES[checkpoint.config["model_type"]](
+            model,
+            [dropped or next(of_layers) for dropped in layers],
+            partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens),
+        )
+    embed = packed.embed
+    return replace(packed, device=device, embed=lambda batch: embed(batch.on(device)))
+
+
+def with_reused_heads(model: PackedModel, checkpoint: Checkpoint, reused: Sequence[int]) -> PackedModel:
+    """Return a loaded model with the first `reused` heads of each layer reused.
+
+    model: without reused heads, heads in the checkpoint's order. Only Q, K and V are packed again; everything
+    else is shared with `model`. Raises NotImplementedError for a family with other projections (DeepSeek).
+    """
+    with quantizing(checkpoint.quantization):
+        layers = [layer.with_reused(count) for layer, count in zip(model.layers, reused, strict=True)]
+    return replace(model, layers=layers)
+
+
+def _layers_and_heads(checkpoint: Checkpoint) -> tuple[list[Dropped | None], int]:
+    """Return (for each layer of the checkpoint the part that is dropped, or None; heads per layer).
+
+    Raises as model_shape does.
+    """
+    family = checkpoint.config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise UnsupportedModel(
+            f"model {checkpoint.name} is of the family {family!r}; served are: {', '.join(sorted(FAMILIES))}",
+            field="model",
+        )
+    if family in ENCODERS and checkpoint.config.get("is_decoder"):
+        raise UnsupportedModel(
+            f"model {checkpoint.name} is an encoder that was trained to decode (is_decoder in config.json): "
+            "its attention is causal, and causal encoders are not served",
+            field="model",
+        )
+    if checkpoint.task == "label-logits" and family not in DECODERS:
+        raise UnsupportedModel(
+            f"model {checkpoint.name} is an encoder, which predicts no next token: task label-logits is for "
+            "decoders; without it, give /classify labels, which are compared by embedding",
+            field="task",
+        )
+    # First, so that a wrong layer count in config.json cannot make the lists below huge.
+    _require_layers_of_weights(checkpoint)
+    with loading(f"config.json of model {checkpoint.name}"):
+        config = AutoConfig.from_pretrained(checkpoint.folder)
+    heads = config.num_attention_heads
+    if not 1 <= heads <= config.hidden_size:
+        raise UnsupportedModel(
+            f"config.json of model {checkpoint.name} says num_attention_heads {heads}, which must be "
+            "between 1 and hidden_size",
+            field="model",
+        )
+    attention, blocks = checkpoint.dropped.attention, checkpoint.dropped.blocks
+    _require_droppable(attention, blocks, config.num_hidden_layers)
+    dropped = dict.fromkeys(attention, Dropped.ATTENTION) | dict.fromkeys(blocks, Dropped.BLOCK)
+    return [dropped.get(number) for number in range(config.num_hidden_layers)], heads
+
+
+def _require_layers_of_weights(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModel unless the layer count in config.json matches the checkpoint's weights.
+
+    transformers ignores the weights of surplus layers without an error.
+    """
+    config = checkpoint.config
+    declared = config.get("num_hidden_layers", config.get("n_layers"))  # DistilBERT's name
+    if declared is None:
+        return
+    numbers = {int(found[1]) for name in checkpoint.weight_names() if (found := _LAYER.search(name))}
+    held = max(numbers, default=-1) + 1
+    # A checkpoint may come with or without the weights of the further layers.
+    if declared not in (held, held - _further_layers(checkpoint)):
+        raise UnsupportedModel(
+            f"config.json of model {checkpoint.name} says num_hidden_layers {declared!r}, and it has weights "
+            f"of {held} layers",
+            field="model",
+        )
+
+
+def _further_layers(checkpoint: Checkpoint) -> int:
+    """Return the number of DeepSeek-V3's extra layers, which predict further tokens and are never run."""
+    further = checkpoint.config.get("num_nextn_predict_layers")
+    return further if isinstance(further, int) else 0
+
+
+def _require_droppable(attention: frozenset[int], blocks: frozenset[int], layers: int) -> None:
+    """Raise InvalidInput unless a model of `layers` layers can run without the dropped ones.
+
+    attention, blocks: the numbers of layers that lose their attention, and of layers dropped as a whole.
+    """
+    for field, numbers in (("drop_attention", attention), ("drop_block", blocks)):
+        if not numbers <= set(range(layers)):
+            raise InvalidInput(f"{field}: the model has layers 0 to {layers - 1}", field=field)
+    if attention & blocks:
+        raise InvalidInput(
+            f"drop_attention: layer {min(attention & blocks)} is dropped with its whole block; name it once",
+            field="drop_attention",
+        )
+    if len(attention | blocks) == layers:
+        field = "drop_attention" if attention else "drop_block"
+        raise InvalidInput(
+            f"{field}: at least one layer must keep its attention, because only attention combines tokens",
+            field=field,
+        )
+
+
+def _read_weights(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> Any:
+    """Load the Hugging Face module of a checkpoint with `layers` layers.
+
+    Raises UnsupportedModel if the weights are unreadable, if weights are missing, or if a layer has weights
+    that the module does not.
+    """
+    loader: Any = _LOADERS[checkpoint.task]
+    with loading(f"the weights of model {checkpoint.name}"):
+        model, report = loader.from_pretrained(
+            checkpoint.folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+    # transformers initialises missing weights at random. Only the pooler of an embedding model may be
+    # missing.
+    missing = [key for key in report["missing_keys"] if checkpoint.task != "embed" or "pooler." not in key]
+    if missing:
+        raise UnsupportedModel(
+            f"model {checkpoint.name} has no weights for {sorted(missing)[0]}", field="model"
+        )
+    # transformers ignores unexpected weights. An unused head or pooler is harmless, but an unexpected weight
+    # in a layer means another architecture. Early Llama checkpoints contain their rotary frequencies.
+    further = range(layers, layers + _further_layers(checkpoint))
+    surplus = [
+        key
+        for key in report["unexpected_keys"]
+        if (found := _LAYER.search(key)) and int(found[1]) not in further and "rotary_emb." not in key
+    ]
+    if surplus:
+        raise UnsupportedModel(
+            f"model {checkpoint.name} has weights for {sorted(surplus)[0]}, which does not exist in the "
+            "model that config.json describes",
+            field="model",
+        )
+    return model

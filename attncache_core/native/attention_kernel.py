@@ -1,0 +1,220 @@
+"""Python binding of the compiled attention kernel, attention.c, at the best level of this processor.
+
+    kernel()  ->  attend(...)       compute the maps of packed sequences, and maps @ V
+                  apply_maps(...)   maps @ V of packed sequences, with maps read from records
+                  rotate(...)       rotary positions
+
+A level is an instruction set: avx512_bf16, avx512, avx2 or neon. The binding passes plain pointers, releases
+the interpreter lock, and uses torch's pool of threads. If the kernel was not built, or tensors are on another
+device, attention runs on torch's own operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import numpy as np
+import torch
+
+# The version of the recorded maps and of the results computed from them. Increase this number when a change
+# to a model's layers, to recording or to this kernel alters recorded maps or their products with V. Databases
+# of another version are refused, and the default database is built again.
+MAPS_VERSION = 1
+
+_NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_POINTERS = ("offsets", "maps", "kept", "runs")
+_COUNTS = ("run_count", "heads", "key_width", "width", "type", "map_type", "before", "after", "packed")
+_NO_BOUND = 2**31 - 1
+
+
+def _tensor_fields(name: str) -> tuple[tuple[str, type], ...]:
+    """Return the fields of a C `tensor`.
+
+    They go directly into the outer structure, because setting them is then faster.
+    """
+    return (name, ctypes.c_void_p), (f"{name}_token", ctypes.c_int64), (f"{name}_head", ctypes.c_int64)
+
+
+class _Attention(ctypes.Structure):
+    """The structure `attention` of attention.c."""
+
+    _fields_ = (
+        *_tensor_fields("query"),
+        *_tensor_fields("key"),
+        *_tensor_fields("value"),
+        *_tensor_fields("context"),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int32) for name in _COUNTS),
+        ("scale", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+        ("chunk", ctypes.c_int32),
+        ("next", ctypes.c_int32),
+    )
+
+
+class _Rotation(ctypes.Structure):
+    """The structure `rotation` of rotary.h."""
+
+    _fields_ = (
+        *_tensor_fields("x"),
+        *((name, ctypes.c_void_p) for name in ("cosine", "sine", "positions")),
+        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("heads", "half", "type", "threads")),
+        ("next", ctypes.c_int64),
+    )
+
+
+class AttentionKernel:
+    """The kernel compiled for one level."""
+
+    def __init__(self, level: str, library: Path) -> None:
+        self.level = level
+        self.library = loaded = ctypes.CDLL(str(library))
+        for function in (loaded.attend, loaded.rotate):
+            function.argtypes, function.restype = [ctypes.c_void_p], None
+        loaded.set_parallel.argtypes = [ctypes.c_void_p]
+        self._attend, self._rotate = loaded.attend, loaded.rotate
+        pool = _torch_openmp()
+        if pool is not None:
+            loaded.set_parallel(ctypes.cast(pool.GOMP_parallel, ctypes.c_void_p))
+
+    def supports(self, tensor: torch.Tensor) -> bool:
+        """Return whether the kernel supports the tensor's dtype and device."""
+        return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        offsets: np.ndarray,
+        scale: float,
+        context: torch.Tensor,
+        kept: np.ndarray | None = None,
+        before: int | None = None,
+        after: int | None = None,
+    ) -> None:
+        """Write softmax(scale Q Kᵀ) V of each sequence to `context`.
+
+        query, key: [tokens, heads, key_width]. value, context: [tokens, heads, width]. All four have the same
+        dtype, and the elements of a head are contiguous. offsets: int64 [sequences + 1], the first token of
+        each sequence. Sums are in float32. With bfloat16 and widths that are multiples of 32, level
+        avx512_bf16 rounds maps to bfloat16 before the product with V, as if they came from a record.
+
+        before, after: how many tokens before and after itself a token attends to; None means no bound
+        (causal: after 0; a sliding window of w: before w - 1, after 0). Scores outside this band are not
+        computed.
+
+        kept: uint64 [sequences], an address per sequence to which its maps are written too: contiguous
+        [heads, L, L] of V's dtype, in the form that `apply_maps` reads, with zeros outside the band.
+        """
+        assert query.shape[1:] == key.shape[1:]
+        job = _job(value, offsets, context, before, after)
+        job.query, (job.query_token, job.query_head, _) = query.data_ptr(), query.stride()
+        job.key, (job.key_token, job.key_head, _) = key.data_ptr(), key.stride()
+        job.key_width = query.shape[2]
+        runs = np.arange(len(offsets))
+        job.runs, job.run_count, job.scale = runs.ctypes.data, len(offsets) - 1, scale
+        if kept is not None:
+            job.kept = kept.ctypes.data
+        self._attend(ctypes.addressof(job))
+
+    def apply_maps(
+        self,
+        maps: np.ndarray,
+        map_dtype: torch.dtype,
+        runs: np.ndarray,
+        value: torch.Tensor,
+        offsets: np.ndarray,
+        context: torch.Tensor,
+        packed: bool = False,
+        before: int | None = None,
+        after: int | None = None,
+    ) -> None:
+        """Write maps @ V of each sequence to `context`. Reads the maps in place.
+
+        maps: uint64 [sequences], the addresses of contiguous maps [heads, L, L] of `map_dtype`, which are
+        zero outside the band of `before` and `after`. packed: whether the maps are only lower triangles, row
+        by row, L (L + 1) / 2 elements per head; `after` then counts as 0. runs: int64 [runs + 1], the first
+        sequence of each run; a run is a group of adjacent sequences that share length and maps, and its maps
+        are read once. The other arguments are those of `attend`.
+        """
+        job = _job(value, offsets, context, before, 0 if packed else after)
+        job.maps, job.map_type, job.packed = maps.ctypes.data, _NUMBER_TYPES[map_dtype], packed
+        job.runs, job.run_count = runs.ctypes.data, len(runs) - 1
+        self._attend(ctypes.addressof(job))
+
+    def rotate(
+        self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Rotate the first r dimensions of each head of `x` [tokens, heads, d] by position, in place.
+
+        Dimensions i and i + r/2 form a pair (Su et al. 2021, in the layout of Hugging Face's `rotate_half`).
+        cosine, sine: contiguous float32 [positions, r/2]. positions: contiguous int64 [tokens], row indices
+        of `cosine` and `sine`. The elements of a head of `x` are contiguous. Results are computed in float32
+        and rounded once.
+        """
+        job = _Rotation()
+        job.x, (job.x_token, job.x_head, _) = x.data_ptr(), x.stride()
+        job.cosine, job.sine, job.positions = cosine.data_ptr(), sine.data_ptr(), positions.data_ptr()
+        job.tokens, job.heads, _ = x.shape
+        job.half, job.type, job.threads = sine.shape[1], _NUMBER_TYPES[x.dtype], torch.get_num_threads()
+        self._rotate(ctypes.addressof(job))
+
+
+def _job(
+    value: torch.Tensor, offsets: np.ndarray, context: torch.Tensor, before: int | None, after: int | None
+) -> _Attention:
+    """Make a job with the fields that `attend` and `apply_maps` share."""
+    assert value.shape[1:] == context.shape[1:]
+    job = _Attention()
+    job.value, (job.value_token, job.value_head, _) = value.data_ptr(), value.stride()
+    job.context, (job.context_token, job.context_head, _) = context.data_ptr(), context.stride()
+    job.offsets = offsets.ctypes.data
+    _, job.heads, job.width = context.shape
+    job.before = _NO_BOUND if before is None else min(before, _NO_BOUND)
+    job.after = _NO_BOUND if after is None else min(after, _NO_BOUND)
+    job.type, job.threads = _NUMBER_TYPES[value.dtype], torch.get_num_threads()
+    return job
+
+
+@cache
+def kernel() -> AttentionKernel | None:
+    """Return the kernel for this processor, or None if it was not built."""
+    for level in _levels():
+        library = Path(__file__).with_name(f"attention_{level}{EXTENSION_SUFFIXES[0]}")
+        if library.is_file():
+            # A library that is damaged or not executable counts as missing.
+            with contextlib.suppress(OSError):
+                return AttentionKernel(level, library)
+    return None
+
+
+def level() -> str | None:
+    """Return the level of the kernel, such as `avx512_bf16`, or None if the kernel was not built."""
+    compiled = kernel()
+    return compiled.level if compiled else None
+
+
+def _levels() -> list[str]:
+    """Return the levels that this processor supports, best first."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    levels = []
+    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
+        levels.append("avx512_bf16")
+    if capability == "AVX512":
+        levels.append("avx512")
+    if capability in ("AVX512", "AVX2"):
+        levels.append("avx2")
+    return levels or ["neon"]
+
+
+def _torch_openmp() -> ctypes.CDLL | None:
+    """Return torch's GNU OpenMP library, or None. Without the library, the kernel uses one thread."""
+    for path in Path(torch.__file__).parent.glob("lib/libgomp*.so*"):
+        return ctypes.CDLL(str(path))
+    return None

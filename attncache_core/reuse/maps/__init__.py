@@ -1,0 +1,1 @@
+"""Reuse of attention maps at run time: database, search, policy, fetching and verification."""

@@ -1,0 +1,270 @@
+"""Open and check a database of attention maps: a folder with manifest, projector, indexes and records.
+
+    DIR/manifest.json             model, versions, reuse mask, policy and measured quality (manifest.py)
+    DIR/key                       the secret key of the database's id and of all digests of texts (seal.py)
+    DIR/projector.safetensors     the feature projector (projector.py)
+    DIR/prototypes.safetensors    feature vectors of the synthetic records of all lengths (prototypes.py)
+    DIR/familiarity-<digest>.safetensors    familiarity test and token counts of the corpus (familiarity.py)
+    DIR/index/<length>.faiss      feature vectors of the recorded sentences (index.py)
+    DIR/maps/<length>.maps        records (storage/layout.py)
+
+    DIR/gain.json                 measured gain of reuse on each machine (gain.py)
+    DIR/decisions/                the classifier whose decisions the budget is about, if there is one
+    DIR/calibrated_on.json        digests of the texts of a calibration after the build
+    DIR/tightened.json            findings of all servers about the policy (policy_state.py)
+
+`build_database` writes all files except the last four. `calibrate_database` writes decisions and familiarity
+test, and changes mask, policy and quality in the manifest. Nothing else changes a file of the first group.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.errors import AttnCacheError, CorruptDatabase, DatabaseRefused, InvalidInput
+from attncache_core.heads.classifier import LinearClassifier
+from attncache_core.reuse.maps.familiarity import familiarity_name, read_familiarity
+from attncache_core.reuse.maps.gain import Traffic
+from attncache_core.reuse.maps.index import FeatureIndex
+from attncache_core.reuse.maps.info import DatabaseInfo
+from attncache_core.reuse.maps.integrity import (
+    damaged_records,
+    file_digest,
+    inconsistencies,
+    require_unchanged,
+)
+from attncache_core.reuse.maps.manifest import Manifest, use_of
+from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.maps.projector import FeatureProjector
+from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
+from attncache_core.reuse.maps.search import SearchEngine
+from attncache_core.reuse.mask import ReuseMask, parse_heads, require_stored_heads
+from attncache_core.reuse.storage.layout import RecordLayout
+from attncache_core.reuse.storage.seal import Seal, key_path
+from attncache_core.reuse.storage.store import AttentionMapStore
+from attncache_core.runtime.files import write_whole
+
+# This file holds the digest of the classifier's weights, so its own digest covers the weights too.
+_DECISIONS = "decisions/classifier.json"
+_CALIBRATED_ON = "calibrated_on.json"
+
+
+@dataclass(frozen=True)
+class AttentionDatabase:
+    """An open database. Its maps stay on disk and are mapped into memory."""
+
+    folder: Path
+    manifest: Manifest
+    search: SearchEngine
+    mask: ReuseMask
+    token_counts: np.ndarray  # int64 [vocabulary], number of times that each token occurs in the corpus
+
+    @classmethod
+    def open(
+        cls, folder: Path, *, threshold: float | None = None, heads: str | None = None
+    ) -> AttentionDatabase:
+        """Open the database in `folder`.
+
+        threshold: θ for all lengths and kinds, instead of the manifest's policy. heads: reuse mask instead of
+        the manifest's, as `parse_heads` reads it. Raises DatabaseRefused if there is no database or its
+        format is not supported, CorruptDatabase if a file is missing, truncated or changed, and InvalidInput
+        if the records cannot serve `heads` or if an option is invalid.
+        """
+        if threshold is not None and math.isnan(threshold):
+            raise InvalidInput("threshold must be a number", field="threshold")
+        try:
+            return cls._open(folder, threshold, heads)
+        except CorruptDatabase as error:
+            raise CorruptDatabase(
+                f"{error}; remove {folder} and build it again (a server replaces its default one by itself)",
+                field="database",
+            ) from error
+
+    @classmethod
+    def _open(cls, folder: Path, threshold: float | None, heads: str | None) -> AttentionDatabase:
+        manifest = Manifest.read(folder)
+        require_unchanged(folder, manifest.files, manifest.records)
+        seal = Seal.read(folder, manifest.fingerprint)
+        if seal.id != manifest.id:
+            raise CorruptDatabase(
+                f"manifest.json and {key_path(folder)} are of two databases", field="database"
+            )
+        mask = parse_heads(heads, np.array(manifest.rank)) if heads else manifest.mask
+        policy = manifest.policy
+        if threshold is not None:
+            policy = manifest.policy.with_threshold(threshold)
+        elif heads:
+            # The policy was calibrated for another mask, so it keeps no budget with this mask.
+            policy = manifest.policy.without_budget()
+        layout = RecordLayout(manifest.stored_heads, getattr(torch, manifest.dtype), manifest.form)
+        familiarity, token_counts = read_familiarity(folder / familiarity_name(manifest.files))
+        search = SearchEngine(
+            FeatureProjector.load(folder / "projector.safetensors"),
+            FeatureIndex.read(folder, sorted(manifest.records)),
+            PrototypeIndex.load(prototypes_path(folder)),
+            AttentionMapStore(folder, manifest.lengths, layout, seal),
+            policy,
+            familiarity,
+        )
+        for wrong in inconsistencies(folder, search, manifest.records, manifest.prototypes, manifest.files):
+            raise CorruptDatabase(wrong, field="database")
+        return cls(folder, manifest, search, require_stored_heads(mask, manifest.stored_heads), token_counts)
+
+    @cached_property
+    def decisions(self) -> LinearClassifier | None:
+        """The classifier whose decisions the budget is about; None if the budget needs no such classifier.
+
+        Raises CorruptDatabase if the classifier is not the one that the database was calibrated for.
+        """
+        digest = self.manifest.files.get(_DECISIONS)
+        if digest is None:
+            return None
+        path = self.folder / _DECISIONS
+        try:
+            if file_digest(path) == digest:
+                return LinearClassifier.load(path.parent)
+        except (OSError, DatabaseRefused) as error:
+            raise CorruptDatabase(
+                f"{path.parent} cannot be read; calibrate the database again", field="database"
+            ) from error
+        raise CorruptDatabase(
+            f"{path} was changed since the database was calibrated; calibrate it again", field="database"
+        )
+
+    def keep_decisions(self, classifier: LinearClassifier | None) -> dict[str, str]:
+        """Write the classifier whose decisions the budget is about; None: remove a classifier.
+
+        Returns the new `files` entry of the manifest; the caller writes the manifest. Raises OSError.
+        """
+        path = self.folder / _DECISIONS
+        files = {name: digest for name, digest in self.manifest.files.items() if name != _DECISIONS}
+        if classifier:
+            classifier.save(path.parent)
+            files[_DECISIONS] = file_digest(path)
+        elif path.parent.exists():
+            shutil.rmtree(path.parent)
+        return files
+
+    def keep_calibration_texts(self, sequences: Iterable[Sequence[int]]) -> None:
+        """Write the digests of the calibration texts, so that an evaluation can recognise them.
+
+        Raises OSError.
+        """
+        seal = self.search.store.seal
+        content = json.dumps([seal.token_digest(ids).hex() for ids in sequences])
+        write_whole(self.folder / _CALIBRATED_ON, content.encode())
+
+    def calibrated_on(self, sequences: Iterable[Sequence[int]]) -> int:
+        """Return how many of these token sequences are texts of a calibration after the build."""
+        try:
+            digests = set(json.loads((self.folder / _CALIBRATED_ON).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return 0
+        seal = self.search.store.seal
+        return sum(seal.token_digest(ids).hex() in digests for ids in sequences)
+
+    def without(self, sequences: Iterable[Sequence[int]]) -> tuple[AttentionDatabase, int]:
+        """Return the database without the records of these token sequences, and the number of records.
+
+        The files do not change. Synthetic records do not change either: they remain means of these records
+        too.
+        """
+        excluded: dict[int, set[int]] = {}
+        for ids in sequences:
+            record = self.search.store.record_of(ids)
+            if record is not None:
+                excluded.setdefault(len(ids), set()).add(record)
+        search = replace(self.search, index=self.search.index.without(excluded), excluded=excluded)
+        return replace(self, search=search), sum(map(len, excluded.values()))
+
+    def traffic(self, policy: ReusePolicy) -> Traffic:
+        """Return the traffic to expect with a policy for this database, from the calibration texts.
+
+        The hit rates are those of the calibrated policy, an upper bound for a policy that was tightened
+        since. For a policy without a budget, all hit rates are 1.
+        """
+        if policy.limit and policy.limit.is_off:
+            return Traffic({}, {})
+        measured = self.manifest.quality.get("groups", ())
+        calibrated = policy.budget.binds
+        lengths = self.manifest.quality.get("lengths") or self.manifest.records
+        rates = {
+            index: float(measured[index]["hit_rate"]) if calibrated and measured else 1.0
+            for index, group in enumerate(policy.groups)
+            if group.approximates
+        }
+        seen = {policy.group_index(int(length)) for length in lengths}
+        return Traffic(
+            {int(length): count for length, count in lengths.items()},
+            {index: rate for index, rate in rates.items() if rate > 0 and index in seen},
+        )
+
+    def require_use(self, checkpoint: Checkpoint) -> None:
+        """Raise DatabaseRefused unless the budget was measured with the checkpoint's present settings."""
+        known = self.manifest.use
+        now = use_of(checkpoint, decides="labels" in known)
+        other = [name for name, value in known.items() if now[name] != value]
+        if other:
+            raise DatabaseRefused(
+                f"database {self.folder} was calibrated with {other[0]} set otherwise, for which alone its "
+                "budget holds; set it the same, or calibrate the database for this by `attncache calibrate`",
+                field=other[0],
+            )
+
+    def require_fingerprint(self, fingerprint: str, model: str) -> None:
+        """Raise DatabaseRefused unless the database was built for the model with this fingerprint."""
+        if self.manifest.fingerprint != fingerprint:
+            raise DatabaseRefused(
+                f"database {self.folder} was built for {self.manifest.model} with fingerprint "
+                f"{self.manifest.fingerprint[:12]}, and model {model} has {fingerprint[:12]} (other weights, "
+                "quantisation, tokenizer, architecture or layers dropped); build a database for this model",
+                field="database",
+            )
+
+    def require_width(self, hidden_size: int) -> None:
+        """Raise DatabaseRefused unless the projector reads hidden states with this many numbers."""
+        width = self.search.projector.hidden_size
+        if width != hidden_size:
+            raise DatabaseRefused(
+                f"the projector of database {self.folder} reads hidden states of {width} numbers, and the "
+                f"model's have {hidden_size}; remove the database and build it again",
+                field="database",
+            )
+
+    def info(self) -> DatabaseInfo:
+        """Return what the database holds, for people and /info."""
+        return DatabaseInfo(
+            records=sum(self.manifest.records.values()),
+            prototypes=sum(self.manifest.prototypes.values()),
+            bytes=self.search.store.file_bytes,
+            lengths=[self.manifest.lengths[0], self.manifest.lengths[-1]],
+            lost_lengths=sorted(set(self.manifest.lengths) - set(self.search.store.segments)),
+            dtype=self.manifest.dtype,
+            reused_heads=list(self.mask.reused),
+            heads=self.mask.heads,
+            policy=self.search.policy.info(),
+            quality=self.manifest.quality,
+        )
+
+    def verify(self) -> list[str]:
+        """Return a sentence for each fault in the database's files; an empty list if there is no fault.
+
+        Opens the folder again, which checks manifest, key, digests, headers, record tables, numbers and
+        dimensions, and then reads every record once.
+        """
+        try:
+            database = self._open(self.folder, None, None)
+            _ = database.decisions
+        except AttnCacheError as error:
+            return [str(error)]
+        return list(damaged_records(database.search.store))

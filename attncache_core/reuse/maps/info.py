@@ -1,0 +1,71 @@
+"""What a database and its policy are, as plain data for people and for /info."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BudgetInfo:
+    """The quality budget; see budget.Budget."""
+
+    measure: str
+    least: float  # the least mean over hits
+    floor: float | None  # cosine that 99 of 100 hits keep
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """One length group of a policy."""
+
+    lengths: str  # in tokens, "1-8" or "9-"
+    searched: bool  # sequences are compared with the records; else the mean of the length serves
+    threshold: Mapping[str, float]  # kind of record -> θ
+    tightened: int  # steps, since the calibration
+    reuses: bool  # whether sequences of these lengths may hit at all
+
+
+@dataclass(frozen=True)
+class PolicyInfo:
+    """The policy that holds at present."""
+
+    budget: BudgetInfo
+    strangeness: Mapping[str, Any] | None  # the limit of strangeness; None: any text may hit
+    groups: list[GroupInfo]
+
+
+@dataclass(frozen=True)
+class DatabaseInfo:
+    """An open database."""
+
+    records: int  # of sentences
+    prototypes: int  # synthetic records
+    bytes: int  # of all segment files
+    lengths: list[int]  # shortest and longest sequence with a record, in tokens
+    lost_lengths: list[int]  # lengths whose file was cut short or cannot be read
+    dtype: str  # of the records
+    reused_heads: list[int]  # layer -> heads of the reuse mask
+    heads: int  # of all layers
+    policy: PolicyInfo
+    quality: Mapping[str, Any]  # as measured when the policy was chosen
+
+
+@dataclass(frozen=True)
+class GroupGainInfo:
+    """How much faster passes over one length group are with reuse; see gain.Gain."""
+
+    lengths: str
+    one_text: float
+    full_batch: float
+    reuses: bool
+
+
+@dataclass(frozen=True)
+class GainInfo:
+    """The measured gain of reuse on this machine."""
+
+    min_gain: float
+    groups: list[GroupGainInfo]
+    together: Mapping[str, float]  # of the mix of all lengths

@@ -1,0 +1,123 @@
+"""Check that the files of a database are unchanged and fit each other.
+
+The manifest holds the digests of the other files, and the numbers of records. `AttentionDatabase.open`
+refuses a database at the first failed check; `AttentionDatabase.verify` also reads every record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from attncache_core.errors import CorruptDatabase
+from attncache_core.reuse.maps.familiarity import familiarity_name
+from attncache_core.reuse.maps.index import index_path
+from attncache_core.reuse.maps.prototypes import prototypes_path
+from attncache_core.reuse.maps.search import SearchEngine
+from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.reuse.storage.segment import Segment
+from attncache_core.reuse.storage.store import AttentionMapStore
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_digests(
+    folder: Path, indexed: Collection[int], familiarity: str, store: AttentionMapStore
+) -> dict[str, str]:
+    """Return the digests for the manifest of a database: path relative to `folder` -> SHA-256.
+
+    The digest of a segment covers its header and record table, not its records. indexed: the lengths that
+    have an index. familiarity: the file name of the familiarity test.
+    """
+    paths = _small_files(folder, indexed, familiarity)
+    small = {str(path.relative_to(folder)): file_digest(path) for path in paths}
+    return small | {_name(folder, segment): segment.head_digest for segment in store.segments.values()}
+
+
+def require_unchanged(folder: Path, digests: Mapping[str, str], indexed: Collection[int]) -> None:
+    """Raise CorruptDatabase unless projector, familiarity test, prototypes and indexes have these digests."""
+    for path in _small_files(folder, indexed, familiarity_name(digests)):
+        try:
+            digest = file_digest(path)
+        except OSError as error:
+            raise CorruptDatabase(f"{path} is missing or cannot be read", field="database") from error
+        if digest != digests.get(str(path.relative_to(folder))):
+            raise CorruptDatabase(f"{path} was changed since the database was built", field="database")
+
+
+def inconsistencies(
+    folder: Path,
+    search: SearchEngine,
+    records: Mapping[int, int],
+    prototypes: Mapping[int, int],
+    digests: Mapping[str, str],
+) -> Iterator[str]:
+    """Yield a sentence for each contradiction between the parts of the database in `folder`.
+
+    records, prototypes: length -> number of records according to the manifest. digests: as `file_digests`
+    returns them.
+    """
+    segments, dimensions = search.store.segments, search.projector.dimensions
+    for segment in segments.values():
+        if segment.head_digest != digests.get(_name(folder, segment)):
+            yield f"header or record table of {segment.path} were changed since the database was built"
+    if search.prototypes.counts() != prototypes:
+        yield f"{prototypes_path(folder)} and the manifest differ in the number of prototypes"
+        return
+    if search.prototypes.features.shape[1] != dimensions:
+        yield f"projector and prototypes of {folder} differ in the dimensions of feature vectors"
+    if search.projector.max_length < max(segments):
+        yield f"the projector of {folder} does not take sequences of {max(segments)} tokens"
+    for length, segment in segments.items():
+        stored = records.get(length, 0)
+        if len(segment) != stored + prototypes.get(length, 0):
+            yield f"{segment.path} and the manifest differ in the number of records"
+        elif not np.array_equal(segment.kinds, _kinds(search, length, stored)):
+            yield f"{segment.path} has records of other kinds than the manifest and the prototypes say"
+        if stored and search.index.size(length) != stored:
+            yield f"{index_path(folder, length)} and the manifest differ in the number of records"
+        if stored and search.index.dimensions(length) != dimensions:
+            yield f"projector and {index_path(folder, length)} differ in the dimensions of feature vectors"
+
+
+def damaged_records(store: AttentionMapStore) -> Iterator[str]:
+    """Yield a sentence for each length with damaged or duplicate records. Reads every record once."""
+    for length, segment in store.segments.items():
+        damaged = np.flatnonzero(~segment.are_sound(np.arange(len(segment))))
+        if len(damaged):
+            yield f"length {length}: {len(damaged)} damaged records, the first is {damaged[0]}"
+        texts = int((segment.kinds == RecordKind.STORED).sum())
+        if segment.distinct_texts != texts:
+            yield f"length {length}: {texts} records of {segment.distinct_texts} texts"
+
+
+def _kinds(search: SearchEngine, length: int, stored: int) -> np.ndarray:
+    """Return the RecordKind of each record of a length according to the prototypes; -1 if unknown."""
+    own = search.prototypes.lengths == length
+    kinds = np.full(stored + int(own.sum()), -1)
+    kinds[:stored] = RecordKind.STORED
+    records = search.prototypes.records[own]
+    valid = (records >= stored) & (records < len(kinds))
+    kinds[records[valid]] = search.prototypes.kinds[own][valid]
+    return kinds
+
+
+def _small_files(folder: Path, indexed: Collection[int], familiarity: str) -> list[Path]:
+    """Return the paths of all files that the manifest holds a digest of the whole content of."""
+    return [
+        folder / "projector.safetensors",
+        folder / familiarity,
+        prototypes_path(folder),
+        *(index_path(folder, length) for length in sorted(indexed)),
+    ]
+
+
+def _name(folder: Path, segment: Segment) -> str:
+    return str(segment.path.relative_to(folder))

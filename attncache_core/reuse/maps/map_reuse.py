@@ -1,0 +1,136 @@
+"""Reuse attention maps from a database: the reuse strategy of an engine.
+
+A MapReuse owns the state that changes while serving: the policy, which servers tighten, and the length groups
+in which reuse pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.gain import MeasuredGain
+from attncache_core.reuse.maps.info import DatabaseInfo
+from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.maps.policy_state import ServedPolicy, Tightened
+from attncache_core.reuse.maps.search import SearchEngine
+from attncache_core.reuse.maps.verification import Window
+from attncache_core.reuse.mask import ReuseMask
+from attncache_core.reuse.plan import ReusePlan
+from attncache_core.reuse.strategy import ReuseStrategy
+from attncache_core.text.token_batch import TokenBatch
+
+
+class MapReuse(ReuseStrategy):
+    """The reuse strategy of a database, with the steps that all servers on the database found necessary."""
+
+    def __init__(self, database: AttentionDatabase) -> None:
+        self.database = database
+        self.gain: MeasuredGain | None = None  # None: not measured
+        self.reuse_off: list[str] = []  # why maps are not reused although a database is set, for people
+        self._search = database.search
+        self._served: ServedPolicy
+        self._serve(search_always=False)
+
+    @property
+    def mask(self) -> ReuseMask:
+        """The database's reuse mask."""
+        return self.database.mask
+
+    @property
+    def search(self) -> SearchEngine:
+        """The search engine with the current policy."""
+        return self._search
+
+    @property
+    def policy(self) -> ReusePolicy:
+        """The current policy."""
+        return self._search.policy
+
+    def prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
+        """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
+        return self._search.store.drop_lost(lengths)
+
+    def plan(self, batch: TokenBatch, allowed: np.ndarray) -> ReusePlan:
+        """See ReuseStrategy.plan."""
+        return self._search.plan(batch, allowed)
+
+    def refine(self, plan: ReusePlan, batch: TokenBatch, hidden: torch.Tensor) -> ReusePlan:
+        """See ReuseStrategy.refine."""
+        return self._search.refine(plan, batch, hidden)
+
+    def commit(self, plan: ReusePlan, batch: TokenBatch) -> None:
+        """See ReuseStrategy.commit."""
+        self._search.commit(plan, batch)
+
+    @property
+    def approximates(self) -> bool:
+        """Whether any text may reuse maps of other texts under the current policy."""
+        policy = self.policy
+        if policy.limit and policy.limit.is_off:
+            return False
+        return any(self.reuses(index) and group.approximates for index, group in enumerate(policy.groups))
+
+    def reuses(self, index: int) -> bool:
+        """Return whether sequences of the policy's length group `index` may hit."""
+        paying = self._search.paying
+        if paying is not None and index not in paying:
+            return False
+        return not self.policy.groups[index].is_off
+
+    def tighten(self, index: int | None) -> None:
+        """Make length group `index` one step tighter from the next batch on; None: the limit of strangeness.
+
+        `keep_verified` writes the step to the database.
+        """
+        self._adopt(self._served.tighten(index))
+
+    def keep_verified(
+        self, new: Mapping[Window, Sequence[float]], patience_seconds: float = 0.0
+    ) -> Tightened | None:
+        """Write new findings to the database, and adopt the findings of other servers.
+
+        See ServedPolicy.keep for arguments and result. If the findings cannot be written, reuse is off from
+        the next batch on, until the database is opened again; `reuse_off` then says why.
+        """
+        kept = self._served.keep(new, patience_seconds)
+        self._adopt(self._served.policy)
+        return kept
+
+    def search_always(self) -> None:
+        """Compare every sequence with records from now on, even in length groups in which this costs time."""
+        self.reuse_in(None)
+        self._serve(search_always=True)
+
+    def reuse_in(self, paying: Collection[int] | None, gain: MeasuredGain | None = None) -> None:
+        """Reuse maps only in the length groups with these indices from now on; None: in all length groups.
+
+        gain: the measurement from which the groups were chosen.
+        """
+        self.gain = gain
+        self._search = replace(self._search, paying=None if paying is None else frozenset(paying))
+
+    def info(self) -> DatabaseInfo:
+        """Return what the database holds and the policy that holds at present, for people and /info."""
+        policy = self.policy.info()
+        groups = [replace(group, reuses=self.reuses(index)) for index, group in enumerate(policy.groups)]
+        return replace(self.database.info(), policy=replace(policy, groups=groups))
+
+    def _adopt(self, policy: ReusePolicy) -> None:
+        paying = self._search.paying
+        if paying is not None:
+            # A tightened group hits less often, so its measured gain no longer holds.
+            before = self._search.policy.groups
+            paying = frozenset(index for index in paying if policy.groups[index] == before[index])
+        self._search = replace(self._search, policy=policy, paying=paying)
+
+    def _serve(self, *, search_always: bool) -> None:
+        """Start from the calibrated policy and the findings of all servers."""
+        calibrated = self.database.search.policy
+        self._served = ServedPolicy(self.database.folder, calibrated, search_always=search_always)
+        self.reuse_off = self._served.reuse_off
+        self._adopt(self._served.policy)

@@ -1,0 +1,206 @@
+"""Share the findings of all servers about a database's policy, in the file DIR/tightened.json.
+
+    a server's steps and new fidelities -> under a lock: read, merge, write -> the findings of all servers
+
+If one server finds the policy too loose and tightens it, the policy stays tight after a restart and becomes
+tight in every server on the database, until the database is calibrated again. The file holds numbers only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter
+
+from attncache_core.errors import CorruptDatabase
+from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.maps.tightening import Steps
+from attncache_core.reuse.maps.verification import WINDOW_HITS, Window, windows_of
+from attncache_core.runtime.files import locked_within, write_whole
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tightened:
+    """The findings about one policy: its steps, and the last verified hits of each window."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    steps: Steps
+    windows: tuple[tuple[Window, tuple[float, ...]], ...] = ()  # fidelities, oldest first; nan is allowed
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a fidelity is outside [-1, 1]."""
+        if any(abs(fidelity) > 1 for _, fidelities in self.windows for fidelity in fidelities):
+            raise ValueError("a fidelity lies between -1 and 1")
+
+    def merged(self, new: Tightened) -> Tightened:
+        """Return the findings after one server has added its new findings.
+
+        The steps are the larger ones of both. Fidelities of hits that a looser policy let hit are dropped.
+        """
+        steps = self.steps.tighter(new.steps)
+        now = {(window.place, window.band): window for window in windows_of(steps)}
+        windows: dict[Window, tuple[float, ...]] = {}
+        for window, fidelities in (*self.windows, *new.windows):
+            current = now.get((window.place, window.band))
+            if current and not window.is_outdated(current):
+                windows[window] = (*windows.get(window, ()), *fidelities)[-WINDOW_HITS:]
+        return Tightened(steps, tuple(windows.items()))
+
+
+@dataclass(frozen=True)
+class _File:
+    """The content of tightened.json.
+
+    Findings are stored per policy, so a server that still runs with an older policy of the database and a
+    server with a newer policy do not overwrite each other's steps.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    format_version: Literal[1]
+    policies: dict[str, Tightened]  # ReusePolicy.digest of the calibrated policy -> findings
+
+
+_FILE = TypeAdapter(_File)
+
+
+class ServedPolicy:
+    """A database's policy in one server, with the tightest steps that any server on the database found.
+
+    If tightened.json cannot be read or written, findings would be lost and a policy might be too loose. From
+    then on `policy` lets nothing hit, and `reuse_off` says why.
+    """
+
+    def __init__(self, folder: Path, calibrated: ReusePolicy, *, search_always: bool = False) -> None:
+        """Start from the findings in the folder of a database.
+
+        calibrated: the database's policy, or a policy with an operator's thresholds and no budget.
+        search_always: search in every length group.
+        """
+        self._folder, self._calibrated = folder, calibrated
+        self._start = calibrated.searched_everywhere() if search_always else calibrated
+        self.policy = self._start
+        self.reuse_off: list[str] = []  # why nothing is reused, for people
+        try:
+            self.policy = self._start.tightened_to(_kept_steps(folder, calibrated))
+        except CorruptDatabase as error:
+            self._stop(str(error))
+
+    def tighten(self, index: int | None) -> ReusePolicy:
+        """Make length group `index` one step tighter; None: the limit. Returns the new policy."""
+        self.policy = self.policy.tightened(index)
+        return self.policy
+
+    def keep(self, new: Mapping[Window, Sequence[float]], patience_seconds: float = 0.0) -> Tightened | None:
+        """Add this server's findings to tightened.json, and adopt tighter steps from there.
+
+        new: fidelities of verified hits that were not kept yet. Returns the findings of all servers. Returns
+        None, and keeps nothing, if the policy has no budget, if another process holds the lock for longer
+        than `patience_seconds`, or if tightened.json cannot be read or written.
+        """
+        if self.reuse_off or not self._calibrated.budget.binds:
+            return None
+        # Steps that `search_always` caused are an operator's choice for this server, not findings.
+        steps = self.policy.steps.since(self._start.steps)
+        own = Tightened(steps, tuple((window, tuple(fidelities)) for window, fidelities in new.items()))
+        try:
+            kept = merge_tightened(self._folder, self._calibrated, own, patience_seconds)
+        except CorruptDatabase as error:
+            self._stop(str(error))
+            return None
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            self._stop(
+                f"tightened.json cannot be written ({why}), so nothing would remember that the policy was "
+                "found too loose; make the database's folder writable and start again"
+            )
+            return None
+        if kept:
+            self.policy = self.policy.tightened_to(kept.steps)
+        return kept
+
+    def _stop(self, reason: str) -> None:
+        logger.warning("attention maps are not reused: %s", reason)
+        self.reuse_off.append(reason)
+        self.policy = self.policy.switched_off()
+
+
+def as_tightened(folder: Path, calibrated: ReusePolicy) -> ReusePolicy:
+    """Return a calibrated policy with the steps that servers on the database in `folder` found.
+
+    A policy without a budget is returned unchanged. Raises CorruptDatabase if the steps cannot be read.
+    """
+    return calibrated.tightened_to(_kept_steps(folder, calibrated))
+
+
+def merge_tightened(
+    folder: Path, calibrated: ReusePolicy, new: Tightened, patience_seconds: float = 0.0
+) -> Tightened | None:
+    """Add a server's findings to DIR/tightened.json, and return the findings of all servers.
+
+    calibrated: the policy from which steps are counted. new: the server's steps, and the fidelities that the
+    server has not added yet. Returns None, and changes nothing, if another process holds the lock for longer
+    than `patience_seconds`. Raises CorruptDatabase if the file cannot be read, and OSError if the file cannot
+    be written.
+    """
+    path = _path(folder)
+    with locked_within(path, patience_seconds) as held:
+        if not held:
+            return None
+        policies = _read(path)
+        merged = _findings(policies, calibrated, path).merged(new)
+        content = _File(1, {**policies, calibrated.digest: merged})
+        write_whole(path, json.dumps(asdict(content)).encode())
+        return merged
+
+
+def forget_tightened(folder: Path) -> None:
+    """Delete all findings, after the database was calibrated. Raises OSError."""
+    _path(folder).unlink(missing_ok=True)
+
+
+def _path(folder: Path) -> Path:
+    return folder / "tightened.json"
+
+
+def _read(path: Path) -> dict[str, Tightened]:
+    """Return the findings about each policy; none if there is no file. Raises CorruptDatabase."""
+    try:
+        return _FILE.validate_json(path.read_bytes(), strict=True).policies
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "its content is damaged or of another version"
+        raise _unreadable(path, why) from error
+
+
+def _kept_steps(folder: Path, calibrated: ReusePolicy) -> Steps:
+    """Return the steps that are kept for a policy; a policy without a budget keeps none."""
+    if not calibrated.budget.binds:
+        return calibrated.steps
+    path = _path(folder)
+    return _findings(_read(path), calibrated, path).steps
+
+
+def _findings(policies: dict[str, Tightened], calibrated: ReusePolicy, path: Path) -> Tightened:
+    """Return the findings about one policy. Raises CorruptDatabase if the numbers of groups differ."""
+    findings = policies.get(calibrated.digest, Tightened(calibrated.steps))
+    if len(findings.steps.groups) != len(calibrated.groups):
+        raise _unreadable(path, "it has another number of length groups than the policy")
+    return findings
+
+
+def _unreadable(path: Path, why: str | None) -> CorruptDatabase:
+    return CorruptDatabase(
+        f"{path.name} cannot be read ({why}), so nobody knows how tight the policy must be; restore the file "
+        "or calibrate the database again",
+        field="database",
+    )

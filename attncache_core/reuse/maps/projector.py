@@ -1,0 +1,86 @@
+"""Project sequences to feature vectors, so that a small distance means similar attention maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import nn
+
+from attncache_core.errors import CorruptDatabase
+from attncache_core.models.prepacked import PackedLinear
+from attncache_core.text.token_batch import Group
+
+_TOKEN_FEATURES = 32
+DIMENSIONS = 128
+
+
+class FeatureProjector(nn.Module):
+    """A network from the input of the first layer to a feature vector of 128 numbers, in float32.
+
+    f(X) = Σ_p W2[p] gelu(W1 x_p + b1): a two-layer MLP over the whole sequence (AttnCache, section on the
+    feature projector). All positions p share the first layer, so sentences of every length train it.
+    """
+
+    def __init__(self, hidden_size: int, max_length: int, dimensions: int = DIMENSIONS) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.token = nn.Linear(hidden_size, _TOKEN_FEATURES)
+        self._first_layer: Callable[[torch.Tensor], torch.Tensor] = self._plain_first_layer
+        self.position = nn.Parameter(torch.empty(max_length, _TOKEN_FEATURES, dimensions))
+        # The scale for a second layer with the inputs of a sentence of common length, 16 tokens.
+        nn.init.normal_(self.position, std=(16 * _TOKEN_FEATURES) ** -0.5)
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of elements of a token's hidden state."""
+        return self.token.in_features
+
+    @property
+    def dimensions(self) -> int:
+        """The number of elements of a feature vector."""
+        return self.position.shape[2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the features [n, dimensions] of x [n, L, hidden], with L at most `max_length`."""
+        n, length, _ = x.shape
+        tokens = self._plain_first_layer(x.float())
+        return tokens.reshape(n, -1) @ self.position[:length].flatten(0, 1)
+
+    def _plain_first_layer(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(self.token(x))
+
+    @torch.inference_mode()
+    def project(self, hidden: torch.Tensor, groups: Sequence[Group]) -> list[np.ndarray]:
+        """Return the features of each group of a packed batch, float32 [n, dimensions] per group.
+
+        hidden: [tokens, hidden] of the batch, on any device. The projector always runs on the CPU, and its
+        first layer runs once for all tokens.
+        """
+        tokens = self._first_layer(hidden.cpu().float())
+        return [
+            (tokens[group.tokens].view(group.count, -1) @ self.position[: group.length].flatten(0, 1)).numpy()
+            for group in groups
+        ]
+
+    def to_bytes(self) -> bytes:
+        """Return the weights as the content of a safetensors file."""
+        return save({name: tensor.contiguous() for name, tensor in self.state_dict().items()})
+
+    @classmethod
+    def load(cls, path: Path) -> FeatureProjector:
+        """Load a projector from a file with the content of `to_bytes`. Raises CorruptDatabase."""
+        try:
+            weights = load_file(path)
+            max_length, _, dimensions = weights["position"].shape
+            projector = cls(weights["token.weight"].shape[1], max_length, dimensions)
+            projector.load_state_dict(weights)
+        except (OSError, SafetensorError, KeyError, IndexError, ValueError, RuntimeError) as error:
+            raise CorruptDatabase(f"{path} cannot be read", field="database") from error
+        projector.eval().requires_grad_(False)
+        projector._first_layer = PackedLinear(projector.token.weight, projector.token.bias, "gelu")
+        return projector

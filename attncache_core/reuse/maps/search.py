@@ -1,0 +1,270 @@
+"""Plan which records serve the sequences of a batch (Algorithm 1 of AttnCache).
+
+length groups that do not pay        -> computed in full
+sequences that are too strange       -> computed in full, unless they are recorded
+length groups with a search          -> the nearest record of each kind, if the policy lets it serve
+length groups without a search       -> the sequence's own record, or the mean of the length
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from attncache_core.reuse.maps.familiarity import Familiarity
+from attncache_core.reuse.maps.index import FeatureIndex
+from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.maps.projector import FeatureProjector
+from attncache_core.reuse.maps.prototypes import PrototypeIndex
+from attncache_core.reuse.plan import ALL_LAYERS, Outcome, ReusePlan, no_reuse, outcome_code
+from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.reuse.storage.segment import RecordsChanged
+from attncache_core.reuse.storage.store import AttentionMapStore
+from attncache_core.reuse.strategy import ReuseStrategy
+from attncache_core.text.token_batch import Group, TokenBatch
+
+
+@dataclass(frozen=True)
+class NearestRecords:
+    """The nearest record of each kind, for the sequences of some groups, group after group."""
+
+    records: dict[RecordKind, np.ndarray]  # int64 [sequences], -1: no record
+    similarities: dict[RecordKind, np.ndarray]  # float32 [sequences], -inf: no record
+
+    def similarities_of(self, chosen: np.ndarray) -> dict[RecordKind, np.ndarray]:
+        """Return the similarities of the chosen sequences (indices, or bool [sequences])."""
+        return {kind: similarities[chosen] for kind, similarities in self.similarities.items()}
+
+
+@dataclass(frozen=True)
+class SearchPlan(ReusePlan):
+    """The plan of a batch, and the data that the search needs to finish the plan."""
+
+    allowed: np.ndarray = field(kw_only=True)  # bool [sequences], whether reuse is allowed
+    familiar: np.ndarray = field(kw_only=True)  # bool [sequences], whether the text is not too strange
+    compared: tuple[Group, ...] = ()  # groups to search once the first hidden states are known
+
+
+@dataclass(frozen=True)
+class SearchEngine(ReuseStrategy):
+    """The reuse strategy that searches records with a projector and indexes, and applies a policy."""
+
+    projector: FeatureProjector
+    index: FeatureIndex
+    prototypes: PrototypeIndex
+    store: AttentionMapStore
+    policy: ReusePolicy
+    familiarity: Familiarity | None = None  # None: the policy has no limit of strangeness
+    # Length -> records that serve no sequence. `index` must be an index without these records.
+    excluded: Mapping[int, Collection[int]] = field(default_factory=dict)
+    # Indices of the length groups in which reuse is measured to save time; None: all groups.
+    paying: frozenset[int] | None = None
+
+    def prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
+        """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
+        return self.store.drop_lost(lengths)
+
+    def plan(self, batch: TokenBatch, allowed: np.ndarray) -> SearchPlan:
+        """Return the plan of a batch, as far as the tokens decide it; see ReuseStrategy.plan.
+
+        If a group must be searched, the plan covers no layer, and `refine` finishes the plan. A recorded
+        sequence has similarity 1. A record that fails its checksum serves no sequence.
+        """
+        count = len(batch.lengths)
+        nothing, segments = no_reuse(count), self.store.segments
+        served, familiar = self._servable(batch, nothing, allowed), np.ones(count, dtype=bool)
+        if served:
+            familiar = self._familiar(batch, nothing)
+        compared = tuple(
+            group
+            for group in served
+            if self._is_searched(group.length) and (allowed & familiar)[group.sequences].any()
+        )
+        corrupt = 0
+        for group in served:
+            if group not in compared:
+                corrupt += self._plan_unsearched(batch, group, allowed, familiar, nothing)
+            _set_reason(nothing, group, allowed & ~familiar, Outcome.UNFAMILIAR)
+        return SearchPlan(
+            nothing.records,
+            nothing.kinds,
+            nothing.similarities,
+            nothing.reasons,
+            nothing.strangeness,
+            segments,
+            until=0 if compared else ALL_LAYERS,
+            corrupt_records=corrupt,
+            allowed=allowed,
+            familiar=familiar,
+            compared=compared,
+        )
+
+    def refine(self, plan: ReusePlan, batch: TokenBatch, hidden: torch.Tensor) -> SearchPlan:
+        """Search the groups that the plan has left open; see ReuseStrategy.refine.
+
+        hidden: input of the first layer, [tokens, hidden]. The arrays of `plan` are changed in place.
+        """
+        assert isinstance(plan, SearchPlan)
+        self._apply_policy(batch, plan.compared, self.nearest(batch, hidden, plan.compared), plan)
+        for group in plan.compared:
+            own = group.sequences
+            refused = ~plan.allowed[own] | (~plan.familiar[own] & (plan.similarities[own] < 1))
+            plan.records[own][refused] = -1
+            plan.similarities[own][refused] = np.nan
+        corrupt = plan.corrupt_records + self._drop_corrupt(plan.compared, plan)
+        return replace(plan, until=ALL_LAYERS, corrupt_records=corrupt)
+
+    def commit(self, plan: ReusePlan, batch: TokenBatch) -> None:
+        """Raise RecordsChanged if records changed after they were checked; see ReuseStrategy.commit."""
+        lengths = np.unique(batch.lengths[plan.hits]).tolist()
+        changed = [plan.segments[length] for length in lengths if not plan.segments[length].is_as_checked()]
+        if changed:
+            raise RecordsChanged(changed)
+
+    def _servable(self, batch: TokenBatch, plan: ReusePlan, allowed: np.ndarray) -> list[Group]:
+        """Return the groups that records may serve. Marks groups in the plan where reuse saves no time."""
+        served = []
+        for group in batch.groups():
+            if self.can_serve(group.length) and allowed[group.sequences].any():
+                if self._pays(group.length):
+                    served.append(group)
+                else:
+                    _set_reason(plan, group, allowed, Outcome.SKIPPED_BY_COST)
+        return served
+
+    def _pays(self, length: int) -> bool:
+        return self.paying is None or self.policy.group_index(length) in self.paying
+
+    def _familiar(self, batch: TokenBatch, plan: ReusePlan) -> np.ndarray:
+        """Return which sequences are within the policy's limit of strangeness, bool [sequences].
+
+        Writes the strangeness of each sequence to the plan.
+        """
+        limit = self.policy.limit
+        if self.familiarity is None or limit is None:
+            return np.ones(len(batch.lengths), dtype=bool)
+        ids = batch.ids[: batch.offsets[-1]].cpu().numpy()
+        plan.strangeness[:] = self.familiarity.strangeness(ids, batch.lengths)
+        return plan.strangeness <= limit.strangest
+
+    def _is_searched(self, length: int) -> bool:
+        """Return whether sequences of this length are compared with records.
+
+        Lengths that are longer than the calibrated lengths, or have no mean, are always compared.
+        """
+        uncalibrated = length > self.policy.groups[-1].longest or length not in self.prototypes
+        return uncalibrated or self.policy.group_of(length).searched
+
+    def can_serve(self, length: int) -> bool:
+        """Return whether records of this length exist, and the policy lets any of them serve."""
+        held = self.store.may_serve(length) and (length in self.index or length in self.prototypes)
+        return held and not self.policy.group_of(length).is_off
+
+    def nearest(self, batch: TokenBatch, hidden: torch.Tensor, groups: Sequence[Group]) -> NearestRecords:
+        """Return the nearest records of the sequences of these groups.
+
+        hidden: input of the first layer, [tokens, hidden].
+        """
+        features = self.projector.project(hidden, groups)
+        stored = [self._nearest_stored(batch, *each) for each in zip(groups, features, strict=True)]
+        lengths = np.repeat([group.length for group in groups], [group.count for group in groups])
+        found = NearestRecords(
+            {RecordKind.STORED: np.concatenate([records for records, _ in stored])},
+            {RecordKind.STORED: np.concatenate([similarities for _, similarities in stored])},
+        )
+        queries = np.concatenate(features)
+        for kind in (RecordKind.PROTOTYPE, RecordKind.MEAN):
+            found.records[kind], distances = self.prototypes.nearest(kind, lengths, queries)
+            found.similarities[kind] = np.minimum(1.0 - distances, MOST_SIMILAR_OTHER)
+        return found
+
+    def _nearest_stored(
+        self, batch: TokenBatch, group: Group, features: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the nearest records of sentences for a group: records and similarities, [sequences] each.
+
+        A similarity is 1 exactly if the sequence is recorded.
+        """
+        if group.length not in self.index:
+            return np.full(group.count, -1), np.full(group.count, -np.inf, dtype=np.float32)
+        records, distances = self.index.nearest(group.length, features)
+        similarities = 1.0 - distances
+        # The distance of a self-hit is zero except for rounding, which differs between batches.
+        for row in np.flatnonzero(similarities > _SURELY_OTHER).tolist():
+            recorded = self._is_recorded(batch, group.first + row, group, int(records[row]))
+            similarities[row] = 1.0 if recorded else min(similarities[row], MOST_SIMILAR_OTHER)
+        return records, similarities
+
+    def _is_recorded(self, batch: TokenBatch, sequence: int, group: Group, record: int) -> bool:
+        start = int(batch.offsets[sequence])
+        ids = batch.ids[start : start + group.length].tolist()
+        return self.store.segments[group.length].holds_tokens(record, ids)
+
+    def _plan_unsearched(
+        self, batch: TokenBatch, group: Group, allowed: np.ndarray, familiar: np.ndarray, plan: ReusePlan
+    ) -> int:
+        """Plan a group without a search: the own record of a recorded sequence, the mean for familiar ones.
+
+        A length that is searched comes here only if no allowed sequence of the group is familiar, and then
+        the mean serves no sequence. Returns the number of damaged records that were skipped.
+        """
+        segment, corrupt = self.store.segments[group.length], 0
+        excluded = self.excluded.get(group.length, ())
+        serves = not self._is_searched(group.length) and self.policy.group_of(group.length).mean_serves
+        mean = self.prototypes.means[group.length] if serves else None
+        for row, ids in enumerate(batch.ids[group.tokens].view(group.count, group.length).cpu().numpy()):
+            sequence = group.first + row
+            own = segment.record_of(ids) if allowed[sequence] else None
+            common = mean if familiar[sequence] else None
+            for record, kind in ((own, RecordKind.STORED), (common, RecordKind.MEAN)):
+                if record is None or record in excluded or not allowed[sequence]:
+                    continue
+                if segment.is_sound(record):
+                    plan.records[sequence], plan.kinds[sequence] = record, kind
+                    if kind is RecordKind.STORED:
+                        plan.similarities[sequence] = 1.0
+                    break
+                corrupt += 1
+        return corrupt
+
+    def _apply_policy(
+        self, batch: TokenBatch, groups: Sequence[Group], nearest: NearestRecords, plan: ReusePlan
+    ) -> None:
+        """Write to the plan which record serves each sequence, by the policy of its length group."""
+        sequences = np.concatenate([np.arange(g.first, g.first + g.count) for g in groups])
+        indices = self.policy.group_indices(batch.lengths[sequences])
+        for index in np.unique(indices).tolist():
+            rows = np.flatnonzero(indices == index)
+            similarities = nearest.similarities_of(rows)
+            kinds, served = self.policy.groups[index].choose(similarities)
+            plan.kinds[sequences[rows]] = kinds
+            for kind in similarities:
+                of_kind = kinds == kind
+                mine = sequences[rows[of_kind]]
+                plan.similarities[mine] = similarities[kind][of_kind]
+                plan.records[mine] = np.where(served[of_kind], nearest.records[kind][rows[of_kind]], -1)
+
+    def _drop_corrupt(self, groups: Sequence[Group], plan: ReusePlan) -> int:
+        """Remove damaged records from the plan. Returns the number of sequences that lost their record."""
+        corrupt = 0
+        for group in groups:
+            records = plan.records[group.sequences]
+            hits = records >= 0
+            sound = self.store.segments[group.length].are_sound(records[hits])
+            records[hits] = np.where(sound, records[hits], -1)
+            corrupt += int((~sound).sum())
+        return corrupt
+
+
+def _set_reason(plan: ReusePlan, group: Group, marked: np.ndarray, reason: Outcome) -> None:
+    """Write to the plan why the marked sequences (bool [sequences]) of a group have no record."""
+    plan.reasons[group.sequences][marked[group.sequences]] = outcome_code(reason)
+
+
+# Below this similarity a record cannot be the sequence's own record, whatever the rounding.
+_SURELY_OTHER = 0.999
+# θ = 1 must admit recorded sequences only, so the similarity of any other record stays below 1.
+MOST_SIMILAR_OTHER = float(np.nextafter(np.float32(1), np.float32(0)))

@@ -1,0 +1,114 @@
+"""Reuse plans: which parts of a batch are computed and which are reused, as data.
+
+    tokens -> ReuseStrategy.plan -> ReusePlan -> (ReuseStrategy.refine, with hidden states) -> ReusePlan
+           -> engine/layers.py runs the layers that the plan covers
+
+A plan holds arrays and record numbers, and no behaviour, so the layer loop can execute the plan of any
+strategy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Self
+
+import numpy as np
+
+from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.reuse.storage.segment import Segment
+
+# The value of `ReusePlan.until` of a plan that covers all layers.
+ALL_LAYERS = sys.maxsize
+
+
+class Outcome(StrEnum):
+    """The result of planning for one sequence. Each sequence has exactly one outcome."""
+
+    HIT = "hit"  # the reused heads take the maps of a recorded sentence
+    PROTOTYPE_HIT = "prototype_hit"  # the reused heads take the maps of a synthetic record
+    MISS = "miss"  # searched, and no record was near enough
+    NOT_SEARCHED = "not_searched"  # reuse was declined, or no record of this length exists
+    UNFAMILIAR = "unfamiliar"  # not searched: the text does not resemble the texts the budget was measured on
+    SKIPPED_BY_COST = "cannot_pay"  # not searched: reuse at this length is measured not to save enough time
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether maps of a record of any kind were reused."""
+        return self in _HITS.values()
+
+
+_ALL = list(Outcome)
+_HITS = {
+    RecordKind.STORED: Outcome.HIT,
+    RecordKind.PROTOTYPE: Outcome.PROTOTYPE_HIT,
+    RecordKind.MEAN: Outcome.PROTOTYPE_HIT,
+}
+
+
+@dataclass(frozen=True)
+class ReusePlan:
+    """The maps that are given to a batch. All arrays are in the packed order of the batch.
+
+    A sequence with a record takes the maps of the reuse mask's heads from the record. Every other map is
+    computed, unless `layer_sources` says that a layer takes the maps of an earlier layer.
+    """
+
+    records: np.ndarray  # int64 [sequences], index of the record in the segment of its length; -1: no record
+    kinds: np.ndarray  # int64 [sequences], RecordKind of each record
+    similarities: np.ndarray  # float32 [sequences], nan if the sequence was not compared with records
+    reasons: np.ndarray  # int64 [sequences], outcome_code for each sequence without a record
+    strangeness: np.ndarray  # float32 [sequences], nan if not computed; see maps/familiarity.py
+    segments: Mapping[int, Segment] = field(default_factory=dict)  # length -> segment with its records
+    # For each layer, the layer whose maps all its heads take for all sequences; its own number: computed.
+    # None: no layer takes the maps of another layer.
+    layer_sources: tuple[int, ...] | None = None
+    until: int = ALL_LAYERS  # number of the first layer that the plan does not cover
+    corrupt_records: int = 0  # number of records that were found damaged and are not used
+
+    @property
+    def hits(self) -> np.ndarray:
+        """Whether each sequence takes maps from a record, bool [sequences]."""
+        return self.records >= 0
+
+    def outcomes(self) -> np.ndarray:
+        """Return the Outcome of each sequence, object [sequences]."""
+        # Outcomes are handled as codes, because NumPy turns members of a StrEnum into plain strings when they
+        # are assigned to an array.
+        codes = self.reasons.copy()
+        compared = (codes == outcome_code(Outcome.NOT_SEARCHED)) & ~np.isnan(self.similarities)
+        codes[compared] = outcome_code(Outcome.MISS)
+        for kind, outcome in _HITS.items():
+            codes[self.hits & (self.kinds == kind)] = outcome_code(outcome)
+        return outcomes_of(codes)
+
+    def reordered(self, permutation: np.ndarray) -> Self:
+        """Return the plan for the batch with its packed sequences permuted: sequence permutation[i] at i."""
+        arrays = {part.name: getattr(self, part.name) for part in fields(self)}
+        return replace(
+            self,
+            **{name: rows[permutation] for name, rows in arrays.items() if isinstance(rows, np.ndarray)},
+        )
+
+
+def outcome_code(outcome: Outcome) -> int:
+    """Return the code of an outcome in `ReusePlan.reasons`."""
+    return _ALL.index(outcome)
+
+
+def outcomes_of(codes: np.ndarray) -> np.ndarray:
+    """Return the outcomes with these codes (int [n]), object [n]."""
+    return np.array(_ALL, dtype=object)[codes]
+
+
+def no_reuse(sequences: int) -> ReusePlan:
+    """Return the plan that computes everything for this number of sequences."""
+    return ReusePlan(
+        np.full(sequences, -1),
+        np.full(sequences, RecordKind.STORED, dtype=np.int64),
+        np.full(sequences, np.nan, dtype=np.float32),
+        np.full(sequences, outcome_code(Outcome.NOT_SEARCHED)),
+        np.full(sequences, np.nan, dtype=np.float32),
+    )

@@ -1,0 +1,1 @@
+"""Store records of attention maps in checksummed, memory-mapped files."""

@@ -1,0 +1,64 @@
+"""The interface between the engine and a kind of reuse.
+
+    prepare   before a batch: check which data may be reused
+    plan      from the tokens of the batch: decide what is reused
+    refine    from the hidden states before a layer, if the plan does not cover this layer: decide more
+    commit    after the batch: confirm that the reused data were valid
+
+The engine and its layer loop do not depend on any kind of reuse. A new kind of reuse is a new strategy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+
+import numpy as np
+import torch
+
+from attncache_core.reuse.mask import ReuseMask
+from attncache_core.reuse.plan import ReusePlan
+from attncache_core.text.token_batch import TokenBatch
+
+
+class ReuseStrategy(ABC):
+    """A kind of reuse: decides what is reused for each batch. One thread at a time may call its methods."""
+
+    @property
+    def mask(self) -> ReuseMask | None:
+        """The heads whose maps may be given; None: no heads.
+
+        The engine loads its model with the weights of these heads separate from the other heads.
+        """
+        return None
+
+    def prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
+        """Check the data that sequences of these lengths (in tokens) may reuse, before a batch is planned.
+
+        Returns the lengths for which nothing can be reused any more, because their files were lost.
+        """
+        del lengths
+        return ()
+
+    @abstractmethod
+    def plan(self, batch: TokenBatch, allowed: np.ndarray) -> ReusePlan:
+        """Return the plan of a batch, as far as the tokens decide it.
+
+        allowed: bool [sequences], whether each packed sequence may reuse anything.
+        """
+
+    def refine(self, plan: ReusePlan, batch: TokenBatch, hidden: torch.Tensor) -> ReusePlan:
+        """Return a plan that covers more layers. Called only for plans that end before the last layer.
+
+        hidden: input of the attention of layer `plan.until`, [tokens, hidden].
+        """
+        del batch, hidden
+        return plan
+
+    def commit(self, plan: ReusePlan, batch: TokenBatch) -> None:
+        """Confirm the reused data after a batch was computed by this plan. Both have the same packed order.
+
+        Raises RecordsChanged if records changed while they were used. The engine then computes the batch
+        again, with the sequences of the affected lengths in full.
+        """
+        del plan, batch

@@ -1,0 +1,1 @@
+"""Set up the process: threads, memory, OpenMP, processor, devices and files."""

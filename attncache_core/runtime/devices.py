@@ -1,0 +1,37 @@
+"""Choose the device on which a model runs, and its compute dtype."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from attncache_core.errors import InvalidInput
+
+Dtype = Literal["auto", "bfloat16", "float32"]
+Device = Literal["cpu", "cuda"]
+
+CPU = torch.device("cpu")
+
+
+def resolve_device(name: Device) -> torch.device:
+    """Return the torch device of this name. Raises InvalidInput if torch finds no CUDA device for "cuda"."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(
+            "device: torch finds no CUDA device here; install a CUDA build of torch, or choose cpu",
+            field="device",
+        )
+    return torch.device(name)
+
+
+def resolve_dtype(name: Dtype, device: torch.device = CPU) -> torch.dtype:
+    """Return the torch dtype of this name.
+
+    "auto" is bfloat16 if the device has instructions that multiply bfloat16, otherwise float32.
+    """
+    if name == "auto" and device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if name == "auto":
+        has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if has_bfloat16 else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

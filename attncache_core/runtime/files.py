@@ -1,0 +1,107 @@
+"""Write files and folders atomically, and lock files and folders between processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+_LOCK_POLL_SECONDS = 0.01
+
+# The mode of folders that contain databases: records reveal something about the recorded texts.
+PRIVATE = 0o700
+
+
+@contextmanager
+def locked(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of `folder` while the `with` block runs.
+
+    If another process holds the lock, call `on_wait` and wait. The parent folder is created if it is missing,
+    with access for its owner only.
+    """
+    folder.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def locked_within(path: Path, seconds: float) -> Iterator[bool]:
+    """Try to get the lock of the file `path`, and yield whether the lock is held.
+
+    seconds: how long to keep trying; 0 means one attempt.
+    Raises OSError if the folder of the file is missing or cannot be written to.
+    """
+    last_try = time.monotonic() + seconds
+    with (path.parent / f".{path.name}.lock").open("w") as file:
+        while not (held := _try_lock(file)) and time.monotonic() < last_try:
+            time.sleep(_LOCK_POLL_SECONDS)
+        yield held
+
+
+def _try_lock(file: IO[str]) -> bool:
+    """Try once to lock an open file; return whether the lock is held."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file atomically: readers, and restarts after a power failure, see it whole or not at all.
+
+    An existing file is replaced. If several processes write at the same time, the last content stays.
+    mode: permissions of the file, before the umask is applied.
+    Raises OSError.
+    """
+    # Only a rename within a folder is atomic, so the temporary file is in the same folder. Its random name
+    # keeps several writers apart.
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+            file.flush()
+            # Without fsync, the renamed file may be empty after a power failure.
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def left_unfinished(folder: Path) -> list[Path]:
+    """Return the temporary files in `folder` that `write_whole` left because its process was killed."""
+    return list(folder.glob(".*.unfinished"))
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether `path` is a file with content, as `write_whole` leaves it."""
+    return path.is_file() and path.stat().st_size > 0
+
+
+def move_into_place(finished: Path, folder: Path) -> None:
+    """Rename the folder `finished` to `folder`, after all of its content has reached the disk."""
+    for path in (finished, *finished.rglob("*")):
+        _sync(path)
+    finished.rename(folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder has reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Turn texts into packed token sequences: tokenizer, prompts, labels."""

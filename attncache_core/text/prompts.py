@@ -1,0 +1,41 @@
+"""Describe how a text becomes token sequences, and what is read from each sequence.
+
+    Template -> TextTokenizer.prompt -> Prompt -> for each text one sequence per SequencePlan
+
+The prompts of sentence-transformers are templates too: they have a prefix and an empty suffix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from attncache_core.checkpoints.template import Template
+
+
+class Target(NamedTuple):
+    """A token whose log-probability is read from a sequence."""
+
+    back: int  # the position that predicts the token, as a distance in tokens from the sequence's last token
+    token: int  # token id
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """How one sequence of a text is made, and what is read from the sequence besides its output."""
+
+    prompt_tokens: int  # tokens of the template at the front of the sequence, including special tokens
+    continuation: tuple[int, ...] = ()  # token ids that follow the text in its template
+    targets: tuple[Target, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A template that TextTokenizer.prompt has prepared for one tokenizer."""
+
+    template: Template
+    sequence_plans: tuple[SequencePlan, ...]  # each text becomes one sequence per plan
+
+    def sequence_plan(self, index: int) -> SequencePlan:
+        """Return the plan of a sequence; index: position in the sequences of all texts, text by text."""
+        return self.sequence_plans[index % len(self.sequence_plans)]

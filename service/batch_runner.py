@@ -1,0 +1,158 @@
+"""Run one batch on the engine and answer its requests.
+
+    shares of a batch -> engine.run -> metrics -> results and errors, handed to the event loop
+                                               -> hits, offered to the verifier
+
+If the engine fails on a batch of several requests, each request is run alone, so that only the requests that
+the engine fails on fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from attncache_core import NotFinite, PrefillEngine, PrefillRequest, PrefillResult
+from service.errors import InternalError, log_failure
+from service.metrics import Metrics
+from service.pending_request import PendingRequest, RequestResult, Share
+from service.request_queue import RequestQueue
+from service.verifier import Verifier
+
+logger = logging.getLogger(__name__)
+
+
+class BatchRunner:
+    """Owns the engine and the verifier of its hits. `run` is called in the engine thread only.
+
+    Another thread may assign `engine` and `verifier`; the next batch uses the new ones.
+    """
+
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        verifier: Verifier | None,
+        queue: RequestQueue,
+        metrics: Metrics,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """queue: is told the speed of each batch. loop: the event loop that the futures belong to."""
+        self.engine = engine
+        self.verifier = verifier
+        self._queue = queue
+        self._metrics = metrics
+        self._loop = loop
+
+    def run(self, shares: list[Share]) -> None:
+        """Run a batch and answer the requests that are complete with it. Raises nothing: requests fail."""
+        try:
+            self._run(shares)
+        # A panic in compiled code is not an Exception.
+        except BaseException as error:
+            log_failure(logger, "a batch failed", error)
+            self.reject([(share.request, InternalError()) for share in shares])
+
+    def reject(self, failed: Sequence[tuple[PendingRequest, BaseException]]) -> None:
+        """Let the event loop set each request's error, unless the request is done. Called in any thread."""
+        self._loop.call_soon_threadsafe(_reject, failed)
+
+    def _run(self, shares: list[Share]) -> None:
+        started = time.perf_counter()
+        requests = [
+            PrefillRequest(request.sequences[index], request.reuse, request.prompt.sequence_plan(index))
+            for request, start, stop in shares
+            for index in range(start, stop)
+        ]
+        try:
+            result = self.engine.run(requests)
+        except BaseException as error:
+            if len(shares) == 1:
+                raise
+            log_failure(logger, "a batch failed, and its requests are run one by one", error)
+            result = None
+        # Outside the handler, because in the handler the exception would keep the batch's tensors in memory.
+        if result is None:
+            for share in shares:
+                if not share.request.future.done():
+                    self.run([share])
+            return
+        parts = _parts(shares, result)
+        self._queue.note_speed(result.tokens, time.perf_counter() - started)
+        # Counted before the answers leave, so that a client with an answer finds the answer in the metrics.
+        # Counting afterwards would be no faster: this thread would hold the interpreter lock all the same.
+        self._count(shares, parts, result, started)
+        if not result.finite.all():
+            failed = _not_finite(shares, result.finite)
+            logger.error("%d of the %d requests of a batch came to NaN or infinity", len(failed), len(shares))
+            # Rejected before the other requests are answered, so that failed requests get no result.
+            self.reject(failed)
+        self._deliver(shares, parts)
+        if self.verifier:
+            self.verifier.offer(requests, result)
+
+    def _count(
+        self, shares: list[Share], parts: list[RequestResult], result: PrefillResult, started: float
+    ) -> None:
+        """Put a batch into the metrics, and log files that were lost."""
+        self._metrics.observe_queue(started - request.queued_at for request, start, _ in shares if start == 0)
+        self._metrics.observe_batch(result)
+        for length in result.lost_lengths:
+            logger.warning(
+                "records of %d tokens are no longer used: their file was cut short or cannot be read", length
+            )
+        for share, part in zip(shares, parts, strict=True):
+            if share.request.counted:
+                self._metrics.observe_outcomes(part.outcomes)
+
+    def _deliver(self, shares: list[Share], parts: list[RequestResult]) -> None:
+        finished: list[tuple[PendingRequest, RequestResult]] = []
+        for (request, _, stop), part in zip(shares, parts, strict=True):
+            request.parts.append(part)
+            if stop == len(request.sequences):
+                finished.append((request, RequestResult.joined(request.parts)))
+        # One call for all requests, because each call wakes the event loop.
+        self._loop.call_soon_threadsafe(_resolve, finished)
+
+
+def _parts(shares: list[Share], result: PrefillResult) -> list[RequestResult]:
+    """Return each share's part of a batch's result."""
+    stops = list(accumulate(stop - start for _, start, stop in shares))
+    probabilities = result.log_probabilities or ()
+    return [
+        RequestResult(
+            result.outputs[first:last], result.outcomes[first:last], tuple(probabilities[first:last])
+        )
+        for first, last in zip([0, *stops], stops, strict=False)
+    ]
+
+
+def _not_finite(shares: list[Share], finite: np.ndarray) -> list[tuple[PendingRequest, NotFinite]]:
+    """Return the requests with a sequence that is not finite, each with an error that names a text.
+
+    finite: bool [sequences] of the batch. The error names the first text of the request that is not finite.
+    """
+    failed, first = [], 0
+    for request, start, stop in shares:
+        own = finite[first : first + stop - start]
+        first += stop - start
+        if not own.all():
+            sequence = start + int(own.argmin())
+            failed.append((request, NotFinite.of(sequence // len(request.prompt.sequence_plans))))
+    return failed
+
+
+def _resolve(finished: Sequence[tuple[PendingRequest, RequestResult]]) -> None:
+    for request, result in finished:
+        if not request.future.done():
+            request.future.set_result(result)
+
+
+def _reject(failed: Sequence[tuple[PendingRequest, BaseException]]) -> None:
+    for request, error in failed:
+        if not request.future.done():
+            request.future.set_exception(error)

@@ -1,0 +1,92 @@
+"""Describe a database and its calibration for people."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from attncache_core import AttentionDatabase, Manifest
+from attncache_core.calibration.policy_selection import could_keep_floor
+from attncache_core.reuse.maps.policy_state import ServedPolicy
+
+
+def show_database(database: AttentionDatabase) -> None:
+    """Print a database's manifest for people: model, records by length, mask, thresholds, quality."""
+    manifest, console = database.manifest, Console(highlight=False)
+    console.print(f"[bold]{database.folder}[/bold]")
+    console.print(f"model        {manifest.model} (fingerprint {manifest.fingerprint[:12]})")
+    variant = manifest.build.get("variant")
+    if variant:
+        changes = ", ".join(f"{name.replace('_', ' ')} {change}" for name, change in variant.items())
+        console.print(f"variant      {changes}")
+    store = database.search.store
+    console.print(
+        f"records      {store.records:,} in {manifest.dtype}, {manifest.form} maps, {_size(store.file_bytes)}"
+    )
+    layers = ", ".join(
+        f"{layer}: {' '.join(map(str, sorted(order[:reused]))) or 'none'}"
+        for layer, (order, reused) in enumerate(zip(database.mask.order, database.mask.reused, strict=True))
+    )
+    console.print(
+        f"reuse mask   {database.mask.total} of {database.mask.heads} heads (layer: heads) {layers}"
+    )
+    served = ServedPolicy(database.folder, database.search.policy)
+    policy = served.policy
+    for reason in served.reuse_off:
+        console.print(f"reuse off    {reason}")
+    console.print(f"budget       mean {policy.budget.measure} of the hits at least {policy.budget.least}")
+    for name, group in zip(policy.names(), policy.groups, strict=True):
+        thresholds = ", ".join(
+            f"{kind.name.lower()} {of_kind.threshold:.4f}" for kind, of_kind in group.kinds.items()
+        )
+        serves = "the mean serves" if group.mean_serves else "only recorded texts hit"
+        unsearched = "" if group.searched else f"no search, {serves}; else "
+        console.print(f"threshold θ  {name} tokens: {unsearched}{thresholds}")
+    console.print(f"quality      {_quality(manifest)}")
+    distances = manifest.quality.get("map_distance")
+    if distances:
+        means = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in distances.items())
+        console.print(f"map distance {means}")
+    console.print(f"built        {json.dumps(manifest.build)}")
+    table = Table("tokens", "records", "bytes", title="records by length", title_justify="left")
+    for column in table.columns:
+        column.justify = "right"
+    for length, segment in store.segments.items():
+        table.add_row(str(length), f"{len(segment):,}", f"{segment.file_bytes:,}")
+    console.print(table)
+
+
+def why_exact(manifest: Manifest) -> str:
+    """Return the reason why only recorded texts hit."""
+    probes = manifest.quality["measured"]
+    if not could_keep_floor(manifest.policy.budget, probes):
+        return (
+            f"only recorded texts hit: {probes} held-out texts cannot prove that 99 of 100 hits keep cosine "
+            f"{manifest.policy.budget.floor}; 299 can, from about 3,000 texts in total (or use "
+            "--min-text-cosine 0)"
+        )
+    return "no mask fits the budget, so only recorded texts hit"
+
+
+def _quality(manifest: Manifest) -> str:
+    quality = manifest.quality
+    if not quality["measured"]:
+        return "not measured (too few texts to hold out): only recorded texts hit unless θ is lowered"
+    measured = f"{quality['measured']} held-out texts: hit rate {quality['hit_rate']:.3f}"
+    if quality["mean"] is None:
+        return f"{measured}; {why_exact(manifest)}"
+    return (
+        f"{measured} ({quality['prototype_hit_rate']:.3f} by prototypes), mean of the hits "
+        f"{quality['mean']:.4f}, cosine {quality['mean_cosine']:.4f} on average and "
+        f"{quality['cosine_5th_percentile']:.4f} at the 5th percentile"
+    )
+
+
+def _size(size: float) -> str:
+    for unit in ("bytes", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

@@ -1,0 +1,241 @@
+"""A stopped build resumes and produces the same database as an uninterrupted build."""
+
+import json
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import BuildOptions
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.runtime import files
+
+STAGES = [
+    *("measuring heads", "writing records", "comparing maps", "training the projector", "measuring masks"),
+    *("measuring unfamiliar texts", "checking the strangeness limit"),
+]
+STEPS = 10
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
+
+class Progress:
+    """A progress callback that collects the stages, and stops the build like Ctrl-C at a given step."""
+
+    def __init__(self, stop_at: tuple[str, int] | None = None) -> None:
+        self.stop_at = stop_at
+        self.stages: list[str] = []
+
+    def __call__(self, stage: str, done: int, _total: int) -> None:
+        if stage not in self.stages:
+            self.stages.append(stage)
+        if (stage, done) == self.stop_at:
+            raise KeyboardInterrupt
+
+
+def build(engine, corpus, folder: Path, stop_at: tuple[str, int] | None = None, **options) -> list[str]:
+    """Run a build, which stops at `stop_at` if given, and return the stages that ran."""
+    progress = Progress(stop_at)
+    arguments = (
+        engine,
+        corpus,
+        folder,
+        BuildOptions(**{"training_steps": STEPS, "prototypes": 4, "min_text_cosine": 0.0, **options}),
+        progress,
+    )
+    if stop_at:
+        with pytest.raises(KeyboardInterrupt):
+            build_database(*arguments)
+        assert not folder.exists()
+    else:
+        build_database(*arguments)
+        assert AttentionDatabase.open(folder).verify() == []
+    return progress.stages
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Return the bytes of every file, and the manifest without the time and duration of the build."""
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    manifest = json.loads(files.pop("manifest.json").read_bytes())
+    del manifest["build"]["seconds"], manifest["build"]["created"]
+    return {name: path.read_bytes() for name, path in files.items()} | {"manifest": manifest}
+
+
+def segment_times(folder: Path) -> dict[str, int]:
+    """Return the modification time of each finished segment: its header is written last."""
+    return {
+        path.name: path.stat().st_mtime_ns
+        for path in (folder / "maps").glob("*")
+        if path.read_bytes().startswith(b"ATTNMAPS")
+    }
+
+
+@pytest.fixture
+def same_key(monkeypatch):
+    """Give all databases the same key, so that equal databases have equal bytes."""
+    monkeypatch.setattr(secrets, "token_bytes", bytes)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: ARG001 - sets the measured costs
+    folder = tmp_path_factory.mktemp("uninterrupted") / "a.db"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secrets, "token_bytes", bytes)
+        assert build(tiny_engine, tiny_corpus, folder) == STAGES
+    return contents(folder)
+
+
+@pytest.mark.usefixtures("same_key")
+def test_two_builds_of_one_corpus_are_equal(tiny_engine, tiny_corpus, uninterrupted, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+    assert contents(tmp_path / "a.db") == uninterrupted
+
+
+@pytest.mark.usefixtures("same_key")
+@pytest.mark.parametrize(
+    "stop_at",
+    [
+        ("measuring heads", 1),
+        ("measuring heads", 3),
+        ("writing records", 1),
+        ("writing records", 100),
+        ("writing records", 270),
+        ("comparing maps", 2),
+        ("training the projector", 5),
+        ("training the projector", STEPS),
+        ("measuring masks", 1),
+    ],
+    ids=lambda stop: f"{stop[0]} {stop[1]}",
+)
+def test_resumed_build_ends_in_the_database_of_an_uninterrupted_one(
+    tiny_engine, tiny_corpus, uninterrupted, tmp_path, stop_at
+):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop_at)
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.db.lock", "a.db"]
+    assert contents(tmp_path / "a.db") == uninterrupted
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "finished_segments", "stages_left"),
+    [
+        (("measuring heads", 1), 0, STAGES),
+        (("writing records", 1), 0, STAGES[1:]),
+        # 40 sentences, their mean and 4 prototypes of each of six lengths. The last segment is closed after
+        # its last progress report.
+        (("writing records", 100), 2, STAGES[1:]),
+        (("writing records", 136), 3, STAGES[1:]),
+        (("comparing maps", 1), 6, STAGES[2:]),
+        (("training the projector", 5), 6, STAGES[2:]),
+        (("measuring masks", 1), 6, STAGES[4:]),
+    ],
+    ids=lambda value: f"{value[0]} {value[1]}" if isinstance(value, tuple) else "",
+)
+def test_resumed_build_repeats_nothing_that_was_finished(
+    tiny_engine, tiny_corpus, tmp_path, stop_at, finished_segments, stages_left
+):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop_at)
+    before = segment_times(tmp_path / ".a.db.partial")
+    assert len(before) == finished_segments
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == stages_left
+    after = segment_times(tmp_path / "a.db")
+    assert len(after) == 6
+    assert {name: after[name] for name in before} == before
+
+
+def test_resumed_build_keeps_its_key_and_another_build_has_another_key(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("writing records", 100))
+    key = (tmp_path / ".a.db.partial" / "key").read_bytes()
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+    build(tiny_engine, tiny_corpus, tmp_path / "b.db")
+    assert (tmp_path / "a.db" / "key").read_bytes() == key
+    ids = {AttentionDatabase.open(tmp_path / name).manifest.id for name in ("a.db", "b.db")}
+    assert len(ids) == 2
+
+
+# A writer that is killed before its file is complete. It loads the module without the package.
+WRITER = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import files
+os.fsync = lambda _: os.kill(os.getpid(), 9)
+files.write_whole(Path(sys.argv[2]), b"content")
+"""
+
+
+def test_database_has_no_unfinished_file_of_a_killed_build(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("writing records", 100))
+    partial = tmp_path / ".a.db.partial"
+    arguments = (Path(files.__file__).parent, partial / "projector.safetensors")
+    killed = subprocess.run([sys.executable, "-c", WRITER, *map(str, arguments)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(partial.glob(".projector.safetensors.*.unfinished"))) == 1
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+    assert not [path for path in (tmp_path / "a.db").iterdir() if path.name.startswith(".")]
+
+
+def test_segments_are_written_again_if_their_key_was_lost(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("writing records", 100))
+    (tmp_path / ".a.db.partial" / "key").unlink()
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")
+
+
+def test_build_stopped_twice_still_ends(tiny_engine, tiny_corpus, tmp_path):
+    for stop_at in (("writing records", 50), ("writing records", 150), ("measuring masks", 1)):
+        build(tiny_engine, tiny_corpus, tmp_path / "a.db", stop_at)
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == STAGES[4:]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"min_cosine": 0.9},
+        {"heads": "all"},
+        {"threshold": 0.5},
+        {"max_length": 9},
+        {"prototypes": 0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_build_with_other_options_starts_from_scratch(tiny_engine, tiny_corpus, tmp_path, change):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
+    before = segment_times(tmp_path / ".a.db.partial")
+    # Unfamiliar texts are not measured with an operator's threshold, because no limit is chosen then.
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db", **change)[:5] == STAGES[:5]
+    after = segment_times(tmp_path / "a.db")
+    assert not set(before.items()) & set(after.items())
+
+
+def test_build_of_another_corpus_starts_from_scratch(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
+    assert build(tiny_engine, tiny_corpus[:-1], tmp_path / "a.db") == STAGES
+    manifest = AttentionDatabase.open(tmp_path / "a.db").manifest
+    assert sum(manifest.records.values()) == len(tiny_corpus) - 1
+
+
+def test_build_with_another_split_of_the_same_texts_starts_from_scratch(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
+    regrouped = [type(sentence)(sentence.text, str(index // 4)) for index, sentence in enumerate(tiny_corpus)]
+    assert build(tiny_engine, regrouped, tmp_path / "a.db") == STAGES
+
+
+def test_segment_damaged_since_the_stop_is_written_again(tiny_engine, tiny_corpus, tmp_path):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("comparing maps", 1))
+    cut = tmp_path / ".a.db.partial" / "maps" / "00007.maps"
+    before = segment_times(cut.parent.parent)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    assert build(tiny_engine, tiny_corpus, tmp_path / "a.db") == STAGES[1:]
+    after = segment_times(tmp_path / "a.db")
+    assert {name for name in after if after[name] != before[name]} == {"00007.maps"}
+
+
+@pytest.mark.parametrize("name", ["damage.json", "projector.safetensors"])
+def test_stage_whose_file_is_empty_is_done_again(tiny_engine, tiny_corpus, tmp_path, name):
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db", ("measuring masks", 1))
+    (tmp_path / ".a.db.partial" / name).write_bytes(b"")
+    build(tiny_engine, tiny_corpus, tmp_path / "a.db")

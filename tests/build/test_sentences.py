@@ -1,0 +1,129 @@
+"""The split of a corpus: distinct sequences, and no source on both sides."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncache_core.build.sentences import split
+from attncache_core.errors import BuildFailed
+
+MAX_LENGTH = 6
+
+corpora = st.lists(
+    st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.sampled_from("abcdefghijklmnop")),
+    min_size=2,
+    max_size=120,
+).filter(lambda corpus: len({tuple(ids) for ids, _ in corpus if len(ids) <= MAX_LENGTH}) >= 2)
+
+
+def split_of(corpus, seed: int = 0):
+    return split([ids for ids, _ in corpus], [source for _, source in corpus], MAX_LENGTH, generator(seed))
+
+
+def generator(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@settings(deadline=None)
+@given(corpora)
+def test_sequences_are_the_distinct_ones_of_allowed_length_in_the_corpus_order(corpus):
+    expected = dict.fromkeys(tuple(ids) for ids, _ in corpus if len(ids) <= MAX_LENGTH)
+    assert split_of(corpus).sequences == [list(ids) for ids in expected]
+
+
+@settings(deadline=None)
+@given(corpora, st.integers(0, 99))
+def test_no_source_is_on_both_sides_and_at_most_a_tenth_is_held_out(corpus, seed):
+    sentences = split_of(corpus, seed)
+    source_of = {}
+    for ids, source in corpus:
+        source_of.setdefault(tuple(ids), source)
+    sides = {True: set(), False: set()}
+    for ids, held_out in zip(sentences.sequences, sentences.held_out.tolist(), strict=True):
+        sides[held_out].add(source_of[tuple(ids)])
+    assert not sides[True] & sides[False]
+    assert sentences.held_out.sum() <= len(sentences.sequences) / 10
+
+
+@settings(deadline=None)
+@given(corpora, st.integers(0, 99))
+def test_split_is_the_same_for_the_same_seed(corpus, seed):
+    first, second = split_of(corpus, seed), split_of(corpus, seed)
+    assert first.sequences == second.sequences
+    assert first.held_out.tolist() == second.held_out.tolist()
+
+
+def test_a_tenth_of_single_text_sources_is_held_out_by_the_seed():
+    corpus = [([1, number], str(number)) for number in range(200)]
+    splits = [split_of(corpus, seed).held_out for seed in (0, 1)]
+    assert [held_out.sum() for held_out in splits] == [20, 20]
+    assert (splits[0] != splits[1]).any()
+
+
+def test_no_more_than_a_thousand_are_held_out():
+    corpus = [([1, number], str(number)) for number in range(11_000)]
+    assert split_of(corpus).held_out.sum() == 1000
+
+
+def test_by_length_partitions_the_sentences_with_held_out_ones_last():
+    sentences = split_of([([number] * (1 + number % 5), str(number)) for number in range(100)])
+    by_length = sentences.by_length()
+    assert list(by_length) == [1, 2, 3, 4, 5]
+    assert sorted(index for indices in by_length.values() for index in indices) == list(range(100))
+    for length, indices in by_length.items():
+        # Training sentences come first, and both sides keep the order of the corpus.
+        assert indices == sorted(indices, key=lambda index: (sentences.held_out[index], index))
+        assert {len(sentences.sequences[index]) for index in indices} == {length}
+        held_out, others = (sentences.rows(indices, held_out=side) for side in (True, False))
+        assert sorted(held_out + others) == list(range(len(indices)))
+        assert all(sentences.held_out[indices[row]] for row in held_out)
+        assert not any(sentences.held_out[indices[row]] for row in others)
+
+
+@settings(deadline=None)
+@given(corpora, st.integers(1, MAX_LENGTH), st.integers(0, 9))
+def test_cut_sentences_are_the_next_longer_training_sentences(corpus, length, most):
+    sentences = split_of(corpus)
+    longer = [
+        ids
+        for ids, held_out in zip(sentences.sequences, sentences.held_out, strict=True)
+        if len(ids) > length and not held_out
+    ]
+    by_length = [ids for tokens in range(MAX_LENGTH + 1) for ids in longer if len(ids) == tokens]
+    expected = []
+    for ids in by_length[:most]:
+        cut = [*ids[: length - 1], ids[-1]]
+        if cut not in expected:
+            expected.append(cut)
+    assert sentences.cut_to(length, most) == expected
+
+
+@pytest.mark.parametrize(
+    "corpus",
+    [[], [([1, 2], "a")], [([1, 2], "a"), ([1, 2], "b")], [([1, 2], "a"), ([1] * 7, "b")]],
+    ids=["none", "one", "one twice", "one short enough"],
+)
+def test_too_few_texts_are_refused_with_the_number_and_the_limit(corpus):
+    with pytest.raises(BuildFailed, match=r"has [01] distinct texts of at most 6 tokens"):
+        split_of(corpus)
+
+
+def test_one_long_source_name_does_not_multiply_the_memory():
+    corpus = [([1, number], str(number)) for number in range(500)]
+    corpus.append(([1], "x" * 20_000))
+    tracemalloc.start()
+    try:
+        split_of(corpus)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # The corpus itself is a few hundred kilobytes; 500 x 20,000 characters would be 40 MB.
+    assert peak < 5_000_000
+
+
+def test_source_that_ends_in_a_zero_character_stays_distinct():
+    corpus = [([1, number], f"{number}\0") for number in range(100)]
+    assert split_of(corpus).held_out.sum() == 10

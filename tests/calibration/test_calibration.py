@@ -1,0 +1,344 @@
+"""Calibration of an existing database: the measured texts, the written files, and the kept budget."""
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_models import prefill, random_sequences, write_sentence_transformer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import BuildOptions, default_budget
+from attncache_core.calibration.calibrate import calibrate
+from attncache_core.calibration.database import calibrate_database
+from attncache_core.calibration.masks import candidate_masks
+from attncache_core.calibration.probes import find_probes
+from attncache_core.calibration.savings import measure_savings
+from attncache_core.calibration.thresholds import MIN_PROBES
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import DatabaseRefused, InvalidInput
+from attncache_core.heads.classifier import nearest_label
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.mask import head_order, mildest_mask, natural_rank, parse_heads
+from attncache_core.reuse.storage.layout import RecordKind
+
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
+# The random sentences of the tiny model are not alike, so the budget is loose.
+BUDGET = Budget(Measure.COSINE, 0.8)
+
+
+@pytest.fixture(scope="module")
+def built(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: ARG001 - sets the measured costs
+    folder = tmp_path_factory.mktemp("databases") / "built.db"
+    build_database(
+        tiny_engine, tiny_corpus, folder, BuildOptions(prototypes=4, training_steps=20, min_text_cosine=0)
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """120 sequences of 5 to 10 tokens that no database records."""
+    return random_sequences(list(range(5, 11)) * 20, seed=31)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tiny_engine, built, texts, tmp_path_factory):
+    """The folder of the calibrated database, and the report."""
+    folder = Path(shutil.copytree(built, tmp_path_factory.mktemp("calibrated") / "a.db"))
+    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), BUDGET)
+    return folder, report
+
+
+def counts(engine: PrefillEngine) -> np.ndarray:
+    """Return token counts in which every token of the vocabulary occurs once."""
+    return np.ones(engine.tokenizer.vocabulary, dtype=np.int64)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def manifest_of(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+
+
+def test_calibration_changes_the_manifest_and_adds_digests_of_the_texts(built, calibrated):
+    before, after = contents(built), contents(calibrated[0])
+    new, gone = after.keys() - before.keys(), before.keys() - after.keys()
+    assert {name.partition("-")[0] for name in new} == {"calibrated_on.json", "familiarity"}
+    assert [name.partition("-")[0] for name in gone] == ["familiarity"]
+    assert {name for name in before.keys() - gone if before[name] != after[name]} == {"manifest.json"}
+
+
+def test_calibration_changes_only_mask_policy_and_figures_of_the_manifest(built, calibrated):
+    before, after = manifest_of(built), manifest_of(calibrated[0])
+    changed = {name for name in before if before[name] != after[name]}
+    assert {"damage", "policy", "quality"} <= changed
+    assert changed <= {"damage", "rank", "reused_heads", "policy", "quality", "files"}
+
+
+def test_report_equals_the_manifests_quality_and_keeps_the_budget(calibrated, texts):
+    folder, report = calibrated
+    database = AttentionDatabase.open(folder)
+    assert database.verify() == []
+    assert database.manifest.quality == report
+    assert database.search.policy.budget == BUDGET
+    assert report["measured"] == len(texts)
+    assert report["left_out"] == 0
+    assert report["heads"] == database.mask.total
+    assert report["hit_rate"] > 0
+    assert report["mean"] >= report["lower_bound"] >= BUDGET.least
+
+
+def test_heads_keep_the_order_of_the_records_in_each_layer(built, calibrated):
+    before, after = (AttentionDatabase.open(folder).manifest for folder in (built, calibrated[0]))
+    assert head_order(np.array(after.rank)) == head_order(np.array(before.rank))
+    assert sorted(position for row in after.rank for position in row) == list(range(12))
+
+
+def test_calibrated_database_has_the_hit_rate_and_fidelity_of_the_report(
+    tiny_checkpoint, tiny_engine, calibrated, texts
+):
+    folder, report = calibrated
+    engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
+    reused, full = (prefill(each, texts) for each in (engine, tiny_engine))
+    hits = np.array([outcome.is_hit for outcome in reused.outcomes])
+    assert hits.mean() == pytest.approx(report["hit_rate"])
+    cosines = engine.comparator(Measure.COSINE).fidelity(reused.outputs, full.outputs)[hits]
+    # Calibration simulates the mask on the full model, and both sides store maps in 16 bits.
+    assert cosines.mean() == pytest.approx(report["mean"], abs=2e-3)
+
+
+def test_recorded_sequences_still_hit_themselves(tiny_checkpoint, tiny_corpus, calibrated):
+    engine = PrefillEngine.load(
+        tiny_checkpoint, database=AttentionDatabase.open(calibrated[0]), dtype="float32"
+    )
+    recorded = engine.tokenize([sentence.text for sentence in tiny_corpus])
+    result = prefill(engine, recorded)
+    assert set(result.outcomes) == {"hit"}
+    assert set(result.similarities.tolist()) == {1.0}
+
+
+def test_recorded_repeated_and_unservable_sequences_are_left_out(
+    tiny_engine, tiny_corpus, built, texts, calibrated, tmp_path
+):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus[::10]])
+    others = [*recorded, *texts[:7], *random_sequences([4, 11, 30])]
+    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), [*others, *texts], (), BUDGET)
+    assert report["left_out"] == len(others)
+    assert report["measured"] == len(texts)
+    before, after = (AttentionDatabase.open(path).manifest for path in (calibrated[0], folder))
+    assert after.rank == before.rank
+    assert after.reused_heads == before.reused_heads
+
+
+def test_tighter_budget_reuses_less(tiny_engine, built, texts, calibrated, tmp_path):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    tighter = Budget(Measure.COSINE, 0.97)
+    report = calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), tighter)
+    loose = calibrated[1]
+    assert report["hit_rate"] * report["heads"] < loose["hit_rate"] * loose["heads"]
+    assert report["lower_bound"] is None or report["lower_bound"] >= 0.97
+
+
+def test_calibrating_twice_gives_the_same_manifest_as_calibrating_once(
+    tiny_engine, built, texts, calibrated, tmp_path
+):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    for _ in range(2):
+        calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), BUDGET)
+    assert manifest_of(folder) == manifest_of(calibrated[0])
+
+
+@pytest.mark.parametrize("count", [0, MIN_PROBES - 1])
+def test_too_few_texts_are_refused_and_nothing_is_written(
+    tiny_engine, tiny_corpus, built, texts, tmp_path, count
+):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    before = contents(folder)
+    recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
+    seen = []
+    with pytest.raises(InvalidInput, match=f"^{count} of the texts are not in the database") as refused:
+        calibrate_database(
+            tiny_engine,
+            AttentionDatabase.open(folder),
+            [*recorded, *texts[:count] * 2],
+            (),
+            BUDGET,
+            lambda *step: seen.append(step),
+        )
+    assert refused.value.field == "texts"
+    assert seen == []
+    assert contents(folder) == before
+
+
+def test_stopped_calibration_leaves_the_database_unchanged(tiny_engine, built, texts, tmp_path):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    before = contents(folder)
+
+    def stop(stage, *_):
+        if stage == "measuring masks":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_database(tiny_engine, AttentionDatabase.open(folder), texts, (), BUDGET, stop)
+    assert contents(folder) == before
+
+
+def test_progress_of_both_stages_reaches_its_end(tiny_engine, built, texts, tmp_path):
+    folder = Path(shutil.copytree(built, tmp_path / "a.db"))
+    seen = []
+    database = AttentionDatabase.open(folder)
+    calibrate_database(tiny_engine, database, texts, (), BUDGET, lambda *step: seen.append(step))
+    stages = list(dict.fromkeys(stage for stage, *_ in seen))
+    assert stages == ["measuring heads", "measuring masks"]
+    for stage in stages:
+        steps = [(done, total) for name, done, total in seen if name == stage]
+        assert steps == [(done, len(steps)) for done in range(1, len(steps) + 1)]
+
+
+def test_database_of_another_model_is_refused(built, texts, tmp_path):
+    other = PrefillEngine.load(
+        read_checkpoint(write_sentence_transformer(tmp_path / "other", seed=1)), dtype="float32"
+    )
+    with pytest.raises(DatabaseRefused):
+        calibrate_database(other, AttentionDatabase.open(built), texts, (), BUDGET)
+
+
+def test_mask_never_holds_heads_that_the_records_lack(
+    tiny_checkpoint, tiny_engine, tiny_corpus, texts, tmp_path
+):
+    folder = tmp_path / "a.db"
+    options = BuildOptions(heads="layers:0,2", prototypes=2, training_steps=5, min_text_cosine=0)
+    build_database(tiny_engine, tiny_corpus, folder, options)
+    before = AttentionDatabase.open(folder).manifest
+    # Every mask keeps this budget, so the largest mask is chosen.
+    report = calibrate_database(
+        tiny_engine, AttentionDatabase.open(folder), texts, (), Budget(Measure.COSINE, 0.0)
+    )
+    database = AttentionDatabase.open(folder)
+    assert report["heads"] == 8
+    assert database.mask.reused == before.stored_heads == (4, 0, 4)
+    assert [row["heads"] for row in report["candidates"]] == list(range(1, 9))
+    # Heads that no record holds are not measured.
+    assert database.manifest.damage[1] == before.damage[1]
+    assert min(database.manifest.rank[1]) == 8
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    assert all(outcome.is_hit for outcome in prefill(engine, texts).outcomes)
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny_classifier_checkpoint):
+    return PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
+
+
+def test_decisions_of_a_classifier_stay_within_the_budget(
+    classifier, tiny_classifier_checkpoint, tiny_corpus, tmp_path
+):
+    folder = tmp_path / "a.db"
+    options = BuildOptions(prototypes=4, training_steps=20, min_agreement=0.7)
+    build_database(classifier, tiny_corpus, folder, options)
+    assert AttentionDatabase.open(folder).search.policy.budget == Budget(Measure.AGREEMENT, 0.7)
+    texts = random_sequences(list(range(5, 11)) * 30, seed=41)
+    budget = Budget(Measure.AGREEMENT, 0.85)
+    report = calibrate_database(classifier, AttentionDatabase.open(folder), texts, (), budget)
+    database = AttentionDatabase.open(folder)
+    assert database.verify() == []
+    assert database.search.policy.budget == budget
+    assert report["mean"] >= report["lower_bound"] >= 0.85
+    engine = PrefillEngine.load(tiny_classifier_checkpoint, database=database, dtype="float32")
+    reused, full = (prefill(each, texts) for each in (engine, classifier))
+    hits = np.array([outcome.is_hit for outcome in reused.outcomes])
+    assert hits.mean() == pytest.approx(report["hit_rate"], abs=0.01)
+    same = reused.outputs.argmax(axis=1) == full.outputs.argmax(axis=1)
+    assert same[hits].mean() == pytest.approx(report["mean"], abs=0.02)
+    assert same[~hits].all()
+
+
+def test_budget_is_agreement_where_there_are_classes(tiny_engine, tiny_checkpoint, classifier):
+    assert default_budget(tiny_engine, 0.9, 0.7, 0.8) == Budget(Measure.COSINE, 0.9, 0.7)
+    assert default_budget(classifier, 0.9, 0.7, 0.8) == Budget(Measure.AGREEMENT, 0.8)
+    fitted = PrefillEngine.load(tiny_checkpoint, dtype="float32")
+    fitted.decisions.classifier = nearest_label(("a", "b"), np.eye(2, 32), fingerprint="", model="")
+    assert default_budget(fitted, 0.9, 0.7, 0.8) == Budget(Measure.AGREEMENT, 0.8)
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.data())
+def test_candidate_masks_grow_to_all_heads_and_are_the_mildest(layers, heads, data):
+    size = layers * heads
+    rank = np.array(data.draw(st.permutations(range(size)))).reshape(layers, heads)
+    max_heads = data.draw(st.integers(1, size))
+    for masks, largest in (
+        (candidate_masks(rank), size),
+        (candidate_masks(rank, max_heads=max_heads), max_heads),
+    ):
+        totals = [mask.total for mask in masks]
+        assert totals == sorted(set(totals))
+        assert (totals[-1], len(totals)) == (largest, min(12, largest))
+        assert masks == [mildest_mask(rank, total) for total in totals]
+
+
+def test_operators_heads_are_the_only_candidate():
+    rank = natural_rank(3, 4)
+    assert candidate_masks(rank, "layers:1") == [parse_heads("layers:1", rank)]
+
+
+def test_too_few_probes_measure_nothing_and_take_the_largest_mask(tiny_engine, recorded):
+    few = find_probes(tiny_engine.model, recorded.search, recorded.held_out[: MIN_PROBES - 1])
+    for threshold in (None, 0.5):
+        chosen = calibrate(
+            tiny_engine,
+            recorded.search,
+            few,
+            (),
+            counts(tiny_engine),
+            recorded.rank,
+            BUDGET,
+            threshold=threshold,
+        )
+        assert chosen.mask.total == 12
+        assert chosen.quality == {"measured": 0}
+        assert chosen.familiarity is None
+        (group,) = chosen.policy.groups
+        assert {kind.threshold for kind in group.kinds.values()} == {threshold or 1.0}
+        assert set(group.kinds) == set(RecordKind)
+
+
+def test_chosen_mask_and_policy_match_the_report(tiny_engine, recorded):
+    held_out = [ids for ids in recorded.held_out if len(ids) < 9]
+    probes = find_probes(tiny_engine.model, recorded.search, held_out)
+    chosen = calibrate(tiny_engine, recorded.search, probes, (), counts(tiny_engine), recorded.rank, BUDGET)
+    mask, policy, report = chosen.mask, chosen.policy, chosen.quality
+    assert mask.order == head_order(recorded.rank)
+    assert report["heads"] == mask.total
+    assert [row["heads"] for row in report["candidates"]] == list(range(1, 13))
+    assert [group["lengths"] for group in report["groups"]] == policy.names()
+    saved = [row["saved_microseconds"] for row in report["candidates"]]
+    assert report["saved_microseconds"] <= max(saved)
+    json.dumps([report, asdict(policy)], allow_nan=False)
+
+
+def test_savings_are_measured_with_the_heads_that_records_hold(tiny_engine, recorded):
+    probes = find_probes(tiny_engine.model, recorded.search, recorded.held_out)
+    for stored in ((4, 4, 4), (0, 0, 4)):
+        layout = replace(recorded.store.layout, stored_heads=stored)
+        recorded.store.layout, before = layout, recorded.store.layout
+        try:
+            savings = measure_savings(tiny_engine, recorded.search, probes)
+        finally:
+            recorded.store.layout = before
+        saved = savings.per_hit(np.array([5, 7, 500]), 4)
+        assert np.isfinite(saved).all()
+        assert saved[2] >= saved[1] >= saved[0]
+        assert (savings.per_hit(np.array([5, 7, 500]), 8) >= saved).all()
+        assert savings.search({5, 7}) > 0

@@ -1,0 +1,208 @@
+"""The measured gain: the decision per length group, the stored decision, and the engine's use of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_models import planned, prefill
+
+from attncache_core.calibration.gain import Rehearsal, gain_of, measure_gain, require_gain
+from attncache_core.calibration.savings import fit_savings
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.gain import Gain, MeasuredGain, Traffic
+from attncache_core.reuse.maps.policy import ReusePolicy, uniform_policy
+from attncache_core.reuse.plan import Outcome
+from attncache_core.text.token_batch import pack
+
+MACHINE = {"processor": "p", "device": "cpu", "threads": 2}
+TRAFFIC = Traffic({5: 10, 7: 10, 9: 10}, {0: 1.0, 1: 0.5})
+
+
+@pytest.fixture
+def database(tiny_database, tmp_path):
+    """A copy of the tiny database with two length groups: up to 7 tokens, and above."""
+    opened = AttentionDatabase.open(Path(shutil.copytree(tiny_database, tmp_path / "a.db")))
+    (group,) = opened.search.policy.groups
+    policy = replace(opened.search.policy, groups=(replace(group, longest=7), group))
+    return replace(opened, search=replace(opened.search, policy=policy))
+
+
+@pytest.fixture
+def engine(tiny_checkpoint, database):
+    return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+
+
+@pytest.fixture
+def gains(monkeypatch):
+    """A list of gains. Each measurement removes the first entry and returns it."""
+    planned_gains: list[float] = []
+
+    def measured(*_):
+        gain = planned_gains.pop(0)
+        return Gain(gain, gain)
+
+    monkeypatch.setattr("attncache_core.calibration.gain.gain_of", measured)
+    return planned_gains
+
+
+def decide(engine, folder, min_gain=0.05, **circumstances):
+    search = engine.database.search
+    return measure_gain(engine.model, search, TRAFFIC, min_gain, {**MACHINE, **circumstances}, folder)
+
+
+def test_groups_that_gain_enough_reuse_and_the_others_do_not(engine, gains, tmp_path):
+    gains += [0.049, 0.06, 0.05]  # each group alone, then the paying groups together
+    assert decide(engine, tmp_path).paying == (1,)
+
+
+def test_least_gain_is_the_smaller_of_both_batch_sizes():
+    assert Gain(one_text=-0.1, full_batch=0.3).least == -0.1
+    assert Gain(one_text=0.2, full_batch=0.1).least == 0.1
+
+
+def test_groups_that_gain_alone_but_not_together_do_not_reuse(engine, gains, tmp_path):
+    gains += [0.2, 0.2, 0.01]
+    assert decide(engine, tmp_path).paying == ()
+
+
+def test_next_start_reads_the_stored_decision_without_measuring(engine, gains, tmp_path):
+    gains += [0.2, 0.0, 0.1]
+    first = decide(engine, tmp_path)
+    assert gains == []
+    assert decide(engine, tmp_path) == first
+    assert first.paying == (0,)
+
+
+def test_another_min_gain_decides_again_on_the_stored_measurements(engine, gains, tmp_path):
+    gains += [0.2, 0.1, 0.2, 0.2]
+    assert decide(engine, tmp_path, 0.3).paying == ()
+    assert decide(engine, tmp_path, 0.15).paying == (0,)
+    assert gains == []
+
+
+def test_group_that_reused_before_keeps_reusing_down_to_half_of_min_gain(engine, gains, tmp_path):
+    gains += [0.06, 0.04, 0.06]
+    assert decide(engine, tmp_path, torch="1").paying == (0,)
+    gains += [0.03, 0.04, 0.03]
+    assert decide(engine, tmp_path, torch="2").paying == (0,)
+    gains += [0.02, 0.04, 0.03]
+    assert decide(engine, tmp_path, torch="3").paying == ()
+    gains += [0.03, 0.04, 0.03]
+    assert decide(engine, tmp_path, torch="4").paying == ()
+
+
+def test_machines_that_share_a_database_keep_each_others_decisions(engine, gains, tmp_path):
+    gains += [0.2, 0.0, 0.2, 0.0, 0.2, 0.2]
+    assert decide(engine, tmp_path, processor="a").paying == (0,)
+    assert decide(engine, tmp_path, processor="b").paying == (1,)
+    assert decide(engine, tmp_path, processor="a").paying == (0,)
+    assert gains == []
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '[{"min_gain": "x"}]'])
+def test_damaged_gain_file_is_measured_again(engine, gains, tmp_path, content):
+    (tmp_path / "gain.json").write_text(content)
+    gains += [0.2, 0.0, 0.2]
+    decided = decide(engine, tmp_path)
+    (kept,) = json.loads((tmp_path / "gain.json").read_text())
+    assert kept["paying"] == list(decided.paying) == [0]
+
+
+def test_gain_is_measured_at_each_start_if_the_folder_cannot_be_written(engine, gains, tmp_path):
+    folder = tmp_path / "file"
+    folder.write_text("in the place of a folder")
+    for _ in range(2):
+        gains += [0.2, 0.0, 0.2]
+        assert decide(engine, folder).paying == (0,)
+        assert gains == []
+
+
+def test_engine_computes_groups_that_do_not_pay_in_full(engine, gains, tiny_corpus):
+    recorded = engine.tokenize([sentence.text for sentence in tiny_corpus[::10]])
+    gains += [0.0, 0.2, 0.2]
+    require_gain(engine, 0.05)
+    result = prefill(engine, recorded)
+    for ids, outcome in zip(recorded, result.outcomes, strict=True):
+        assert outcome is (Outcome.SKIPPED_BY_COST if len(ids) <= 7 else Outcome.HIT)
+    told = engine.info().gain
+    assert [group.reuses for group in told.groups] == [False, True]
+    assert told.min_gain == 0.05
+    gains.clear()
+    require_gain(engine, 0)
+    assert set(prefill(engine, recorded).outcomes) == {Outcome.HIT}
+
+
+def test_nothing_is_measured_if_only_recorded_texts_can_hit(tiny_checkpoint, database):
+    policy = uniform_policy(Budget(Measure.COSINE, 0.9), 1.0)
+    strict = replace(database, search=replace(database.search, policy=policy))
+    engine = PrefillEngine.load(tiny_checkpoint, database=strict, dtype="float32")
+    require_gain(engine, 0.05)
+    assert engine.map_reuse.gain is None
+    ids = engine.tokenize(["card help money"])
+    assert prefill(engine, ids).outcomes == (Outcome.SKIPPED_BY_COST,)
+
+
+def test_gain_of_real_passes_is_measured_and_reported(engine):
+    require_gain(engine, 0.05)
+    assert isinstance(engine.map_reuse.gain, MeasuredGain)
+    assert set(engine.map_reuse.gain.groups) == {0, 1}
+    figures = [
+        gain for each in engine.map_reuse.gain.groups.values() for gain in (each.one_text, each.full_batch)
+    ]
+    assert np.isfinite(figures).all()
+    assert AttentionDatabase.open(engine.database.folder).verify() == []
+
+
+def test_rehearsal_searches_and_hits_at_the_calibrated_hit_rates(engine, monkeypatch):
+    search = engine.database.search
+    rehearsal = Rehearsal.of(search, {0: 1.0, 1: 0.5})
+    batch = pack([[0] * 6] * 40 + [[0] * 9] * 400)
+    plan = planned(rehearsal, batch, engine.model.embed(batch), np.ones(440, dtype=bool))
+    assert plan.hits[:40].all()
+    assert 0.4 < plan.hits[40:].mean() < 0.6
+    seen = []
+    nearest = type(search).nearest
+    monkeypatch.setattr(
+        type(search), "nearest", lambda self, *given: seen.append(len(given)) or nearest(self, *given)
+    )
+    gain_of(engine.model, rehearsal, {6: 3, 9: 2}, rounds=1)
+    # Three batches of one text and three full batches. Each runs twice, once as warm-up.
+    assert len(seen) == 12
+
+
+def test_traffic_has_the_lengths_and_hit_rates_of_the_calibration(database):
+    # The database was built with an operator's threshold, so all texts are assumed to hit.
+    traffic = database.traffic(database.search.policy)
+    assert sum(traffic.lengths.values()) == database.manifest.quality["measured"]
+    assert traffic.hit_rates == {0: 1.0, 1: 1.0}
+
+
+def test_token_share_of_groups():
+    policy = ReusePolicy(
+        Budget(Measure.COSINE, 0.9),
+        tuple(
+            replace(uniform_policy(Budget(Measure.COSINE, 0.9), 0.5).groups[0], longest=tokens)
+            for tokens in (7, 20)
+        ),
+    )
+    assert TRAFFIC.token_share(policy, [0]) == pytest.approx(12 / 21)
+    assert TRAFFIC.of_group(policy, 1) == {9: 10}
+
+
+def test_fitted_savings_reproduce_the_measured_model():
+    def true(length: float, heads: int) -> float:
+        return heads * (0.02 * length + 0.001 * length**2) - 3.0
+
+    per_hit = fit_savings(
+        [(length, heads, true(length, heads)) for length in (8, 16, 30) for heads in (4, 12)]
+    )
+    lengths = np.array([5, 20, 64])
+    np.testing.assert_allclose(per_hit(lengths, 7), [true(length, 7) for length in lengths], rtol=1e-6)

@@ -1,0 +1,566 @@
+"""Curves, bounds and the choice of mask and policy, against scikit-learn, SciPy and brute force."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from sklearn.isotonic import IsotonicRegression
+
+from attncache_core.calibration.policy_selection import (
+    Terms,
+    calibrated,
+    choose_policy,
+    length_groups,
+    policy_for,
+)
+from attncache_core.calibration.probes import Measured, Probes
+from attncache_core.calibration.report import report
+from attncache_core.calibration.savings import Savings
+from attncache_core.calibration.thresholds import (
+    CONFIDENCE,
+    MIN_PROBES,
+    choose_group,
+    fit_curve,
+    mean_keeps,
+    upper_bounds,
+)
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
+from attncache_core.reuse.maps.policy import ReusePolicy, uniform_policy
+from attncache_core.reuse.mask import mildest_mask, natural_rank
+from attncache_core.reuse.storage.layout import RecordKind
+
+STORED, PROTOTYPE = RecordKind.STORED, RecordKind.PROTOTYPE
+COSINE, AGREEMENT = Measure.COSINE, Measure.AGREEMENT
+
+# Similarities are multiples of 1/64 and damages multiples of 1/8, so many are equal.
+grid = st.integers(-20, 63).map(lambda number: number / 64)
+eighths = st.integers(0, 8).map(lambda number: number / 8)
+points = st.lists(st.tuples(grid, eighths), min_size=1, max_size=60)
+measures = st.sampled_from(Measure)
+
+
+def columns(rows) -> list[np.ndarray]:
+    return [np.array(column) for column in zip(*rows, strict=True)]
+
+
+@given(points)
+def test_curve_falls_from_corner_to_corner_through_scikit_learns_levels(rows):
+    similarities, damages = columns(rows)
+    xs, ys = fit_curve(similarities, damages)
+    assert 1 <= len(xs) == len(ys) <= 16
+    assert (np.diff(xs) > 0).all()
+    assert (np.diff(ys) < 0).all()
+    oracle = IsotonicRegression(increasing=False, out_of_bounds="clip").fit(similarities, damages)
+    np.testing.assert_allclose(oracle.predict(np.array(xs)), ys, atol=1e-9)
+    levels = oracle.predict(similarities)
+    assert (ys[0], ys[-1]) == pytest.approx((levels.max(), levels.min()))
+
+
+@given(points, st.integers(0, 9))
+def test_curve_does_not_depend_on_the_order_of_the_probes(rows, seed):
+    shuffled = [rows[index] for index in np.random.default_rng(seed).permutation(len(rows))]
+    for left, right in zip(fit_curve(*columns(rows)), fit_curve(*columns(shuffled)), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-9)
+
+
+def test_level_stands_at_the_middle_of_its_probes():
+    similarities = np.array([0.1, 0.2, 0.5, 0.6, 0.9])
+    xs, ys = fit_curve(similarities, np.array([0.3, 0.5, 0.1, 0.1, 0.2]))
+    assert xs == pytest.approx((0.15, 0.7))
+    assert ys == pytest.approx((0.4, 0.4 / 3))
+
+
+def test_curve_of_many_levels_keeps_sixteen_and_both_ends():
+    similarities = np.linspace(0, 0.9, 100)
+    xs, ys = fit_curve(similarities, 1 - similarities)
+    assert len(xs) == 16
+    assert (xs[0], xs[-1]) == (similarities[0], similarities[-1])
+    np.testing.assert_allclose(ys, 1 - np.array(xs))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=80))
+def test_bound_of_a_mean_cosine_is_students_t(losses):
+    bounds = upper_bounds(np.array(losses), COSINE)
+    for count, bound in enumerate(bounds, 1):
+        if count < MIN_PROBES:
+            assert bound == math.inf
+            continue
+        first = np.array(losses[:count])
+        half = stats.t.ppf(CONFIDENCE, count - 1) * first.std(ddof=1) / count**0.5
+        assert bound == pytest.approx(first.mean() + half, abs=1e-6)
+
+
+def test_bound_of_a_mean_cosine_equals_scipys_one_sided_t_test():
+    losses = np.random.default_rng(0).gamma(1, 0.01, 200)
+    interval = stats.ttest_1samp(losses, 0, alternative="less").confidence_interval(0.95)
+    assert upper_bounds(losses, COSINE)[-1] == pytest.approx(interval.high, rel=1e-9)
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=80))
+def test_bound_of_a_share_is_clopper_pearson(losses):
+    bounds = upper_bounds(np.array(losses), AGREEMENT)
+    for count, bound in enumerate(bounds, 1):
+        if count < MIN_PROBES:
+            assert bound == math.inf
+            continue
+        test = stats.binomtest(int(sum(losses[:count])), count, alternative="less")
+        assert bound == pytest.approx(test.proportion_ci(0.95, method="exact").high, abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [20, 50, 200])
+@pytest.mark.parametrize("measure", Measure)
+def test_bound_holds_for_nineteen_samples_of_twenty(measure, count):
+    random = np.random.default_rng(3)
+    held = [
+        upper_bounds(losses, measure)[-1] >= 0.1
+        for losses in (random.random((1000, count)) < 0.1).astype(float)
+    ]
+    # Student's t is only approximate for these losses of 0 and 1.
+    assert np.mean(held) >= (0.95 if measure is AGREEMENT else 0.85)
+
+
+@st.composite
+def probe_sets(draw, most=60):
+    """Draw probes of one length, the effect of reuse on them, and a budget: (probes, measured, budget)."""
+    row = st.tuples(
+        *(st.one_of(grid, st.just(-math.inf)), st.one_of(grid, st.just(-math.inf)), eighths, eighths)
+    )
+    rows = columns(draw(st.lists(row, min_size=draw(st.sampled_from([1, 20, 40])), max_size=most)))
+    measure = draw(measures)
+    budget = Budget(measure, draw(st.sampled_from([0.0, 0.3, 0.5, 0.7, 0.9, 1.0])))
+    return (*probes_of([9] * len(rows[0]), *rows, measure), budget)
+
+
+def probes_of(lengths, stored, prototype, stored_damage, prototype_damage, measure, mean_damage=None):
+    """Return probes and the measured effect of reuse, from similarities and damages of each kind.
+
+    mean_damage: damage of the mean record; None: no probe has a mean record.
+    """
+    nothing = np.full(len(lengths), -np.inf)
+    mean = nothing if mean_damage is None else np.full(len(lengths), -1.0)
+    damages = {STORED: stored_damage, PROTOTYPE: prototype_damage, RecordKind.MEAN: mean_damage}
+    columns = {STORED: stored, PROTOTYPE: prototype, RecordKind.MEAN: mean}
+    similarities = {kind: np.float32(values) for kind, values in columns.items()}
+    records = {kind: np.where(np.isfinite(values), 3, -1) for kind, values in similarities.items()}
+    measured = {}
+    for kind in RecordKind:
+        damage = np.where(records[kind] >= 0, nothing if damages[kind] is None else damages[kind], np.nan)
+        # A decision changes if the damage is above a quarter.
+        fidelity = 1 - damage if measure is COSINE else np.where(damage > 0.25, 0.0, 1.0)
+        measured[kind] = Measured(damage, np.where(records[kind] >= 0, fidelity, np.nan))
+    return Probes([[2] * length for length in lengths], records, similarities), measured
+
+
+def all_rows(probes: Probes) -> np.ndarray:
+    return np.arange(len(probes.sequences))
+
+
+def served_by(probes, measured, group: LengthGroup):
+    """Return the served probes, bool [probes], and the losses of the served probes, one probe at a time."""
+    served, losses = [], []
+    for index in all_rows(probes):
+        expected = {
+            kind: float(policy.expected_damage(probes.similarities[kind][index : index + 1])[0])
+            for kind, policy in group.kinds.items()
+            if probes.similarities[kind][index] >= policy.threshold
+        }
+        served.append(bool(expected))
+        if expected:
+            losses.append(1 - measured[min(expected, key=expected.__getitem__)].fidelity[index])
+    return np.array(served), np.array(losses)
+
+
+@settings(max_examples=300)
+@given(probe_sets())
+def test_chosen_thresholds_never_break_the_bound_on_their_own_probes(table):
+    probes, measured, budget = table
+    group = choose_group(probes, all_rows(probes), measured, budget)
+    _, losses = served_by(probes, measured, group)
+    if len(losses):
+        assert upper_bounds(losses, budget.measure)[-1] <= 1 - budget.least + 1e-9
+
+
+@settings(max_examples=300)
+@given(probe_sets())
+def test_chosen_thresholds_are_the_loosest_of_all_limits_of_expected_damage(table):
+    probes, measured, budget = table
+    group = choose_group(probes, all_rows(probes), measured, budget)
+    expected, loss = [], []
+    for index in all_rows(probes):
+        of_kinds = {
+            kind: float(group.kinds[kind].expected_damage(probes.similarities[kind][index : index + 1])[0])
+            for kind in RecordKind
+            if group.kinds[kind].similarities and probes.similarities[kind][index] > -math.inf
+        }
+        best = min(of_kinds, key=of_kinds.__getitem__, default=None)
+        expected.append(of_kinds[best] if of_kinds else math.inf)
+        loss.append(1 - measured[best].fidelity[index] if of_kinds else math.nan)
+    expected, loss = np.array(expected), np.array(loss)
+    best = np.zeros(len(expected), dtype=bool)
+    for limit in np.unique(
+        expected[np.isfinite(expected)]
+    ):  # rising, so each limit admits more than the limit before
+        inside = expected <= limit + 1e-12
+        if upper_bounds(loss[inside], budget.measure)[-1] <= 1 - budget.least:
+            best = inside
+    assert served_by(probes, measured, group)[0].tolist() == best.tolist()
+
+
+@given(probe_sets())
+def test_curves_are_those_of_the_probes_that_have_a_record_of_the_kind(table):
+    probes, measured, budget = table
+    group = choose_group(probes, all_rows(probes), measured, budget)
+    assert group.longest == 9
+    assert group.tightened == 0
+    for kind, policy in group.kinds.items():
+        known = probes.records[kind] >= 0
+        curve = ((), ())
+        if known.sum() >= MIN_PROBES:
+            curve = fit_curve(probes.similarities[kind][known], measured[kind].damage[known])
+        assert (policy.similarities, policy.damages) == curve
+        assert curve[0] or policy.threshold == 1
+
+
+@pytest.mark.parametrize("least", [0.5, 0.99])
+def test_group_of_too_few_probes_serves_only_recorded_sequences(least):
+    count = MIN_PROBES - 1
+    probes, measured = probes_of([9] * count, *([np.full(count, 0.5)] * 2), *([np.zeros(count)] * 2), COSINE)
+    group = choose_group(probes, all_rows(probes), measured, Budget(COSINE, least))
+    assert group.kinds == {kind: KindPolicy(1.0) for kind in RecordKind}
+
+
+def test_threshold_extends_below_the_probes_if_all_probes_keep_the_budget():
+    similarities = np.linspace(0.5, 0.8, 40)
+    nothing = np.full(40, -np.inf)
+    probes, measured = probes_of(
+        [9] * 40, similarities, nothing, np.linspace(0.02, 0.01, 40), nothing, COSINE
+    )
+    group = choose_group(probes, all_rows(probes), measured, Budget(COSINE, 0.9))
+    # θ extends the range of the similarities downwards by its own width.
+    assert group.kinds[STORED].threshold == pytest.approx(0.2)
+    assert group.kinds[PROTOTYPE].threshold == 1
+
+
+def test_mild_prototype_hits_at_a_similarity_at_which_a_sentence_misses():
+    similarities = np.linspace(0.5, 0.9, 40)
+    probes, measured = probes_of(
+        [9] * 40, similarities, similarities - 0.4, np.full(40, 0.5), np.full(40, 0.01), COSINE
+    )
+    group = choose_group(probes, all_rows(probes), measured, Budget(COSINE, 0.98))
+    assert group.kinds[STORED].threshold == 1
+    assert group.kinds[PROTOTYPE].threshold < 0.1
+
+
+@settings(max_examples=300)
+@given(probe_sets())
+def test_no_kind_hits_beyond_the_expected_damage_of_the_served_probes(table):
+    probes, measured, budget = table
+    group = choose_group(probes, all_rows(probes), measured, budget)
+    served, _ = served_by(probes, measured, group)
+    worst = 0.0
+    for index in np.flatnonzero(served):
+        worst = max(
+            worst,
+            min(
+                float(policy.expected_damage(probes.similarities[kind][index : index + 1])[0])
+                for kind, policy in group.kinds.items()
+                if probes.similarities[kind][index] >= policy.threshold
+            ),
+        )
+    refused = [
+        float(policy.expected_damage(probes.similarities[kind][index : index + 1])[0])
+        for kind, policy in group.kinds.items()
+        if policy.similarities
+        for index in np.flatnonzero(~served & np.isfinite(probes.similarities[kind]))
+    ]
+    for policy in group.kinds.values():
+        if policy.threshold < 1:
+            # θ lies at most half way to the mildest refused probe.
+            at_threshold = float(policy.expected_damage(np.array([policy.threshold]))[0])
+            assert at_threshold <= (worst + min(refused, default=worst)) / 2 + 1e-6
+
+
+@pytest.mark.parametrize(("mean_damage", "least", "keeps"), [(0.05, 0.94, True), (0.05, 0.96, False)])
+def test_mean_may_serve_a_group_if_its_bound_is_inside_the_budget(mean_damage, least, keeps):
+    nothing = np.full(40, -np.inf)
+    damages = np.full(40, mean_damage)
+    probes, measured = probes_of([9] * 40, nothing, nothing, nothing, nothing, COSINE, damages)
+    mean = measured[RecordKind.MEAN]
+    assert mean_keeps(all_rows(probes), probes, mean, Budget(COSINE, least)) is keeps
+    assert not mean_keeps(all_rows(probes)[: MIN_PROBES - 1], probes, mean, Budget(COSINE, least))
+
+
+def test_group_with_a_length_without_a_mean_is_not_served_unsearched():
+    nothing = np.full(40, -np.inf)
+    probes, measured = probes_of([9] * 40, nothing, nothing, nothing, nothing, COSINE, np.zeros(40))
+    probes.records[RecordKind.MEAN][7] = -1
+    measured[RecordKind.MEAN].fidelity[7] = 1.0
+    assert not mean_keeps(all_rows(probes), probes, measured[RecordKind.MEAN], Budget(COSINE, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("mean_damage", "search", "searched", "kinds"),
+    [
+        (0.01, 0.0, False, {RecordKind.MEAN}),  # the mean keeps the budget and serves all
+        (
+            0.01,
+            -60.0,
+            True,
+            {STORED, RecordKind.MEAN},
+        ),  # only a search with a negative cost saves more than the mean
+        (0.3, 1.0, True, {STORED}),  # the mean breaks the budget, a search pays
+        (
+            0.3,
+            1e6,
+            True,
+            {STORED},
+        ),  # the search costs more than it saves, which the server measures at its start
+    ],
+)
+def test_length_group_uses_search_or_mean_whichever_saves_more_time(mean_damage, search, searched, kinds):
+    # Half of the sentences are good donors, which a search finds.
+    similarities = np.linspace(0.5, 0.9, 40)
+    damages = np.where(similarities > 0.7, 0.001, 0.4)
+    nothing = np.full(40, -np.inf)
+    mean = np.full(40, mean_damage)
+    probes, measured = probes_of([9] * 40, similarities, nothing, damages, nothing, COSINE, mean)
+    mask, budget = mildest_mask(natural_rank(3, 4), 6), Budget(COSINE, 0.98)
+    terms = replace(terms_of(probes, budget), search_costs=np.full(40, search))
+    policy = policy_for(terms, measured, mask)
+    (group,) = policy.groups
+    assert group.searched is searched
+    applied = applied_to(probes, measured, mask, policy, search)
+    assert set(applied.kinds[applied.served].tolist()) == kinds
+    saved = 2.0 * 9 * 6 * applied.served.mean() - searched * search
+    assert applied.saved == pytest.approx(saved)
+    told = report(applied, [applied], probes)
+    assert told["groups"][0]["searched"] is searched
+    assert told["prototype_hit_rate"] == np.mean(applied.served & (applied.kinds != STORED))
+    if kinds == {RecordKind.MEAN}:
+        assert applied.served.all()
+        np.testing.assert_array_equal(applied.damage, mean)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=900), measures)
+def test_length_groups_hold_every_probe_once_and_do_not_split_a_length(lengths, measure):
+    lengths = np.sort(lengths)
+    groups = length_groups(lengths, measure)
+    assert np.concatenate(groups).tolist() == list(range(len(lengths)))
+    held = [set(lengths[group]) for group in groups]
+    assert sum(map(len, held)) == len(set(lengths))
+    assert all(max(left) < min(right) for left, right in pairwise(held))
+    wanted = {COSINE: 100, AGREEMENT: 600}[measure]
+    assert 1 <= len(groups) <= max(1, min(6, len(lengths) // wanted))
+
+
+@pytest.mark.parametrize(
+    ("measure", "count", "groups"),
+    [(COSINE, 199, 1), (COSINE, 200, 2), (COSINE, 5000, 6), (AGREEMENT, 1199, 1), (AGREEMENT, 1200, 2)],
+)
+def test_length_groups_are_equally_large_where_no_length_is_common(measure, count, groups):
+    sizes = [len(group) for group in length_groups(np.arange(1, count + 1), measure)]
+    assert len(sizes) == groups
+    assert max(sizes) - min(sizes) <= 1
+
+
+# A hit saves two microseconds per token and head. A search costs seven microseconds.
+SAVINGS = Savings(per_hit=lambda lengths, heads: 2.0 * lengths * heads, search=lambda _: 7.0)
+
+
+def applied_to(probes, measured, mask, policy, search=7.0):
+    """Return the results of a policy on probes if each search costs `search` microseconds."""
+    terms = replace(terms_of(probes, policy.budget), search_costs=np.full(len(probes.sequences), search))
+    return calibrated(terms, measured, mask, policy)
+
+
+def terms_of(probes, budget):
+    return Terms.of(probes, budget, SAVINGS)
+
+
+def some_probes(measure=COSINE, seed=0, count=240):
+    """Return probes of three length groups and the effect of masks of 2, 6 and 12 heads.
+
+    Larger masks do more damage.
+    """
+    random = np.random.default_rng(seed)
+    lengths = np.sort(random.integers(3, 30, count))
+    stored, prototype = random.uniform(0, 0.99, (2, count))
+    prototype[random.random(count) < 0.2] = -np.inf
+    noise = random.gamma(2, 0.005, (2, count))
+    tables = [
+        probes_of(
+            lengths,
+            stored,
+            prototype,
+            noise[0] * heads / 6 + 0.05 * (1 - stored),
+            noise[1] * heads / 6 + 0.02,
+            measure,
+        )
+        for heads in (2, 6, 12)
+    ]
+    masks = [mildest_mask(natural_rank(3, 4), heads) for heads in (2, 6, 12)]
+    return tables[0][0], masks, [measured for _, measured in tables]
+
+
+def by_hand(probes, measured, policy: ReusePolicy):
+    """Return (served, kind, fidelity, damage) of all probes, each array from one decision at a time."""
+    rows = []
+    for index, length in enumerate(probes.lengths):
+        group = policy.group_of(int(length))
+        reached = (
+            []
+            if not group.searched
+            else [
+                kind for kind in RecordKind if probes.similarities[kind][index] >= group.kinds[kind].threshold
+            ]
+        )
+        kind = min(
+            reached,
+            key=lambda kind: group.kinds[kind].expected_damage(probes.similarities[kind][index : index + 1])[
+                0
+            ],
+            default=None,
+        )
+        hit = kind is not None
+        rows.append(
+            (
+                hit,
+                kind if hit else -1,
+                measured[kind].fidelity[index] if hit else np.nan,
+                measured[kind].damage[index] if hit else np.nan,
+            )
+        )
+    return columns(rows)
+
+
+@pytest.mark.parametrize("least", [0.96, 0.965, 0.97])
+def test_policy_is_applied_to_probes_as_when_serving(least):
+    probes, masks, measured = some_probes()
+    chosen, _ = choose_policy(terms_of(probes, Budget(COSINE, least)), masks, measured)
+    applied = applied_to(probes, measured[masks.index(chosen.mask)], chosen.mask, chosen.policy)
+    served, kinds, fidelity, damage = by_hand(probes, measured[masks.index(chosen.mask)], chosen.policy)
+    assert 0 < served.sum() < len(served)
+    assert applied.served.tolist() == served.tolist()
+    assert applied.kinds[served].tolist() == kinds[served].tolist()
+    np.testing.assert_array_equal(applied.fidelity, fidelity)
+    np.testing.assert_array_equal(applied.damage, damage)
+    saved = sum(2.0 * length * chosen.mask.total for length in probes.lengths[served]) / len(served) - 7.0
+    assert applied.saved == pytest.approx(saved)
+
+
+@pytest.mark.parametrize("least", [0.5, 0.9, 0.95, 0.97, 1.0])
+@pytest.mark.parametrize("measure", Measure)
+def test_chosen_mask_is_the_one_whose_hits_save_the_most(measure, least):
+    probes, masks, measured = some_probes(measure)
+    budget = Budget(measure, least)
+    chosen, options = choose_policy(terms_of(probes, budget), masks, measured)
+    assert [option.mask for option in options] == masks
+    saved = []
+    for mask, rows, option in zip(masks, measured, options, strict=True):
+        groups, by_group = [], []
+        for indices in length_groups(probes.lengths, measure):
+            group = choose_group(probes, indices, rows, budget)
+            served = by_hand(probes, rows, ReusePolicy(budget, (group,)))[0][indices]
+            by_search = 2.0 * probes.lengths[indices][served].sum() * mask.total - 7.0 * len(indices)
+            by_group.append(max(by_search, 0.0))
+            # A group whose search does not pay is not searched.
+            groups.append(group if by_search > 0 else group.recorded_only())
+        assert option.policy == ReusePolicy(budget, tuple(groups))
+        saved.append((sum(by_group) / len(probes.lengths), mask.total))
+    assert (pytest.approx(max(saved)[0]), max(saved)[1]) == (chosen.saved, chosen.mask.total)
+
+
+def test_each_length_group_keeps_the_budget_by_itself():
+    probes, masks, measured = some_probes(count=600)
+    chosen, _ = choose_policy(terms_of(probes, Budget(COSINE, 0.95)), masks, measured)
+    assert len(chosen.policy.groups) == 6
+    group_indices = chosen.policy.group_indices(probes.lengths)
+    for group in range(6):
+        fidelity = chosen.fidelity[chosen.served & (group_indices == group)]
+        assert upper_bounds(1 - fidelity, COSINE)[-1] <= 0.05 + 1e-9
+
+
+@pytest.mark.parametrize(("least", "heads"), [(0.5, 12), (0.97, 6), (0.999, 2)])
+def test_with_a_given_threshold_the_largest_mask_inside_the_budget_is_taken_or_the_mildest(least, heads):
+    probes, masks, measured = some_probes()
+    budget = Budget(COSINE, least)
+    chosen, options = choose_policy(terms_of(probes, budget), masks, measured, threshold=0.4)
+    means = [np.nanmean(option.fidelity) for option in options]
+    assert means == sorted(means, reverse=True)
+    inside = [mask.total for mask, mean in zip(masks, means, strict=True) if mean >= least]
+    assert chosen.mask.total == max(inside, default=2) == heads
+    for group in chosen.policy.groups:
+        assert {policy.threshold for policy in group.kinds.values()} == {0.4}
+
+
+def test_with_a_given_threshold_that_no_probe_reaches_the_largest_mask_is_chosen():
+    probes, masks, measured = some_probes()
+    chosen, _ = choose_policy(terms_of(probes, Budget(COSINE, 0.9)), masks, measured, threshold=1.0)
+    assert chosen.mask.total == 12
+    assert not chosen.served.any()
+
+
+def test_hits_that_change_every_decision_are_outside_the_budget():
+    count = 30
+    similarities = np.full(count, 0.5)
+    masks = [mildest_mask(natural_rank(3, 4), heads) for heads in (2, 12)]
+    tables = [
+        probes_of([9] * count, similarities, similarities, *([np.full(count, damage)] * 2), AGREEMENT)
+        for damage in (0.1, 1.0)
+    ]
+    chosen, options = choose_policy(
+        terms_of(tables[0][0], Budget(AGREEMENT, 0.9)), masks, [measured for _, measured in tables], 0.4
+    )
+    assert [np.mean(option.fidelity) for option in options] == [1.0, 0.0]
+    assert chosen.mask.total == 2
+
+
+@pytest.mark.parametrize("measure", Measure)
+def test_report_has_the_results_of_the_chosen_policy_in_total_and_per_group(measure):
+    probes, masks, measured = some_probes(measure, count=1300)
+    chosen, options = choose_policy(terms_of(probes, Budget(measure, 0.95)), masks, measured)
+    served, kinds, fidelity, damage = by_hand(probes, measured[masks.index(chosen.mask)], chosen.policy)
+    told = report(chosen, options, probes)
+    assert (told["measured"], told["confidence"], told["heads"]) == (1300, 0.95, chosen.mask.total)
+    assert told["saved_microseconds"] == chosen.saved
+    group_indices = np.array([chosen.policy.group_index(length) for length in probes.lengths])
+    everyone = np.ones(1300, dtype=bool)
+    of_groups = [group_indices == index for index in range(len(chosen.policy.groups))]
+    assert len(of_groups) == (6 if measure is COSINE else 2)
+    assert [group["lengths"] for group in told["groups"]] == chosen.policy.names()
+    for figures, rows in zip([told, *told["groups"]], [everyone, *of_groups], strict=True):
+        hits = served & rows
+        assert MIN_PROBES <= hits.sum() <= rows.sum()
+        assert figures["probes"] == rows.sum()
+        assert figures["hit_rate"] == pytest.approx(hits.sum() / rows.sum())
+        assert figures["prototype_hit_rate"] == pytest.approx((hits & (kinds == 1)).sum() / rows.sum())
+        assert figures["mean"] == pytest.approx(fidelity[hits].mean())
+        assert figures["mean_cosine"] == pytest.approx(1 - damage[hits].mean())
+        assert figures["cosine_5th_percentile"] == pytest.approx(np.percentile(1 - damage[hits], 5))
+        bound = 1 - upper_bounds(1 - fidelity[hits], measure)[-1]
+        assert figures["lower_bound"] == pytest.approx(bound)
+        assert 0.95 - 1e-9 <= figures["lower_bound"] <= figures["mean"]
+    for row, mask, option in zip(told["candidates"], masks, options, strict=True):
+        assert row["heads"] == mask.total
+        assert row["hit_rate"] == option.served.mean()
+        assert row["mean_cosine"] == pytest.approx(1 - np.nanmean(option.damage))
+        assert row["saved_microseconds"] == option.saved
+
+
+def test_report_of_a_policy_without_hits_has_no_quality_figures():
+    probes, masks, measured = some_probes()
+    nothing = applied_to(probes, measured[0], masks[0], uniform_policy(Budget(COSINE, 0.9), 1.0))
+    told = report(nothing, [nothing], probes)
+    assert told["hit_rate"] == told["prototype_hit_rate"] == 0
+    assert told["saved_microseconds"] == -7.0
+    for name in ("mean", "mean_cosine", "cosine_5th_percentile", "lower_bound"):
+        assert told[name] is None
+    assert told["candidates"][0]["mean_cosine"] is None

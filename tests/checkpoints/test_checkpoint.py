@@ -1,0 +1,277 @@
+"""Reading a model folder: its description, what is refused, and the fingerprint of what decides its maps."""
+
+import json
+import pickle
+import shutil
+from dataclasses import replace
+
+import pytest
+from core_models import VOCABULARY, write_json, write_model, write_sentence_transformer, write_tokenizer
+from core_reference import FLOAT32
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
+
+from attncache_core.checkpoints.checkpoint import Checkpoint, Pooling, Quantization
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import UnsupportedModel
+
+
+@pytest.fixture
+def copied(tiny_checkpoint, tmp_path):
+    """A copy of the tiny model's folder, for a test to change."""
+    return shutil.copytree(tiny_checkpoint.folder, tmp_path / "copy")
+
+
+def changed(path, **entries):
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | entries)
+
+
+def test_sentence_transformers_folder_is_described_completely(tmp_path):
+    folder = write_sentence_transformer(
+        tmp_path / "a-model",
+        pooling={"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "include_prompt": False},
+        settings={"max_seq_length": 40, "do_lower_case": True},
+        prompts={"prompts": {"ask": "query: ", "none": ""}, "default_prompt_name": "ask"},
+    )
+    checkpoint = read_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert checkpoint == Checkpoint(
+        name="a-model",
+        folder=folder,
+        source="folder",
+        config=config,
+        task="embed",
+        pooling=Pooling(("cls",), include_prompt=False),
+        normalize=True,
+        max_tokens=40,
+        lowercase=True,
+        template=Template(prefix="query: "),
+        prompts={"ask": "query: ", "none": ""},
+    )
+
+
+def test_plain_encoder_has_mean_pooling_and_is_normalised(tmp_path):
+    checkpoint = read_checkpoint(write_model(tmp_path))
+    assert (checkpoint.task, checkpoint.pooling, checkpoint.normalize) == ("embed", Pooling(("mean",)), True)
+    assert (checkpoint.max_tokens, checkpoint.template, checkpoint.prompts) == (None, Template(), {})
+
+
+def test_sequence_classification_model_is_a_classifier(tiny_classifier_checkpoint):
+    assert tiny_classifier_checkpoint.task == "classify"
+
+
+def test_sentence_transformer_without_a_normalize_module_is_not_normalised(tmp_path):
+    assert read_checkpoint(write_sentence_transformer(tmp_path, normalize=False)).normalize is False
+
+
+@pytest.mark.parametrize(
+    ("config", "modes"),
+    [
+        ({"pooling_mode": "lasttoken"}, ("lasttoken",)),
+        ({"pooling_mode": ["max", "cls"]}, ("max", "cls")),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, ("cls", "mean")),
+        ({"pooling_mode_cls_token": False}, ("mean",)),
+    ],
+)
+def test_pooling_is_read_from_new_names_and_from_old_flags(copied, config, modes):
+    write_json(copied / "1_Pooling/config.json", config)
+    assert read_checkpoint(copied).pooling == Pooling(modes)
+
+
+def test_transformer_in_a_subfolder_is_found_there(tiny_checkpoint, copied):
+    inner = copied / "0_Transformer"
+    inner.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (copied / name).rename(inner / name)
+    modules = json.loads((copied / "modules.json").read_text(encoding="utf-8"))
+    modules[0]["path"] = "0_Transformer"
+    write_json(copied / "modules.json", modules)
+    checkpoint = read_checkpoint(copied)
+    assert checkpoint.folder == inner
+    assert checkpoint.name == "copy"
+    assert checkpoint.fingerprint() == tiny_checkpoint.fingerprint()
+
+
+def test_folder_that_sentence_transformers_saved_again_is_read_alike(tiny_checkpoint, tmp_path):
+    SentenceTransformer(str(tiny_checkpoint.folder), device="cpu").save(str(tmp_path))
+    again = read_checkpoint(tmp_path)
+    assert (again.task, again.pooling, again.normalize) == ("embed", Pooling(("mean",)), True)
+    ours, theirs = (
+        PrefillEngine.load(checkpoint, dtype="float32").embed(["my card is lost"])
+        for checkpoint in (again, tiny_checkpoint)
+    )
+    assert abs(ours - theirs).max() == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", None, "has no config.json"),
+        ("config.json", "{", "config.json cannot be read as JSON"),
+        ("config.json", b"\xff\xfe", "config.json cannot be read as JSON"),
+        ("model.safetensors", None, "no model.safetensors; other weight formats are not read"),
+        ("1_Pooling/config.json", None, "1_Pooling has no config.json"),
+        ("1_Pooling/config.json", '{"pooling_mode": "median"}', "pooling median of .* is not supported"),
+        (
+            "modules.json",
+            '[{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "d"}]',
+            "Dense",
+        ),
+    ],
+)
+def test_folder_that_cannot_be_served_is_refused_in_one_line(copied, file, content, message):
+    if content is None:
+        (copied / file).unlink()
+    else:
+        (copied / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UnsupportedModel, match=message) as caught:
+        read_checkpoint(copied)
+    assert "\n" not in str(caught.value)
+    assert caught.value.field == "model"
+
+
+class Trap:
+    """An object that writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_pickled_weights_are_never_opened(copied, tmp_path, tiny_checkpoint):
+    sprung = tmp_path / "sprung"
+    (copied / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
+    engine = PrefillEngine.load(read_checkpoint(copied), dtype="float32")
+    plain = PrefillEngine.load(tiny_checkpoint, dtype="float32")
+    assert abs(engine.embed(["lost card"]) - plain.embed(["lost card"])).max() == 0
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match="other weight formats are not read"):
+        read_checkpoint(copied)
+    assert not sprung.exists()
+
+
+def test_weights_in_several_files_are_one_model_and_all_of_them_count(copied, tiny_checkpoint):
+    (copied / "model.safetensors").unlink()
+    AutoModel.from_pretrained(tiny_checkpoint.folder).save_pretrained(copied, max_shard_size="40KB")
+    shards = sorted(copied.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    checkpoint = read_checkpoint(copied)
+    ours, theirs = (
+        PrefillEngine.load(each, dtype="float32").embed(["my card"]) for each in (checkpoint, tiny_checkpoint)
+    )
+    assert abs(ours - theirs).max() < FLOAT32
+    before = checkpoint.fingerprint()
+    for shard in shards:
+        flip_last_byte(shard)
+        assert checkpoint.fingerprint() != before
+        flip_last_byte(shard)
+    assert checkpoint.fingerprint() == before
+
+
+def flip_last_byte(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_fingerprint_is_the_same_for_the_same_model_elsewhere(copied, tiny_checkpoint):
+    assert read_checkpoint(copied).fingerprint() == tiny_checkpoint.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: flip_last_byte(folder / "model.safetensors"),
+        lambda folder: write_tokenizer(folder, lowercase=False),
+        lambda folder: changed(folder / "config.json", layer_norm_eps=1e-5),
+        lambda folder: changed(folder / "config.json", hidden_act="relu"),
+        lambda folder: (folder / "model.safetensors").rename(folder / "other.safetensors"),
+    ],
+    ids=["a-weight", "the-tokenizer", "the-norm", "the-activation", "the-name-of-the-weights"],
+)
+def test_fingerprint_changes_with_what_decides_the_maps(copied, change):
+    checkpoint = read_checkpoint(copied)
+    before = checkpoint.fingerprint()
+    change(copied)
+    assert Checkpoint.fingerprint(reread(checkpoint)) != before
+
+
+def test_fingerprint_differs_between_quantisations_and_the_plain_model(tiny_checkpoint):
+    checkpoints = [replace(tiny_checkpoint, quantization=kind) for kind in (None, *Quantization)]
+    assert len({checkpoint.fingerprint() for checkpoint in checkpoints}) == 4
+    assert len({checkpoint.embedding_fingerprint() for checkpoint in checkpoints}) == 4
+
+
+def reread(checkpoint):
+    """Return the checkpoint with its config.json read again, even if its weights are missing."""
+    config = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
+    return Checkpoint(**{**vars(checkpoint), "config": config})
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"_name_or_path": "/elsewhere"},
+        {"transformers_version": "9.9"},
+        {"torch_dtype": "float16"},
+        {"dtype": "bfloat16"},
+        {"use_cache": False},
+    ],
+    ids=str,
+)
+def test_fingerprint_stays_when_the_same_model_is_saved_again(copied, entries):
+    before = read_checkpoint(copied).fingerprint()
+    changed(copied / "config.json", **entries)
+    assert read_checkpoint(copied).fingerprint() == before
+
+
+def test_fingerprint_ignores_pooling_and_prompt(copied):
+    before = read_checkpoint(copied).fingerprint()
+    write_json(copied / "1_Pooling/config.json", {"pooling_mode": "cls"})
+    write_json(
+        copied / "config_sentence_transformers.json", {"prompts": {"a": "my "}, "default_prompt_name": "a"}
+    )
+    assert read_checkpoint(copied).template.prefix == "my "
+    assert read_checkpoint(copied).fingerprint() == before
+
+
+def test_fingerprint_changes_with_a_vocabulary_outside_tokenizer_json(copied):
+    (copied / "tokenizer.json").unlink()
+    write_json(copied / "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})
+    prints = set()
+    for words in (VOCABULARY, [*VOCABULARY[:5], *reversed(VOCABULARY[5:])]):
+        (copied / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+        prints.add(read_checkpoint(copied).fingerprint())
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+    ],
+)
+def test_fingerprint_changes_with_each_file_of_tokenizer_settings(copied, name):
+    (copied / name).parent.mkdir(exist_ok=True)
+    (copied / name).unlink(missing_ok=True)
+    prints = {read_checkpoint(copied).fingerprint()}
+    for content in ("{}", '{"a": 1}'):
+        (copied / name).write_text(content, encoding="utf-8")
+        prints.add(read_checkpoint(copied).fingerprint())
+    assert len(prints) == 3
+
+
+def test_fingerprint_ignores_other_files_of_the_model(copied):
+    before = read_checkpoint(copied).fingerprint()
+    for name in ("README.md", "training_args.json", "eval_results.txt"):
+        (copied / name).write_text("{}", encoding="utf-8")
+    assert read_checkpoint(copied).fingerprint() == before

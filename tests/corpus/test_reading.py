@@ -1,0 +1,300 @@
+"""Files of every format give their exact texts, and an error names the line of a bad row, not its content."""
+
+import csv
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncache_core.corpus.reading import read_labelled, read_rated, read_texts
+from attncache_core.corpus.tables import read_rows
+from attncache_core.errors import InvalidInput
+
+BOM = b"\xef\xbb\xbf"
+SECRET = "a private text"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A function that writes a file and returns its path as a string."""
+
+    def write(name: str, content: str | bytes) -> str:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def standard_input(monkeypatch):
+    def provide(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    return provide
+
+
+def texts(path: str, column: str = "text", file_format: str | None = None) -> list[str]:
+    return [text for (text,) in read_rows(path, (column,), file_format)]
+
+
+def refusal(path: str, *columns: str, file_format: str | None = None) -> InvalidInput:
+    with pytest.raises(InvalidInput) as refused:
+        list(read_rows(path, columns or ("text",), file_format))
+    assert len(str(refused.value).splitlines()) == 1
+    assert SECRET not in str(refused.value)
+    return refused.value
+
+
+# Any character except surrogates, which UTF-8 cannot encode, and separators of the formats.
+plain = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\t\0"), min_size=1, max_size=20
+)
+words = plain.filter(str.strip)
+rows = st.lists(st.tuples(words, words), max_size=8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows, st.sampled_from(["\n", "\r\n"]), st.booleans(), st.booleans())
+def test_every_text_comes_back_from_every_format(rows, newline, with_bom, ends_with_newline):
+    end = newline if ends_with_newline else ""
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator=newline).writerows([("label", "text"), *((b, a) for a, b in rows)])
+    contents = {
+        "txt": newline.join(text for text, _ in rows) + end,
+        "tsv": newline.join(["label\ttext", *(f"{label}\t{text}" for text, label in rows)]) + end,
+        "csv": buffer.getvalue(),
+        "jsonl": newline.join(json.dumps({"label": b, "text": a, "n": 1}) for a, b in rows) + end,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for file_format, content in contents.items():
+            path = Path(folder) / f"a.{file_format}"
+            # A text that begins with a byte order mark needs another one before it.
+            path.write_bytes((BOM if with_bom or content.startswith("\ufeff") else b"") + content.encode())
+            assert texts(str(path)) == [text for text, _ in rows]
+            if file_format != "txt":
+                assert list(read_rows(str(path), ("text", "label"))) == rows
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.TXT"])
+def test_text_file_gives_each_line_that_is_not_blank_unchanged(file, name):
+    path = file(name, 'one\n\n  two "2"\t2 \n \t\r\nthree, or more')
+    assert texts(path) == ["one", '  two "2"\t2 ', "three, or more"]
+    assert texts(path, column="whatever") == texts(path)
+
+
+def test_quotes_have_a_meaning_in_csv_only(file):
+    quoted = '"a ""b"""'
+    assert texts(file("a.csv", f"text\n{quoted}\n")) == ['a "b"']
+    assert texts(file("a.tsv", f"text\n{quoted}\n")) == [quoted]
+    assert texts(file("a.txt", f"{quoted}\n")) == [quoted]
+    assert texts(file("b.tsv", 'text\tlabel\n"a\tb"\nc\td\n')) == ['"a', "c"]
+
+
+def test_csv_field_may_hold_commas_and_lines(file):
+    assert texts(file("a.csv", 'id,text\r\n1,"a, b\r\nc"\r\n2,d\r\n')) == ["a, b\r\nc", "d"]
+
+
+def test_columns_come_in_the_requested_order(file):
+    path = file("a.tsv", "a\tb\tc\n1\t2\t3\n")
+    assert list(read_rows(path, ("c", "a"))) == [("3", "1")]
+    assert list(read_rows(path, ("b", "b"))) == [("2", "2")]
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.csv"])
+def test_empty_lines_of_a_table_are_skipped(file, name):
+    assert texts(file(name, "text\none\n\ntwo\n\n")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.csv", "a.jsonl", "a.txt"])
+def test_empty_file_holds_nothing_or_no_header(file, name):
+    path = file(name, "")
+    if name in ("a.tsv", "a.csv"):
+        assert "no header" in str(refusal(path))
+    else:
+        assert texts(path) == []
+
+
+def test_format_may_be_given(file):
+    path = file("data.log", "label\ttext\nx\thello\n")
+    assert texts(path, file_format="tsv") == ["hello"]
+
+
+@pytest.mark.parametrize("name", ["data", "data.parquet", "data.tsv.gz"])
+def test_unknown_ending_is_refused_with_the_known_endings(file, name):
+    assert ".txt, .tsv, .csv, .jsonl" in str(refusal(file(name, "text\nhello\n")))
+
+
+@pytest.mark.parametrize(("name", "joint"), [("a.tsv", "\t"), ("a.csv", ",")])
+def test_missing_column_is_refused_with_the_existing_columns(file, name, joint):
+    error = refusal(file(name, f"id{joint}query\n1{joint}{SECRET}\n"))
+    assert "no column 'text'; it has 'id', 'query'" in str(error)
+    assert error.field == "column"
+
+
+@pytest.mark.parametrize(("name", "joint"), [("a.tsv", "\t"), ("a.csv", ",")])
+def test_short_row_is_refused_with_its_line_number(file, name, joint):
+    error = refusal(file(name, f"id{joint}text\n1{joint}one\n\n{SECRET}\n"))
+    assert "line 4: 1 columns instead of 2" in str(error)
+
+
+def test_line_number_of_a_csv_row_is_the_line_in_the_file(file):
+    assert "line 5" in str(refusal(file("a.csv", 'id,text\n1,"one\ntwo\nthree"\nfour\n')))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f'{{"text": "{SECRET}"',
+        f'["{SECRET}"]',
+        f'"{SECRET}"',
+        f'{{"query": "{SECRET}"}}',
+        '{"text": 7}',
+        '{"text": null}',
+        '{"text": ["a"]}',
+        "null",
+    ],
+)
+def test_bad_json_line_is_refused_with_its_number(file, line):
+    error = refusal(file("a.jsonl", f'{{"text": "one"}}\n\n{line}\n{{"text": "two"}}\n'))
+    assert "line 3: " in str(error)
+
+
+def test_rows_before_a_bad_row_are_yielded(file):
+    given = read_rows(file("a.jsonl", '{"text": "one"}\nbad\n'), ("text",))
+    assert next(given) == ("one",)
+    with pytest.raises(InvalidInput):
+        next(given)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.tsv", "a.csv", "a.jsonl"])
+def test_file_that_is_not_utf_8_is_refused(file, name):
+    content = b'{"text": "caf\xe9"}\n' if name == "a.jsonl" else b"text\ncaf\xe9\n"
+    assert "not UTF-8" in str(refusal(file(name, content)))
+
+
+def test_missing_file_and_folder_are_refused(tmp_path):
+    assert "cannot be read: No such file" in str(refusal(str(tmp_path / "absent.tsv")))
+    (tmp_path / "folder.txt").mkdir()
+    assert "cannot be read: Is a directory" in str(refusal(str(tmp_path / "folder.txt")))
+
+
+def test_text_file_has_no_second_column(file):
+    assert "no columns" in str(refusal(file("a.txt", "hello\n"), "text", "label"))
+
+
+def test_standard_input_is_lines_by_default(standard_input):
+    standard_input("ä\r\n\nb".encode())
+    assert texts("-") == ["ä", "b"]
+    standard_input(b"label\ttext\nx\thello\n")
+    assert texts("-", file_format="tsv") == ["hello"]
+    standard_input(b'{"query": "hello"}\n')
+    assert texts("-", "query", file_format="jsonl") == ["hello"]
+
+
+def test_standard_input_that_is_not_utf_8_is_refused(standard_input):
+    standard_input(b"caf\xe9\n")
+    assert "not UTF-8" in str(refusal("-"))
+
+
+@pytest.mark.parametrize(("file_format", "content"), [("txt", b"hello\n"), ("tsv", b"text\nhello\n")])
+def test_byte_order_mark_on_standard_input_is_not_text(standard_input, file_format, content):
+    standard_input(BOM + content)
+    assert texts("-", file_format=file_format) == ["hello"]
+
+
+def test_csv_with_an_unclosed_quote_is_refused(file):
+    refusal(file("a.csv", 'id,text\n1,"' + "word\n" * 30_000))
+
+
+def test_labelled_texts_are_two_lists_of_equal_length(file):
+    path = file("a.csv", 'text,label\none,x\n"two, three",y\n')
+    assert read_labelled(path, "text", "label") == (["one", "two, three"], ["x", "y"])
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.tsv", "text\tlabel\n"), ("a.jsonl", "\n")])
+def test_labelled_file_without_a_row_is_refused(file, name, content):
+    with pytest.raises(InvalidInput, match="has no texts"):
+        read_labelled(file(name, content), "text", "label")
+
+
+def test_label_that_is_not_a_text_is_refused(file):
+    assert "line 1" in str(refusal(file("a.jsonl", '{"text": "a", "label": 1}'), "text", "label"))
+
+
+def test_source_without_columns_gives_the_texts_of_the_default_column(file):
+    path = file("a.tsv", "text\tquery\none\t1\ntwo\t2\n")
+    assert read_texts(path) == ["one", "two"]
+    assert read_texts(path, "query") == ["1", "2"]
+    assert read_texts(file("a.txt", "one\n\ntwo\n"), "query") == ["one", "two"]
+
+
+def test_columns_of_a_source_are_read_row_by_row_in_the_given_order(file):
+    path = file("a.csv", "a,b,c\n1,2,3\n4,5,6\n")
+    assert read_texts(f"{path}:c") == ["3", "6"]
+    assert read_texts(f"{path}:c,a", "b") == ["3", "1", "6", "4"]
+
+
+def test_format_may_be_given_together_with_columns(file):
+    path = file("a.log", "a\tb\n1\t2\n")
+    assert read_texts(f"{path}:b", file_format="tsv") == ["2"]
+
+
+def test_colon_in_the_name_of_an_existing_file_does_not_start_columns(file):
+    path = file("a:b.tsv", "text\tb\none\t1\n")
+    assert read_texts(path) == ["one"]
+    assert read_texts(f"{path}:b,text") == ["1", "one"]
+
+
+def test_existing_file_with_a_name_that_looks_like_columns_is_read(file):
+    file("a.tsv", "b.tsv\nno\n")
+    path = file("a.tsv:b.tsv", "text\nyes\n")
+    assert read_texts(path) == ["yes"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "missing"), [("tex", "tex"), ("query,answer", "answer"), ("", ""), ("text,", "")]
+)
+def test_missing_column_of_a_source_is_refused_with_the_existing_columns(file, columns, missing):
+    path = file("a.tsv", f"text\tquery\n{SECRET}\t1\n")
+    with pytest.raises(InvalidInput, match=f"no column '{missing}'; it has 'text', 'query'") as refused:
+        read_texts(f"{path}:{columns}")
+    assert refused.value.field == "column"
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("columns", ["", ":text"])
+def test_missing_source_is_refused_with_its_name(tmp_path, columns):
+    with pytest.raises(InvalidInput, match=r"absent.tsv cannot be read: No such file"):
+        read_texts(f"{tmp_path / 'absent.tsv'}{columns}")
+
+
+def test_standard_input_can_be_a_source(standard_input):
+    standard_input(b"one\n\ntwo\n")
+    assert read_texts("-") == ["one", "two"]
+
+
+def test_rated_pairs_are_three_lists_of_equal_length(file):
+    path = file("a.tsv", "id\tscore\tone\ttwo\n1\t4.5\ta\tb\n2\t-1e-1\tc\td\n3\t 3 \te\tf\n")
+    assert read_rated(path, "two", "one", "score") == (["b", "d", "f"], ["a", "c", "e"], [4.5, -0.1, 3.0])
+
+
+@pytest.mark.parametrize("rating", ["", "four", "1,5", "nan", "-inf", "1e999", SECRET])
+def test_rating_that_is_not_a_number_is_refused_with_its_row_and_column(file, rating):
+    path = file("a.tsv", f"one\ttwo\tscore\na\tb\t1\n\n{SECRET}\t{SECRET}\t{rating}\nc\td\t2\n")
+    with pytest.raises(InvalidInput, match="row 2: 'score' is not a number") as refused:
+        read_rated(path, "one", "two", "score")
+    assert refused.value.field == "data"
+    assert SECRET not in str(refused.value)
+
+
+def test_rated_file_without_a_pair_or_a_column_is_refused(file):
+    with pytest.raises(InvalidInput, match="has no pairs"):
+        read_rated(file("a.tsv", "one\ttwo\tscore\n"), "one", "two", "score")
+    with pytest.raises(InvalidInput, match="no column 'score'"):
+        read_rated(file("b.tsv", "one\ttwo\trating\na\tb\t1\n"), "one", "two", "score")

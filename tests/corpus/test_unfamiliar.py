@@ -1,0 +1,145 @@
+"""The generated unfamiliar texts are the same on every machine, of many kinds, and exist for any corpus."""
+
+import hashlib
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from attncache_core.corpus import default_corpus, generate_corpus, unfamiliar, unfamiliar_texts
+from attncache_core.corpus.unfamiliar import FITTED, MEASURED
+
+ROOT = Path(__file__).parents[2]
+KINDS = [*FITTED, *MEASURED]
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return [sentence.text for sentence in default_corpus()]
+
+
+@pytest.fixture(scope="module")
+def texts(corpus):
+    return unfamiliar_texts(corpus)
+
+
+def by_kind(texts):
+    kinds = defaultdict(list)
+    for text in texts:
+        kinds[text.kind].append(text.text)
+    return kinds
+
+
+def test_every_python_version_chooses_the_same_texts():
+    corpus = ["Where is my parcel?", "i lost the red card two days ago", "wie geht es dir heute"]
+    texts = "\n".join(f"{text.kind}\t{text.text}" for text in unfamiliar_texts(corpus, per_kind=20))
+    # If no kind and no line of unfamiliar.txt changed, Python or the machine chose other texts.
+    assert hashlib.sha256(texts.encode()).hexdigest() == (
+        "189b68ae22686d52f74fb56f1b6dcb713c967675e9636376063ee5906e448530"
+    )
+
+
+def test_another_seed_makes_other_texts(corpus, texts):
+    others = {text.text for text in unfamiliar_texts(corpus, seed=1)}
+    assert sum(text.text in others for text in texts if text.kind == "hex_hashes") == 0
+
+
+def test_no_text_is_blank_occurs_twice_or_is_in_the_corpus(corpus, texts):
+    distinct = {text.text for text in texts}
+    assert len(distinct) == len(texts)
+    assert not distinct & set(corpus)
+    assert all(text == text.strip() != "" for text in distinct)
+
+
+def test_kinds_for_fitting_and_for_measuring_are_disjoint_and_at_least_16_each(texts):
+    assert not FITTED.keys() & MEASURED.keys()
+    assert min(len(FITTED), len(MEASURED)) >= 16
+    assert {text.kind for text in texts if text.fitted} == FITTED.keys()
+    assert {text.kind for text in texts if not text.fitted} == MEASURED.keys()
+
+
+def test_kinds_come_in_the_order_of_the_tables(texts):
+    assert list(by_kind(texts)) == KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_has_40_texts_of_mixed_lengths_most_of_5_to_35_tokens(kind, texts, default_checkpoint):
+    tokenizer = Tokenizer.from_file(str(default_checkpoint.folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    encoded = tokenizer.encode_batch(by_kind(texts)[kind], add_special_tokens=False)
+    lengths = np.sort([len(text.ids) for text in encoded])
+    assert len(lengths) == 40
+    assert np.mean((lengths >= 5) & (lengths <= 35)) > 0.5
+    assert lengths[-1] <= 128
+    assert lengths[30] >= 1.3 * lengths[10]
+    # Texts in other scripts share the token for unknown characters, so some have equal tokens.
+    assert len({tuple(text.ids) for text in encoded}) >= 30
+
+
+def test_every_heading_of_the_file_is_a_kind_of_at_least_10_templates():
+    file = ROOT / "attncache_core/corpus/unfamiliar.txt"
+    sources = {sentence.source for sentence in generate_corpus(file.read_text(encoding="utf-8"), slots="")}
+    templates = Counter(source.rpartition("-")[0] for source in sources)
+    assert templates.keys() <= set(KINDS)
+    assert all(count >= 10 for kind, count in templates.items() if kind != "emoji")
+
+
+def test_error_in_the_file_is_reported_with_its_name_and_line(tmp_path, monkeypatch):
+    (tmp_path / "unfamiliar.txt").write_text("# german\nWo ist {der Bus", encoding="utf-8")
+    monkeypatch.setattr(unfamiliar.resources, "files", lambda _: tmp_path)
+    with pytest.raises(ValueError, match=r"^unfamiliar\.txt:2: a brace"):
+        unfamiliar._written_texts.__wrapped__()  # without the cache
+
+
+def test_signs_of_the_file_are_replaced(texts):
+    assert not any(sign in text.text for text in texts for sign in "‹›¶")
+    assert {text.text for text in texts if text.kind == "stack_traces" and "\n" in text.text}
+    digits = Counter("".join(by_kind(texts)["sums"]))
+    assert min(digits[digit] for digit in "0123456789") > 0
+
+
+def test_kind_with_fewer_texts_gives_fewer():
+    kinds = by_kind(unfamiliar_texts(["lost card"], per_kind=300))
+    assert 20 <= len(kinds["chinese"]) < 300
+    assert len(kinds["words_shuffled"]) == 1
+    assert len(kinds["hex_hashes"]) == 300
+
+
+def test_text_that_is_in_the_corpus_is_left_out(corpus, texts):
+    german = by_kind(texts)["german"]
+    recorded = [f"  {german[0]}\n", *german[1:]]
+    others = by_kind(unfamiliar_texts(corpus + recorded))["german"]
+    assert others
+    assert not set(others) & set(german)
+
+
+@pytest.mark.parametrize(
+    "corpus", [[], [""], [" ", "\n\t"], ["hi"], ["hi", "lost card"], ["我的包裹在哪里"], ["x" * 100_000] * 3]
+)
+def test_tiny_and_odd_corpora_still_give_every_kind_that_is_not_made_from_the_corpus(corpus):
+    kinds = by_kind(unfamiliar_texts(corpus))
+    assert sum(len(texts) == 40 for texts in kinds.values()) >= 25
+
+
+@given(st.lists(st.text(max_size=60), max_size=4), st.integers(0, 3), st.integers())
+def test_any_corpus_gives_distinct_texts_that_are_not_in_it(corpus, per_kind, seed):
+    texts = unfamiliar_texts(corpus, per_kind, seed)
+    distinct = {text.text for text in texts}
+    assert len(distinct) == len(texts)
+    assert not distinct & {"", *corpus}
+    assert all(len(of_kind) <= per_kind for of_kind in by_kind(texts).values())
+
+
+def test_package_is_built_with_every_file_of_the_corpus(tmp_path):
+    setuptools = "from setuptools import setup; setup()"
+    command = [sys.executable, "-c", setuptools, "-q", "egg_info", "--egg-base", tmp_path]
+    subprocess.run([*command, "build_py", "--build-lib", tmp_path], cwd=ROOT, check=True)
+    files = {path.name for path in (ROOT / "attncache_core/corpus").glob("*.txt")}
+    assert {path.name for path in tmp_path.glob("attncache_core/corpus/*.txt")} == files >= {"unfamiliar.txt"}

@@ -1,0 +1,349 @@
+"""The engine returns outputs in the caller's order, outcomes, counts and classes, and refuses invalid use."""
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from core_models import prefill, random_sequences, write_json, write_model, write_sentence_transformer
+from core_reference import FLOAT32, reference_logits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncache_core import native
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import BuildOptions
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput, NoClassifier
+from attncache_core.heads.classifier import LinearClassifier
+from attncache_core.heads.comparator import Measure
+from attncache_core.heads.decisions import class_scores
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.plan import Outcome
+from attncache_core.runtime.devices import resolve_dtype
+from attncache_core.runtime.threads import limit_threads
+from attncache_core.text.token_batch import TokenBatch
+
+LABELS = ("transfer", "card", "help")
+
+
+def run(engine, sequences, reuse=True):
+    return prefill(engine, sequences, reuse=reuse)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8))
+def test_outputs_equal_the_reference_in_the_callers_order(tiny_engine, tiny_reference, lengths):
+    sequences = random_sequences(lengths, seed=len(lengths))
+    result = run(tiny_engine, sequences)
+    np.testing.assert_allclose(result.outputs, tiny_reference.means(sequences), atol=FLOAT32)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=8), st.data())
+def test_outputs_do_not_depend_on_the_order_of_a_batch(tiny_engine, lengths, data):
+    sequences = random_sequences(lengths)
+    permutation = data.draw(st.permutations(range(len(lengths))))
+    outputs = run(tiny_engine, sequences).outputs
+    permuted = run(tiny_engine, [sequences[index] for index in permutation]).outputs
+    np.testing.assert_allclose(permuted, outputs[permutation], atol=FLOAT32)
+
+
+def test_result_counts_tokens_and_durations(tiny_engine):
+    result = run(tiny_engine, random_sequences([3, 9, 3]))
+    assert result.tokens == 15
+    assert result.outputs.dtype == result.similarities.dtype == np.float32
+    assert result.forward_seconds > 0
+    assert result.search_seconds >= 0
+    assert result.corrupt_records == 0
+
+
+def test_layers_see_round_numbers_of_tokens(tiny_engine):
+    sequences = random_sequences([3, 9, 5])
+    with mock.patch.object(tiny_engine.model, "outputs", wraps=tiny_engine.model.outputs) as outputs:
+        found = prefill(tiny_engine, sequences, reuse=False)
+        with mock.patch.object(TokenBatch, "filled", lambda batch: batch):
+            exact = prefill(tiny_engine, sequences, reuse=False)
+    assert [len(call.args[0]) for call in outputs.call_args_list] == [24, 17]
+    np.testing.assert_allclose(found.outputs, exact.outputs, atol=FLOAT32)
+
+
+def test_without_a_database_nothing_is_searched(tiny_engine):
+    result = run(tiny_engine, random_sequences([3, 9]))
+    assert result.outcomes == (Outcome.NOT_SEARCHED, Outcome.NOT_SEARCHED)
+    assert np.isnan(result.similarities).all()
+
+
+@pytest.mark.parametrize("sequences", [[], [[]]], ids=["no-sequence", "no-token"])
+def test_batch_without_tokens_is_refused(tiny_engine, sequences):
+    with pytest.raises(ValueError, match="at least one"):
+        run(tiny_engine, sequences)
+
+
+def test_embeddings_have_unit_length_if_the_checkpoint_says_so(tiny_engine, tmp_path):
+    np.testing.assert_allclose(np.linalg.norm(tiny_engine.embed(["my card", "lost"]), axis=1), 1, atol=1e-6)
+    raw = PrefillEngine.load(
+        read_checkpoint(write_sentence_transformer(tmp_path, normalize=False)), dtype="float32"
+    )
+    outputs = run(raw, raw.tokenize(["my card", "lost"])).outputs
+    np.testing.assert_array_equal(raw.embed(["my card", "lost"]), outputs)
+    unit = raw.embed(["my card", "lost"], normalize=True)
+    np.testing.assert_allclose(np.linalg.norm(unit, axis=1), 1, atol=1e-6)
+    np.testing.assert_array_equal(
+        tiny_engine.embed(["lost"], normalize=False), run(tiny_engine, tiny_engine.tokenize(["lost"])).outputs
+    )
+    assert abs(np.linalg.norm(outputs, axis=1) - 1).min() > 0.1
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny_classifier_checkpoint):
+    return PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
+
+
+@settings(max_examples=15)
+@given(st.lists(st.one_of(st.integers(1, 20), st.integers(1, 512)), min_size=1, max_size=5))
+def test_logits_are_those_of_hugging_face(classifier, tiny_classifier_checkpoint, lengths):
+    sequences = random_sequences(lengths, seed=len(lengths))
+    result = run(classifier, sequences)
+    expected = reference_logits(tiny_classifier_checkpoint.folder, sequences)
+    assert result.outputs.shape == (len(lengths), 3)
+    np.testing.assert_allclose(classifier.class_logits(result.outputs), expected, atol=FLOAT32)
+
+
+def test_labels_are_in_the_order_of_the_logits(classifier):
+    assert (classifier.task, classifier.labels) == ("classify", LABELS)
+
+
+def test_more_than_ten_labels_are_sorted_as_numbers(tmp_path):
+    names = [f"class {letter}" for letter in "abcdefghijkl"]
+    engine = PrefillEngine.load(read_checkpoint(write_model(tmp_path, labels=names)), dtype="float32")
+    assert engine.labels == tuple(names)
+
+
+def test_two_classes_without_names_have_the_names_of_hugging_face(tmp_path):
+    engine = PrefillEngine.load(read_checkpoint(write_model(tmp_path, labels=["LABEL_0", "LABEL_1"])))
+    assert engine.labels == ("LABEL_0", "LABEL_1")
+
+
+def test_number_of_classes_without_names_is_read_from_the_configuration(tmp_path):
+    folder = write_model(tmp_path, labels=LABELS)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config["id2label"], config["label2id"]
+    write_json(folder / "config.json", config | {"num_labels": 3})
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    assert run(engine, random_sequences([5])).outputs.shape == (1, 3)
+    assert engine.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+def test_classifier_gives_no_embeddings(classifier):
+    with pytest.raises(InvalidInput, match="classifier"):
+        classifier.embed(["my card"])
+
+
+def test_encoder_without_a_classifier_has_no_classes(tiny_engine):
+    assert tiny_engine.labels is None
+    with pytest.raises(NoClassifier) as caught:
+        tiny_engine.class_logits(np.zeros((1, 32)))
+    assert caught.value.field == "labels"
+
+
+def test_fitted_classifier_names_the_classes_and_gives_the_logits(tiny_checkpoint):
+    random = np.random.default_rng(0)
+    fitted = LinearClassifier(
+        labels=("no", "yes"),
+        weight=random.normal(size=(2, 32)).astype(np.float32),
+        bias=np.zeros(2, dtype=np.float32),
+        fingerprint=tiny_checkpoint.embedding_fingerprint(),
+        model=tiny_checkpoint.name,
+        fitted={},
+    )
+    engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", classifier=fitted)
+    assert (engine.task, engine.labels) == ("embed", ("no", "yes"))
+    outputs = run(engine, random_sequences([5, 8])).outputs
+    np.testing.assert_array_equal(engine.class_logits(outputs), fitted.logits(outputs))
+
+
+def test_database_of_another_model_is_refused_before_anything_is_loaded(tmp_path, tiny_database):
+    other = read_checkpoint(write_sentence_transformer(tmp_path / "other", seed=1))
+    with pytest.raises(DatabaseRefused, match=r"tiny-bert.*other"):
+        PrefillEngine.load(other, database=AttentionDatabase.open(tiny_database), dtype="float32")
+
+
+def test_info_has_model_dtype_threads_and_database(tiny_checkpoint, tiny_engine, tiny_database):
+    before = torch.get_num_threads()
+    engine = PrefillEngine.load(
+        tiny_checkpoint, database=AttentionDatabase.open(tiny_database), dtype="float32", threads=1
+    )
+    assert torch.get_num_threads() == 1
+    limit_threads(before)
+    assert asdict(engine.info()) == {
+        "model": "tiny-bert",
+        "model_source": "folder",
+        "revision": None,
+        "commit": None,
+        "fingerprint": engine.fingerprint,
+        "template": "{}",
+        "prompts": [],
+        "pooling": ("mean",),
+        "variant": {},
+        "task": "embed",
+        "labels": [],
+        "max_tokens": 512,
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "attention": native.level() or "torch",
+        "fetch": "auto",
+        "gain": None,
+        "reuse_off": [],
+        "database": asdict(engine.database.info()),
+    }
+    assert tiny_engine.info().database is None
+
+
+@pytest.mark.parametrize(
+    ("avx512", "amx", "expected"),
+    [
+        (False, False, torch.float32),
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+    ],
+)
+def test_auto_dtype_is_bfloat16_if_the_processor_supports_it(monkeypatch, avx512, amx, expected):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert resolve_dtype("auto") is expected
+    assert resolve_dtype("float32") is torch.float32
+    assert resolve_dtype("bfloat16") is torch.bfloat16
+
+
+def test_unknown_dtype_is_refused():
+    with pytest.raises(KeyError):
+        resolve_dtype("int8")
+
+
+def test_prompt_is_excluded_from_pooling_if_the_checkpoint_says_so(tmp_path):
+    folder = write_sentence_transformer(
+        tmp_path, prompts={"prompts": {"ask": "query : my"}, "default_prompt_name": "ask"}
+    )
+    whole = PrefillEngine.load(read_checkpoint(folder), dtype="float32").embed(["card"])
+    write_json(folder / "1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False})
+    without = PrefillEngine.load(read_checkpoint(folder), dtype="float32").embed(["card"])
+    assert abs(whole - without).max() > 0.01
+
+
+def test_attention_time_is_part_of_the_forward_time(tiny_engine):
+    result = run(tiny_engine, random_sequences([30, 9, 3]))
+    assert 0 < result.attention_seconds < result.forward_seconds
+
+
+def test_without_a_database_no_maps_are_reused(tiny_engine):
+    assert tiny_engine.map_reuse is None
+    assert tiny_engine.policy is None
+    assert tiny_engine.reuse_off == []
+
+
+def test_comparator_compares_embeddings_of_an_encoder_and_classes_of_a_classifier(tiny_engine, classifier):
+    embeddings = run(tiny_engine, random_sequences([5, 9])).outputs
+    expected = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    np.testing.assert_allclose(
+        tiny_engine.comparator(Measure.COSINE).comparable(embeddings), expected, atol=1e-6
+    )
+    logits = run(classifier, random_sequences([5, 9])).outputs
+    roots = np.sqrt(class_scores(logits))
+    np.testing.assert_allclose(classifier.comparator(Measure.COSINE).comparable(logits), roots, atol=1e-6)
+    comparator = classifier.comparator(Measure.AGREEMENT)
+    assert comparator.fidelity(logits, logits[:, ::-1]).tolist() == [
+        float(first == 2 - second) for first, second in zip(*[logits.argmax(axis=1)] * 2, strict=True)
+    ]
+
+
+def test_agreement_of_an_encoder_needs_a_classifier(tiny_engine):
+    with pytest.raises(NoClassifier):
+        tiny_engine.comparator(Measure.AGREEMENT)
+
+
+def signs(dimensions: int, **changes) -> LinearClassifier:
+    """Return a classifier of two classes by the sign of the first number."""
+    weight = np.zeros((2, dimensions), np.float32)
+    weight[:, 0] = (-1, 1)
+    return replace(
+        LinearClassifier(("minus", "plus"), weight, np.zeros(2, np.float32), "f", "m", {}), **changes
+    )
+
+
+@pytest.fixture
+def deciding(tiny_checkpoint, tiny_engine, tiny_database, tmp_path) -> PrefillEngine:
+    """An engine whose database was calibrated for decisions."""
+    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+    database = AttentionDatabase.open(folder)
+    files = database.keep_decisions(signs(tiny_engine.model.hidden_size))
+    replace(database.manifest, files=files).write(folder)
+    return PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
+
+
+def test_agreement_of_an_encoder_uses_the_classifier_of_its_database(deciding):
+    outputs = run(deciding, random_sequences([5, 9])).outputs
+    outputs[:, 0] = (-1, 1)
+    comparator = deciding.comparator(Measure.AGREEMENT)
+    assert comparator.fidelity(outputs, outputs[::-1]).tolist() == [0, 0]
+    assert comparator.fidelity(outputs, 2 * outputs).tolist() == [1, 1]
+    # The classifier of the database is used for nothing else.
+    assert deciding.labels is None
+    assert deciding.comparator(Measure.COSINE).class_logits is None
+
+
+def test_agreement_prefers_the_engines_classifier_to_that_of_the_database(deciding):
+    outputs = run(deciding, random_sequences([5])).outputs
+    outputs[:, 0] = 1
+    assert deciding.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [0]
+    deciding.decisions.classifier = signs(outputs.shape[1], bias=np.array([9, 0], np.float32))
+    assert deciding.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "classifier.safetensors").write_bytes(b"none"),
+        lambda folder: (folder / "classifier.json").write_bytes(b"{}"),
+        lambda folder: (folder / "classifier.json").unlink(),
+        lambda folder: (folder / "classifier.safetensors").unlink(),
+        lambda folder: shutil.rmtree(folder),
+        lambda folder: signs(32, labels=("of another", "database")).save(folder),
+    ],
+)
+def test_damaged_or_changed_classifier_of_a_database_is_refused(deciding, spoil):
+    spoil(deciding.database.folder / "decisions")
+    with pytest.raises(CorruptDatabase, match=r"a\.db.*decisions.* calibrate ") as refused:
+        deciding.comparator(Measure.AGREEMENT)
+    assert refused.value.field == "database"
+
+
+def test_classifier_that_the_manifest_does_not_name_is_ignored(deciding, tiny_checkpoint, tiny_database):
+    folder = deciding.database.folder
+    AttentionDatabase.open(tiny_database).manifest.write(folder)
+    engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
+    with pytest.raises(NoClassifier):
+        engine.comparator(Measure.AGREEMENT)
+
+
+def test_search_always_compares_sequences_that_the_mean_would_serve(
+    tiny_checkpoint, tiny_engine, tiny_corpus, tmp_path
+):
+    options = BuildOptions(heads="all", threshold=0.0, training_steps=3)
+    build_database(tiny_engine, tiny_corpus, tmp_path / "a.db", options)
+    database = AttentionDatabase.open(tmp_path / "a.db")
+    groups = tuple(replace(group, searched=False) for group in database.search.policy.groups)
+    policy = replace(database.search.policy, groups=groups)
+    database = replace(database, search=replace(database.search, policy=policy))
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    sequences = random_sequences([5, 7, 9])
+    assert set(run(engine, sequences).outcomes) == {Outcome.PROTOTYPE_HIT}
+    assert np.isnan(run(engine, sequences).similarities).all()
+    engine.map_reuse.search_always()
+    assert np.isfinite(run(engine, sequences).similarities).all()

@@ -1,0 +1,104 @@
+"""An engine's fingerprint changes if the full model's answers change, and only then."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from core_models import write_json, write_sentence_transformer
+
+from attncache_core import AttentionDatabase, LinearClassifier, Quantization, find_variant, fit_classifier
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.engine.prefill import PrefillEngine
+
+
+def fingerprint(checkpoint, **options) -> str:
+    return PrefillEngine.load(checkpoint, **{"dtype": "float32", **options}).fingerprint
+
+
+@pytest.fixture(scope="module")
+def own(tiny_checkpoint):
+    return fingerprint(tiny_checkpoint)
+
+
+def fitted(checkpoint, labels, seed: int = 0) -> LinearClassifier:
+    embeddings = np.random.default_rng(seed).normal(size=(len(labels), 32))
+    return fit_classifier(
+        embeddings, labels, fingerprint=checkpoint.embedding_fingerprint(), model=checkpoint.name
+    )
+
+
+def test_every_way_of_use_has_its_own_fingerprint(tiny_checkpoint):
+    ways = [
+        tiny_checkpoint.adapted(pooling=pooling, template=template, labels=labels)
+        for pooling in (None, "cls")
+        for template in (None, Template("query: "), Template("", " :"))
+        for labels in ((), ("card", "bank"), ("bank", "card"))
+    ]
+    assert len({fingerprint(way) for way in ways}) == len(ways)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [{"quantization": Quantization.INT8_WEIGHT_ONLY}, {"drop_attention": "1"}, {"drop_block": "1"}],
+    ids=str,
+)
+def test_fingerprint_changes_with_the_variant(tiny_checkpoint, own, variant):
+    assert fingerprint(find_variant(str(tiny_checkpoint.folder), **variant)) != own
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        {"settings": {"do_lower_case": True}},
+        {"settings": {"max_seq_length": 20}},
+        {"pooling": {"pooling_mode_max_tokens": True}},
+        {"prompts": {"prompts": {"ask": "query: "}, "default_prompt_name": None}},
+        {"prompts": {"prompts": {"ask": "query: "}, "default_prompt_name": "ask"}},
+        {"seed": 1},
+        {"hidden_act": "relu"},
+    ],
+    ids=str,
+)
+def test_fingerprint_changes_with_the_files_of_the_model(tmp_path, own, folder):
+    assert fingerprint(read_checkpoint(write_sentence_transformer(tmp_path / "tiny-bert", **folder))) != own
+
+
+def test_fingerprint_changes_only_with_a_limit_below_the_models_maximum(tiny_checkpoint, own):
+    assert fingerprint(tiny_checkpoint, max_tokens=20) != own
+    assert fingerprint(tiny_checkpoint, max_tokens=10_000) == own
+
+
+def test_fingerprint_changes_with_the_classifier(tiny_checkpoint, tmp_path, own):
+    classifiers = [
+        fitted(tiny_checkpoint, ["a", "b"]),
+        fitted(tiny_checkpoint, ["a", "c"]),
+        fitted(tiny_checkpoint, ["a", "b"], seed=1),
+    ]
+    prints = [fingerprint(tiny_checkpoint, classifier=classifier) for classifier in classifiers]
+    assert len({own, *prints}) == 4
+    classifiers[0].save(tmp_path)
+    assert fingerprint(tiny_checkpoint, classifier=LinearClassifier.load(tmp_path)) == prints[0]
+
+
+def test_fingerprint_does_not_depend_on_name_rounding_threads_or_reuse(tiny_checkpoint, tiny_database, own):
+    elsewhere = replace(tiny_checkpoint, name="another name", source="elsewhere")
+    assert fingerprint(elsewhere) == own
+    assert fingerprint(tiny_checkpoint, dtype="bfloat16") == own
+    assert fingerprint(tiny_checkpoint, threads=1) == own
+    assert fingerprint(tiny_checkpoint, database=AttentionDatabase.open(tiny_database)) == own
+
+
+def test_fingerprint_of_labels_compared_by_embedding_does_not_depend_on_rounding(tiny_checkpoint):
+    labelled = tiny_checkpoint.adapted(labels=["card", "bank"])
+    assert fingerprint(labelled, dtype="bfloat16") == fingerprint(labelled)
+
+
+def test_fingerprint_does_not_change_after_loading(tiny_checkpoint, tmp_path, own):
+    engine = PrefillEngine.load(
+        read_checkpoint(shutil.copytree(tiny_checkpoint.folder, tmp_path / "tiny-bert")), dtype="float32"
+    )
+    assert engine.fingerprint == own
+    write_json(tmp_path / "tiny-bert/tokenizer_config.json", {"model_max_length": 7})
+    assert engine.info().fingerprint == own

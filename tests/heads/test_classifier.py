@@ -1,0 +1,157 @@
+"""The linear classifier decides like scikit-learn's, and saving and loading do not change it."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import normalize
+
+from attncache_core import LinearClassifier, PrefillEngine, class_scores, fit_classifier
+from attncache_core.checkpoints.checkpoint import Pooling
+from attncache_core.errors import BuildFailed, DatabaseRefused
+
+DIMENSIONS = 12
+# Weights are stored in float32; embeddings have unit length.
+TOLERANCE = 1e-5
+
+
+def clouds(classes: int, each: int = 20, seed: int = 0) -> tuple[np.ndarray, list[str]]:
+    """Make embeddings [n, 12] of overlapping classes, of various lengths, with unsorted labels."""
+    random = np.random.default_rng(seed)
+    centres = random.normal(size=(classes, DIMENSIONS))
+    rows = np.repeat(np.arange(classes), each)
+    embeddings = centres[rows] + random.normal(size=(len(rows), DIMENSIONS))
+    embeddings *= random.uniform(0.1, 5, size=(len(rows), 1))
+    return embeddings.astype(np.float32), [f"label {classes - row}" for row in rows]
+
+
+def fitted(classes: int = 3) -> LinearClassifier:
+    return fit_classifier(*clouds(classes), fingerprint="f" * 64, model="m")
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_decisions_and_scores_are_scikit_learns(classes):
+    embeddings, labels = clouds(classes)
+    oracle = LogisticRegression(C=30.0, max_iter=2000).fit(normalize(embeddings.astype(np.float64)), labels)
+    classifier = fit_classifier(embeddings, labels, fingerprint="", model="m")
+    asked, _ = clouds(classes, seed=1)
+    expected = oracle.predict_proba(normalize(asked))
+    assert classifier.labels == tuple(oracle.classes_)
+    np.testing.assert_allclose(class_scores(classifier.logits(asked)), expected, atol=TOLERANCE)
+    assert classifier.predict(asked) == [classifier.labels[row] for row in expected.argmax(axis=1)]
+    assert len(set(classifier.predict(asked))) == classes
+
+
+@pytest.fixture(scope="module")
+def of_three():
+    return fitted()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 59), st.floats(1e-3, 1e3))
+def test_length_of_an_embedding_does_not_change_the_logits(of_three, row, factor):
+    classifier, (embeddings, _) = of_three, clouds(3)
+    np.testing.assert_allclose(
+        classifier.logits(embeddings[[row]] * np.float32(factor)),
+        classifier.logits(embeddings)[[row]],
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_loaded_classifier_has_the_logits_of_the_saved_one(tmp_path, classes):
+    classifier = fitted(classes)
+    classifier.save(tmp_path / "deep" / "folder")
+    loaded = LinearClassifier.load(tmp_path / "deep" / "folder")
+    asked, _ = clouds(classes, seed=1)
+    np.testing.assert_array_equal(loaded.logits(asked), classifier.logits(asked))
+
+
+def test_loaded_classifier_has_the_description_of_the_saved_one(tmp_path):
+    classifier = fitted()
+    classifier.save(tmp_path / "deep" / "folder")
+    loaded = LinearClassifier.load(tmp_path / "deep" / "folder")
+    assert (loaded.labels, loaded.fingerprint, loaded.model) == (classifier.labels, "f" * 64, "m")
+    assert loaded.fitted == {"texts": 60, "classes": 3}
+
+
+def test_folder_holds_json_and_safetensors_and_nothing_else(tmp_path):
+    fitted().save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["classifier.json", "classifier.safetensors"]
+    description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
+    assert description["labels"] == ["label 1", "label 2", "label 3"]
+    weights = load_file(tmp_path / "classifier.safetensors")
+    assert {name: array.shape for name, array in weights.items()} == {"weight": (3, DIMENSIONS), "bias": (3,)}
+
+
+def test_labels_in_any_script_survive(tmp_path):
+    embeddings, labels = clouds(2)
+    names = {"label 1": "жалоба", "label 2": 'a "quoted"\nlabel'}
+    classifier = fit_classifier(embeddings, [names[label] for label in labels], fingerprint="", model="m")
+    classifier.save(tmp_path)
+    assert LinearClassifier.load(tmp_path).labels == classifier.labels
+    assert set(classifier.labels) == set(names.values())
+
+
+def test_texts_of_a_single_label_are_refused():
+    embeddings, _ = clouds(1)
+    with pytest.raises(BuildFailed, match="two labels") as failed:
+        fit_classifier(embeddings, ["only"] * len(embeddings), fingerprint="", model="m")
+    assert failed.value.field == "data"
+
+
+def test_classifier_of_another_model_is_refused_with_both_fingerprints(tiny_checkpoint):
+    with pytest.raises(DatabaseRefused, match="for m with fingerprint ffffffffffff") as refused:
+        PrefillEngine.load(tiny_checkpoint, classifier=fitted(), dtype="float32")
+    assert tiny_checkpoint.embedding_fingerprint()[:12] in str(refused.value)
+    assert refused.value.field == "classifier"
+
+
+def test_fingerprint_of_its_own_model_is_accepted():
+    fitted().require_fingerprint("f" * 64, "m")
+
+
+def test_folder_without_a_classifier_is_refused(tmp_path):
+    with pytest.raises(DatabaseRefused, match="there is no classifier in"):
+        LinearClassifier.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["classifier.json", "classifier.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff" * 40, None])
+def test_classifier_that_cannot_be_read_is_refused(tmp_path, name, content):
+    fitted().save(tmp_path)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatabaseRefused, match=r"classifier in .* cannot be read|no classifier in"):
+        LinearClassifier.load(tmp_path)
+
+
+def test_other_format_version_is_refused(tmp_path):
+    fitted().save(tmp_path)
+    description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
+    (tmp_path / "classifier.json").write_text(json.dumps(description | {"format_version": 3}))
+    with pytest.raises(DatabaseRefused, match="format version 3"):
+        LinearClassifier.load(tmp_path)
+
+
+def test_description_with_fewer_labels_than_weights_is_refused(tmp_path):
+    fitted().save(tmp_path)
+    description = json.loads((tmp_path / "classifier.json").read_text(encoding="utf-8"))
+    (tmp_path / "classifier.json").write_text(json.dumps(description | {"labels": ["one"]}))
+    with pytest.raises(DatabaseRefused):
+        LinearClassifier.load(tmp_path)
+
+
+def test_model_of_another_pooling_is_another_model(tiny_checkpoint):
+    other = replace(tiny_checkpoint, pooling=Pooling(("cls",)))
+    assert other.fingerprint() == tiny_checkpoint.fingerprint()
+    own = replace(fitted(), fingerprint=tiny_checkpoint.embedding_fingerprint())
+    with pytest.raises(DatabaseRefused):
+        PrefillEngine.load(other, classifier=own, dtype="float32")

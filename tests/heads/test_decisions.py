@@ -1,0 +1,23 @@
+"""Class probabilities of logits."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.special import softmax
+
+from attncache_core.heads.decisions import class_scores
+
+
+@given(
+    arrays(np.float32, (3, 4), elements=st.floats(-50, 50, width=32)),
+    st.floats(0.01, 10),
+)
+def test_class_scores_are_scipys_softmax_of_the_divided_logits(logits, temperature):
+    scores = class_scores(logits, temperature)
+    np.testing.assert_allclose(scores, softmax(logits.astype(np.float64) / temperature, axis=-1), atol=1e-6)
+    np.testing.assert_allclose(scores.sum(axis=-1), 1, atol=1e-6)
+
+
+def test_scores_of_huge_logits_are_finite():
+    assert class_scores(np.array([[1e30, 0.0, -1e30]]), 1e-3).tolist() == [[1.0, 0.0, 0.0]]

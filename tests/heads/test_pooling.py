@@ -1,0 +1,70 @@
+"""Pooling of packed sequences against plain loops over the tokens of each sequence."""
+
+import numpy as np
+import pytest
+import torch
+from core_models import random_sequences
+from core_reference import FLOAT32
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attncache_core.checkpoints.checkpoint import Pooling
+from attncache_core.heads.pooling import pool
+from attncache_core.text.token_batch import pack
+
+MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+
+def pooled_plainly(vectors, mode, skipped):
+    """Pool token vectors [L, hidden] to one vector, by the definition of each mode."""
+    kept = range(skipped, len(vectors))
+    match mode:
+        case "cls":
+            return vectors[skipped]
+        case "lasttoken":
+            return vectors[-1]
+        case "max":
+            return np.array([max(vectors[token, d] for token in kept) for d in range(vectors.shape[1])])
+        case "mean":
+            return sum(vectors[token] for token in kept) / len(kept)
+        case "mean_sqrt_len_tokens":
+            return sum(vectors[token] for token in kept) / len(kept) ** 0.5
+        case "weightedmean":
+            # The weight of a token is its position, counted from one.
+            total = sum(token + 1 for token in kept)
+            return sum((token + 1) * vectors[token] for token in kept) / total
+    raise AssertionError(mode)
+
+
+@pytest.mark.parametrize("skipped", [0, 3], ids=["whole", "without-prompt"])
+@pytest.mark.parametrize("mode", MODES)
+@given(lengths=st.lists(st.integers(4, 30), min_size=1, max_size=6))
+def test_pooling_of_packed_sequences_is_that_of_each_alone(mode, skipped, lengths):
+    batch = pack(random_sequences(lengths))
+    hidden = torch.randn(len(batch.ids), 5, generator=torch.Generator().manual_seed(0))
+    found = pool(hidden, batch, Pooling((mode,), include_prompt=skipped == 0), prompt_tokens=3).numpy()
+    alone = torch.split(hidden.double(), batch.lengths.tolist())
+    expected = np.stack([pooled_plainly(vectors.numpy(), mode, skipped) for vectors in alone])
+    np.testing.assert_allclose(found, expected, atol=FLOAT32)
+
+
+def test_several_modes_are_joined_in_their_order():
+    batch = pack(random_sequences([4, 6, 6]))
+    hidden = torch.randn(16, 5)
+    joined = pool(hidden, batch, Pooling(("max", "cls")))
+    parts = [pool(hidden, batch, Pooling((mode,))) for mode in ("max", "cls")]
+    assert joined.shape == (3, 10)
+    assert torch.equal(joined, torch.cat(parts, dim=1))
+
+
+def test_sixteen_bit_vectors_are_averaged_in_float32():
+    # 256 + 1 is 256 in bfloat16, so a 16-bit sum would stay at 256.
+    batch = pack(random_sequences([512]))
+    mean = pool(torch.ones(512, 2, dtype=torch.bfloat16), batch, Pooling(("mean_sqrt_len_tokens",)))
+    assert mean.dtype is torch.float32
+    np.testing.assert_allclose(mean.numpy(), 512**0.5, rtol=1e-6)
+
+
+def test_unknown_pooling_mode_is_refused():
+    with pytest.raises(ValueError, match="median"):
+        pool(torch.ones(3, 2), pack([[1, 2, 3]]), Pooling(("median",)))

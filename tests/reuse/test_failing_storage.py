@@ -1,0 +1,440 @@
+"""An engine gives correct answers while its files are truncated, overwritten, replaced or deleted.
+
+The faults are real: files are changed on disk, some of them in the middle of a batch. The tests run recorded
+sequences, so every answer must be the full model's answer to 16-bit precision, with or without a hit.
+"""
+
+import dataclasses
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from core_models import attention_by, prefill
+from core_reference import SIXTEEN_BITS
+
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.native.guard import guard
+from attncache_core.reuse.maps import mapped
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.fetch import Fetch, HitRecords, RecordGroup
+from attncache_core.reuse.plan import Outcome, no_reuse
+from attncache_core.reuse.storage import mapping
+from attncache_core.reuse.storage.segment import RecordsChanged, Scrubbed, Segment
+from attncache_core.text.token_batch import pack
+
+mapped_records = pytest.mark.skipif(
+    guard() is None, reason="without the guard, records are read instead of mapped"
+)
+RECORDS_START = 2 * 4096  # a page of header, a page of table
+LENGTHS = range(5, 11)
+# Ways to fetch maps: by default and mapped side by side, each with kernel and operators.
+WAYS = [
+    (Fetch.AUTO, "kernel"),
+    (Fetch.MAPPED, "kernel"),
+    (Fetch.AUTO, "operators"),
+    (Fetch.MAPPED, "operators"),
+]
+
+
+@pytest.fixture
+def folder(tiny_database, tmp_path) -> Path:
+    """A copy of the tiny database that a test may damage: six lengths with 40 records, each of one page."""
+    return Path(shutil.copytree(tiny_database, tmp_path / "tiny.db"))
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_engine, tiny_corpus) -> list[list[int]]:
+    """Six recorded sequences of each length."""
+    sequences = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
+    return [ids for length in LENGTHS for ids in [each for each in sequences if len(each) == length][:6]]
+
+
+@pytest.fixture(scope="module")
+def expected(recorded, tiny_reference) -> np.ndarray:
+    """The full model's outputs for the recorded sequences."""
+    return tiny_reference.means(recorded)
+
+
+def engine_on(checkpoint, folder: Path, fetch: Fetch = Fetch.AUTO) -> PrefillEngine:
+    database = AttentionDatabase.open(folder, threshold=1.0)
+    return PrefillEngine.load(checkpoint, database=database, dtype="float32", fetch=fetch)
+
+
+def path_of(folder: Path, length: int) -> Path:
+    return folder / "maps" / f"{length:05d}.maps"
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, RECORDS_START)
+
+
+def overwrite(path: Path) -> None:
+    """Replace the maps of every record in place."""
+    size = path.stat().st_size - RECORDS_START
+    with path.open("r+b") as file:
+        file.seek(RECORDS_START)
+        file.write(np.random.default_rng(0).random(size // 2).astype(np.float16).tobytes())
+
+
+def replace(path: Path) -> None:
+    other = path.with_suffix(".new")
+    other.write_bytes(bytes(path.stat().st_size))
+    other.replace(path)
+
+
+def delete(path: Path) -> None:
+    shutil.rmtree(path.parent.parent)
+
+
+FAULTS: list[Callable[[Path], None]] = [cut, overwrite, replace, delete]
+
+
+def in_the_middle(engine: PrefillEngine, act: Callable[[], None], after_layer: int = 0) -> None:
+    """Call `act` once, in the next batch, after the attention of layer `after_layer`."""
+    layer = engine.model.layers[after_layer]
+    feed_forward = layer.feed_forward
+
+    def with_act(hidden):
+        layer.feed_forward = feed_forward
+        act()
+        return feed_forward(hidden)
+
+    layer.feed_forward = with_act
+
+
+def outcomes_by_length(result, sequences) -> dict[int, set[Outcome]]:
+    found: dict[int, set[Outcome]] = {length: set() for length in LENGTHS}
+    for ids, outcome in zip(sequences, result.outcomes, strict=True):
+        found[len(ids)].add(outcome)
+    return found
+
+
+def run(engine: PrefillEngine, sequences):
+    return prefill(engine, sequences)
+
+
+def others_hit(result, sequences, damaged_length: int) -> bool:
+    outcomes = outcomes_by_length(result, sequences)
+    return all(outcomes[length] == {Outcome.HIT} for length in LENGTHS if length != damaged_length)
+
+
+@pytest.mark.parametrize(("fetch", "computing"), WAYS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_in_the_middle_of_a_batch_changes_no_answer(
+    tiny_checkpoint, folder, recorded, expected, fetch, computing, fault
+):
+    engine = engine_on(tiny_checkpoint, folder, fetch)
+    with attention_by(computing):
+        assert set(run(engine, recorded).outcomes) == {Outcome.HIT}
+        in_the_middle(engine, lambda: fault(path_of(folder, 7)))
+        for _ in range(3):
+            result = run(engine, recorded)
+            np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
+            assert others_hit(result, recorded, damaged_length=7)
+
+
+@pytest.mark.parametrize(("fetch", "computing"), WAYS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_between_two_batches_changes_no_answer(
+    tiny_checkpoint, folder, recorded, expected, fetch, computing, fault
+):
+    engine = engine_on(tiny_checkpoint, folder, fetch)
+    with attention_by(computing):
+        run(engine, recorded)
+        fault(path_of(folder, 7))
+        for _ in range(3):
+            result = run(engine, recorded)
+            np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
+            assert others_hit(result, recorded, damaged_length=7)
+
+
+@mapped_records
+@pytest.mark.parametrize(("fetch", "computing"), WAYS)
+def test_fault_that_leaves_no_trace_in_the_file_is_noticed(
+    tiny_checkpoint, folder, recorded, expected, fetch, computing
+):
+    """Like a read error of the disk: the file is unchanged, but the maps were not read from it."""
+    engine = engine_on(tiny_checkpoint, folder, fetch)
+    path = path_of(folder, 7)
+    before, content = path.stat(), path.read_bytes()
+
+    def restore() -> None:
+        path.write_bytes(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    with attention_by(computing):
+        run(engine, recorded)
+        in_the_middle(engine, lambda: cut(path))
+        in_the_middle(engine, restore, after_layer=1)
+        result = run(engine, recorded)
+    np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
+    assert result.lost_lengths == (7,)
+
+
+@mapped_records
+@pytest.mark.parametrize("in_a_batch", [True, False])
+def test_truncated_segment_is_reported_once_and_no_longer_used(tiny_checkpoint, folder, recorded, in_a_batch):
+    engine = engine_on(tiny_checkpoint, folder)
+    run(engine, recorded)
+    if in_a_batch:
+        in_the_middle(engine, lambda: cut(path_of(folder, 7)))
+    else:
+        cut(path_of(folder, 7))
+    results = [run(engine, recorded) for _ in range(3)]
+    assert [result.lost_lengths for result in results] == [(7,), (), ()]
+    assert [result.corrupt_records for result in results] == [0, 0, 0]
+    for result in results:
+        assert outcomes_by_length(result, recorded)[7] == {Outcome.NOT_SEARCHED}
+    assert engine.info().database.lost_lengths == [7]
+
+
+@mapped_records
+def test_all_segments_can_be_lost_in_one_batch(tiny_checkpoint, folder, recorded, expected):
+    engine = engine_on(tiny_checkpoint, folder)
+    in_the_middle(engine, lambda: [cut(path_of(folder, length)) for length in LENGTHS])
+    result = run(engine, recorded)
+    assert set(result.lost_lengths) == set(LENGTHS)
+    assert len(result.lost_lengths) == len(LENGTHS)
+    np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
+    assert run(engine, recorded).outcomes == (Outcome.NOT_SEARCHED,) * len(recorded)
+
+
+@pytest.mark.parametrize("fault", [replace, delete])
+def test_records_of_a_replaced_or_deleted_file_are_still_used(tiny_checkpoint, folder, recorded, fault):
+    engine = engine_on(tiny_checkpoint, folder)
+    fault(path_of(folder, 7))
+    for _ in range(2):
+        result = run(engine, recorded)
+        assert set(result.outcomes) == {Outcome.HIT}
+        assert (result.lost_lengths, result.corrupt_records) == ((), 0)
+
+
+def test_engine_still_uses_the_old_files_after_its_database_is_built_again(
+    tiny_checkpoint, tiny_database, folder, recorded, expected
+):
+    engine = engine_on(tiny_checkpoint, folder)
+    run(engine, recorded)
+    shutil.rmtree(folder)
+    shutil.copytree(tiny_database, folder)
+    result = run(engine, recorded)
+    assert set(result.outcomes) == {Outcome.HIT}
+    np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
+
+
+SETTLED = 2.2  # seconds after which a changed file is used again
+
+
+@mapped_records
+def test_overwritten_record_is_a_miss_until_its_content_is_restored(tiny_checkpoint, folder, recorded):
+    engine = engine_on(tiny_checkpoint, folder)
+    run(engine, recorded)
+    path = path_of(folder, 7)
+    content = path.read_bytes()
+    overwrite(path)
+    result = run(engine, recorded)
+    # The write may still be in progress, so the segment is not used at first.
+    assert outcomes_by_length(result, recorded)[7] == {Outcome.NOT_SEARCHED}
+    assert (result.corrupt_records, result.lost_lengths) == (0, ())
+    time.sleep(SETTLED)
+    result = run(engine, recorded)
+    assert outcomes_by_length(result, recorded)[7] == {Outcome.MISS}
+    assert (result.corrupt_records, result.lost_lengths) == (6, ())
+    with path.open("r+b") as file:
+        file.write(content)
+    assert outcomes_by_length(run(engine, recorded), recorded)[7] == {Outcome.NOT_SEARCHED}
+    time.sleep(SETTLED)
+    assert set(run(engine, recorded).outcomes) == {Outcome.HIT}
+
+
+@mapped_records
+def test_write_that_does_not_change_the_modification_time_is_noticed_later(tiny_checkpoint, folder, recorded):
+    """Like the second of two writes within one tick of the file system's clock."""
+    engine = engine_on(tiny_checkpoint, folder)
+    path = path_of(folder, 7)
+    os.utime(path)
+    run(engine, recorded)
+    time_of_both = path.stat().st_mtime_ns
+    in_the_middle(engine, lambda: overwrite(path))
+    in_the_middle(engine, lambda: os.utime(path, ns=(time_of_both, time_of_both)), after_layer=1)
+    run(engine, recorded)
+    time.sleep(SETTLED)
+    assert outcomes_by_length(run(engine, recorded), recorded)[7] == {Outcome.MISS}
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def extend(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(bytes(4096))
+
+
+def restrict(path: Path) -> None:
+    path.chmod(0o400)
+
+
+@pytest.mark.parametrize(("change", "seconds"), [(touch, SETTLED), (extend, SETTLED), (restrict, 0)])
+def test_records_are_still_used_after_a_change_outside_the_records(
+    tiny_checkpoint, folder, recorded, expected, change, seconds
+):
+    engine = engine_on(tiny_checkpoint, folder)
+    run(engine, recorded)
+    in_the_middle(engine, lambda: change(path_of(folder, 7)))
+    np.testing.assert_allclose(run(engine, recorded).outputs, expected, atol=SIXTEEN_BITS)
+    time.sleep(seconds)
+    result = run(engine, recorded)
+    assert set(result.outcomes) == {Outcome.HIT}
+    assert result.corrupt_records == 0
+
+
+@mapped_records
+@pytest.mark.parametrize("way", Fetch)
+def test_use_of_maps_of_a_truncated_file_is_an_error(folder, way):
+    search = AttentionDatabase.open(folder).search
+    segment, batch = search.store.segments[7], pack([[1] * 7, [2] * 7])
+    plan = dataclasses.replace(no_reuse(2), records=np.array([3, 5]), segments=search.store.segments)
+    search.commit(plan, batch)
+
+    def multiply() -> None:
+        with HitRecords([RecordGroup(segment, plan.records)], way) as records:
+            cut(segment.path)
+            records.apply(0, torch.ones(14, 4, 8), torch.empty(14, 4, 8))
+        search.commit(plan, batch)
+
+    with pytest.raises(RecordsChanged, match=r"00007\.maps: changed or unreadable") as raised:
+        multiply()
+    assert raised.value.field == "database"
+
+
+@mapped_records
+def test_gathering_maps_of_a_truncated_file_is_an_error(folder):
+    segment = AttentionDatabase.open(folder).search.store.segments[7]
+    cut(segment.path)
+    with pytest.raises(RecordsChanged, match=r"00007\.maps: changed or unreadable"):
+        segment.gather_layer_maps(torch.tensor([1]), 0, 4)
+
+
+# Without the compiled guard.
+
+
+@pytest.fixture
+def unguarded(monkeypatch):
+    for module in (mapping, mapped):
+        monkeypatch.setattr(module, "guard", lambda: None)
+
+
+@pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize("fetch", [Fetch.AUTO, Fetch.MAPPED, Fetch.VIEWS])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_without_the_guard_records_are_read_at_start_and_faults_have_no_effect(
+    tiny_checkpoint, folder, recorded, expected, fetch, fault
+):
+    engine = engine_on(tiny_checkpoint, folder, fetch)
+    fault(path_of(folder, 7))
+    for _ in range(2):
+        result = run(engine, recorded)
+        assert set(result.outcomes) == {Outcome.HIT}
+        np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
+
+
+@pytest.mark.usefixtures("unguarded")
+def test_record_that_is_damaged_before_it_is_read_is_not_used(tiny_checkpoint, folder, recorded):
+    overwrite(path_of(folder, 7))
+    result = run(engine_on(tiny_checkpoint, folder), recorded)
+    assert outcomes_by_length(result, recorded)[7] == {Outcome.MISS}
+    assert result.corrupt_records == 6
+
+
+# The background check.
+
+
+STEP = 512  # bytes, less than a record
+
+
+def changed_by_scrub(engine: PrefillEngine) -> int:
+    return sum(step.changed for step in engine.database.search.store.scrub(STEP))
+
+
+def change_through_a_mapping(segment: Segment, record: int) -> None:
+    """Change a record like another process that has mapped the file: without a system call."""
+    with segment.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+        content[RECORDS_START + record * 4096] ^= 1
+
+
+def change_in_memory(segment: Segment, record: int) -> None:
+    """Change a record like defective memory: the file keeps its content."""
+    segment.layer_maps(record, 0, 4)[3, 0, 0] += 0.5
+
+
+@mapped_records
+@pytest.mark.parametrize("change", [change_through_a_mapping, change_in_memory])
+def test_scrub_excludes_records_that_changed_and_reports_each_once(tiny_checkpoint, folder, recorded, change):
+    engine = engine_on(tiny_checkpoint, folder)
+    run(engine, recorded)
+    assert changed_by_scrub(engine) == 0
+    segment = engine.database.search.store.segments[7]
+    records = [segment.record_of(ids) for ids in recorded if len(ids) == 7]
+    change(segment, records[2])
+    change(segment, records[4])
+    assert changed_by_scrub(engine) == 2
+    assert changed_by_scrub(engine) == 0
+    segment.refresh()
+    kept = [segment.is_sound(record) for record in records]
+    assert kept == [True, True, False, True, False, True]
+
+
+def test_scrub_reads_exactly_the_checked_records_in_steps(tiny_checkpoint, folder, recorded):
+    engine = engine_on(tiny_checkpoint, folder)
+    store = engine.database.search.store
+    assert list(store.scrub(STEP)) == [Scrubbed(0, 0)]
+    run(engine, recorded)
+    used = 2 * 12 * sum(len(ids) ** 2 for ids in recorded)  # bytes: twelve maps of 16-bit numbers per record
+    for step_bytes in (STEP, 4096, 10**9):
+        steps = list(store.scrub(step_bytes))
+        assert sum(step.bytes for step in steps) == used
+        assert all(step_bytes <= step.bytes < 2 * step_bytes for step in steps[:-1])
+
+
+@mapped_records
+def test_scrub_of_a_truncated_file_loses_the_segment_and_reports_no_record(
+    tiny_checkpoint, folder, recorded, expected
+):
+    engine = engine_on(tiny_checkpoint, folder)
+    run(engine, recorded)
+    cut(path_of(folder, 7))
+    assert changed_by_scrub(engine) == 0
+    result = run(engine, recorded)
+    assert result.lost_lengths == (7,)
+    np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
+
+
+# An engine under load in a separate process.
+
+SCRIPT = Path(__file__).with_name("serving_from_failing_storage.py")
+
+
+@pytest.mark.parametrize(("fetch", "computing"), WAYS[:3])
+def test_engine_under_load_survives_every_fault_and_gives_no_wrong_answer(
+    tiny_checkpoint, folder, recorded, tmp_path, fetch, computing
+):
+    (tmp_path / "sequences.json").write_text(json.dumps(recorded), encoding="utf-8")
+    arguments = (tiny_checkpoint.folder, folder, tmp_path / "sequences.json", fetch.value, computing)
+    ended = subprocess.run(
+        [sys.executable, *map(str, (SCRIPT, *arguments))],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.split() == (["lost", "6", "8"] if guard() else ["lost"])

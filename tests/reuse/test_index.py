@@ -1,0 +1,197 @@
+"""The index finds the brute-force nearest vectors (nearly always in large partitions) and exact distances."""
+
+import tempfile
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from attncache_core.errors import CorruptDatabase
+from attncache_core.reuse.maps.index import EXACT_BELOW, FeatureIndex, index_path
+
+DIMENSIONS = 40
+# float32 has seven digits, and the coordinates here are about 1.
+TOLERANCE = 1e-6
+# Sizes from which a partition is compressed. Partitions of at least 700 vectors are tested with both values;
+# with fewer vectors, Faiss warns that it has too little training data.
+EXACT, COMPRESSED = EXACT_BELOW, 700
+
+
+@pytest.fixture(scope="module", autouse=True)
+def batched_distances():
+    """Make Faiss compute distances as |a|² + |b|² - 2ab in all batches of two or more, not only in large."""
+    threshold = faiss.cvar.distance_compute_blas_threshold
+    faiss.cvar.distance_compute_blas_threshold = 2
+    yield
+    faiss.cvar.distance_compute_blas_threshold = threshold
+
+
+def vectors(count: int, seed: int = 0, dimensions: int = DIMENSIONS) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, dimensions)).astype(np.float32) / dimensions**0.5
+
+
+def brute_force(stored: np.ndarray, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the nearest stored row of each query and the distance, computed in float64."""
+    distances = np.linalg.norm(asked[:, None].astype(np.float64) - stored.astype(np.float64), axis=2)
+    return distances.argmin(axis=1), distances.min(axis=1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(stored=st.integers(1, 300), asked=st.integers(1, 40), seed=st.integers(0, 1000))
+def test_nearest_is_the_brute_force_nearest(stored, asked, seed):
+    recorded, queries = vectors(stored, seed), vectors(asked, seed + 1)
+    index = FeatureIndex()
+    index.add(9, recorded)
+    found, distances = index.nearest(9, queries)
+    expected, expected_distances = brute_force(recorded, queries)
+    assert found.tolist() == expected.tolist()
+    np.testing.assert_allclose(distances, expected_distances, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("exact_below", [EXACT, COMPRESSED])
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(st.integers(0, 39), min_size=1, max_size=60))
+@example(rows=list(range(40)))
+def test_distance_does_not_depend_on_the_batch(exact_below, rows):
+    recorded = vectors(700)
+    # Queries far from stored vectors, equal to one, and so near one that |a|² + |b|² - 2ab loses all digits.
+    queries = np.concatenate([vectors(20, 1), recorded[:10], recorded[10:20] + np.float32(1e-5)])
+    index = FeatureIndex()
+    index.add(9, recorded, exact_below)
+    together, apart = index.nearest(9, queries[rows]), [index.nearest(9, queries[[row]]) for row in rows]
+    np.testing.assert_array_equal(together[0], np.concatenate([found for found, _ in apart]))
+    np.testing.assert_array_equal(together[1], np.concatenate([distances for _, distances in apart]))
+    np.testing.assert_allclose(together[1], brute_force(recorded, queries[rows])[1], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("exact_below", [EXACT, COMPRESSED])
+@pytest.mark.parametrize("asked", [1, 3, 40])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_features_that_are_not_finite_do_not_affect_other_queries(exact_below, asked, number):
+    recorded, queries = vectors(700), vectors(asked, 1)
+    index = FeatureIndex()
+    index.add(9, recorded, exact_below)
+    found, distances = index.nearest(9, queries)
+    queries[asked // 2, 3] = number
+    others = np.arange(asked) != asked // 2
+    found_beside, distances_beside = index.nearest(9, queries)
+    np.testing.assert_array_equal(found_beside[others], found[others])
+    np.testing.assert_array_equal(distances_beside[others], distances[others])
+    assert not np.isfinite(distances_beside[~others]).any()
+
+
+@pytest.mark.parametrize("exact_below", [EXACT, COMPRESSED])
+@pytest.mark.parametrize("dimensions", [5, 40, 128])
+def test_stored_vector_finds_itself_at_distance_zero(exact_below, dimensions):
+    recorded = vectors(2000, dimensions=dimensions)
+    index = FeatureIndex()
+    index.add(9, recorded, exact_below)
+    found, distances = index.nearest(9, recorded)
+    assert found.tolist() == list(range(2000))
+    assert not distances.any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(stored=st.integers(700, 1500), asked=st.integers(1, 40), seed=st.integers(0, 1000))
+def test_compressed_search_misses_at_most_one_nearest_vector_and_gives_exact_distances(stored, asked, seed):
+    recorded, queries = vectors(stored, seed), vectors(asked, seed + 1)
+    index = FeatureIndex()
+    index.add(9, recorded, COMPRESSED)
+    assert not index.is_exact(9)
+    found, distances = index.nearest(9, queries)
+    expected, expected_distances = brute_force(recorded, queries)
+    assert (found != expected).sum() <= 1
+    to_the_found = np.linalg.norm(queries.astype(np.float64) - recorded[found], axis=1)
+    np.testing.assert_allclose(distances, to_the_found, atol=TOLERANCE, rtol=0)
+    assert (distances >= expected_distances - TOLERANCE).all()
+
+
+@pytest.mark.parametrize("width", [None, 0.5, 0.2])
+def test_large_partition_finds_at_least_95_percent_of_the_nearest_vectors(width):
+    # Random vectors, or clouds of 50 vectors around a centre, like the sentences of a corpus.
+    everything = vectors(20500, 5, 128)
+    if width:
+        centres = vectors(400, 6, 128)
+        everything = width * everything + centres[np.random.default_rng(7).integers(0, 400, 20500)]
+    recorded, queries = everything[:20000], everything[20000:]
+    index = FeatureIndex()
+    index.add(9, recorded)
+    assert not index.is_exact(9)
+    # |q - r|² without |q|², which is the same for all r.
+    expected = ((recorded**2).sum(axis=1) - 2 * queries @ recorded.T).argmin(axis=1)
+    assert (index.nearest(9, queries)[0] == expected).mean() >= 0.95
+
+
+def test_more_equal_vectors_than_are_compared_exactly_are_still_found():
+    recorded = np.concatenate([np.zeros((4500, 128), np.float32), np.ones((500, 128), np.float32)])
+    index = FeatureIndex()
+    index.add(9, recorded)
+    found, distances = index.nearest(9, recorded[[0, -1]])
+    assert found[0] < 4500 <= found[1]
+    assert not distances.any()
+
+
+def test_small_partition_is_searched_exactly():
+    index = FeatureIndex()
+    index.add(5, vectors(EXACT_BELOW - 1))
+    index.add(6, vectors(EXACT_BELOW))
+    assert index.is_exact(5)
+    assert not index.is_exact(6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes=st.dictionaries(st.integers(1, 99), st.integers(1, 30), min_size=1, max_size=4))
+def test_lengths_are_searched_separately(sizes):
+    index = FeatureIndex()
+    for length, size in sizes.items():
+        index.add(length, vectors(size, seed=length))
+    for length, size in sizes.items():
+        assert length in index
+        assert index.size(length) == size
+        # Vectors of another length are never found, even if they are nearer.
+        asked = vectors(3, seed=max(sizes))
+        assert (
+            index.nearest(length, asked)[0].tolist()
+            == brute_force(vectors(size, seed=length), asked)[0].tolist()
+        )
+    assert 100 not in index
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    exact_below=st.sampled_from([EXACT, COMPRESSED]),
+    sizes=st.lists(st.integers(COMPRESSED, 1500), min_size=1, max_size=3),
+)
+def test_index_read_from_disk_gives_the_same_results(exact_below, sizes):
+    index, queries = FeatureIndex(), vectors(10, 3)
+    for length, size in enumerate(sizes, 5):
+        index.add(length, vectors(size, length), exact_below)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = index.write(Path(folder))
+        assert paths == [index_path(Path(folder), length) for length in range(5, 5 + len(sizes))]
+        assert sorted(Path(folder).rglob("*.*")) == sorted(paths)
+        read = FeatureIndex.read(Path(folder), list(range(5, 5 + len(sizes))))
+    for length, size in enumerate(sizes, 5):
+        assert read.size(length) == size
+        assert read.is_exact(length) is (exact_below == EXACT)
+        for written, again in zip(index.nearest(length, queries), read.nearest(length, queries), strict=True):
+            np.testing.assert_array_equal(written, again)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "foreign"])
+def test_file_that_is_not_an_index_is_refused_by_name(tmp_path, damage):
+    index = FeatureIndex()
+    index.add(7, vectors(50))
+    (path,) = index.write(tmp_path)
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(
+            {"empty": b"", "cut": content[: len(content) // 2], "foreign": b"not faiss" * 9}[damage]
+        )
+    with pytest.raises(CorruptDatabase, match=r"00007\.faiss"):
+        FeatureIndex.read(tmp_path, [7])

@@ -1,0 +1,317 @@
+"""Policies choose the record that plain loops choose, and tightening only removes hits."""
+
+import json
+import math
+from dataclasses import asdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
+from attncache_core.reuse.maps.policy import ReusePolicy, uniform_policy
+from attncache_core.reuse.storage.layout import RecordKind
+
+BUDGET = Budget(Measure.COSINE, 0.985)
+STORED, PROTOTYPE = RecordKind.STORED, RecordKind.PROTOTYPE
+JSON = TypeAdapter(ReusePolicy)
+
+similarities = st.floats(-2, 1, width=32)
+
+
+@st.composite
+def kind_policies(draw):
+    """A KindPolicy with a threshold that is mostly reachable, and a falling curve of zero to five points."""
+    corners = sorted(draw(st.lists(similarities, max_size=5, unique=True)))
+    damages = st.floats(0, 1)
+    falling = sorted(draw(st.lists(damages, min_size=len(corners), max_size=len(corners))), reverse=True)
+    return KindPolicy(draw(st.floats(-2, 1.1)), tuple(corners), tuple(falling))
+
+
+@st.composite
+def groups(draw, longest=60):
+    kinds = {kind: draw(kind_policies()) for kind in RecordKind}
+    return LengthGroup(longest, kinds, searched=draw(st.booleans()))
+
+
+@st.composite
+def policies(draw):
+    longest = sorted(draw(st.sets(st.integers(1, 60), min_size=1, max_size=5)))
+    return ReusePolicy(BUDGET, tuple(draw(groups(tokens)) for tokens in longest))
+
+
+@st.composite
+def nearest(draw):
+    """Similarities of the nearest record of each kind for some sequences with at least one record each."""
+    found = st.one_of(st.just(-math.inf), st.just(1.0), similarities)
+    row = st.tuples(*[found] * len(RecordKind)).filter(lambda row: max(row) > -math.inf)
+    rows = draw(st.lists(row, min_size=1))
+    return {kind: np.array([row[kind] for row in rows], np.float32) for kind in RecordKind}
+
+
+def damage_plainly(policy: KindPolicy, similarity: float) -> float:
+    """Return the expected damage at one similarity, by a loop over the segments of the curve."""
+    if not policy.similarities:
+        return 1 - similarity
+    if similarity >= 1:
+        return 0.0
+    corners = list(zip(policy.similarities, policy.damages, strict=True))
+    if similarity <= corners[0][0]:
+        return corners[0][1]
+    for (x0, y0), (x1, y1) in pairwise(corners):
+        if x0 <= similarity <= x1:
+            return y0 + (y1 - y0) * (similarity - x0) / (x1 - x0)
+    return corners[-1][1]
+
+
+@given(groups(), nearest())
+def test_kind_with_the_least_expected_damage_among_those_at_their_threshold_serves(group, found):
+    kinds, served = group.choose(found)
+    for row in range(len(kinds)):
+        damages = {}
+        for kind, policy in group.kinds.items():
+            similarity = float(found[kind][row])
+            if similarity > -math.inf and similarity >= policy.threshold:
+                damages[kind] = damage_plainly(policy, similarity)
+        assert served[row] == bool(damages)
+        if damages:
+            # The tolerance covers two ways of computing a linear interpolation.
+            assert damages[RecordKind(kinds[row])] <= min(damages.values()) + 1e-9
+
+
+@given(groups(), nearest())
+def test_a_kind_without_a_record_is_never_chosen(group, found):
+    kinds, _ = group.choose(found)
+    assert all(found[RecordKind(kind)][row] > -math.inf for row, kind in enumerate(kinds))
+
+
+@given(groups(), nearest())
+def test_choice_for_a_sequence_does_not_depend_on_other_sequences(group, found):
+    kinds, served = group.choose(found)
+    for row in range(len(kinds)):
+        alone = group.choose({kind: values[row : row + 1] for kind, values in found.items()})
+        assert (alone[0][0], alone[1][0]) == (kinds[row], served[row])
+
+
+def test_own_record_serves_a_recorded_sequence_even_if_a_prototype_has_low_damage():
+    kinds = {
+        STORED: KindPolicy(0.5, (0.2, 0.9), (0.4, 0.3)),
+        PROTOTYPE: KindPolicy(0.5, (0.2, 0.9), (0.1, 0.0)),
+    }
+    chosen, served = LengthGroup(9, kinds).choose(
+        {STORED: np.array([1.0, 0.9], np.float32), PROTOTYPE: np.array([0.99, 0.9], np.float32)}
+    )
+    assert chosen.tolist() == [STORED, PROTOTYPE]
+    assert served.tolist() == [True, True]
+
+
+@given(kind_policies(), st.lists(similarities, min_size=1))
+def test_expected_damage_follows_the_curve_and_is_zero_for_a_recorded_sequence(policy, values):
+    expected = [damage_plainly(policy, value) for value in values]
+    np.testing.assert_allclose(policy.expected_damage(np.array(values)), expected, atol=1e-9)
+    assert policy.expected_damage(np.array([1.0])) == 0
+
+
+@given(policies(), st.lists(st.integers(1, 80), min_size=1))
+def test_a_sequence_belongs_to_the_first_group_that_takes_its_length_or_to_the_last(policy, lengths):
+    expected = [
+        next(
+            (index for index, group in enumerate(policy.groups) if length <= group.longest),
+            len(policy.groups) - 1,
+        )
+        for length in lengths
+    ]
+    assert [policy.group_index(length) for length in lengths] == expected
+    assert policy.group_indices(np.array(lengths)).tolist() == expected
+    assert [policy.group_of(length) for length in lengths] == [policy.groups[index] for index in expected]
+
+
+@given(policies())
+def test_names_give_the_range_of_lengths_of_each_group(policy):
+    for index, name in enumerate(policy.names()):
+        first, _, last = name.partition("-")
+        assert policy.group_index(int(first)) == index
+        assert index == 0 or policy.group_index(int(first) - 1) == index - 1
+        assert (last == "") == (index == len(policy.groups) - 1)
+        if last:
+            assert policy.group_index(int(last)) == index
+            assert policy.group_index(int(last) + 1) == index + 1
+
+
+def test_names_of_three_groups():
+    kinds = {kind: KindPolicy(1.0) for kind in RecordKind}
+    policy = ReusePolicy(BUDGET, tuple(LengthGroup(longest, kinds) for longest in (13, 20, 31)))
+    assert policy.names() == ["1-13", "14-20", "21-"]
+
+
+@given(policies(), st.floats(-2, 2))
+def test_one_threshold_for_all_keeps_the_curves_and_drops_the_budget(policy, threshold):
+    same = policy.with_threshold(threshold)
+    assert same.budget == Budget(BUDGET.measure, 0.0)
+    for before, after in zip(policy.groups, same.groups, strict=True):
+        assert after.longest == before.longest
+        assert after.searched
+        for kind in RecordKind:
+            assert after.kinds[kind].threshold == threshold
+            assert after.kinds[kind].similarities == before.kinds[kind].similarities
+            assert after.kinds[kind].damages == before.kinds[kind].damages
+
+
+@given(policies(), nearest(), st.data())
+def test_tightening_only_removes_hits_and_the_sixth_step_switches_off(policy, found, data):
+    index = data.draw(st.integers(0, len(policy.groups) - 1))
+    served = policy.groups[index].choose(found)[1]
+    for times in range(1, 8):
+        tighter = policy.tightened(index)
+        group = tighter.groups[index]
+        assert group.tightened == times
+        now = group.choose(found)[1]
+        assert (now <= served).all()
+        assert times < 6 or (group.is_off and not now.any())
+        assert tighter.groups[:index] == policy.groups[:index]
+        assert tighter.groups[index + 1 :] == policy.groups[index + 1 :]
+        assert tighter.budget == policy.budget
+        policy, served = tighter, now
+
+
+def test_tightening_halves_the_distance_of_the_threshold_from_1():
+    policy = uniform_policy(BUDGET, 0.9)
+    for threshold in (0.95, 0.975, 0.9875, 0.99375, 0.996875):
+        policy = policy.tightened(0)
+        assert policy.groups[0].kinds[STORED].threshold == pytest.approx(threshold)
+        own = {STORED: np.ones(1, np.float32), PROTOTYPE: np.zeros(1, np.float32)}
+        assert policy.groups[0].choose(own)[1].tolist() == [True]
+        assert not policy.groups[0].is_off
+    assert policy.tightened(0).groups[0].is_off
+
+
+@given(policies())
+def test_first_step_of_a_group_without_a_search_starts_the_search(policy):
+    for index, group in enumerate(policy.groups):
+        tighter = policy.tightened(index).groups[index]
+        assert tighter.searched
+        assert group.searched or tighter.is_off == (not group.mean_serves)
+        assert group.searched or tighter.is_off or tighter.kinds == group.kinds
+
+
+@given(groups())
+def test_a_group_for_recorded_sequences_only_has_no_search_and_no_mean(group):
+    closed = group.recorded_only()
+    assert not closed.searched
+    assert not closed.mean_serves
+    assert not closed.is_off
+    others = {kind: policy for kind, policy in group.kinds.items() if kind is not RecordKind.MEAN}
+    assert {kind: closed.kinds[kind] for kind in others} == others
+    # The policy can be stored in a manifest.
+    policy = ReusePolicy(BUDGET, (closed,))
+    assert JSON.validate_json(json.dumps(asdict(policy)), strict=True) == policy
+    assert math.isfinite(closed.kinds[RecordKind.MEAN].threshold)
+
+
+@pytest.mark.parametrize(
+    ("stored", "prototype", "off"),
+    [(1.0, 1.0, False), (1.0, 2.0, False), (2.0, 0.9, False), (1.001, math.inf, True)],
+)
+def test_a_group_is_off_when_no_kind_can_reach_its_threshold(stored, prototype, off):
+    kinds = {STORED: KindPolicy(stored), PROTOTYPE: KindPolicy(prototype), RecordKind.MEAN: KindPolicy(7.0)}
+    assert LengthGroup(9, kinds).is_off is off
+    # Without a search, recorded sequences hit whatever the thresholds are.
+    assert not LengthGroup(9, kinds, searched=False).is_off
+
+
+def test_uniform_policy_has_one_group_for_all_lengths():
+    policy = uniform_policy(BUDGET, 0.75)
+    assert policy.names() == ["1-"]
+    assert {policy.group_index(length) for length in (1, 2, 500)} == {0}
+    assert {kind: of_kind.threshold for kind, of_kind in policy.groups[0].kinds.items()} == dict.fromkeys(
+        RecordKind, 0.75
+    )
+    assert asdict(policy.info()) == {
+        "budget": {"measure": "cosine", "least": 0.985, "floor": 0.0},
+        "strangeness": None,
+        "groups": [
+            {
+                "lengths": "1-",
+                "searched": True,
+                "threshold": {"stored": 0.75, "prototype": 0.75, "mean": 0.75},
+                "tightened": 0,
+                "reuses": True,
+            }
+        ],
+    }
+
+
+@given(policies())
+def test_info_has_the_thresholds_of_every_group(policy):
+    told = policy.tightened(0).info().groups
+    assert [group.lengths for group in told] == policy.names()
+    assert [group.tightened for group in told] == [1] + [0] * (len(told) - 1)
+    assert told[-1].threshold == {
+        kind.name.lower(): of_kind.threshold for kind, of_kind in policy.tightened(0).groups[-1].kinds.items()
+    }
+
+
+@given(policies())
+def test_policy_is_unchanged_after_a_round_trip_through_json(policy):
+    text = json.dumps(asdict(policy))
+    assert JSON.validate_json(text, strict=True) == policy
+
+
+@pytest.mark.parametrize("longest", [(), (5, 5), (9, 5)])
+def test_groups_in_another_than_ascending_order_are_refused(longest):
+    kinds = {kind: KindPolicy(1.0) for kind in RecordKind}
+    with pytest.raises(ValueError, match="must rise"):
+        ReusePolicy(BUDGET, tuple(LengthGroup(tokens, kinds) for tokens in longest))
+
+
+@pytest.mark.parametrize(
+    ("xs", "ys"),
+    [
+        ((0.5,), ()),
+        ((), (0.5,)),
+        ((0.5, 0.4), (0.2, 0.1)),
+        ((0.4, 0.5), (0.1,)),
+        ((0.4, 0.5), (0.1, 0.2)),
+    ],
+)
+def test_points_that_do_not_make_a_falling_curve_are_refused(xs, ys):
+    with pytest.raises(ValueError, match="a curve needs"):
+        KindPolicy(1.0, xs, ys)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_curve_with_a_point_that_is_not_finite_is_refused(number):
+    for xs, ys in (((number,), (0.5,)), ((0.5,), (number,))):
+        with pytest.raises(ValueError, match="not a finite number"):
+            KindPolicy(1.0, xs, ys)
+
+
+@pytest.mark.parametrize("least", [-0.01, 1.01, math.nan, math.inf])
+def test_budget_outside_0_to_1_is_refused(least):
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Budget(Measure.COSINE, least)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"colour": "blue"},
+        {"budget": {"measure": "cosine", "least": "0.9"}},
+        {"budget": {"measure": "length", "least": 0.9}},
+        {"budget": {"measure": "cosine", "least": 0.9, "most": 1}},
+        {"groups": []},
+        {"groups": [{"longest": 5.5, "kinds": {}, "tightened": 0}]},
+        {"groups": [{"longest": 5, "kinds": {"7": {"threshold": 1.0}}, "tightened": 0}]},
+        {"groups": [{"longest": 5, "kinds": {"0": {}}, "tightened": 0}]},
+    ],
+    ids=str,
+)
+def test_json_with_invalid_entries_is_refused(change):
+    content = asdict(uniform_policy(BUDGET, 0.9)) | change
+    with pytest.raises(ValidationError):
+        JSON.validate_json(json.dumps(content), strict=True)

@@ -1,0 +1,483 @@
+"""A policy that one server tightened is tight in all servers, after a restart, and if the disk fails."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from core_models import prefill, random_sequences
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tightening_process import POLICY, SHARED, group
+
+from attncache_core.calibration.database import calibrate_database
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import CorruptDatabase
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
+from attncache_core.reuse.maps.policy_state import (
+    ServedPolicy,
+    Tightened,
+    as_tightened,
+    forget_tightened,
+)
+from attncache_core.reuse.maps.tightening import Steps
+from attncache_core.reuse.maps.verification import Band, Window, windows_of
+from attncache_core.reuse.plan import Outcome
+from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.runtime.files import locked
+
+FIRST = Window(0, Band.USUAL)
+parts = st.lists(st.sampled_from([0, 1, 2, None]), max_size=12)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=8,
+)
+same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def after(policy: ReusePolicy, steps: list[int | None]) -> ReusePolicy:
+    """Return the policy after steps of length groups (index) and of the limit (None)."""
+    for index in steps:
+        is_off = policy.limit.is_off if index is None else policy.groups[index].is_off
+        if not is_off:
+            policy = policy.tightened(index)
+    return policy
+
+
+def kept(folder: Path) -> dict:
+    """Return the content of tightened.json for the policy."""
+    return json.loads((folder / "tightened.json").read_bytes())["policies"][POLICY.digest]
+
+
+@pytest.fixture
+def folder(tiny_database, tmp_path) -> Path:
+    """A database with three length groups that a test may change."""
+    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+    manifest = AttentionDatabase.open(folder).manifest
+    replace(manifest, policy=replace(POLICY, limit=None)).write(folder)
+    return folder
+
+
+def engine_of(checkpoint, folder, **overrides) -> PrefillEngine:
+    return PrefillEngine.load(
+        checkpoint, database=AttentionDatabase.open(folder, **overrides), dtype="float32"
+    )
+
+
+def tighten(engine: PrefillEngine, *parts: int | None) -> None:
+    for index in parts:
+        engine.map_reuse.tighten(index)
+        engine.map_reuse.keep_verified({})
+
+
+# Merging findings.
+
+
+def found(steps: Steps, fidelity: float, hits: int = 3) -> Tightened:
+    """Return findings with this number of hits of one fidelity in every window."""
+    return Tightened(steps, tuple((window, (fidelity,) * hits) for window in windows_of(steps)))
+
+
+steps = st.builds(Steps, st.tuples(*[st.integers(0, 3)] * 3), st.integers(0, 3))
+
+
+@given(first=steps, second=steps)
+def test_merging_takes_the_larger_steps_and_drops_hits_of_looser_policies(first, second):
+    merged = found(first, 0.1).merged(found(second, 0.2))
+    assert merged.steps.groups == tuple(map(max, first.groups, second.groups))
+    assert merged.steps.limit == max(first.limit, second.limit)
+    windows = dict(merged.windows)
+    for window in windows_of(merged.steps):
+        own = merged.steps.groups[window.place], merged.steps.limit
+        expected = []
+        for side, fidelity in ((first, 0.1), (second, 0.2)):
+            # The limit of strangeness does not affect usual texts.
+            as_tight = side.groups[window.place] == own[0]
+            if as_tight and (window.band is Band.USUAL or side.limit == own[1]):
+                expected += [fidelity] * 3
+        assert list(windows.pop(window, ())) == expected
+    assert not windows
+
+
+def test_window_holds_the_last_200_hits_of_all_servers():
+    none = Steps((0, 0, 0), 0)
+    merged = found(none, 0.1, hits=150).merged(found(none, 0.2, hits=80))
+    assert dict(merged.windows)[FIRST] == (0.1,) * 120 + (0.2,) * 80
+
+
+# Keeping findings.
+
+
+@settings(same_folder, max_examples=30)
+@given(steps=parts)
+def test_kept_steps_hold_at_the_next_start(tmp_path, steps):
+    forget_tightened(tmp_path)
+    policy = after(POLICY, steps)
+    served = ServedPolicy(tmp_path, POLICY)
+    for index, count in enumerate([*policy.steps.groups, policy.steps.limit]):
+        for _ in range(count):
+            served.tighten(index if index < 3 else None)
+    served.keep({})
+    assert as_tightened(tmp_path, POLICY) == ServedPolicy(tmp_path, POLICY).policy == served.policy == policy
+
+
+def test_without_kept_steps_the_calibrated_policy_holds(tmp_path):
+    assert as_tightened(tmp_path, POLICY) == POLICY
+
+
+def test_hits_are_kept_after_a_restart_and_new_hits_are_added(tmp_path):
+    assert ServedPolicy(tmp_path, POLICY).keep({FIRST: [0.25, float("nan")]})
+    again = ServedPolicy(tmp_path, POLICY).keep({FIRST: [0.5]})
+    assert str(dict(again.windows)[FIRST]) == "(0.25, nan, 0.5)"
+
+
+def test_tightening_empties_the_windows_of_the_group_for_every_server(tmp_path):
+    first, second = (ServedPolicy(tmp_path, POLICY) for _ in range(2))
+    unusual, other = replace(FIRST, band=Band.UNUSUAL), Window(1, Band.USUAL)
+    first.keep({FIRST: [0.1], unusual: [0.2], other: [0.3]})
+    first.tighten(0)
+    first.keep({})
+    # The second server verified these hits before it knew of the step.
+    known = second.keep({FIRST: [0.4], unusual: [0.5], other: [0.6]})
+    assert dict(known.windows) == {other: (0.3, 0.6)}
+    assert second.policy == first.policy
+    third = second.keep({replace(FIRST, steps=1): [0.7]})
+    assert dict(third.windows) == {other: (0.3, 0.6), replace(FIRST, steps=1): (0.7,)}
+
+
+def test_kept_file_holds_numbers_only(tmp_path):
+    served = ServedPolicy(tmp_path, POLICY)
+    for index in (0, 2, None, 0):
+        served.tighten(index)
+    served.keep({replace(FIRST, steps=2): [0.5, 1.0]})
+    content = json.loads((tmp_path / "tightened.json").read_bytes())
+    assert content == {
+        "format_version": 1,
+        "policies": {
+            POLICY.digest: {
+                "steps": {"groups": [2, 0, 1], "limit": 1},
+                "windows": [[{"place": 0, "band": "usual", "steps": 2, "limit_steps": 0}, [0.5, 1.0]]],
+            }
+        },
+    }
+
+
+def test_findings_of_another_policy_are_kept_separately(tmp_path):
+    """A server may still run with the policy from before the database was calibrated again."""
+    served = ServedPolicy(tmp_path, POLICY)
+    served.tighten(0)
+    served.keep({Window(1, Band.USUAL): [0.5]})
+    for other in (
+        replace(POLICY, groups=POLICY.groups[1:]),
+        replace(POLICY, budget=Budget(Measure.COSINE, 0.91)),
+        replace(POLICY, groups=(group(6, 0.51), *POLICY.groups[1:])),
+        replace(POLICY, limit=StrangenessLimit(0.03, 0.02)),
+    ):
+        newer = ServedPolicy(tmp_path, other)
+        assert newer.policy == other
+        newer.tighten(1)
+        assert newer.keep({}).windows == ()
+        assert as_tightened(tmp_path, other) == other.tightened(1)
+    assert as_tightened(tmp_path, POLICY) == POLICY.tightened(0)
+    assert kept(tmp_path)["windows"]
+
+
+def test_policy_without_a_budget_keeps_no_findings_and_needs_no_file(tmp_path):
+    (tmp_path / "tightened.json").mkdir()
+    served = ServedPolicy(tmp_path, POLICY.with_threshold(0.3))
+    served.tighten(0)
+    assert served.keep({FIRST: [0.0]}) is None
+    assert served.policy == POLICY.with_threshold(0.3).tightened(0)
+    assert served.reuse_off == []
+
+
+def test_findings_can_be_deleted_even_if_there_are_none(tmp_path):
+    forget_tightened(tmp_path)
+    served = ServedPolicy(tmp_path, POLICY)
+    served.tighten(0)
+    served.keep({})
+    forget_tightened(tmp_path)
+    assert as_tightened(tmp_path, POLICY) == POLICY
+
+
+# Several servers.
+
+
+def process(act: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+    script = Path(__file__).with_name("tightening_process.py")
+    return subprocess.Popen(
+        [sys.executable, script, act, folder, *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_processes_that_tighten_concurrently_lose_no_step_and_no_hit(tmp_path):
+    both = [process("tighten_beside_another", tmp_path, number) for number in "01"]
+    assert [each.communicate()[1] for each in both] == ["", ""]
+    served = ServedPolicy(tmp_path, POLICY)
+    assert served.policy.steps == Steps((5, 0, 0), 5)
+    assert sorted(dict(served.keep({}).windows)[SHARED]) == [0.0] * 100 + [0.1] * 100
+
+
+def test_steps_of_one_engine_reach_the_other(tiny_checkpoint, folder):
+    first, second = (engine_of(tiny_checkpoint, folder) for _ in range(2))
+    first.map_reuse.tighten(0)
+    second.map_reuse.tighten(1)
+    for engine in (first, second, first):
+        engine.map_reuse.keep_verified({})
+    assert first.policy == second.policy == after(replace(POLICY, limit=None), [0, 1])
+
+
+def test_engine_does_not_wait_for_a_held_lock_and_keeps_its_findings_later(tiny_checkpoint, folder):
+    engine = engine_of(tiny_checkpoint, folder)
+    with locked(folder / "tightened.json", on_wait=pytest.fail):
+        engine.map_reuse.tighten(0)
+        assert engine.map_reuse.keep_verified({FIRST: [0.5]}) is None
+        assert engine.policy.steps.groups == (1, 0, 0)
+    assert engine.reuse_off == []
+    assert not (folder / "tightened.json").exists()
+    assert engine.map_reuse.keep_verified({}).steps.groups == (1, 0, 0)
+
+
+# After a restart.
+
+
+def test_steps_of_an_engine_hold_after_a_restart(tiny_checkpoint, folder):
+    engine = engine_of(tiny_checkpoint, folder)
+    tighten(engine, 0, 2, 0)
+    policy = engine_of(tiny_checkpoint, folder).policy
+    assert policy == engine.policy == after(replace(POLICY, limit=None), [0, 2, 0])
+    assert [each.tightened for each in policy.groups] == [2, 0, 1]
+
+
+def test_tightening_continues_after_a_restart(tiny_checkpoint, folder):
+    for _ in range(3):
+        tighten(engine_of(tiny_checkpoint, folder), 0)
+    assert engine_of(tiny_checkpoint, folder).policy.steps.groups == (3, 0, 0)
+
+
+def test_tightening_does_not_change_the_manifest(tiny_checkpoint, folder):
+    before = (folder / "manifest.json").read_bytes()
+    tighten(engine_of(tiny_checkpoint, folder), 0)
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_group_that_was_switched_off_stays_off(tiny_checkpoint, folder):
+    tighten(engine_of(tiny_checkpoint, folder), *[0] * 6)
+    assert engine_of(tiny_checkpoint, folder).policy.groups[0].is_off
+
+
+def test_steps_have_the_same_effect_with_and_without_search_always(tiny_checkpoint, folder):
+    """Starting the search of a group is a step itself, so the numbers of steps have the same meaning."""
+    searching = engine_of(tiny_checkpoint, folder)
+    searching.map_reuse.search_always()
+    # `search_always` is no step for other servers, but steps that this server takes are.
+    window = replace(SHARED, steps=1)
+    assert searching.map_reuse.keep_verified({window: [0.5]}).steps == Steps((0, 0, 0), 0)
+    assert engine_of(tiny_checkpoint, folder).policy == replace(POLICY, limit=None)
+    assert dict(searching.map_reuse.keep_verified({}).windows) == {window: (0.5,)}
+    tighten(searching, 1, 0)
+    plain = engine_of(tiny_checkpoint, folder)
+    assert plain.policy.groups[:2] == searching.policy.groups[:2]
+    assert plain.policy.groups[1].kinds[RecordKind.STORED].threshold == 0.85
+    tighten(plain, 0)
+    again = engine_of(tiny_checkpoint, folder)
+    again.map_reuse.search_always()
+    assert again.policy.groups[:2] == plain.policy.groups[:2]
+    assert again.policy.groups[2].searched
+
+
+@pytest.mark.parametrize("overrides", [{"threshold": 0.3}, {"threshold": 0.3, "heads": "all"}])
+def test_operators_own_threshold_ignores_kept_steps(tiny_checkpoint, folder, overrides):
+    tighten(engine_of(tiny_checkpoint, folder), 0)
+    policy = engine_of(tiny_checkpoint, folder, **overrides).policy
+    assert policy == replace(POLICY, limit=None).with_threshold(0.3)
+    assert policy.steps.groups == (0, 0, 0)
+
+
+def test_operators_own_heads_have_no_budget_and_ignore_kept_steps(tiny_checkpoint, folder):
+    tighten(engine_of(tiny_checkpoint, folder), 1)
+    policy = engine_of(tiny_checkpoint, folder, heads="3").policy
+    assert policy == replace(POLICY, limit=None).without_budget()
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_calibration_deletes_the_findings(tiny_checkpoint, tiny_engine, folder):
+    tighten(engine_of(tiny_checkpoint, folder), 0)
+    sequences = random_sequences([5, 6, 7, 8, 9, 10] * 6, seed=71)
+    calibrate_database(
+        tiny_engine, AttentionDatabase.open(folder), sequences, (), Budget(Measure.COSINE, 0.5)
+    )
+    assert not (folder / "tightened.json").exists()
+    engine = engine_of(tiny_checkpoint, folder)
+    assert engine.policy == engine.database.manifest.policy
+    assert set(engine.policy.steps.groups) == {0}
+
+
+# Files that cannot be read.
+
+
+def directory(path: Path) -> None:
+    path.mkdir()
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x00garbage")
+
+
+UNREADABLE = [directory, garbage]
+
+
+def is_never_looser(served: ServedPolicy) -> bool:
+    if served.reuse_off:
+        return all(each.is_off for each in served.policy.groups)
+    return all(
+        of_kind.threshold >= calibrated.kinds[kind].threshold
+        for own, calibrated in zip(served.policy.groups, POLICY.groups, strict=True)
+        for kind, of_kind in own.kinds.items()
+    )
+
+
+def is_refused(folder: Path, content: bytes) -> bool:
+    """Return whether this content of tightened.json switches reuse off; the content must stay unchanged."""
+    (folder / "tightened.json").write_bytes(content)
+    served = ServedPolicy(folder, POLICY)
+    assert is_never_looser(served)
+    if served.reuse_off:
+        assert served.keep({FIRST: [1.0]}) is None
+        assert (folder / "tightened.json").read_bytes() == content
+    return bool(served.reuse_off)
+
+
+@same_folder
+@given(st.one_of(st.binary(max_size=60), anything.map(lambda value: json.dumps(value).encode())))
+def test_invalid_file_switches_reuse_off(tmp_path, content):
+    assert is_refused(tmp_path, content)
+
+
+@same_folder
+@given(steps=st.one_of(anything, st.lists(st.integers(), max_size=5)), windows=anything)
+def test_damaged_steps_never_loosen_the_policy_and_never_raise(tmp_path, steps, windows):
+    for own in ({"groups": steps, "limit": 0}, {"groups": [1, 1, 1], "limit": steps}, steps):
+        policies = {POLICY.digest: {"steps": own, "windows": windows}}
+        is_refused(tmp_path, json.dumps({"format_version": 1, "policies": policies}).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": {"groups": [1, 1], "limit": 0}},
+        {"steps": {"groups": [1, 1, -1], "limit": 0}},
+        {"steps": {"groups": [1, 1, 1]}},
+        {"windows": [[{"place": 0, "band": "usual"}, [1.5]]]},
+        {"windows": [[{"place": 0, "band": "usual"}, [float("inf")]]]},
+        {"windows": [[{"place": 0, "band": "other"}, [1.0]]]},
+        {"more": 1},
+    ],
+)
+def test_damaged_content_is_refused(tmp_path, change):
+    sound = {"steps": {"groups": [1, 1, 1], "limit": 0}, "windows": []}
+    for content, refused in ((sound, False), (sound | change, True)):
+        policies = {POLICY.digest: content}
+        assert refused == is_refused(
+            tmp_path, json.dumps({"format_version": 1, "policies": policies}).encode()
+        )
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000])
+def test_file_with_deep_nesting_is_refused(tmp_path, content):
+    assert is_refused(tmp_path, content)
+
+
+def test_another_format_version_is_refused(tmp_path):
+    assert is_refused(tmp_path, b'{"format_version": 2, "policies": {}}')
+    assert is_refused(tmp_path, b'{"policies": {}}')
+    assert not is_refused(tmp_path, b'{"format_version": 1, "policies": {}}')
+
+
+@pytest.mark.parametrize("spoil", UNREADABLE)
+def test_engine_with_an_unreadable_file_reuses_nothing(tiny_checkpoint, tiny_corpus, folder, caplog, spoil):
+    engine = engine_of(tiny_checkpoint, folder)
+    recorded = engine.tokenize([sentence.text for sentence in tiny_corpus[::80]])
+    assert prefill(engine, recorded).outcomes == (Outcome.HIT,) * 3
+    assert engine.info().reuse_off == []
+    spoil(folder / "tightened.json")
+    engine = engine_of(tiny_checkpoint, folder)
+    (reason,) = engine.info().reuse_off
+    assert reason.startswith("tightened.json cannot be read (")
+    assert f"attention maps are not reused: {reason}" in caplog.text
+    assert prefill(engine, recorded).outcomes == (Outcome.NOT_SEARCHED,) * 3
+    engine.map_reuse.search_always()
+    assert all(each.is_off for each in engine.policy.groups)
+
+
+@pytest.mark.parametrize("spoil", UNREADABLE)
+def test_file_that_becomes_unreadable_while_serving_ends_reuse(tiny_checkpoint, folder, spoil):
+    engine = engine_of(tiny_checkpoint, folder)
+    engine.map_reuse.keep_verified({})
+    (folder / "tightened.json").unlink()
+    spoil(folder / "tightened.json")
+    assert engine.map_reuse.keep_verified({FIRST: [1.0]}) is None
+    assert engine.reuse_off
+    assert all(each.is_off for each in engine.policy.groups)
+
+
+def test_database_can_be_opened_and_verified_with_an_unreadable_file(folder):
+    garbage(folder / "tightened.json")
+    database = AttentionDatabase.open(folder)
+    assert database.verify() == []
+    with pytest.raises(CorruptDatabase, match="calibrate the database again"):
+        as_tightened(folder, database.manifest.policy)
+
+
+# Files that cannot be written.
+
+
+def test_missing_folder_ends_reuse_and_is_not_created(tiny_checkpoint, folder):
+    engine = engine_of(tiny_checkpoint, folder)
+    shutil.rmtree(folder)
+    tighten(engine, 0)
+    assert not folder.exists()
+    assert engine.reuse_off == [
+        "tightened.json cannot be written (No such file or directory), so nothing would remember that the "
+        "policy was found too loose; make the database's folder writable and start again"
+    ]
+    assert all(each.is_off for each in engine.policy.groups)
+
+
+def test_reuse_stays_off_until_a_restart(tiny_checkpoint, folder):
+    engine = engine_of(tiny_checkpoint, folder)
+    (folder / ".tightened.json.lock").mkdir()
+    assert engine.map_reuse.keep_verified({}) is None
+    (folder / ".tightened.json.lock").rmdir()
+    assert engine.map_reuse.keep_verified({}) is None
+    assert len(engine.reuse_off) == 1
+    again = engine_of(tiny_checkpoint, folder)
+    assert again.map_reuse.keep_verified({}) is not None
+    assert again.reuse_off == []
+
+
+@pytest.mark.parametrize(
+    ("act", "mode", "reason"),
+    [("fill_the_disk", 0o755, "File too large"), ("lack_permission", 0o555, "Permission denied")],
+)
+def test_step_that_cannot_be_written_ends_reuse(act, mode, reason):
+    # tmp_path is accessible to its owner only, and the process may run as another user.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(mode)
+        told, _ = process(act, folder).communicate()
+        assert f"tightened.json cannot be written ({reason})" in told
+        # The findings that were kept before are unchanged.
+        assert as_tightened(folder, POLICY) == POLICY
+        folder.chmod(0o755)

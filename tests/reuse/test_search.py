@@ -1,0 +1,233 @@
+"""The search plans the records that a comparison with every record finds, and obeys the laws of θ."""
+
+import shutil
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from core_models import planned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.projector import FeatureProjector
+from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse, outcome_code
+from attncache_core.text.token_batch import pack
+
+# Features are sums of a few hundred float32 products, and the order of summation depends on the batch.
+TOLERANCE = 1e-5
+
+
+class Asked(NamedTuple):
+    """Sequences to search for: recorded sequences, new sequences, and one of a length without records."""
+
+    sequences: list[list[int]]
+    recorded: list[bool]
+
+
+@pytest.fixture(scope="module")
+def asked(tiny_engine, tiny_corpus):
+    random = np.random.default_rng(5)
+    known = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus[::24]])
+    new = [[2, *random.integers(5, 40, length - 2).tolist(), 3] for length in (5, 6, 6, 8, 10, 7)]
+    return Asked([*new, [2, 3], *known], [False] * 7 + [True] * len(known))
+
+
+@pytest.fixture(scope="module")
+def opened(tiny_database):
+    return AttentionDatabase.open(tiny_database)
+
+
+def plan_of(engine, database, sequences, threshold, allowed=None) -> tuple[list[int], list[float], int]:
+    """Return records and similarities in the caller's order, and the number of corrupt records."""
+    search = replace(database.search, policy=database.search.policy.with_threshold(threshold))
+    batch = pack(sequences)
+    allowed = np.ones(len(sequences), dtype=bool) if allowed is None else np.array(allowed)
+    with torch.inference_mode():
+        plan = planned(search, batch, engine.model.embed(batch), allowed[batch.order])
+    rows = (batch.in_callers_order(plan.records), batch.in_callers_order(plan.similarities))
+    return rows[0].tolist(), rows[1].tolist(), plan.corrupt_records
+
+
+def features(engine, database, ids) -> np.ndarray:
+    batch = pack([ids])
+    with torch.inference_mode():
+        return database.search.projector(engine.model.embed(batch)[None])[0].double().numpy()
+
+
+def test_record_and_similarity_are_those_of_the_brute_force_nearest_record(
+    tiny_engine, tiny_corpus, opened, asked
+):
+    recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
+    vectors = [features(tiny_engine, opened, ids) for ids in recorded]
+    records, similarities, _ = plan_of(tiny_engine, opened, asked.sequences, threshold=-np.inf)
+    for ids, record, similarity in zip(asked.sequences, records, similarities, strict=True):
+        distances = {
+            tuple(other): np.linalg.norm(features(tiny_engine, opened, ids) - vector)
+            for other, vector in zip(recorded, vectors, strict=True)
+            if len(other) == len(ids)
+        }
+        if not distances:
+            assert record == -1
+            assert np.isnan(similarity)
+            continue
+        nearest = min(distances, key=distances.__getitem__)
+        assert opened.search.store.segments[len(ids)].holds_tokens(record, nearest)
+        assert similarity == pytest.approx(1 - distances[nearest], abs=TOLERANCE)
+
+
+def test_recorded_sequence_has_similarity_one_and_its_own_record(tiny_engine, opened, asked):
+    records, similarities, _ = plan_of(tiny_engine, opened, asked.sequences, threshold=1.0)
+    for ids, record, similarity, known in zip(
+        asked.sequences, records, similarities, asked.recorded, strict=True
+    ):
+        assert (similarity == 1.0) is known
+        assert (record >= 0) is known
+        if known:
+            assert opened.search.store.segments[len(ids)].holds_tokens(record, ids)
+
+
+def test_recorded_sequence_has_similarity_one_despite_rounding(tiny_engine, opened, asked):
+    # This projector is off by 1e-5, more than the rounding differences between batches.
+    projector = FeatureProjector.load(opened.folder / "projector.safetensors")
+    projector.position.mul_(1 + 1e-5)
+    rounded = replace(opened, search=replace(opened.search, projector=projector))
+    records, similarities, _ = plan_of(tiny_engine, rounded, asked.sequences, threshold=1.0)
+    assert [similarity == 1.0 for similarity in similarities] == asked.recorded
+    assert [record >= 0 for record in records] == asked.recorded
+
+
+@settings(max_examples=30, deadline=None)
+@given(thresholds=st.tuples(st.floats(0.5, 1.1), st.floats(0.5, 1.1)))
+def test_raising_the_threshold_only_removes_hits(tiny_engine, opened, asked, thresholds):
+    everything = plan_of(tiny_engine, opened, asked.sequences, 0.0)
+    loose, strict = (
+        plan_of(tiny_engine, opened, asked.sequences, threshold) for threshold in sorted(thresholds)
+    )
+    for threshold, plan in zip(sorted(thresholds), (loose, strict), strict=True):
+        # With a threshold above 1 nothing can hit, so nothing is searched.
+        expected = everything[1] if threshold <= 1 else [np.nan] * len(asked.sequences)
+        assert plan[1] == pytest.approx(expected, nan_ok=True, abs=0)
+    for before, after, similarity in zip(loose[0], strict[0], everything[1], strict=True):
+        assert after in (before, -1)
+        assert (after >= 0) == (similarity >= max(thresholds))
+
+
+def test_threshold_above_one_gives_no_search_and_no_hit(tiny_engine, opened, asked):
+    records, similarities, _ = plan_of(tiny_engine, opened, asked.sequences, threshold=1.001)
+    assert set(records) == {-1}
+    assert np.isnan(similarities).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_plan_of_a_sequence_does_not_depend_on_the_batch(tiny_engine, opened, asked, data):
+    rows = data.draw(st.permutations(range(len(asked.sequences))).map(lambda order: order[: 1 + order[0]]))
+    together = plan_of(tiny_engine, opened, [asked.sequences[row] for row in rows], threshold=0.8)
+    for index, row in enumerate(rows):
+        alone = plan_of(tiny_engine, opened, [asked.sequences[row]], threshold=0.8)
+        assert together[1][index] == pytest.approx(alone[1][0], abs=TOLERANCE, nan_ok=True)
+        if not abs(alone[1][0] - 0.8) < TOLERANCE:
+            assert together[0][index] == alone[0][0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_only_sequences_that_may_reuse_are_searched(tiny_engine, opened, asked, data):
+    count = len(asked.sequences)
+    allowed = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    everyone = plan_of(tiny_engine, opened, asked.sequences, 0.0)
+    records, similarities, _ = plan_of(tiny_engine, opened, asked.sequences, 0.0, allowed)
+    for row in range(count):
+        if allowed[row]:
+            assert records[row] == everyone[0][row]
+            assert similarities[row] == pytest.approx(everyone[1][row], abs=TOLERANCE, nan_ok=True)
+        else:
+            assert records[row] == -1
+            assert np.isnan(similarities[row])
+
+
+def test_damaged_record_is_not_used_and_is_counted(tiny_engine, tiny_database, opened, asked, tmp_path):
+    target = max(range(len(asked.sequences)), key=lambda row: asked.recorded[row])
+    ids = asked.sequences[target]
+    before = plan_of(tiny_engine, opened, asked.sequences, 0.0)
+    record, segment = before[0][target], opened.search.store.segments[len(ids)]
+    damaged_folder = tmp_path / "a.db"
+    shutil.copytree(tiny_database, damaged_folder)
+    path = damaged_folder / "maps" / segment.path.name
+    with path.open("r+b") as file:
+        file.seek(segment.file_bytes - (len(segment) - record) * segment.layout.record_bytes(len(ids)))
+        file.write(b"\xff\xff")
+    damaged = AttentionDatabase.open(damaged_folder)
+    records, similarities, corrupt = plan_of(tiny_engine, damaged, asked.sequences, 0.0)
+    served = [
+        row
+        for row, other in enumerate(before[0])
+        if other == record and len(asked.sequences[row]) == len(ids)
+    ]
+    assert before[2] == 0
+    assert corrupt == len(served) >= 1
+    assert [row for row in range(len(records)) if records[row] != before[0][row]] == served
+    assert {records[row] for row in served} == {-1}
+    assert similarities[target] == 1.0
+
+
+def test_outcomes_follow_from_records_similarities_and_reasons():
+    records = np.array([4, -1, -1, 0, -1, -1, 7])
+    kinds = np.array([0, 0, 0, 1, 0, 1, 0])
+    similarities = np.array([0.9, 0.3, np.nan, 0.8, np.nan, 0.7, 1.0], np.float32)
+    reasons = no_reuse(7).reasons
+    reasons[4] = outcome_code(Outcome.SKIPPED_BY_COST)
+    plan = ReusePlan(records, kinds, similarities, reasons, np.zeros(7))
+    assert plan.hits.tolist() == [True, False, False, True, False, False, True]
+    assert plan.outcomes().tolist() == [
+        *(Outcome.HIT, Outcome.MISS, Outcome.NOT_SEARCHED, Outcome.PROTOTYPE_HIT, Outcome.SKIPPED_BY_COST),
+        *(Outcome.MISS, Outcome.HIT),
+    ]
+
+
+def test_only_hits_of_records_of_any_kind_count_as_hits():
+    assert {outcome for outcome in Outcome if outcome.is_hit} == {Outcome.HIT, Outcome.PROTOTYPE_HIT}
+
+
+def test_plan_is_reordered_with_its_batch():
+    kinds, similarities = np.array([0, 1, 1]), np.array([0.9, 0.3, 0.8], np.float32)
+    plan = ReusePlan(
+        np.array([4, -1, 7]), kinds, similarities, np.array([3, 4, 5]), np.array([6, 7, 8]), corrupt_records=2
+    )
+    moved = plan.reordered(np.array([2, 0, 1]))
+    assert moved.records.tolist() == [7, 4, -1]
+    assert moved.kinds.tolist() == [1, 0, 1]
+    assert moved.similarities.tolist() == plan.similarities[[2, 0, 1]].tolist()
+    assert moved.reasons.tolist() == [5, 3, 4]
+    assert moved.strangeness.tolist() == [8, 6, 7]
+    assert moved.corrupt_records == 2
+
+
+def test_plan_without_reuse_uses_no_record():
+    plan = no_reuse(3)
+    assert plan.outcomes().tolist() == [Outcome.NOT_SEARCHED] * 3
+    assert plan.records.tolist() == [-1] * 3
+
+
+def test_length_groups_in_which_reuse_does_not_pay_are_skipped(tiny_engine, opened, asked):
+    batch = pack(asked.sequences)
+    hidden = tiny_engine.model.embed(batch)
+    (group,) = opened.search.policy.groups
+    shortest = min(set(batch.lengths.tolist()) & set(opened.search.store.segments))
+    policy = replace(opened.search.policy, groups=(replace(group, longest=shortest), group))
+    search = replace(opened.search, policy=policy)
+    allowed = np.ones(len(batch.lengths), dtype=bool)
+    everywhere = planned(search, batch, hidden, allowed)
+    plan = planned(replace(search, paying=frozenset({1})), batch, hidden, allowed)
+    skipped = batch.lengths == shortest  # shorter lengths have no records
+    assert skipped.any()
+    assert not skipped.all()
+    assert (plan.outcomes()[skipped] == Outcome.SKIPPED_BY_COST).all()
+    assert (plan.outcomes()[~skipped] == everywhere.outcomes()[~skipped]).all()
+    assert plan.records[~skipped].tolist() == everywhere.records[~skipped].tolist()
+    allowed[:] = False
+    plan = planned(replace(search, paying=frozenset()), batch, hidden, allowed)
+    assert (plan.outcomes() == Outcome.NOT_SEARCHED).all()

@@ -1,0 +1,286 @@
+"""Synthetic records (prototypes and means) serve sequences, and outputs are computed with their maps.
+
+The oracle computes every sequence alone with Hugging Face's modules, with the maps on disk of the record that
+served the sequence.
+"""
+
+import shutil
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from core_models import planned, prefill, random_sequences
+from core_reference import FLOAT32, SIXTEEN_BITS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import BuildOptions
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
+from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.plan import Outcome
+from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.text.token_batch import pack
+
+STORED, PROTOTYPE, MEAN = RecordKind
+NEVER = KindPolicy(2.0)
+ALWAYS = KindPolicy(-100.0)
+# A length without texts in the corpus, between its shortest and its longest text.
+UNSEEN = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_engine, tiny_corpus, tmp_path_factory):
+    """A database of the tiny corpus without texts of eight tokens: all heads, with prototypes and means."""
+    folder = tmp_path_factory.mktemp("databases") / "synthetic.db"
+    corpus = [sentence for sentence in tiny_corpus if len(tiny_engine.tokenize([sentence.text])[0]) != UNSEEN]
+    options = BuildOptions(heads="all", threshold=1.0, prototypes=4, training_steps=20)
+    build_database(tiny_engine, corpus, folder, options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def known(tiny_engine, tiny_corpus):
+    """One recorded sequence of each length."""
+    by_length = {len(ids): ids for ids in tiny_engine.tokenize([each.text for each in tiny_corpus])}
+    return [ids for length, ids in sorted(by_length.items()) if length != UNSEEN]
+
+
+def policy_of(stored=NEVER, prototype=NEVER, mean=NEVER, searched=True) -> ReusePolicy:
+    kinds = {STORED: stored, PROTOTYPE: prototype, MEAN: mean}
+    return ReusePolicy(Budget(Measure.COSINE, 0.9), (LengthGroup(10, kinds, searched),))
+
+
+def engine_of(checkpoint, folder, policy: ReusePolicy, heads=None) -> PrefillEngine:
+    database = AttentionDatabase.open(folder, heads=heads)
+    database = replace(database, search=replace(database.search, policy=policy))
+    return PrefillEngine.load(checkpoint, database=database, dtype="float32")
+
+
+POLICIES = {
+    "prototypes": policy_of(prototype=ALWAYS),
+    "means": policy_of(mean=ALWAYS),
+    "unsearched": policy_of(mean=ALWAYS, searched=False),
+    "all kinds": policy_of(KindPolicy(0.7), KindPolicy(0.5), ALWAYS),
+    "recorded only": policy_of(KindPolicy(1.0), KindPolicy(1.0), NEVER, searched=False),
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_checkpoint, folder):
+    return {name: engine_of(tiny_checkpoint, folder, policy) for name, policy in POLICIES.items()}
+
+
+def run(engine, sequences):
+    return prefill(engine, sequences)
+
+
+def plan(engine, sequences):
+    """Return records and kinds in the caller's order."""
+    batch = pack(sequences)
+    with torch.inference_mode():
+        allowed = np.ones(len(sequences), dtype=bool)
+        found = planned(engine.database.search, batch, engine.model.embed(batch), allowed)
+    return batch.in_callers_order(found.records), batch.in_callers_order(found.kinds)
+
+
+def expected_outputs(engine, reference, sequences) -> np.ndarray:
+    order, outputs = engine.database.mask.order, []
+    for ids, record, kind in zip(sequences, *plan(engine, sequences), strict=True):
+        maps = {}
+        if record >= 0:
+            segment = engine.database.search.store.segments[len(ids)]
+            assert segment.kinds[record] == kind
+            maps = {
+                (layer, head): segment.layer_maps(int(record), layer, 4)[index].float()
+                for layer, heads in enumerate(order)
+                for index, head in enumerate(heads)
+            }
+        outputs.append(reference.hidden_with_maps(ids, maps).mean(dim=0).numpy())
+    return np.stack(outputs)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_outputs_are_computed_with_the_maps_of_the_record_that_serves(engines, tiny_reference, known, name):
+    sequences = [*random_sequences([5, 6, UNSEEN, 9, 10, 5], seed=1), *known]
+    result = run(engines[name], sequences)
+    expected = expected_outputs(engines[name], tiny_reference, sequences)
+    np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
+
+
+@pytest.mark.parametrize("name", ["prototypes", "means", "unsearched"])
+def test_hits_of_synthetic_records_are_prototype_hits(engines, name):
+    sequences = random_sequences([5, 6, UNSEEN, 9, 10], seed=2)
+    assert run(engines[name], sequences).outcomes == (Outcome.PROTOTYPE_HIT,) * 5
+    kind = PROTOTYPE if name == "prototypes" else MEAN
+    assert set(plan(engines[name], sequences)[1]) == {kind}
+
+
+def test_all_kinds_of_records_serve_in_one_batch(engines):
+    sequences = random_sequences([5, 6, 7, 9, 10] * 8, seed=3)
+    kinds = Counter(plan(engines["all kinds"], sequences)[1].tolist())
+    assert set(kinds) >= {PROTOTYPE, MEAN}
+    outcomes = run(engines["all kinds"], sequences).outcomes
+    assert outcomes.count(Outcome.HIT) == kinds[STORED]
+    assert outcomes.count(Outcome.PROTOTYPE_HIT) == kinds[PROTOTYPE] + kinds[MEAN]
+
+
+@pytest.mark.parametrize("name", ["all kinds", "unsearched", "recorded only"])
+def test_recorded_sequence_is_served_by_its_own_record(engines, tiny_reference, known, name):
+    result = run(engines[name], known)
+    assert result.outcomes == (Outcome.HIT,) * len(known)
+    assert result.similarities.tolist() == [1.0] * len(known)
+    np.testing.assert_allclose(result.outputs, tiny_reference.means(known), atol=SIXTEEN_BITS)
+
+
+def test_a_length_without_texts_is_served_by_synthetic_records(engines):
+    engine = engines["prototypes"]
+    assert UNSEEN not in engine.database.manifest.records
+    sequences = random_sequences([4, UNSEEN, 11], seed=4)
+    outcomes = (Outcome.NOT_SEARCHED, Outcome.PROTOTYPE_HIT, Outcome.NOT_SEARCHED)
+    assert run(engine, sequences).outcomes == outcomes
+
+
+def test_without_a_search_only_recorded_sequences_have_a_similarity(engines, known):
+    result = run(engines["unsearched"], [*random_sequences([5, UNSEEN]), known[0]])
+    assert np.isnan(result.similarities).tolist() == [True, True, False]
+
+
+def test_if_only_recorded_sequences_hit_others_are_computed_in_full(engines, tiny_reference, known):
+    sequences = [*random_sequences([5, 9]), known[1]]
+    result = run(engines["recorded only"], sequences)
+    assert [outcome.is_hit for outcome in result.outcomes] == [False, False, True]
+    np.testing.assert_allclose(result.outputs[:2], tiny_reference.means(sequences[:2]), atol=FLOAT32)
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(sorted(POLICIES)), st.lists(st.integers(4, 11), min_size=1, max_size=8), st.integers(0, 9)
+)
+def test_a_row_of_a_batch_is_the_row_alone(engines, known, name, lengths, seed):
+    engine = engines[name]
+    sequences = [*random_sequences(lengths, seed), known[seed % len(known)]]
+    together = run(engine, sequences)
+    for index, ids in enumerate(sequences):
+        alone = run(engine, [ids])
+        assert alone.outcomes == together.outcomes[index : index + 1]
+        np.testing.assert_allclose(alone.outputs[0], together.outputs[index], atol=FLOAT32)
+        np.testing.assert_allclose(alone.similarities[0], together.similarities[index], atol=FLOAT32)
+
+
+@pytest.mark.parametrize("name", ["prototypes", "unsearched"])
+def test_declined_sequences_are_computed_in_full_in_a_batch_with_hits(engines, tiny_reference, name):
+    sequences = random_sequences([5, 5, 9], seed=6)
+    result = prefill(engines[name], sequences, reuse=[True, False, True])
+    hit = Outcome.PROTOTYPE_HIT
+    assert result.outcomes == (hit, Outcome.NOT_SEARCHED, hit)
+    np.testing.assert_allclose(result.outputs[1], tiny_reference.means(sequences)[1], atol=FLOAT32)
+
+
+def test_tightening_raises_an_engines_thresholds_until_its_group_is_off(tiny_checkpoint, folder):
+    opened = AttentionDatabase.open(folder)
+    groups = tuple(LengthGroup(longest, dict.fromkeys(RecordKind, KindPolicy(0.0))) for longest in (6, 10))
+    policy = ReusePolicy(Budget(Measure.COSINE, 0.9), groups)
+    engine = engine_of(tiny_checkpoint, folder, policy)
+    sequences = random_sequences([5, 6, 7, 9] * 5, seed=7)
+    short = np.array([len(ids) <= 6 for ids in sequences])
+    hits = np.array([outcome.is_hit for outcome in run(engine, sequences).outcomes])
+    longer = hits[~short]
+    for _ in range(6):
+        before = engine.policy
+        engine.map_reuse.tighten(0)
+        assert engine.policy == before.tightened(0)
+        assert engine.info().database.policy == engine.policy.info()
+        outcomes = np.array(run(engine, sequences).outcomes, dtype=object)
+        now = np.array([outcome.is_hit for outcome in outcomes])
+        assert (now[short] <= hits[short]).all()
+        assert now[~short].tolist() == longer.tolist()
+        hits = now
+    assert engine.policy.groups[0].tightened == 6
+    assert engine.policy.groups[0].is_off
+    assert set(outcomes[short]) == {Outcome.NOT_SEARCHED}
+    # Other engines and the database are not affected.
+    assert engine.database.search.policy == policy
+    assert AttentionDatabase.open(folder).manifest == opened.manifest
+
+
+def test_first_step_of_a_group_without_a_search_starts_the_search(tiny_checkpoint, folder):
+    engine = engine_of(tiny_checkpoint, folder, policy_of(mean=ALWAYS, searched=False))
+    sequences = random_sequences([5, 9], seed=8)
+    assert np.isnan(run(engine, sequences).similarities).all()
+    engine.map_reuse.tighten(0)
+    result = run(engine, sequences)
+    assert result.outcomes == (Outcome.PROTOTYPE_HIT,) * 2
+    assert not np.isnan(result.similarities).any()
+
+
+def damage_record(folder, length, record) -> None:
+    """Flip one bit of a record's maps in the file."""
+    segment = AttentionDatabase.open(folder).search.store.segments[length]
+    with segment.path.open("r+b") as file:
+        file.seek(segment.records_start + record * segment.layout.record_bytes(length))
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("name", ["prototypes", "means", "unsearched"])
+def test_damaged_synthetic_record_is_not_used_is_counted_and_found_by_verify(
+    tiny_checkpoint, tiny_reference, folder, engines, tmp_path, known, name
+):
+    sequences = [*random_sequences([7] * 6, seed=9), *(ids for ids in known if len(ids) == 7)]
+    records, _ = plan(engines[name], sequences)
+    record = int(records[0])
+    victims = (records == record).tolist()
+    damaged_folder = shutil.copytree(folder, tmp_path / "damaged_folder.db")
+    damage_record(damaged_folder, 7, record)
+    engine = engine_of(tiny_checkpoint, damaged_folder, POLICIES[name])
+    for _ in range(2):
+        result = run(engine, sequences)
+        assert result.corrupt_records >= sum(victims)
+        assert [not outcome.is_hit for outcome in result.outcomes] == victims
+        full = tiny_reference.means(sequences)
+        np.testing.assert_allclose(result.outputs[victims], full[victims], atol=FLOAT32)
+    assert engine.database.verify() == [f"length 7: 1 damaged records, the first is {record}"]
+
+
+@pytest.mark.parametrize("name", ["prototypes", "means", "unsearched"])
+def test_damaged_record_of_a_declined_sequence_is_not_counted(
+    tiny_checkpoint, folder, engines, tmp_path, name
+):
+    (ids,) = random_sequences([7], seed=9)
+    damaged_folder = shutil.copytree(folder, tmp_path / "damaged_folder.db")
+    damage_record(damaged_folder, 7, int(plan(engines[name], [ids])[0][0]))
+    engine = engine_of(tiny_checkpoint, damaged_folder, POLICIES[name])
+    result = prefill(engine, [ids, ids, ids], reuse=[True, False, False])
+    assert result.corrupt_records == 1
+
+
+def test_without_a_search_the_mean_replaces_a_damaged_record(
+    tiny_checkpoint, folder, engines, tmp_path, known
+):
+    (ids,) = (ids for ids in known if len(ids) == 7)
+    damaged_folder = shutil.copytree(folder, tmp_path / "damaged_folder.db")
+    damage_record(damaged_folder, 7, int(plan(engines["unsearched"], [ids])[0][0]))
+    result = run(engine_of(tiny_checkpoint, damaged_folder, POLICIES["unsearched"]), [ids])
+    assert result.outcomes == (Outcome.PROTOTYPE_HIT,)
+    assert result.corrupt_records == 1
+    closed = run(engine_of(tiny_checkpoint, damaged_folder, POLICIES["recorded only"]), [ids])
+    assert not closed.outcomes[0].is_hit
+    assert closed.corrupt_records == 1
+
+
+def test_info_counts_sentences_and_synthetic_records_separately(folder):
+    database = AttentionDatabase.open(folder)
+    info = database.info()
+    assert info.records == 200
+    # Each of six lengths has one mean and four prototypes.
+    assert info.prototypes == 30
+    assert database.search.store.records == 230
+    assert database.verify() == []

@@ -1,0 +1,271 @@
+"""`attncache calibrate`, from files to the new policy of a database."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded
+from core_models import prefill, random_text
+
+from attncache_core import AttentionDatabase, LinearClassifier, Outcome, PrefillEngine, fit_classifier
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import BuildOptions
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
+
+@pytest.fixture(scope="module")
+def calibratable(tiny_engine, tiny_corpus, tmp_path_factory):
+    """A database with a given policy. Tests must not change the database."""
+    folder = tmp_path_factory.mktemp("databases") / "given.db"
+    options = BuildOptions(heads="12", threshold=0.9, prototypes=4, training_steps=20)
+    build_database(tiny_engine, tiny_corpus, folder, options)
+    return folder
+
+
+@pytest.fixture
+def database(calibratable, tmp_path) -> Path:
+    return Path(shutil.copytree(calibratable, tmp_path / "a.db"))
+
+
+@pytest.fixture(scope="module")
+def unseen(tiny_corpus) -> list[str]:
+    """90 texts of 3 to 8 words that are not recorded."""
+    random = np.random.default_rng(92)
+    texts = [random_text(random, words) for words in np.repeat(np.arange(3, 9), 15)]
+    assert len(set(texts) - {sentence.text for sentence in tiny_corpus}) == 90
+    return texts
+
+
+@pytest.fixture(scope="module")
+def files(tiny_corpus, unseen, tmp_path_factory) -> Path:
+    """texts.txt: 90 unseen and 30 recorded texts. some.csv: 10 of the unseen texts, in two columns."""
+    folder = tmp_path_factory.mktemp("calibration")
+    recorded = [sentence.text for sentence in tiny_corpus[::8]]
+    (folder / "texts.txt").write_text("\n".join([*recorded, *unseen]) + "\n", encoding="utf-8")
+    pairs = [f"{left},{right.upper()}" for left, right in zip(unseen[:5], unseen[40:45], strict=True)]
+    (folder / "some.csv").write_text("\n".join(["query,answer", *pairs]) + "\n", encoding="utf-8")
+    return folder
+
+
+def calibrate(checkpoint, database: Path, *arguments: object):
+    return run("calibrate", *model_arguments(checkpoint), "--database", database, *arguments)
+
+
+def test_policy_and_mask_are_chosen_on_texts_that_are_not_recorded(
+    tiny_checkpoint, calibratable, database, files
+):
+    given = ("--texts", files / "texts.txt", "--min-cosine", "0.8", "--min-text-cosine", "0")
+    text = succeeded(calibrate(tiny_checkpoint, database, *given))
+    before, after = (AttentionDatabase.open(folder).manifest for folder in (calibratable, database))
+    assert after.policy != before.policy
+    assert after.policy.budget == Budget(Measure.COSINE, 0.8)
+    assert (after.quality["measured"], after.quality["left_out"]) == (90, 30)
+    assert after.quality["mean"] >= after.quality["lower_bound"] >= 0.8
+    changed = dict(before.files.items() ^ after.files.items())
+    assert {name.partition("-")[0] for name in changed} == {"familiarity"}
+    assert (after.records, after.build) == (before.records, before.build)
+    assert text == succeeded(run("inspect", database))
+    assert "mean cosine of the hits at least 0.8" in text
+
+
+def test_only_recorded_texts_hit_if_too_few_texts_prove_the_floor(tiny_checkpoint, database, files):
+    # 90 hits say nothing about the 1st percentile with 95 % confidence; 299 hits would.
+    given = ("--texts", files / "texts.txt", "--min-cosine", "0.1", "--min-text-cosine", "0.01")
+    text = succeeded(calibrate(tiny_checkpoint, database, *given))
+    manifest = AttentionDatabase.open(database).manifest
+    assert manifest.policy.budget == Budget(Measure.COSINE, 0.1, 0.01)
+    assert manifest.quality["hit_rate"] == 0
+    assert not any(group.approximates for group in manifest.policy.groups)
+    assert "90 held-out texts cannot prove" in " ".join(text.split())
+
+
+def test_calibrated_database_is_sound_and_serves(
+    tiny_checkpoint, tiny_engine, tiny_corpus, database, files, unseen
+):
+    succeeded(
+        calibrate(
+            tiny_checkpoint,
+            database,
+            "--texts",
+            files / "texts.txt",
+            "--min-cosine",
+            "0.8",
+            "--min-text-cosine",
+            "0",
+        )
+    )
+    assert "all sound" in succeeded(run("verify", database))
+    engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
+    sequences = engine.tokenize([*unseen, tiny_corpus[0].text])
+    result = prefill(engine, sequences)
+    full = prefill(tiny_engine, sequences, reuse=False)
+    hits = np.array([outcome.is_hit for outcome in result.outcomes])
+    assert hits.mean() > 0
+    assert engine.comparator(Measure.COSINE).fidelity(result.outputs, full.outputs)[hits].mean() >= 0.8
+    assert result.outcomes[-1] is Outcome.HIT
+
+
+def test_calibrating_again_on_the_same_texts_changes_nothing(tiny_checkpoint, database, files):
+    given = ("--texts", files / "texts.txt", "--min-cosine", "0.8")
+    succeeded(calibrate(tiny_checkpoint, database, *given))
+    first = (database / "manifest.json").read_bytes()
+    succeeded(calibrate(tiny_checkpoint, database, *given))
+    assert (database / "manifest.json").read_bytes() == first
+
+
+def test_what_a_server_had_tightened_is_forgotten(tiny_checkpoint, database, files):
+    manifest = AttentionDatabase.open(database).manifest
+    replace(manifest, policy=replace(manifest.policy, budget=Budget(Measure.COSINE, 0.8))).write(database)
+    engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
+    engine.map_reuse.tighten(0)
+    engine.map_reuse.keep_verified({})
+    assert (database / "tightened.json").exists()
+    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt"))
+    assert not (database / "tightened.json").exists()
+
+
+@pytest.mark.parametrize("option", ["--exclude", "--without"])
+def test_excluded_texts_are_not_measured_whatever_their_spelling(tiny_checkpoint, database, files, option):
+    """Exclude ten texts. Five texts are in capitals, which have the same tokens as small letters."""
+    given = ("--texts", files / "texts.txt", option, f"{files / 'some.csv'}:query,answer")
+    succeeded(calibrate(tiny_checkpoint, database, *given))
+    assert AttentionDatabase.open(database).manifest.quality["measured"] == 80
+
+
+def test_several_sources_are_one_corpus(tiny_checkpoint, database, files, tmp_path, unseen):
+    half = tmp_path / "half.txt"
+    half.write_text("\n".join(unseen[30:]), encoding="utf-8")
+    given = ("--texts", half, "--texts", f"{files / 'some.csv'}:query")
+    succeeded(calibrate(tiny_checkpoint, database, *given))
+    assert AttentionDatabase.open(database).manifest.quality["measured"] == 65
+
+
+def test_budget_may_be_the_decisions_among_labels(tiny_checkpoint, tiny_engine, database, files, unseen):
+    given = ("--texts", files / "texts.txt", "--labels", "my card, the bank,help", "--min-agreement", "0.3")
+    text = succeeded(calibrate(tiny_checkpoint, database, *given))
+    manifest = AttentionDatabase.open(database).manifest
+    assert manifest.policy.budget == Budget(Measure.AGREEMENT, 0.3)
+    assert manifest.quality["lower_bound"] >= 0.3
+    assert "mean agreement of the hits at least 0.3" in text
+    kept = AttentionDatabase.open(database).decisions
+    assert kept.labels == ("my card", "the bank", "help")
+    # The measured decision is the nearest label.
+    engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(database), dtype="float32")
+    labels = tiny_engine.embed(["my card", "the bank", "help"])
+    full, reusing = ((each.embed(unseen) @ labels.T).argmax(axis=1) for each in (tiny_engine, engine))
+    sequences = engine.tokenize(unseen)
+    hits = np.array([outcome.is_hit for outcome in prefill(engine, sequences).outcomes])
+    assert hits.mean() == pytest.approx(manifest.quality["hit_rate"], abs=0.02)
+    assert (full == reusing)[hits].mean() == pytest.approx(manifest.quality["mean"], abs=0.03)
+
+
+def fitted(engine, texts: list[str], folder: Path) -> Path:
+    labels = ["card" if "card" in text else "other" for text in texts]
+    fingerprint = engine.checkpoint.embedding_fingerprint()
+    fit_classifier(engine.embed(texts), labels, fingerprint=fingerprint, model=engine.checkpoint.name).save(
+        folder
+    )
+    return folder
+
+
+def test_budget_may_be_the_decisions_of_a_classifier(
+    tiny_checkpoint, tiny_engine, tiny_corpus, database, files, tmp_path
+):
+    classifier = fitted(tiny_engine, [sentence.text for sentence in tiny_corpus], tmp_path / "classifier")
+    given = ("--texts", files / "texts.txt", "--classifier", classifier, "--min-agreement", "0.5")
+    succeeded(calibrate(tiny_checkpoint, database, *given))
+    assert AttentionDatabase.open(database).manifest.policy.budget == Budget(Measure.AGREEMENT, 0.5)
+    kept = AttentionDatabase.open(database).decisions
+    np.testing.assert_array_equal(kept.weight, LinearClassifier.load(classifier).weight)
+    # A budget for embeddings needs no classifier.
+    succeeded(calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt"))
+    assert AttentionDatabase.open(database).decisions is None
+    assert not (database / "decisions").exists()
+
+
+def assert_refused(result, database: Path, calibratable: Path, *words: str) -> None:
+    assert_one_line(result, *words)
+    assert (database / "manifest.json").read_bytes() == (calibratable / "manifest.json").read_bytes()
+
+
+def test_classifier_and_labels_together_are_refused(
+    tiny_checkpoint, tiny_engine, tiny_corpus, calibratable, database, files, tmp_path
+):
+    classifier = fitted(tiny_engine, [sentence.text for sentence in tiny_corpus], tmp_path / "classifier")
+    given = ("--texts", files / "texts.txt", "--classifier", classifier, "--labels", f"{PRIVATE},b")
+    result = calibrate(tiny_checkpoint, database, *given)
+    assert_refused(result, database, calibratable, "classifier or labels, not both")
+
+
+@pytest.mark.parametrize("labels", [PRIVATE, f"{PRIVATE},{PRIVATE}", f"{PRIVATE},,b", ","])
+def test_fewer_than_two_different_labels_are_refused(tiny_checkpoint, calibratable, database, files, labels):
+    result = calibrate(tiny_checkpoint, database, "--texts", files / "texts.txt", "--labels", labels)
+    assert_refused(result, database, calibratable, "labels must be two or more different names")
+
+
+def test_labels_of_a_model_with_classes_are_refused(
+    tiny_classifier_checkpoint, calibratable, database, files
+):
+    given = ("--texts", files / "texts.txt", "--labels", "a,b")
+    result = calibrate(tiny_classifier_checkpoint, database, *given)
+    assert_refused(result, database, calibratable, "is a classifier and has labels of its own")
+
+
+def test_classifier_of_another_model_is_refused(tiny_checkpoint, calibratable, database, files, tmp_path):
+    embeddings = np.random.default_rng(1).normal(size=(4, 32)).astype(np.float32)
+    fit_classifier(embeddings, ["a", "b"] * 2, fingerprint="f", model="m").save(tmp_path / "classifier")
+    given = ("--texts", files / "texts.txt", "--classifier", tmp_path / "classifier")
+    result = calibrate(tiny_checkpoint, database, *given)
+    assert_refused(result, database, calibratable, "fitted for m", "fit a classifier")
+
+
+def test_too_few_texts_are_refused_with_the_number_needed(
+    tiny_checkpoint, calibratable, database, unseen, tiny_corpus, tmp_path
+):
+    texts = tmp_path / "few.txt"
+    texts.write_text("\n".join([*unseen[:19], *unseen[:5], tiny_corpus[0].text, PRIVATE]), encoding="utf-8")
+    result = calibrate(tiny_checkpoint, database, "--texts", texts)
+    assert_refused(result, database, calibratable, "19 of the texts", "at least 20 such texts are needed")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--texts", "absent.txt"), ("absent.txt cannot be read",)),
+        (("--texts", "absent.tsv:a,b"), ("absent.tsv cannot be read",)),
+        (("--min-cosine", "0.9"), ("--texts",)),
+        (("--texts", "absent.txt", "--min-cosine", "1.5"), ("--min-cosine",)),
+        (("--texts", "absent.txt", "--min-agreement", "-1"), ("--min-agreement",)),
+        (("--texts", "absent.txt", "--max-tokens", "0"), ("--max-tokens",)),
+    ],
+)
+def test_bad_option_is_one_line(
+    tiny_checkpoint, calibratable, database, tmp_path, monkeypatch, options, words
+):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(calibrate(tiny_checkpoint, database, *options), database, calibratable, *words)
+
+
+def test_database_that_is_not_there_is_one_line(tiny_checkpoint, files, tmp_path):
+    result = calibrate(tiny_checkpoint, tmp_path / "absent.db", "--texts", files / "texts.txt")
+    assert_one_line(result, "there is no database", "absent.db")
+
+
+def test_longest_text_is_what_the_option_says(tiny_checkpoint, calibratable, database, files):
+    """Texts with the same first tokens are one text if texts are cut to five tokens."""
+    texts = (files / "texts.txt").read_text(encoding="utf-8").splitlines()
+    given = ("--texts", files / "texts.txt", "--max-tokens", "5", "--min-cosine", "0.5")
+    succeeded(calibrate(tiny_checkpoint, database, *given))
+    quality = json.loads((database / "manifest.json").read_text(encoding="utf-8"))["quality"]
+    first_words = {" ".join(text.split()[:3]) for text in texts}
+    engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", max_tokens=5)
+    store = AttentionDatabase.open(calibratable).search.store
+    unseen = [words for words in first_words if store.record_of(engine.tokenize([words])[0]) is None]
+    assert quality["measured"] == len(unseen)
+    assert {group["lengths"] for group in quality["groups"]} == {"1-"}

@@ -1,0 +1,400 @@
+"""Commands from files to files: build, inspect and verify databases, fit classifiers, evaluate."""
+
+import json
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
+
+from attncache_core import AttentionDatabase, BuildOptions, LinearClassifier, PrefillEngine
+from attncache_core.corpus.reading import read_labelled
+from attncache_core.text.token_batch import pack
+from service.commands import build as build_command
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_steps():
+    """Train the projector for a few steps only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_command, "BuildOptions", partial(BuildOptions, training_steps=20))
+        yield
+
+
+@pytest.fixture(scope="module")
+def files(tiny_corpus, tmp_path_factory) -> Path:
+    """corpus.tsv, with a source (mould) of four texts each; train.tsv and test.tsv, with labels."""
+    folder = tmp_path_factory.mktemp("files")
+    texts = [sentence.text for sentence in tiny_corpus]
+    rows = [
+        f"{text}\t{'card' if 'card' in text else 'other'}\t{index // 4}" for index, text in enumerate(texts)
+    ]
+    for name, part in (("corpus", rows), ("train", rows[::2]), ("test", rows[1::8])):
+        (folder / f"{name}.tsv").write_text("\n".join(["text\tlabel\tmould", *part]) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(tiny_checkpoint, files, tmp_path_factory) -> tuple[Path, str]:
+    """A database that the command built from a .tsv file, and the output of the command."""
+    folder = tmp_path_factory.mktemp("built") / "cards.db"
+    arguments = (
+        "--corpus",
+        files / "corpus.tsv",
+        "--database",
+        folder,
+        "--heads",
+        "all",
+        "--threshold",
+        "0.9",
+        "--prototypes",
+        "4",
+    )
+    return folder, succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments))
+
+
+def test_build_from_a_table_makes_a_sound_database(built):
+    database = AttentionDatabase.open(built[0])
+    assert database.verify() == []
+    assert database.info().records == 240
+    assert database.info().prototypes == 30
+    (group,) = database.search.policy.groups
+    assert {kind.threshold for kind in group.kinds.values()} == {0.9}
+    assert database.mask.total == 12
+    assert database.manifest.build["texts"] == 240
+
+
+def test_build_ends_by_showing_the_database(built):
+    assert built[1] == succeeded(run("inspect", built[0]))
+
+
+def test_options_of_build_reach_the_database(tiny_checkpoint, files, tmp_path):
+    arguments = (
+        "--corpus",
+        files / "corpus.tsv",
+        "--database",
+        tmp_path / "a.db",
+        "--source-column",
+        "mould",
+    )
+    options = (
+        *("--min-cosine", "0.9", "--min-agreement", "0.8", "--prototypes", "2"),
+        *("--heads", "layers:0-1", "--max-length", "6", "--seed", "3"),
+    )
+    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments, *options))
+    manifest = AttentionDatabase.open(tmp_path / "a.db").manifest
+    assert manifest.build["min_cosine"] == manifest.policy.budget.least == 0.9
+    assert manifest.build["min_agreement"] == 0.8
+    assert manifest.prototypes == {5: 3, 6: 3}  # with the mean of each length
+    assert manifest.build["seed"] == 3
+    assert manifest.stored_heads == (4, 4, 0)
+    assert max(manifest.records) == 6
+    # The four texts of a mould are held out together.
+    assert manifest.build["held_out"] % 4 == 0
+    assert manifest.build["held_out"] > 0
+
+
+def test_build_from_standard_input_records_its_lines(tiny_checkpoint, tmp_path):
+    lines = b"where is my card\nwhere is my bank\n\nclose the account\nopen the account\n"
+    arguments = ("--corpus", "-", "--database", tmp_path / "a.db")
+    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments, standard_input=lines))
+    assert AttentionDatabase.open(tmp_path / "a.db").manifest.records == {5: 2, 6: 2}
+
+
+def recorded(engine, folder, texts) -> list[bool]:
+    store = AttentionDatabase.open(folder).search.store
+    return [store.record_of(ids) is not None for ids in engine.tokenize(texts)]
+
+
+def test_excluded_texts_are_not_recorded_whatever_their_spelling(
+    tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path
+):
+    texts = [sentence.text for sentence in tiny_corpus]
+    lines = ["query,answer", f"{texts[0]},{texts[100].upper()}", f"{texts[200]},nowhere to be found"]
+    (tmp_path / "evaluated.csv").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "more.txt").write_text(f"{texts[7]}\n{texts[0]}\n", encoding="utf-8")
+    exclude = (
+        *("--exclude", f"{tmp_path / 'evaluated.csv'}:query,answer"),
+        # --without is the former name of --exclude.
+        *("--without", tmp_path / "more.txt"),
+    )
+    arguments = ("--corpus", files / "corpus.tsv", "--database", tmp_path / "a.db", *exclude)
+    result = run("build", *model_arguments(tiny_checkpoint), *arguments, "--heads", "all")
+    succeeded(result)
+    assert "4 of 240 texts excluded" in result.stderr.splitlines()
+    held = recorded(tiny_engine, tmp_path / "a.db", texts)
+    assert [index for index, is_held in enumerate(held) if not is_held] == [0, 7, 100, 200]
+    assert AttentionDatabase.open(tmp_path / "a.db").manifest.build["texts"] == 236
+
+
+def test_several_files_and_columns_are_one_corpus(tiny_checkpoint, tiny_engine, tiny_corpus, tmp_path):
+    texts = [sentence.text for sentence in tiny_corpus]
+    pairs = zip(texts[:60], texts[60:120], strict=True)
+    lines = ["left,right", *(",".join(pair) for pair in pairs)]
+    (tmp_path / "pairs.csv").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "more.txt").write_text("\n".join(texts[120:200]), encoding="utf-8")
+    arguments = (
+        *("--corpus", f"{tmp_path / 'pairs.csv'}:right,left", "--corpus", tmp_path / "more.txt"),
+        *("--database", tmp_path / "a.db", "--heads", "all"),
+    )
+    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments))
+    assert recorded(tiny_engine, tmp_path / "a.db", texts) == [True] * 200 + [False] * 40
+
+
+def test_prototypes_dimensions_and_longest_text_are_what_the_options_say(
+    tiny_checkpoint, tiny_engine, tiny_corpus, files, tmp_path
+):
+    options = ("--prototypes", "0", "--dimensions", "24", "--max-tokens", "7", "--heads", "all")
+    arguments = ("--corpus", files / "corpus.tsv", "--database", tmp_path / "a.db", *options)
+    succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments))
+    database = AttentionDatabase.open(tmp_path / "a.db")
+    manifest = database.manifest
+    assert manifest.prototypes == {}
+    assert (manifest.build["prototypes"], manifest.build["dimensions"]) == (0, 24)
+    # Longer texts are cut, not left out.
+    assert sum(manifest.records.values()) == len(
+        {tuple(sentence.text.split()[:5]) for sentence in tiny_corpus}
+    )
+    assert max(manifest.records) == 7
+    batch = pack([[2, 7, 8, 9, 3]])
+    (features,) = database.search.projector.project(tiny_engine.model.embed(batch), batch.groups())
+    assert features.shape == (1, 24)
+
+
+def test_excluding_the_whole_corpus_is_one_line(tiny_checkpoint, files, tmp_path):
+    source = f"{files / 'corpus.tsv'}:text"
+    arguments = ("--corpus", source, "--exclude", source, "--database", tmp_path / "a.db")
+    result = run("build", *model_arguments(tiny_checkpoint), *arguments)
+    assert result.exit_code == 2
+    excluded, line = without_progress(result.stderr)
+    assert excluded == "240 of 240 texts excluded"
+    assert line.startswith("attncache: the corpus has 0 distinct texts")
+    assert not (tmp_path / "a.db").exists()
+
+
+def test_inspecting_an_incomplete_quality_is_one_line(built, tmp_path):
+    folder = Path(shutil.copytree(built[0], tmp_path / "a.db"))
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    del manifest["quality"]["hit_rate"]
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert_one_line(run("inspect", folder), "manifest.json cannot be read", "build it again")
+
+
+def test_inspect_shows_records_and_bytes_per_length_mask_threshold_and_quality(built):
+    folder, _ = built
+    text = succeeded(run("inspect", folder))
+    database = AttentionDatabase.open(folder)
+    assert "270 in float16" in text
+    assert "12 of 12 heads" in text
+    # With a given θ, no budget is kept.
+    assert "budget       mean cosine of the hits at least 0.0" in text
+    assert "threshold θ  1- tokens: stored 0.9000, prototype 0.9000" in text
+    assert f"hit rate {database.manifest.quality['hit_rate']:.3f}" in text
+    for length, segment in database.search.store.segments.items():
+        size = (folder / "maps" / f"{length:05d}.maps").stat().st_size
+        row = next(line for line in text.splitlines() if f" {length} " in line and f"{size:,}" in line)
+        assert str(len(segment)) in row
+
+
+def test_inspect_as_json_is_the_manifest(built):
+    text = succeeded(run("inspect", built[0], "--json"))
+    assert text == (built[0] / "manifest.json").read_text(encoding="utf-8")
+    assert (built[0] / "key").read_bytes().hex() not in text
+    (group,) = json.loads(text)["policy"]["groups"]
+    assert group["kinds"]["0"]["threshold"] == 0.9
+
+
+def test_verify_says_that_a_sound_database_is_sound(built):
+    assert succeeded(run("verify", built[0])) == "270 records, all sound\n"
+
+
+def test_verify_ends_with_exit_code_1_and_names_the_damage(built, tmp_path):
+    folder = tmp_path / "a.db"
+    subprocess.run(["cp", "-r", built[0], folder], check=True)
+    path = folder / "maps" / "00006.maps"
+    content = bytearray(path.read_bytes())
+    content[2 * 4096] ^= 1
+    path.write_bytes(content)
+    result = run("verify", folder)
+    assert result.exit_code == 1
+    assert result.stdout == "length 6: 1 damaged records, the first is 0\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "sentence"),
+    [
+        ("key", 0, "manifest.json and {} are of two databases"),
+        ("projector.safetensors", -1, "{} was changed since the database was built"),
+        ("index/00006.faiss", 9, "{} was changed since the database was built"),
+        ("maps/00006.maps", 0, "{} is not a segment of length 6 of this database"),
+        ("maps/00006.maps", 60, "{} belongs to another database"),
+        ("maps/00006.maps", 4096, "the record table of {} was changed since it was written"),
+        ("maps/00006.maps", 4095, "header or record table of {} were changed since the database was built"),
+    ],
+)
+def test_verify_ends_with_exit_code_1_and_a_sentence_for_each_kind_of_file(
+    built, tmp_path, name, offset, sentence
+):
+    folder = Path(shutil.copytree(built[0], tmp_path / "a.db"))
+    content = bytearray((folder / name).read_bytes())
+    content[offset] ^= 1
+    (folder / name).write_bytes(content)
+    result = run("verify", folder)
+    assert (result.exit_code, result.stderr) == (1, "")
+    (line,) = result.stdout.splitlines()
+    assert line.startswith(f"{sentence.format(folder / name)}; remove {folder} and build it again")
+
+
+def test_fitted_classifier_is_loaded_and_predicts_its_training_labels(tiny_checkpoint, files, tmp_path):
+    output = tmp_path / "classifier"
+    arguments = ("--data", files / "train.tsv", "--output", output)
+    text = succeeded(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments))
+    assert text == f"{output}: 2 labels from 120 texts\n"
+    classifier = LinearClassifier.load(output)
+    engine = PrefillEngine.load(tiny_checkpoint, classifier=classifier, dtype="float32")
+    texts, labels = read_labelled(str(files / "train.tsv"), "text", "label")
+    decided = classifier.predict(engine.embed(texts))
+    assert sum(map(str.__eq__, decided, labels)) / len(labels) > 0.9
+
+
+def test_evaluation_prints_a_table_and_writes_its_numbers(tiny_checkpoint, built, files, tmp_path):
+    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv", "--rounds", "1")
+    override = ("--heads", "layers:0", "--threshold", "0", "--json", tmp_path / "report.json")
+    text = succeeded(
+        run(
+            "evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0],
+            *arguments, *override,
+        )
+    )  # fmt: skip
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert report["metric"] == "accuracy"
+    assert report["machine"]["texts"] == 30
+    assert report["machine"]["reused_heads"] == "4 of 12"
+    # The records of evaluated texts are excluded.
+    assert "30 of 240 records are of evaluated texts and left out" in text
+    full, reusing = report["methods"]
+    assert (full["method"], reusing["method"]) == ("full", "attncache")
+    assert (full["recorded"], reusing["recorded"]) == (0, 0)
+    assert full["hit_rate"] == 0
+    for method in (full, reusing):
+        assert f"{method['score']:.4f}" in text
+
+
+def test_report_without_hits_is_json_too(tiny_checkpoint, built, files, tmp_path):
+    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv", "--rounds", "1")
+    override = ("--threshold", "2", "--json", tmp_path / "report.json")
+    command = ("evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0])
+    succeeded(run(*command, *arguments, *override))
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    json.loads((tmp_path / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def test_build_into_a_folder_that_is_there_is_one_line(tiny_checkpoint, built, files):
+    arguments = ("--corpus", files / "corpus.tsv", "--database", built[0])
+    assert_one_line(run("build", *model_arguments(tiny_checkpoint), *arguments), "exists already")
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        (f"query\n{PRIVATE}\n", (), ("no column 'text'", "'query'")),
+        (f"id\ttext\n{PRIVATE}\n", (), ("line 2",)),
+        (f"text\n{PRIVATE}\n", (), ("1 distinct texts",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--heads", "layers:7"), ("layers 0 to 2",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--min-cosine", "2"), ("--min-cosine",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--format", "xml"), ("--format", "jsonl")),
+        (f"text\n{PRIVATE}\ncard\n", ("--max-length", "1"), ("--max-length",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--dimensions", "1"), ("--dimensions",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--prototypes", "-1"), ("--prototypes",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--max-tokens", "1"), ("--max-tokens",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--exclude", "no.txt"), ("no.txt cannot be read",)),
+        (f"text\n{PRIVATE}\ncard\n", ("--maps", "square"), ("--maps was removed", "lower triangles")),
+    ],
+)
+def test_bad_corpus_or_option_of_build_is_one_line(tiny_checkpoint, tmp_path, content, options, words):
+    (tmp_path / "a.tsv").write_text(content, encoding="utf-8")
+    arguments = ("--corpus", tmp_path / "a.tsv", "--database", tmp_path / "a.db", *options)
+    assert_one_line(run("build", *model_arguments(tiny_checkpoint), *arguments), *words)
+    assert not (tmp_path / "a.db").exists()
+
+
+@pytest.mark.parametrize("command", ["build", "fit-classifier"])
+def test_model_that_is_not_there_is_one_line(command, files, tmp_path):
+    given = {
+        "build": ("--corpus", files / "corpus.tsv", "--database", tmp_path / "a.db"),
+        "fit-classifier": ("--data", files / "train.tsv", "--output", tmp_path / "a"),
+    }
+    assert_one_line(run(command, "--model", tmp_path / "absent", *given[command]), "not found", "absent")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_folder_that_is_no_database_is_one_line(command, tmp_path):
+    assert_one_line(run(command, tmp_path), "there is no database")
+    (tmp_path / "file").touch()
+    assert_one_line(run(command, tmp_path / "file"), "there is no database")
+
+
+def test_classifier_of_one_label_is_one_line(tiny_checkpoint, tmp_path):
+    (tmp_path / "a.tsv").write_text(f"text\tlabel\n{PRIVATE}\tx\ncard\tx\n", encoding="utf-8")
+    arguments = ("--data", tmp_path / "a.tsv", "--output", tmp_path / "out")
+    assert_one_line(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments), "two labels")
+    assert not (tmp_path / "out").exists()
+
+
+def test_classification_model_gives_no_embeddings_to_fit_on(tiny_classifier_checkpoint, files, tmp_path):
+    arguments = ("--data", files / "train.tsv", "--output", tmp_path / "out")
+    result = run("fit-classifier", *model_arguments(tiny_classifier_checkpoint), *arguments)
+    assert_one_line(result, "gives no embeddings")
+
+
+def test_output_that_cannot_be_written_is_one_line(tiny_checkpoint, files, tmp_path):
+    (tmp_path / "file").touch()
+    arguments = ("--data", files / "train.tsv", "--output", tmp_path / "file")
+    assert_one_line(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments), "file")
+
+
+def test_report_that_cannot_be_written_is_one_line(tiny_checkpoint, built, files, tmp_path):
+    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv", "--rounds", "1")
+    command = ("evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0])
+    result = run(*command, *arguments, "--json", tmp_path / "absent" / "report.json")
+    assert result.exit_code == 2
+    assert "report.json" in without_progress(result.stderr)[-1]
+
+
+def test_calibrating_for_another_model_is_one_line(tiny_classifier_checkpoint, built, files):
+    arguments = ("--database", built[0], "--texts", f"{files / 'test.tsv'}:text")
+    result = run("calibrate", *model_arguments(tiny_classifier_checkpoint), *arguments)
+    assert_one_line(result, "fingerprint", "build a database")
+
+
+def test_calibrating_on_recorded_texts_alone_is_one_line(tiny_checkpoint, built, files):
+    arguments = ("--database", built[0], "--texts", f"{files / 'test.tsv'}:text")
+    result = run("calibrate", *model_arguments(tiny_checkpoint), *arguments)
+    assert_one_line(result, "0 of the texts are not in the database")
+
+
+def test_database_of_another_model_is_one_line(tiny_classifier_checkpoint, built, files):
+    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv")
+    command = ("evaluate", "classification", *model_arguments(tiny_classifier_checkpoint))
+    result = run(*command, "--database", built[0], *arguments)
+    assert result.exit_code == 2
+    (line,) = without_progress(result.stderr)
+    assert "fingerprint" in line
+    assert "build a database" in line
+
+
+def test_real_process_reads_its_standard_input_and_ends_with_two_on_an_error(tiny_checkpoint, tmp_path):
+    command = [sys.executable, "-c", "from service.cli import main; main()", "build", "--corpus", "-"]
+    command += [*model_arguments(tiny_checkpoint), "--database", str(tmp_path / "a.db")]
+    ended = subprocess.run(command, input=f"{PRIVATE}\n".encode(), capture_output=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stdout == b""
+    (line,) = ended.stderr.decode().splitlines()
+    assert line.startswith("attncache: the corpus has 1 distinct texts")
+    assert PRIVATE not in line

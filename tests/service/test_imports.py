@@ -1,0 +1,45 @@
+"""A server loads neither the benchmarks nor the evaluation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from attncache_core import Checkpoint
+
+# For a fresh interpreter: loads the engine as the server does, without serving, and then the benchmarks.
+PROGRAM = """
+import sys
+from service.cli import main
+from service.commands import serve
+
+def load_only(settings, load_engines, listener):
+    listener.close()
+    list(load_engines())
+
+def show_loaded():
+    unneeded = ("service.bench", "service.plots", "service.commands.evaluat", "attncache_core.evaluation")
+    print([name for name in sys.modules if name.startswith((*unneeded, "aiohttp"))])
+
+serve.run_server = load_only
+main(sys.argv[1:], standalone_mode=False)
+show_loaded()
+main.commands["bench"]
+show_loaded()
+"""
+
+
+def test_server_imports_no_benchmark_no_evaluation_and_benchmarks_import_no_aiohttp(
+    tiny_checkpoint: Checkpoint, tiny_database: Path
+) -> None:
+    arguments = [
+        *("serve", "--model", str(tiny_checkpoint.folder), "--database", str(tiny_database), "--port", "0"),
+        *("--dtype", "float32", "--min-gain", "0", "--verify-rate", "0"),
+    ]
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    server, benchmarks = subprocess.check_output(command, text=True, timeout=120).splitlines()
+    assert server == "[]"
+    # Shows that the check finds modules.
+    assert "service.bench.report" in benchmarks
+    assert "aiohttp" not in benchmarks

@@ -1,0 +1,224 @@
+"""`attncache prune`, and the options `--drop-attention` and `--drop-block` of all commands."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded
+from core_models import prefill, random_sequences
+
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    LinearClassifier,
+    Outcome,
+    PrefillEngine,
+    find_variant,
+)
+from attncache_core.evaluation.importance import measure_importance
+from service.bench.worker import Worker
+from service.commands import build as build_command
+from service.commands import serve as serve_command
+from service.commands.serve import load_engine
+from service.settings import read_settings
+
+DROPPED = ("--drop-attention", "1", "--drop-block", "2")
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
+
+@pytest.fixture(scope="module")
+def files(tiny_corpus, tmp_path_factory) -> Path:
+    """corpus.tsv with every second text and unseen.tsv with the other texts, all with labels."""
+    folder = tmp_path_factory.mktemp("files")
+    texts = [sentence.text for sentence in tiny_corpus]
+    for name, part in (("corpus", texts[::2]), ("unseen", texts[1::2])):
+        lines = ["text\tlabel", *(f"{text}\t{'card' if 'card' in text else 'other'}" for text in part)]
+        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(tiny_checkpoint, files, tmp_path_factory) -> tuple[Path, str]:
+    """A database of the tiny model with attention in one layer only, and the output of the build."""
+    folder = tmp_path_factory.mktemp("built") / "pruned.db"
+    options = ("--corpus", files / "corpus.tsv", "--database", folder, "--heads", "all", "--threshold", "0.5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_command, "BuildOptions", partial(BuildOptions, training_steps=20))
+        return folder, succeeded(run("build", *model_arguments(tiny_checkpoint), *DROPPED, *options))
+
+
+@pytest.fixture
+def pruned(tiny_checkpoint):
+    return find_variant(str(tiny_checkpoint.folder), drop_attention="1", drop_block="2")
+
+
+def importance(checkpoint, *arguments):
+    return run("prune", *model_arguments(checkpoint), *arguments)
+
+
+def test_importance_of_every_layer_is_shown_and_kept(tiny_checkpoint, tiny_engine, files, tmp_path):
+    report = tmp_path / "importance.json"
+    shown = succeeded(
+        importance(tiny_checkpoint, "--texts", f"{files / 'corpus.tsv'}:text", "--json", report)
+    )
+    kept = json.loads(report.read_text())
+    texts = [line.split("\t")[0] for line in (files / "corpus.tsv").read_text().splitlines()[1:]]
+    found = measure_importance(tiny_engine.model, tiny_engine.tokenize(texts))
+    for name, expected in (("attention", found.attention), ("blocks", found.blocks)):
+        np.testing.assert_allclose(kept[name], expected, rtol=1e-6)
+        in_order = kept[f"{name}_least_important_first"]
+        assert sorted(in_order) == [0, 1, 2]
+        assert (np.diff(np.array(kept[name])[in_order]) > 0).all()
+        for value in expected:
+            assert f"{value:.4f}" in shown
+    assert kept["machine"]["texts"] == len(texts) == 120
+    assert "processor" in shown
+    least = [kept[f"{name}_least_important_first"][0] for name in ("attention", "blocks")]
+    assert "--drop-attention {}, --drop-block {}".format(*least) in shown
+
+
+def test_sample_of_the_shipped_corpus_is_measured_by_default(tiny_checkpoint, tmp_path):
+    report = tmp_path / "importance.json"
+    succeeded(importance(tiny_checkpoint, "--sample", "7", "--json", report))
+    assert json.loads(report.read_text())["machine"]["texts"] == 7
+
+
+def test_importance_of_a_quantised_model_is_its_own(tiny_checkpoint, tmp_path):
+    kept = {}
+    for kind in ((), ("--quantize", "int4")):
+        succeeded(importance(tiny_checkpoint, *kind, "--sample", "5", "--json", tmp_path / "report.json"))
+        kept[kind] = json.loads((tmp_path / "report.json").read_text())
+    full, quantized = kept.values()
+    assert full["attention"] != quantized["attention"]
+    assert quantized["machine"]["quantization"] == "int4"
+
+
+def test_former_flag_is_accepted_and_changes_nothing(tiny_checkpoint, tmp_path):
+    for flag in ((), ("--importance",)):
+        report = tmp_path / f"report{len(flag)}.json"
+        succeeded(importance(tiny_checkpoint, *flag, "--sample", "5", "--json", report))
+    assert (tmp_path / "report0.json").read_bytes() == (tmp_path / "report1.json").read_bytes()
+
+
+def test_importance_of_no_texts_is_refused(tiny_checkpoint, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n")
+    assert_one_line(importance(tiny_checkpoint, "--texts", tmp_path / "empty.txt"), "no texts")
+
+
+def test_importance_is_of_all_layers(tiny_checkpoint):
+    assert_one_line(importance(tiny_checkpoint, "--drop-block", "1"), "--drop-block")
+
+
+def test_built_database_says_what_was_dropped(built):
+    folder, shown = built
+    manifest = AttentionDatabase.open(folder).manifest
+    assert manifest.build["variant"] == {"dropped_attention": [1], "dropped_blocks": [2]}
+    assert len(manifest.reused_heads) == 1
+    assert "variant      dropped attention [1], dropped blocks [2]" in shown
+    assert succeeded(run("inspect", folder)) == shown
+
+
+def test_server_runs_the_model_it_is_told_with_its_database(
+    built, tiny_checkpoint, pruned, files, monkeypatch
+):
+    engines = []
+
+    def serve(_settings, load, _listener):
+        engines.extend(load())
+
+    monkeypatch.setattr(serve_command, "run_server", serve)
+    monkeypatch.setenv("ATTNCACHE_DROP_BLOCK", "2")
+    options = ("--drop-attention", "1", "--database", built[0], "--search-always", "--port", "0")
+    succeeded(run("serve", *model_arguments(tiny_checkpoint), *options))
+    (engine,) = engines
+    assert engine.info().variant == {"dropped_attention": [1], "dropped_blocks": [2]}
+    text = (files / "corpus.tsv").read_text().splitlines()[1].split("\t")[0]
+    result = prefill(engine, engine.tokenize([text]))
+    assert result.outcomes == (Outcome.HIT,)
+    full = PrefillEngine.load(pruned, dtype="float32")
+    np.testing.assert_allclose(
+        result.outputs, prefill(full, full.tokenize([text]), reuse=False).outputs, atol=2e-3
+    )
+
+
+@pytest.mark.parametrize("nothing", ["", " "])
+def test_server_that_drops_nothing_runs_the_whole_model(tiny_checkpoint, tiny_engine, nothing):
+    settings = read_settings({"dtype": "float32", "reuse": False, "drop_attention": nothing})
+    checkpoint = find_variant(str(tiny_checkpoint.folder), drop_attention=settings.drop_attention)
+    engine = load_engine(settings, checkpoint)
+    assert engine.info().variant == {}
+    np.testing.assert_array_equal(engine.embed(["my card"]), tiny_engine.embed(["my card"]))
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("calibrate", ("--texts",)),
+        ("evaluate agreement", ("--data",)),
+        ("evaluate classification", ("--train", "--data")),
+    ],
+)
+def test_command_opens_the_database_only_if_the_same_layers_are_dropped(
+    command, options, built, files, tiny_checkpoint, tmp_path
+):
+    suffix = "" if "--train" in options else ":text"
+    arguments = (
+        *command.split(),
+        *(part for option in options for part in (option, f"{files / 'unseen.tsv'}{suffix}")),
+        "--database",
+        shutil.copytree(built[0], tmp_path / "a.db"),  # a copy, because calibrating changes the database
+        *model_arguments(tiny_checkpoint),
+    )
+    succeeded(run(*arguments, *DROPPED))
+    for other in ((), DROPPED[:2], ("--drop-attention", "2", "--drop-block", "1")):
+        refused = run(*arguments, *other)
+        assert refused.exit_code == 2
+        assert "layers dropped" in refused.stderr
+
+
+def test_evaluation_says_what_was_dropped(files, tiny_checkpoint, tmp_path):
+    data = ("--data", f"{files / 'unseen.tsv'}:text", "--methods", "full", "--json", tmp_path / "a.json")
+    succeeded(run("evaluate", "agreement", *model_arguments(tiny_checkpoint), *DROPPED, *data))
+    facts = json.loads((tmp_path / "a.json").read_text())["machine"]
+    assert (facts["dropped_attention"], facts["dropped_blocks"]) == ([1], [2])
+
+
+def test_classifier_is_bound_to_what_is_dropped(files, tiny_checkpoint, pruned, tmp_path):
+    options = ("--data", files / "corpus.tsv", "--output", tmp_path / "fitted")
+    succeeded(run("fit-classifier", *model_arguments(tiny_checkpoint), *DROPPED, *options))
+    classifier = LinearClassifier.load(tmp_path / "fitted")
+    assert classifier.fingerprint == pruned.embedding_fingerprint() != tiny_checkpoint.embedding_fingerprint()
+
+
+@pytest.mark.parametrize("command", [("serve",), ("build", "--corpus", "a.txt", "--database", "a.db")])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--drop-attention", "3"), "drop_attention: the model has layers 0 to 2"),
+        (("--drop-block", PRIVATE), "drop_block: layers are written like"),
+        (("--drop-attention", "0-2"), "at least one layer must keep its attention"),
+    ],
+)
+def test_layers_that_cannot_be_dropped_are_refused_in_one_line(tiny_checkpoint, command, given, words):
+    assert_one_line(run(*command, *model_arguments(tiny_checkpoint), *given), words)
+
+
+def test_engine_is_timed_without_what_is_dropped(tiny_checkpoint, pruned):
+    dropped = {"quantization": None, "drop_attention": "1", "drop_block": "2"}
+    worker = Worker("attncache fp32", {"model": str(tiny_checkpoint.folder), **dropped}, 1, [])
+    try:
+        worker.load()
+        assert worker.absent is None
+        sequences = random_sequences([6, 6])
+        expected = prefill(PrefillEngine.load(pruned, dtype="float32"), sequences, reuse=False).outputs
+        np.testing.assert_allclose(worker.embeddings(tokens=sequences), expected, atol=1e-5)
+    finally:
+        worker.close()
+
+
+def test_bench_refuses_layers_that_cannot_be_dropped(tiny_checkpoint):
+    command = ("bench", "engine", "--model", tiny_checkpoint.folder, "--drop-block", "7")
+    assert_one_line(run(*command), "drop_block: the model has layers 0 to 2")

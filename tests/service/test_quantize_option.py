@@ -1,0 +1,127 @@
+"""The option `--quantize` of all commands, and databases and classifiers that are bound to it."""
+
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import model_arguments, run, succeeded
+from core_models import prefill
+
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    DatabaseRefused,
+    LinearClassifier,
+    Outcome,
+    PrefillEngine,
+    Quantization,
+    find_variant,
+)
+from attncache_core.heads.vectors import cosines
+from service.commands import build as build_command
+from service.commands.serve import load_engine
+from service.settings import read_settings
+
+# A quantisation that every processor can compute.
+KIND = Quantization.INT8_WEIGHT_ONLY
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny_checkpoint):
+    return replace(tiny_checkpoint, quantization=KIND)
+
+
+@pytest.fixture(scope="module")
+def files(tiny_corpus, tmp_path_factory) -> Path:
+    """corpus.tsv with every second text and unseen.tsv with the other texts, all with labels."""
+    folder = tmp_path_factory.mktemp("files")
+    texts = [sentence.text for sentence in tiny_corpus]
+    for name, part in (("corpus", texts[::2]), ("unseen", texts[1::2])):
+        lines = ["text\tlabel", *(f"{text}\t{'card' if 'card' in text else 'other'}" for text in part)]
+        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(tiny_checkpoint, files, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("built") / "quantized.db"
+    options = ("--corpus", files / "corpus.tsv", "--database", folder, "--heads", "all", "--threshold", "0.5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_command, "BuildOptions", partial(BuildOptions, training_steps=20))
+        succeeded(run("build", *model_arguments(tiny_checkpoint), "--quantize", KIND, *options))
+    return folder
+
+
+def test_checkpoint_is_found_with_its_quantisation(tiny_checkpoint):
+    assert find_variant(str(tiny_checkpoint.folder), quantization=KIND).quantization is KIND
+    assert find_variant(str(tiny_checkpoint.folder)).quantization is None
+
+
+def test_database_is_bound_to_the_quantisation_it_was_built_with(built, quantized, tiny_checkpoint):
+    database = AttentionDatabase.open(built)
+    assert database.manifest.fingerprint == quantized.fingerprint()
+    for other in (tiny_checkpoint, replace(tiny_checkpoint, quantization=Quantization.INT4)):
+        with pytest.raises(DatabaseRefused, match="quantisation"):
+            PrefillEngine.load(other, database=database, dtype="float32")
+
+
+def test_recorded_text_hits_itself_and_keeps_its_embedding(built, quantized, tiny_corpus):
+    engine = PrefillEngine.load(quantized, database=AttentionDatabase.open(built), dtype="float32")
+    sequences = engine.tokenize([sentence.text for sentence in tiny_corpus[:40:2]])
+    hits, full = (prefill(engine, sequences, reuse=reuse) for reuse in (True, False))
+    assert set(hits.outcomes) == {Outcome.HIT}
+    # The tolerance is for records, which hold maps in 16 bits.
+    assert cosines(hits.outputs, full.outputs).min() > 0.9999
+
+
+def test_server_computes_with_the_quantisation_it_is_told(built, tiny_checkpoint, tiny_engine, tiny_corpus):
+    settings = read_settings({"dtype": "float32", "quantize": "int8-weight-only", "database": str(built)})
+    engine = load_engine(settings, find_variant(str(tiny_checkpoint.folder), quantization=settings.quantize))
+    assert engine.info().variant == {"quantization": "int8-weight-only"}
+    texts = [tiny_corpus[0].text]
+    ours, full = (each.embed(texts, reuse=False) for each in (engine, tiny_engine))
+    assert np.abs(ours - full).max() > 1e-5
+    assert cosines(ours, full).min() > 0.999
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("calibrate", "--texts"),
+        ("evaluate", "agreement", "--data"),
+    ],
+    ids=" ".join,
+)
+def test_command_opens_the_database_only_with_its_quantisation(
+    command, built, files, tiny_checkpoint, tmp_path
+):
+    arguments = (
+        *command,
+        f"{files / 'unseen.tsv'}:text",
+        "--database",
+        shutil.copytree(built, tmp_path / "a.db"),  # a copy, because calibrating changes the database
+        *model_arguments(tiny_checkpoint),
+    )
+    succeeded(run(*arguments, "--quantize", KIND))
+    refused = run(*arguments)
+    assert refused.exit_code == 2
+    assert "(other weights, quantisation, tokenizer" in refused.stderr
+
+
+def test_classifier_is_bound_to_its_quantisation(files, tiny_checkpoint, quantized, tmp_path):
+    options = ("--data", files / "corpus.tsv", "--output", tmp_path / "fitted")
+    succeeded(run("fit-classifier", *model_arguments(tiny_checkpoint), "--quantize", KIND, *options))
+    classifier = LinearClassifier.load(tmp_path / "fitted")
+    PrefillEngine.load(quantized, classifier=classifier, dtype="float32")
+    with pytest.raises(DatabaseRefused):
+        PrefillEngine.load(tiny_checkpoint, classifier=classifier, dtype="float32")
+
+
+def test_unknown_quantisation_is_refused_with_the_known_ones(tiny_checkpoint):
+    result = run("build", *model_arguments(tiny_checkpoint), "--quantize", "int3")
+    assert result.exit_code == 2
+    assert "'int8', 'int8-weight-only', 'int4'" in result.stderr

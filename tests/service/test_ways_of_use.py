@@ -1,0 +1,211 @@
+"""Templates, pooling and labels, from the command line to the results."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+from command_line import assert_one_line, run, succeeded
+from core_decoders import write_llama
+from core_models import prefill, random_text
+
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    DatabaseRefused,
+    LinearClassifier,
+    PrefillEngine,
+)
+from attncache_core.calibration.database import calibrate_database
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.storage.layout import MapForm
+from service.commands import build as build_command
+from service.commands import serve
+
+WRITTEN = 'This "{}" means:'
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_steps():
+    """Train the projector for a few steps only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_command, "BuildOptions", partial(BuildOptions, training_steps=20))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with model (a tiny decoder), template.txt and texts.tsv (60 labelled texts)."""
+    folder = tmp_path_factory.mktemp("used")
+    write_llama(folder / "model")
+    (folder / "template.txt").write_text(WRITTEN + "\n", encoding="utf-8")
+    random = np.random.default_rng(1)
+    texts = sorted({random_text(random, words) for words in np.repeat([3, 4, 5], 20)})
+    rows = [f"{text}\t{'card' if 'card' in text else 'other'}" for text in texts]
+    (folder / "texts.tsv").write_text("\n".join(["text\tlabel", *rows]) + "\n", encoding="utf-8")
+    return folder
+
+
+def options(folder):
+    used = ("--template", folder / "template.txt", "--pooling", "lasttoken")
+    return "--model", folder / "model", "--dtype", "float32", *used
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    adapted = read_checkpoint(folder / "model").adapted(template=Template.parse(WRITTEN), pooling="lasttoken")
+    return PrefillEngine.load(adapted, dtype="float32")
+
+
+def texts_of(folder):
+    return [line.split("\t")[0] for line in (folder / "texts.tsv").read_text().splitlines()[1:]]
+
+
+def test_database_records_texts_in_the_template_as_lower_triangles(folder, engine):
+    given = (
+        *("--corpus", folder / "texts.tsv", "--database", folder / "a.db"),
+        *("--heads", "4", "--threshold", "0.9", "--prototypes", "0"),
+    )
+    shown = succeeded(run("build", *options(folder), *given))
+    database = AttentionDatabase.open(folder / "a.db")
+    sequences = engine.tokenize(texts_of(folder))
+    assert all(database.search.store.record_of(ids) is not None for ids in sequences)
+    assert database.search.store.records == len(sequences)
+    assert database.manifest.form is MapForm.PACKED
+    assert "packed maps" in shown
+
+
+@pytest.mark.parametrize(
+    ("used", "field"),
+    [
+        ({"template": Template.parse('That "{}" means:')}, "template"),
+        ({"pooling": "mean"}, "pooling"),
+        ({"label_logits": True, "labels": ["card", "bank"]}, None),
+    ],
+    ids=["template", "pooling", "labels"],
+)
+def test_database_serves_only_uses_that_its_budget_covers(folder, tmp_path, used, field):
+    """A cosine budget also covers labels in the same template, but no other template and no other pooling."""
+    corpus = ("--corpus", folder / "texts.tsv", "--database", tmp_path / "a.db", "--heads", "4")
+    succeeded(run("build", *options(folder), *corpus, "--prototypes", "0"))
+    adapted = {"template": Template.parse(WRITTEN), "pooling": "lasttoken"} | used
+    if used.get("label_logits"):
+        del adapted["pooling"]
+    checkpoint = read_checkpoint(folder / "model").adapted(**adapted)
+    database = AttentionDatabase.open(tmp_path / "a.db")
+    if field is None:
+        PrefillEngine.load(checkpoint, dtype="float32", database=database)
+        return
+    with pytest.raises(DatabaseRefused, match=f"with {field} set otherwise.*calibrate") as refusal:
+        PrefillEngine.load(checkpoint, dtype="float32", database=database)
+    assert refusal.value.field == field
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    random = np.random.default_rng(2)
+    others = engine.tokenize([random_text(random, words) for words in np.repeat([3, 4, 5], 40)])
+    calibrate_database(engine, database, others, (), Budget(Measure.COSINE, 0.9))
+    PrefillEngine.load(checkpoint, dtype="float32", database=AttentionDatabase.open(tmp_path / "a.db"))
+
+
+def test_budget_of_decisions_covers_the_labels_of_the_build_only(folder, tmp_path):
+    used = ("--template", folder / "template.txt", "--task", "label-logits", "--labels")
+    given = ("--model", folder / "model", "--dtype", "float32", *used)
+    corpus = ("--corpus", folder / "texts.tsv", "--database", tmp_path / "a.db", "--heads", "4")
+    succeeded(run("build", *given, "card,bank", *corpus))
+    data = ("--data", folder / "texts.tsv", "--database", tmp_path / "a.db", "--rounds", 1)
+    refused = run("evaluate", "agreement", *given, "card,lost", *data)
+    assert refused.exit_code == 2
+    assert "with labels set otherwise" in refused.stderr
+
+
+def test_classifier_is_fitted_on_the_embeddings_of_the_template(folder, engine):
+    succeeded(
+        run("fit-classifier", *options(folder), "--data", folder / "texts.tsv", "--output", folder / "c")
+    )
+    fitted = LinearClassifier.load(folder / "c")
+    fitted.require_fingerprint(engine.checkpoint.embedding_fingerprint(), "it")
+    plain = read_checkpoint(folder / "model").embedding_fingerprint()
+    assert fitted.fingerprint != plain
+
+
+def test_evaluation_uses_the_template_and_the_pooling(folder, engine):
+    """A classifier fitted on other embeddings of the same texts would have another accuracy."""
+    data = (
+        *("--data", folder / "texts.tsv", "--train", folder / "texts.tsv"),
+        *("--methods", "full", "--rounds", 1),
+    )
+    report = folder / "report.json"
+    succeeded(run("evaluate", "classification", *options(folder), *data, "--json", report))
+    accuracy = json.loads(report.read_text())["methods"][0]["score"]
+    embeddings = engine.embed(texts_of(folder))
+    truth = ["card" if "card" in text else "other" for text in texts_of(folder)]
+    fitted = LinearClassifier.load(folder / "c").predict(embeddings)
+    assert accuracy == pytest.approx(np.mean([a == b for a, b in zip(fitted, truth, strict=True)]))
+
+
+def labelled(folder):
+    used = ("--template", folder / "template.txt", "--task", "label-logits", "--labels", "card, bank,lost")
+    return "--model", folder / "model", "--dtype", "float32", *used
+
+
+def test_build_evaluation_and_calibration_use_decisions_among_labels(folder):
+    built = ("--corpus", folder / "texts.tsv", "--database", folder / "l.db", "--min-agreement", "0.5")
+    text = succeeded(run("build", *labelled(folder), *built, "--prototypes", "2"))
+    assert "mean agreement of the hits at least 0.5" in text
+    report = folder / "labels.json"
+    data = ("--data", folder / "texts.tsv:text", "--methods", "full", "--rounds", 1, "--json", report)
+    succeeded(run("evaluate", "agreement", *labelled(folder), *data))
+    assert json.loads(report.read_text())["methods"][0]["score"] == 1
+    random = np.random.default_rng(9)
+    (folder / "unseen.txt").write_text("\n".join(random_text(random, 4) for _ in range(25)), encoding="utf-8")
+    given = ("--database", folder / "l.db", "--texts", folder / "unseen.txt", "--min-agreement", "0.4")
+    assert "mean agreement of the hits at least 0.4" in succeeded(run("calibrate", *labelled(folder), *given))
+
+
+def test_server_of_labels_compares_hits_by_decisions(folder):
+    adapted = read_checkpoint(folder / "model").adapted(
+        template=Template.parse(WRITTEN), label_logits=True, labels=["card", "bank", "lost"]
+    )
+    engine = PrefillEngine.load(adapted, database=AttentionDatabase.open(folder / "l.db"), dtype="float32")
+    comparator = engine.comparator(engine.policy.budget.measure)
+    sequences = engine.tokenize(texts_of(folder))
+    outputs = prefill(engine, sequences).outputs
+    full = prefill(engine, sequences, reuse=False).outputs
+    decided = [engine.class_logits(rows).argmax(axis=1) for rows in (outputs, full)]
+    assert comparator.fidelity(outputs, full).tolist() == (decided[0] == decided[1]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--template", "absent.txt"), ("template absent.txt cannot be read",)),
+        (("--template", "empty.txt"), ("template must hold {}", "exactly once")),
+        (("--pooling", "median"), ("--pooling", "weightedmean")),
+        (("--task", "guess"), ("--task", "label-logits")),
+        (("--task", "label-logits", "--labels", "card"), ("labels must be two or more different names",)),
+        (("--task", "label-logits", "--pooling", "mean"), ("pooling is for embeddings",)),
+    ],
+)
+@pytest.mark.parametrize("command", ["build", "serve"])
+def test_bad_option_for_the_use_of_the_model_is_one_line(
+    folder, tmp_path, monkeypatch, command, given, words
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("", encoding="utf-8")
+    corpus = ("--corpus", folder / "texts.tsv", "--database", tmp_path / "b.db") if command == "build" else ()
+    assert_one_line(run(command, "--model", folder / "model", *given, *corpus), *words)
+
+
+def test_info_says_how_the_model_is_used(engine):
+    assert engine.info().template == WRITTEN
+    assert engine.info().pooling == ("lasttoken",)
+
+
+def test_served_model_is_used_as_the_options_say(folder, engine, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(serve, "run_server", lambda _settings, load, _listener: loaded.append(load.args[1]))
+    assert run("serve", *options(folder), "--port", "0").exit_code == 0
+    assert (loaded[0].template, loaded[0].pooling) == (engine.checkpoint.template, engine.checkpoint.pooling)

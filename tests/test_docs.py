@@ -1,0 +1,336 @@
+"""The documentation: its examples run, and the commands, options, metrics, errors and links in it exist."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import runpy
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import click
+import pytest
+import uvicorn
+from prometheus_client import generate_latest
+
+import attncache_core
+from attncache_core import AttnCacheError, PrefillEngine
+from service import errors as service_errors
+from service.app import create_app
+from service.cli import main
+from service.metrics import Metrics
+from service.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Options of other programs that the pages name.
+FOREIGN_OPTIONS = {"--find-links", "--extra-index-url", "--no-index", "--build", "--help"}
+
+
+def page_id(path: Path) -> str:
+    return path.name
+
+
+def code_lines(text: str) -> Iterator[str]:
+    """Yield the lines of all code blocks, indented or fenced; a line that ends with a backslash is joined."""
+    fenced, joined = False, ""
+    for line in text.splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            joined += line.strip()
+            if joined.endswith("\\"):
+                joined = joined[:-1]
+                continue
+            yield joined
+            joined = ""
+
+
+def without_fenced_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def inline_code(text: str) -> list[str]:
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", without_fenced_code(text))]
+
+
+def words_of(line: str) -> list[str]:
+    try:
+        return shlex.split(line.removeprefix("$ "), comments=True)
+    except ValueError:
+        return []  # not a command line
+
+
+def attncache_calls(text: str) -> Iterator[list[str]]:
+    """Yield the arguments of each call of attncache in the code of a page."""
+    for line in [*code_lines(text), *inline_code(text)]:
+        words = words_of(line)
+        for index, word in enumerate(words[:-1]):
+            if word.rsplit("/", 1)[-1] == "attncache" and words[index + 1] in subcommands(main):
+                yield words[index + 1 :]
+
+
+def visible_options(command: click.Command) -> set[str]:
+    options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
+    return {"--help", *(name for option in options for name in (*option.opts, *option.secondary_opts))}
+
+
+def subcommands(group: click.Group) -> dict[str, click.Command]:
+    """Return the commands of a group by name; a group may import a command when it is asked for it."""
+    context = click.Context(group)
+    found = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    return {name: command for name, command in found.items() if command}
+
+
+def all_commands(group: click.Group) -> Iterator[click.Command]:
+    for command in subcommands(group).values():
+        yield command
+        if isinstance(command, click.Group):
+            yield from all_commands(command)
+
+
+def table_after(text: str, heading: str) -> list[list[str]]:
+    """Return the cells of the first table after a heading, without its head."""
+    section = text.split(f"\n{heading}\n", 1)[1]
+    rows = re.search(r"(^\|.*\n)+", section, re.MULTILINE)
+    assert rows, heading
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in rows[0].splitlines()[2:]
+    ]
+
+
+def named_in(cells: list[str]) -> list[str]:
+    """Return what stands in backticks in these table cells."""
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "python.md"], ids=page_id)
+@pytest.mark.usefixtures("fixed_costs")
+def test_python_examples_of_the_documentation_run_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    assert blocks
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        # Empty lines in front, so that a traceback names the line of the page.
+        above = "\n" * text[: block.start(1)].count("\n")
+        exec(compile(above + block[1], page.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_and_options_in_code_exist(page):
+    for arguments in attncache_calls(page.read_text(encoding="utf-8")):
+        command: click.Command = main
+        for argument in arguments:
+            if not isinstance(command, click.Group) or argument.startswith("-"):
+                break
+            assert argument in subcommands(command), arguments
+            command = subcommands(command)[argument]
+        used = {argument.split("=")[0] for argument in arguments if argument.startswith("--")}
+        assert used <= visible_options(command), arguments
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_options_named_in_prose_exist(page):
+    known = FOREIGN_OPTIONS.union(*map(visible_options, all_commands(main)))
+    text = page.read_text(encoding="utf-8")
+    named = {option for code in inline_code(text) for option in re.findall(r"^--[a-z][a-z-]*", code)}
+    assert named <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_benchmarks_and_their_options_exist(page):
+    for line in code_lines(page.read_text(encoding="utf-8")):
+        words = words_of(line)
+        if words[:1] == ["python"] and words[1].startswith(("benchmarks/", "examples/")):
+            source = (ROOT / words[1]).read_text(encoding="utf-8")
+            for option in [word for word in words if word.startswith("--")]:
+                assert f'"{option}"' in source, line
+
+
+def test_table_of_serve_options_lists_every_option_with_its_default():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = {}
+    for option, default, _ in table_after(text, "## Options"):
+        documented[option.strip("`")] = default.strip("`")
+    expected = {
+        option.opts[0]: option.default
+        for option in subcommands(main)["serve"].params
+        if isinstance(option, click.Option) and not option.hidden
+    }
+    assert list(documented) == list(expected)
+    for name, default in expected.items():
+        shown = {True: "on", False: "off", None: ""}.get(default, str(default))
+        assert documented[name] == shown, name
+
+
+def test_table_of_metrics_lists_every_metric():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = {
+        re.sub(r"\{.*", "", name) for row in table_after(text, "## Metrics") for name in named_in(row[:1])
+    }
+    metrics = Metrics()
+    exposed = re.findall(r"^# TYPE attncache_(\w+)", generate_latest(metrics.registry).decode(), re.MULTILINE)
+    assert documented >= set(exposed)
+    source = (ROOT / "service" / "metrics.py").read_text(encoding="utf-8")
+    # Some metrics appear only once a database is loaded.
+    assert all(name.removesuffix("_total") in source for name in documented)
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "code_column", "status_column"),
+    [("api.md", "## Errors", 1, 0), ("python.md", "## Errors", 1, None)],
+)
+def test_tables_of_errors_name_real_codes(page, heading, code_column, status_column):
+    kinds = [
+        kind
+        for module in (attncache_core.errors, service_errors)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, AttnCacheError)
+    ]
+    status_of = {kind.code: kind.status for kind in kinds}
+    rows = table_after((ROOT / "docs" / page).read_text(encoding="utf-8"), heading)
+    for row in rows:
+        for position, code in enumerate(named_in([row[code_column]])):
+            assert code in status_of
+            if status_column is not None:
+                assert int(row[status_column].split(", ")[position]) == status_of[code], row
+    if status_column is None:
+        assert {name for row in rows for name in named_in(row[:1])} == {
+            kind.__name__ for kind in kinds if kind.__module__ == "attncache_core.errors"
+        } - {"AttnCacheError"}
+
+
+def listed_modules(rooms: str) -> Iterator[str]:
+    """Yield the paths of the modules in an indented list of folders and modules."""
+    folders: list[tuple[int, str]] = []  # with their indentation
+    for line in re.findall(r"^    .*$", rooms, re.MULTILINE):
+        indentation = len(line) - len(line.lstrip())
+        while folders and folders[-1][0] >= indentation:
+            folders.pop()
+        if line.split()[0].endswith("/"):
+            folders.append((indentation, line.split()[0]))
+        for name in re.findall(r"\b\w+\.py\b", line):
+            yield "".join(folder for _, folder in folders) + name
+
+
+def test_design_page_lists_every_module():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    listed = list(listed_modules(text.split("\n## The rooms\n", 1)[1].split("\n## ", 1)[0]))
+    paths = [path for package in ("attncache_core", "service") for path in (ROOT / package).rglob("*.py")]
+    listed_as_folders = {ROOT / "service" / "commands", ROOT / "service" / "bench"}
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for path in paths
+        if path.name != "__init__.py" and path.parent not in listed_as_folders
+    }
+    assert sorted(listed) == sorted(modules)
+
+
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_files_and_headings_that_exist(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_fenced_code(page.read_text(encoding="utf-8"))):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors_of(linked), target
+
+
+@pytest.fixture(scope="module")
+def server_url(default_checkpoint) -> Iterator[str]:
+    """The address of the real app on a free port, with the default model and no database."""
+    engine = PrefillEngine.load(default_checkpoint, dtype="float32")
+    app = create_app(Settings(), lambda: iter([engine]))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        wait_until_ready(url)
+        yield url
+        server.should_exit = True
+        thread.join(timeout=30)
+
+
+def wait_until_ready(url: str) -> None:
+    for _ in range(3000):
+        with contextlib.suppress(OSError), urlopen(f"{url}/ready") as response:
+            if response.status == 200:
+                return
+        time.sleep(0.01)
+    raise AssertionError("the server never got ready")
+
+
+def run_example(name: str, monkeypatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+
+
+def test_examples_are_short_and_begin_with_the_command_that_runs_them():
+    assert EXAMPLES
+    for path in EXAMPLES:
+        source = path.read_text(encoding="utf-8")
+        compile(source, path.name, "exec")
+        assert len(source.splitlines()) < 40, path.name
+        assert f"python examples/{path.name}" in source.split('"""')[1]
+
+
+def test_every_example_is_run_by_a_test():
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [path.name for path in EXAMPLES if f'run_example("{path.name}"' not in source] == []
+
+
+def test_example_embeds_over_http(server_url, monkeypatch, capsys):
+    run_example("embed.py", monkeypatch, server_url)
+    shown = capsys.readouterr().out
+    assert "reused attention maps 0/2" in shown
+    assert "384 dimensions" in shown
+
+
+def test_example_classifies_over_http(server_url, monkeypatch, capsys):
+    run_example("classify.py", monkeypatch, server_url)
+    best = [line.partition(": ")[2].split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert best == ["delivery", "login", "refund"]
+
+
+def test_example_finds_the_article_that_answers_the_question(server_url, monkeypatch, capsys):
+    run_example("search.py", monkeypatch, "I can't get into my account", server_url)
+    assert "forgotten password" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_example_embeds_a_file_in_its_order(server_url, default_checkpoint, tmp_path, monkeypatch):
+    source, target = tmp_path / "texts.txt", tmp_path / "embeddings.jsonl"
+    source.write_text("".join(f"text number {number}\n" for number in range(100)), encoding="utf-8")
+    run_example("embed_file.py", monkeypatch, source, target, server_url)
+    lines = target.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 100
+    single = PrefillEngine.load(default_checkpoint, dtype="float32").embed(["text number 77"])[0]
+    assert [float(number) for number in lines[77].strip("[]").split(",")] == pytest.approx(single, abs=1e-4)
+
+
+def test_example_embeds_and_classifies_without_a_server(monkeypatch, capsys):
+    run_example("library_embed.py", monkeypatch)
+    assert capsys.readouterr().out.splitlines()[1].startswith("login")
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_example_reuses_the_maps_of_the_database_that_it_built(tmp_path, monkeypatch, capsys):
+    run_example("library_reuse.py", monkeypatch, tmp_path / "orders.db")
+    outcomes = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert (outcomes[0], outcomes[2]) == ("hit", "not_searched")
+    assert outcomes[1].endswith("hit")

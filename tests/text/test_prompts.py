@@ -1,0 +1,198 @@
+"""Templates: parsing, truncation of the text inside a template, and exclusion of the prompt from pooling."""
+
+import numpy as np
+import pytest
+from core_decoders import write_llama
+from core_models import PLAIN_WORDS, prefill, random_text, write_modules, write_sentence_transformer
+from core_reference import FLOAT32
+from hypothesis import given
+from hypothesis import strategies as st
+from sentence_transformers import SentenceTransformer
+from transformers import AutoTokenizer
+
+from attncache_core.checkpoints.checkpoint import Pooling
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import InputTooLong, InvalidInput
+from attncache_core.text.tokenizer import TextTokenizer
+
+ONE_WORD = Template('This sentence: "', '" means in one word:')
+PROMPTS = {"prompts": {"ask": "query: my", "find": "the ", "none": ""}, "default_prompt_name": "ask"}
+DECODER_POOLING = ("lasttoken", "mean", "weightedmean")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A plain decoder folder, without settings for prompts or pooling."""
+    return read_checkpoint(write_llama(tmp_path_factory.mktemp("models") / "tiny-llama"))
+
+
+def test_template_is_the_text_before_and_after_the_placeholder():
+    template = Template.parse("Review: {}\nSentiment:")
+    assert template == Template("Review: ", "\nSentiment:")
+    assert template.around("good {}") == "Review: good {}\nSentiment:"
+    assert str(template) == "Review: {}\nSentiment:"
+
+
+@pytest.mark.parametrize("written", ["", "no place", "{ }", "{text}", "{} or {}"])
+def test_template_without_exactly_one_placeholder_is_refused(written):
+    with pytest.raises(InvalidInput, match=r"must hold \{\}, .*, exactly once") as refused:
+        Template.parse(written)
+    assert refused.value.field == "template"
+
+
+@pytest.mark.parametrize(
+    ("content", "suffix"),
+    [
+        (b"A: {}\nB:", "\nB:"),
+        (b"A: {}\nB:\n", "\nB:"),
+        (b"A: {}\r\nB:\r\n", "\r\nB:"),
+        (b"A: {}\nB:\n\n", "\nB:\n"),
+        ("A: {}\nß".encode(), "\nß"),
+    ],
+)
+def test_line_break_at_the_end_of_the_file_is_not_part_of_the_template(tmp_path, content, suffix):
+    (tmp_path / "template.txt").write_bytes(content)
+    assert Template.read(tmp_path / "template.txt") == Template("A: ", suffix)
+
+
+def test_missing_file_and_file_that_is_not_utf_8_are_refused_with_their_names(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"{} \xff")
+    for name in ("absent.txt", "latin.txt"):
+        with pytest.raises(InvalidInput, match=rf"{name} cannot be read"):
+            Template.read(tmp_path / name)
+
+
+# Some tokenizers merge a space, a quote or a line break next to the text into a token of the text.
+templates = st.builds(
+    Template,
+    st.sampled_from(["", "my ", 'the "', "query: my\n"]),
+    st.sampled_from(["", '" is:', "\nis:", " is"]),
+)
+texts_of_words = st.lists(st.sampled_from([*PLAIN_WORDS, "ß", " "]), max_size=40).map(" ".join)
+
+
+@given(templates, texts_of_words, st.integers(24, 60), st.sampled_from(["tiny", "llama"]))
+def test_cut_text_keeps_its_first_tokens_and_its_whole_template(
+    tiny_checkpoint, llama, template, text, longest, model
+):
+    checkpoint = {"tiny": tiny_checkpoint, "llama": llama}[model].adapted(template=template)
+    whole = AutoTokenizer.from_pretrained(checkpoint.folder)(template.around(text))["input_ids"]
+    (ids,) = TextTokenizer(checkpoint, longest).tokenize([text], truncate=True)
+    gone = max(0, len(whole) - longest)
+    assert len(ids) == len(whole) - gone
+    # One run of tokens is missing. The suffix and the closing token follow this run.
+    closing = len(AutoTokenizer.from_pretrained(checkpoint.folder)(template.suffix)["input_ids"]) - 1
+    kept = [at for at in range(len(ids) + 1) if whole[:at] + whole[at + gone :] == ids]
+    assert kept
+    if gone:
+        assert min(len(ids) - at for at in kept) <= closing <= max(len(ids) - at for at in kept) + 1
+
+
+def test_text_that_is_too_long_is_refused_if_truncation_is_declined(llama):
+    tokenizer = TextTokenizer(llama.adapted(template=ONE_WORD), 60)
+    tokenizer.tokenize(["my card"], truncate=False)
+    with pytest.raises(InputTooLong, match="more than 60 tokens") as refused:
+        tokenizer.tokenize(["my", "my card " * 30], truncate=False)
+    assert refused.value.field == "inputs[1]"
+
+
+def test_template_that_leaves_no_room_is_refused_before_any_text(llama):
+    checkpoint = llama.adapted(template=ONE_WORD)
+    alone = len(AutoTokenizer.from_pretrained(llama.folder)(ONE_WORD.around(""))["input_ids"])
+    TextTokenizer(checkpoint, alone + 1)
+    with pytest.raises(
+        InvalidInput, match=f"template: there is no room left for a text within {alone} tokens"
+    ):
+        TextTokenizer(checkpoint, alone)
+
+
+def theirs(checkpoint, texts, **how):
+    return SentenceTransformer(str(checkpoint.folder), device="cpu").encode(texts, batch_size=1, **how)
+
+
+def some_texts():
+    random = np.random.default_rng(5)
+    return [random_text(random, words) for words in (2, 3, 5, 7, 20)]
+
+
+@pytest.mark.parametrize("name", ["ask", "find", "none", None])
+@pytest.mark.parametrize("include_prompt", [True, False], ids=["with-prompt", "without-prompt"])
+@pytest.mark.parametrize("mode", DECODER_POOLING)
+def test_decoders_embeddings_are_those_of_sentence_transformers_for_every_prompt(
+    tmp_path, mode, include_prompt, name
+):
+    folder = write_llama(tmp_path)
+    write_modules(folder, {"pooling_mode": mode, "include_prompt": include_prompt}, prompts=PROMPTS)
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    texts = some_texts()
+    ours = engine.embed(texts, prompt_name=name)
+    np.testing.assert_allclose(ours, theirs(engine.checkpoint, texts, prompt_name=name), atol=FLOAT32)
+
+
+@pytest.mark.parametrize("mode", [None, *DECODER_POOLING])
+def test_plain_decoder_has_mean_pooling_or_the_given_pooling(tmp_path, llama, mode):
+    """sentence-transformers gets the same template in the text and the same pooling in its pooling folder."""
+    engine = PrefillEngine.load(llama.adapted(template=ONE_WORD, pooling=mode), dtype="float32")
+    write_modules(write_llama(tmp_path), {"pooling_mode": mode or "mean"}, normalize=False)
+    texts = some_texts()
+    expected = theirs(read_checkpoint(tmp_path), [ONE_WORD.around(text) for text in texts])
+    np.testing.assert_allclose(engine.embed(texts, normalize=False), expected, atol=FLOAT32)
+
+
+def test_each_sequence_of_a_batch_leaves_its_own_prompt_out_of_the_pooling(tmp_path):
+    folder = write_sentence_transformer(
+        tmp_path, {"pooling_mode": "mean", "include_prompt": False}, prompts=PROMPTS
+    )
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    prompts = [engine.default_prompt, engine.named_prompt("find"), engine.named_prompt("none")]
+    sequences = [engine.tokenize(["card lost"], prompt=prompt)[0] for prompt in prompts]
+    # Sequences of equal length are pooled together.
+    sequences[2] += sequences[0][: len(sequences[0]) - len(sequences[2])]
+    sequences[1] += sequences[0][: len(sequences[0]) - len(sequences[1])]
+    plans = [prompt.sequence_plans[0] for prompt in prompts]
+    together = prefill(engine, sequences, reuse=False, plans=plans).outputs
+    alone = [
+        prefill(engine, [ids], reuse=False, plans=[plan]).outputs[0]
+        for ids, plan in zip(sequences, plans, strict=True)
+    ]
+    np.testing.assert_allclose(together, alone, atol=FLOAT32)
+    default = prefill(engine, sequences, reuse=False).outputs
+    np.testing.assert_allclose(default[0], together[0], atol=FLOAT32)
+    assert abs(default[1:] - together[1:]).max(axis=1).min() > 0.01
+
+
+def test_text_that_adds_no_token_to_its_prompt_has_a_finite_embedding(tmp_path):
+    folder = write_llama(tmp_path)
+    write_modules(folder, {"pooling_mode": "mean", "include_prompt": False}, prompts=PROMPTS)
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    assert np.isfinite(engine.embed([""])).all()
+
+
+def test_unknown_prompt_name_is_refused_with_the_known_names(tiny_engine, tmp_path):
+    engine = PrefillEngine.load(read_checkpoint(write_sentence_transformer(tmp_path, prompts=PROMPTS)))
+    with pytest.raises(InvalidInput, match="known are: ask, find, none") as refused:
+        engine.embed(["card"], prompt_name="zanzibar")
+    assert refused.value.field == "prompt_name"
+    assert "zanzibar" not in str(refused.value)
+    with pytest.raises(InvalidInput, match="the model has none"):
+        tiny_engine.embed(["card"], prompt_name="ask")
+
+
+def test_template_and_pooling_change_the_embedding_fingerprint_but_not_the_map_fingerprint(llama):
+    checkpoints = [
+        llama,
+        llama.adapted(template=ONE_WORD),
+        llama.adapted(template=Template(ONE_WORD.prefix)),
+        llama.adapted(pooling="lasttoken"),
+    ]
+    assert len({checkpoint.embedding_fingerprint() for checkpoint in checkpoints}) == 4
+    assert len({checkpoint.fingerprint() for checkpoint in checkpoints}) == 1
+    assert llama.adapted() == llama
+    assert checkpoints[3].pooling == Pooling(("lasttoken",))
+
+
+def test_pooling_of_a_classifier_is_refused(tiny_classifier_checkpoint):
+    with pytest.raises(InvalidInput, match="pooling is for embeddings"):
+        tiny_classifier_checkpoint.adapted(pooling="mean")

@@ -1,0 +1,173 @@
+"""TextTokenizer gives the same tokens as the library that made the checkpoint."""
+
+import pytest
+from core_models import (
+    CLS,
+    PLAIN_WORDS,
+    SEP,
+    WORDS,
+    write_json,
+    write_sentence_transformer,
+    write_tokenizer,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from sentence_transformers import SentenceTransformer
+from transformers import AutoTokenizer
+
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import InputTooLong, UnsupportedModel
+from attncache_core.text.tokenizer import TextTokenizer
+
+PROMPT = {"prompts": {"ask": "query: ", "other": "my "}, "default_prompt_name": "ask"}
+texts_of_words = st.lists(st.sampled_from([*WORDS, "Card", "cards", "zebra"]), max_size=30).map(" ".join)
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+def write(folder, **parts):
+    checkpoint = read_checkpoint(write_sentence_transformer(folder, **parts))
+    return checkpoint, TextTokenizer(checkpoint)
+
+
+@given(st.lists(st.one_of(texts_of_words, any_text), min_size=1, max_size=5))
+def test_tokens_are_those_of_the_hugging_face_tokenizer(tiny_checkpoint, texts):
+    expected = AutoTokenizer.from_pretrained(tiny_checkpoint.folder)(texts)["input_ids"]
+    assert TextTokenizer(tiny_checkpoint).tokenize(texts, truncate=True) == expected
+
+
+def test_known_words_have_their_ids_from_the_vocabulary(tiny_engine):
+    lost, card = (5 + WORDS.index(word) for word in ("lost", "card"))
+    pieces = [5 + WORDS.index("##s")]
+    assert tiny_engine.tokenize(["Lost cards"]) == [[CLS, lost, card, *pieces, SEP]]
+
+
+def test_text_without_a_word_is_its_special_tokens(tiny_engine):
+    assert tiny_engine.tokenize([" "]) == [[CLS, SEP]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "expected"),
+    [
+        ({"max_seq_length": 20}, {}, 20),
+        ({"max_seq_length": None}, {}, 512),
+        ({"max_seq_length": None}, {"max_position_embeddings": 64}, 64),
+        ({"max_seq_length": 400}, {"max_position_embeddings": 64}, 64),
+    ],
+)
+def test_longest_sequence_is_the_smallest_of_the_limits(tmp_path, settings, config, expected):
+    _, tokenizer = write(tmp_path, settings=settings, **config)
+    assert tokenizer.max_tokens == expected
+
+
+def test_limit_of_the_tokenizer_applies_if_the_folder_names_none(tmp_path):
+    write_sentence_transformer(tmp_path, settings={"max_seq_length": None})
+    write_tokenizer(tmp_path, longest=33)
+    assert TextTokenizer(read_checkpoint(tmp_path)).max_tokens == 33
+
+
+def test_cut_text_keeps_its_first_words_and_its_closing_token(tmp_path):
+    _, tokenizer = write(tmp_path, settings={"max_seq_length": 6})
+    (ids,) = tokenizer.tokenize(["my card is lost where is it"], truncate=True)
+    words = [5 + WORDS.index(word) for word in ["my", "card", "is", "lost"]]
+    assert ids == [CLS, *words, SEP]
+
+
+@pytest.mark.parametrize(("limit", "longest"), [(2, 2), (5, 5), (19, 19), (20, 20), (21, 20), (None, 20)])
+def test_operators_limit_applies_if_it_is_below_the_models(tmp_path, limit, longest):
+    checkpoint, _ = write(tmp_path, settings={"max_seq_length": 20})
+    tokenizer = TextTokenizer(checkpoint, limit)
+    words = [5 + WORDS.index(word) for word in ["my", "card"] * 20]
+    assert tokenizer.max_tokens == longest
+    assert tokenizer.tokenize(["my card " * 20], truncate=True) == [[CLS, *words[: longest - 2], SEP]]
+
+
+def test_text_longer_than_the_operators_limit_is_refused_if_truncation_is_declined(tmp_path):
+    checkpoint, _ = write(tmp_path)
+    tokenizer = TextTokenizer(checkpoint, 4)
+    assert len(tokenizer.tokenize(["my card"], truncate=False)[0]) == 4
+    with pytest.raises(InputTooLong, match="more than 4 tokens"):
+        tokenizer.tokenize(["my card is"], truncate=False)
+
+
+def test_engine_cuts_to_the_operators_limit(tiny_checkpoint):
+    engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", max_tokens=6)
+    (ids,) = engine.tokenize(["my card is lost where is it"])
+    assert engine.max_tokens == engine.info().max_tokens == len(ids) == 6
+    assert ids[-1] == SEP
+
+
+@pytest.mark.parametrize(("words", "refused"), [(4, False), (5, True), (50, True)])
+def test_text_that_is_too_long_is_refused_with_its_index_if_truncation_is_declined(tmp_path, words, refused):
+    _, tokenizer = write(tmp_path, settings={"max_seq_length": 6})
+    texts = ["card", " ".join(PLAIN_WORDS[:1] * words)]
+    if not refused:
+        assert [len(ids) for ids in tokenizer.tokenize(texts, truncate=False)] == [3, 6]
+        return
+    with pytest.raises(InputTooLong, match="more than 6 tokens") as caught:
+        tokenizer.tokenize(texts, truncate=False)
+    assert caught.value.field == "inputs[1]"
+    assert PLAIN_WORDS[0] not in str(caught.value)
+
+
+def test_refusing_once_does_not_change_later_calls(tmp_path):
+    _, tokenizer = write(tmp_path, settings={"max_seq_length": 6})
+    long = " ".join(["card"] * 9)
+    with pytest.raises(InputTooLong):
+        tokenizer.tokenize([long], truncate=False)
+    assert len(tokenizer.tokenize([long], truncate=True)[0]) == 6
+
+
+@given(texts_of_words)
+def test_default_prompt_stands_before_every_text(tmp_path_factory, text):
+    folder = tmp_path_factory.getbasetemp() / "prompted"
+    if not folder.exists():
+        write_sentence_transformer(folder, prompts=PROMPT)
+    checkpoint = read_checkpoint(folder)
+    plain = AutoTokenizer.from_pretrained(folder)
+    assert TextTokenizer(checkpoint).tokenize([text], truncate=True) == [plain("query: " + text)["input_ids"]]
+
+
+def test_prompt_tokens_are_counted_with_the_opening_token_and_without_the_closing_one(tmp_path):
+    _, tokenizer = write(tmp_path, prompts=PROMPT)
+    assert tokenizer.prompt_tokens == 3  # [CLS] query :
+
+
+@pytest.mark.parametrize("prompts", [None, {"prompts": {"ask": "query: "}, "default_prompt_name": None}])
+def test_no_default_prompt_takes_no_tokens(tmp_path, prompts):
+    _, tokenizer = write(tmp_path, prompts=prompts)
+    assert tokenizer.prompt_tokens == 0
+    assert tokenizer.tokenize(["card"], truncate=True) == [[CLS, 5 + WORDS.index("card"), SEP]]
+
+
+def write_cased(folder, lowercase):
+    """Write a folder with a tokenizer that keeps case, and a setting whether texts are lowercased first."""
+    write_sentence_transformer(folder, settings={"do_lower_case": lowercase})
+    write_tokenizer(folder, lowercase=False)
+    return read_checkpoint(folder), SentenceTransformer(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_texts_are_lowercased_if_the_folder_says_so(tmp_path, lowercase):
+    checkpoint, theirs = write_cased(tmp_path, lowercase)
+    ours = TextTokenizer(checkpoint).tokenize(["LOST Card"], truncate=True)
+    assert ours == theirs.preprocess(["LOST Card"])["input_ids"].tolist()
+    assert ours == TextTokenizer(checkpoint).tokenize(
+        ["lost card" if lowercase else "zebra zebra"], truncate=True
+    )
+
+
+def test_lowercasing_leaves_special_tokens_in_a_text_alone(tmp_path):
+    checkpoint, theirs = write_cased(tmp_path, lowercase=True)
+    expected = theirs.preprocess(["lost [MASK] card"])["input_ids"].tolist()
+    assert TextTokenizer(checkpoint).tokenize(["lost [MASK] card"], truncate=True) == expected
+
+
+def test_tokenizer_that_is_not_fast_is_refused_with_the_models_name(tmp_path):
+    write_sentence_transformer(tmp_path / "slow-model")
+    (tmp_path / "slow-model/tokenizer.json").unlink()
+    (tmp_path / "slow-model/vocab.json").write_text('{"a": 0}', encoding="utf-8")
+    (tmp_path / "slow-model/merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    write_json(tmp_path / "slow-model/tokenizer_config.json", {"tokenizer_class": "CTRLTokenizer"})
+    with pytest.raises(UnsupportedModel, match="slow-model has no fast tokenizer"):
+        TextTokenizer(read_checkpoint(tmp_path / "slow-model"))
