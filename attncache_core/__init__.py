@@ -40,9 +40,9 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.heads.decisions import class_scores
 from attncache_core.heads.vectors import normalize
 from attncache_core.models.variant import find_variant
+from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.fetch import Fetch
 from attncache_core.reuse.maps.manifest import Manifest
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse

@@ -112,7 +112,7 @@ def main() -> None:
     folder = Path(attention_kernel.__file__).parent
     kernels = [
         native.AttentionKernel(level, folder / f"attention_{level}{EXTENSION_SUFFIXES[0]}")
-        for level in attention_kernel._levels()
+        for level in attention_kernel.levels()
     ]
     found = {
         shape: milliseconds(methods_of(*shape, arguments.heads, arguments.width, kernels)) for shape in SHAPES

@@ -64,7 +64,7 @@ def main(
         )
         sets[Path(source.partition(":")[0]).stem] = (probes, measured)
     first, _ = next(iter(sets.values()))
-    savings = measure_savings(engine, opened.search, first)
+    savings = measure_savings(engine, opened.search, first, opened.mask.order)
 
     def transfer(calibration: tuple[Probes, Measurements], target: tuple[Probes, Measurements]) -> Calibrated:
         """Choose mask and policy on `calibration`, and apply them to `target`."""

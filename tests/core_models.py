@@ -25,7 +25,7 @@ from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.engine.layers import given_by, run_layers
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models.quantized import int8_products_are_exact
-from attncache_core.reuse.maps.fetch import Fetch
+from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.seal import Seal
 
@@ -223,5 +223,6 @@ def planned(strategy, batch, hidden, allowed):
 
 def layers_output(model, batch, hidden, plan=None, fetch=Fetch.AUTO):
     """Return the last layer's output [tokens, hidden]. plan: with hits first; None: no reuse."""
-    with given_by(plan or no_reuse(len(batch.lengths)), model, batch, hidden, fetch) as given:
+    layers = range(len(model.layers))
+    with given_by(plan or no_reuse(len(batch.lengths)), model, batch, hidden, layers, fetch) as given:
         return run_layers(model, batch, hidden, given)[0]

@@ -171,6 +171,7 @@ class _Build:
         chosen = self._calibrate(projector, features, prototypes, store)
         _indexed(features).write(self.partial)
         write_whole(prototypes_path(self.partial), prototypes.to_bytes())
+        self.first_inputs.close()
         self._finish(chosen, prototypes, store, time.perf_counter() - started)
 
     def _random(self, stage: int) -> np.random.Generator:

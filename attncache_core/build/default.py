@@ -2,7 +2,6 @@
 
 The default database is built from the shipped corpus.
 
-
 databases/NAME-FINGERPRINT-vFORMAT                   built once, then opened at every start
 databases/NAME-FINGERPRINT-vFORMAT.damaged-TIME      the last database that was found damaged
 """

@@ -30,6 +30,10 @@ class FirstInputs:
         self._offsets: dict[tuple[int, ...], int] = {}  # in bytes
         self._dtype = torch.float32
 
+    def close(self) -> None:
+        """Remove the temporary file; nothing can be asked for afterwards."""
+        self._file.close()
+
     def of(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the inputs of sequences of one length, float32 [n, L, hidden].
 

@@ -31,9 +31,8 @@ def pair_groups(
 ) -> list[PairGroup]:
     """Return, for each length, the inputs and map distances of training sentences.
 
-    The distances are computed over the heads of `mask`.
-
-    Raises BuildFailed if no two sentences have the same length.
+    The distances are computed over the heads of `mask`. Raises BuildFailed if no two sentences have
+    the same length.
     """
     groups, by_length = [], sentences.by_length()
     for done, (length, indices) in enumerate(by_length.items(), 1):

@@ -44,7 +44,7 @@ from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.familiarity import Familiarity
 from attncache_core.reuse.maps.policy import ReusePolicy, uniform_policy
 from attncache_core.reuse.maps.search import SearchEngine
-from attncache_core.reuse.mask import ReuseMask
+from attncache_core.reuse.mask import ReuseMask, head_order
 from attncache_core.reuse.storage.layout import RecordKind
 
 # Reports progress: (stage, steps done, steps in total).
@@ -96,7 +96,7 @@ def calibrate(
         if threshold is not None:
             policy = policy.with_threshold(threshold)
         return Calibration(masks[-1], policy, None, {"measured": 0})
-    savings = measure_savings(engine, search, probes)
+    savings = measure_savings(engine, search, probes, head_order(rank))
     trials = _Trials(engine, search, Terms.of(probes, budget, savings), progress)
     trials.measure(masks)
     chosen, options = choose_policy(trials.terms, trials.masks, trials.measured, threshold)

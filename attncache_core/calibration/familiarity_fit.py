@@ -1,8 +1,8 @@
 """Fit the familiarity test, which predicts the damage of reuse (strangeness) from token ids alone.
 
-    probes like the corpus, and unfamiliar probes    -> damage of reuse           (calibration.probes)
-    ridge regression on the means of token features  -> one weight per token
-    quantile regression on cheap statistics          -> strangeness of a sequence
+    probes like the corpus, and unfamiliar probes      -> damage of reuse           (calibration.probes)
+    ridge regression on the means of token features    -> one weight per token
+    quantile regression on statistics of the sequence  -> strangeness of the sequence
 
 The features of a token are its rarity in the corpus, the distance of its embedding from the mean embedding of
 the corpus, and the embedding itself. Both groups of probes have equal weight in the fits, whatever their

@@ -25,7 +25,7 @@ from attncache_core import native
 from attncache_core.engine.forward import forward_pass
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.models import PackedModel
-from attncache_core.reuse.maps.fetch import Fetch
+from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.maps.gain import (
     KEPT_GAINS,
     MOST_KEPT,

@@ -25,11 +25,11 @@ from attncache_core.calibration.gain import (
 )
 from attncache_core.calibration.probes import Probes
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.models import PackedModel, load_model, with_reused_heads
-from attncache_core.reuse.maps.fetch import Fetch
+from attncache_core.models import LayerHeads, PackedModel, load_model, with_heads
+from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.maps.policy import uniform_policy
 from attncache_core.reuse.maps.search import SearchEngine
-from attncache_core.text.token_batch import pack
+from attncache_core.text.token_batch import TokenBatch, pack
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,24 @@ class Savings:
     search: Callable[[Collection[int]], float]
 
 
-def measure_savings(engine: PrefillEngine, search: SearchEngine, probes: Probes) -> Savings:
+def measure_savings(
+    engine: PrefillEngine, search: SearchEngine, probes: Probes, order: Sequence[Sequence[int]]
+) -> Savings:
     """Measure the time that hits save and searches cost on this machine.
 
-    Hits are timed in whole passes at up to three lengths of the probes, once with a third of the heads that
-    records hold and once with all of these heads. Searches are timed on batches of probes of all lengths.
+    order: layer -> its heads, the mildest to reuse first. Hits are timed in whole passes at up to three
+    lengths of the probes, once with a third of the heads that records hold and once with all of these heads.
+    Searches are timed on batches of probes of all lengths.
     """
     stored = search.store.layout.stored_heads
     spread = np.linspace(0, len(probes.sequences) - 1, 7).round().astype(int)[1::2]
     passes = []
     for reused in ([-(-heads // 3) for heads in stored], stored):
-        model = _with_reused(engine, reused)
+        model = _with_reused(engine, order, reused)
         for length in np.unique(probes.lengths[spread]).tolist():
             passes.append((length, sum(reused), saved_by_hits(model, search, length)))
-    return Savings(
-        per_hit=fit_savings(passes),
-        search=lambda lengths: search_cost(engine.model, search, probes.sequences, lengths),
-    )
+    batches = embedded_batches(engine.model, probes.sequences)
+    return Savings(per_hit=fit_savings(passes), search=lambda lengths: search_cost(search, batches, lengths))
 
 
 def saved_by_hits(model: PackedModel, search: SearchEngine, length: int) -> float:
@@ -97,22 +98,31 @@ def fit_savings(
 
 
 @torch.inference_mode()
+def embedded_batches(
+    model: PackedModel, sequences: Sequence[Sequence[int]]
+) -> list[tuple[TokenBatch, torch.Tensor]]:
+    """Return full batches drawn from the sequences, each with what the first layer's attention reads."""
+    chosen = np.random.default_rng(0).permutation(len(sequences))[: 2 * ROUNDS * BATCH_SEQUENCES]
+    batches = [
+        pack([sequences[index] for index in chosen[at : at + BATCH_SEQUENCES]])
+        for at in range(0, len(chosen), BATCH_SEQUENCES)
+    ]
+    return [(batch, model.search_input(model.embed(batch))) for batch in batches]
+
+
 def search_cost(
-    model: PackedModel, search: SearchEngine, sequences: Sequence[Sequence[int]], lengths: Collection[int]
+    search: SearchEngine, batches: Sequence[tuple[TokenBatch, torch.Tensor]], lengths: Collection[int]
 ) -> float:
     """Return the microseconds per sequence to search the records, if only these lengths are searched.
 
-    The search is timed in full batches drawn from all `sequences`, because texts of many lengths share a
-    batch while serving. Each length in a batch is a separate search. If only one length is searched, its
-    sequences also bear the fixed cost of starting a search.
+    batches: full batches of all lengths, see embedded_batches, because texts of many lengths share a batch
+    while serving. Each length in a batch is a separate search. If only one length is searched, its sequences
+    also bear the fixed cost of starting a search.
     """
-    chosen = np.random.default_rng(0).permutation(len(sequences))[: 2 * ROUNDS * BATCH_SEQUENCES]
     taken: list[float] = []
-    for at in range(0, len(chosen), BATCH_SEQUENCES):
-        batch = pack([sequences[index] for index in chosen[at : at + BATCH_SEQUENCES]])
+    for batch, hidden in batches:
         groups = [group for group in batch.groups() if group.length in lengths]
         if groups:
-            hidden = model.search_input(model.embed(batch))
             started = time.perf_counter()
             search.nearest(batch, hidden, groups)
             taken.append((time.perf_counter() - started) / sum(group.count for group in groups))
@@ -120,18 +130,17 @@ def search_cost(
     return statistics.median(taken[1:] or taken) * 1e6 if taken else 0.0
 
 
-def _with_reused(engine: PrefillEngine, reused: Sequence[int]) -> PackedModel:
-    """Return the engine's model with this number of reused heads per layer.
-
-    The times do not depend on which heads of a layer are reused.
-    """
+def _with_reused(engine: PrefillEngine, order: Sequence[Sequence[int]], reused: Sequence[int]) -> PackedModel:
+    """Return the engine's model with the first `reused` heads of each layer's order reused."""
     try:
-        return with_reused_heads(engine.model, engine.checkpoint, reused)
+        heads = [LayerHeads(*own) for own in zip(order, reused, strict=True)]
+        return with_heads(engine.model, engine.checkpoint, heads)
     except NotImplementedError:
         return load_model(
             engine.checkpoint,
             engine.dtype,
             prompt_tokens=engine.tokenizer.prompt_tokens,
+            head_order=order,
             reused_heads=reused,
             device=engine.model.device,
         )

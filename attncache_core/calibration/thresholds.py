@@ -145,7 +145,7 @@ def _threshold(policy: KindPolicy, similarities: np.ndarray, limit: float) -> fl
 
 
 def share_bound(count: int, of: int) -> float:
-    """Return the one-sided 95 % upper bound of a share, of which a sample of `of` had `count` cases.
+    """Return the one-sided 95 % upper bound for a share, given `count` cases in a sample of size `of`.
 
     The bound is exact (Clopper and Pearson 1934), and 1 if the sample is empty.
     """

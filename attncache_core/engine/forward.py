@@ -14,8 +14,9 @@ import torch
 
 from attncache_core.engine.layers import given_by, run_layers
 from attncache_core.models import Outputs, PackedModel
-from attncache_core.reuse.maps.fetch import Fetch
+from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.plan import ReusePlan, no_reuse
+from attncache_core.reuse.storage.segment import RecordsChanged, Segment
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.text.token_batch import TokenBatch
 
@@ -43,7 +44,8 @@ def forward_pass(
     """Run a filled batch through the model.
 
     strategy: decides what is reused; None: everything is computed. allowed: bool [sequences], whether each
-    packed sequence may reuse anything. Raises RecordsChanged; see ReuseStrategy.commit.
+    packed sequence may reuse anything. Raises RecordsChanged if the file of records that were used changed
+    after their check, or could not be read.
     """
     plan, search_seconds = no_reuse(len(batch.lengths)), 0.0
     if strategy:
@@ -52,6 +54,7 @@ def forward_pass(
         search_seconds = time.perf_counter() - started
     hidden = model.embed(batch)
     attention_seconds, first, end = 0.0, 0, len(model.layers)
+    segments: set[Segment] = set()  # whose records were used
     while first < end:
         if strategy and plan.until <= first:
             started = time.perf_counter()
@@ -59,12 +62,16 @@ def forward_pass(
             assert plan.until > first
             search_seconds += time.perf_counter() - started
         batch, hidden, plan = hits_first(batch, hidden, plan)
-        last = min(plan.until, end)
-        with given_by(plan, model, batch, hidden, fetch) as given:
-            hidden, seconds = run_layers(model, batch, hidden, given, range(first, last))
+        layers = range(first, min(plan.until, end))
+        with given_by(plan, model, batch, hidden, layers, fetch) as given:
+            hidden, seconds = run_layers(model, batch, hidden, given, layers)
         attention_seconds += seconds
-        first = last
+        segments.update(plan.segments[length] for length in np.unique(batch.lengths[plan.hits]).tolist())
+        first = layers.stop
     outputs = model.outputs(hidden, batch)
+    changed = [segment for segment in segments if not segment.is_as_checked()]
+    if changed:
+        raise RecordsChanged(sorted(changed, key=lambda segment: segment.length))
     if strategy:
         strategy.commit(plan, batch)
     return ForwardPass(batch, hidden, plan, outputs, search_seconds, attention_seconds)

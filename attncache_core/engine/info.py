@@ -15,8 +15,8 @@ class EngineInfo:
 
     model: str
     model_source: str
-    revision: str | None  # on the Hub, as it was asked for
-    commit: str | None  # the commit that the revision was when the model was found
+    revision: str | None  # requested branch, tag or commit on the Hub
+    commit: str | None  # commit that was loaded
     fingerprint: str
     variant: Mapping[str, Any]  # quantisation and dropped layers
     task: str
@@ -30,6 +30,6 @@ class EngineInfo:
     threads: int
     attention: str  # level of the compiled kernel, or "torch"
     fetch: str
-    reuse_off: list[str]  # why nothing is reused though it should be
+    reuse_off: list[str]  # reasons why reuse is off although a database is set
     gain: GainInfo | None  # None: not measured
     database: DatabaseInfo | None

@@ -18,19 +18,29 @@ from contextlib import contextmanager
 import torch
 
 from attncache_core.models import AttentionLayer, PackedModel
-from attncache_core.reuse.given_maps import GivenMaps
-from attncache_core.reuse.maps.fetch import Fetch, HitRecords, RecordGroup
-from attncache_core.reuse.maps.layer_maps import layer_maps
+from attncache_core.reuse.execution.fetch import Fetch, HitRecords, RecordGroup
+from attncache_core.reuse.execution.given_maps import GivenMaps
+from attncache_core.reuse.execution.layer_maps import layer_maps
 from attncache_core.reuse.plan import ReusePlan
 from attncache_core.text.token_batch import TokenBatch, rounded_up
 
 
 @contextmanager
 def given_by(
-    plan: ReusePlan, model: PackedModel, batch: TokenBatch, hidden: torch.Tensor, fetch: Fetch = Fetch.AUTO
+    plan: ReusePlan,
+    model: PackedModel,
+    batch: TokenBatch,
+    hidden: torch.Tensor,
+    layers: range,
+    fetch: Fetch = Fetch.AUTO,
 ) -> Iterator[GivenMaps]:
-    """Open the maps that a plan gives to a batch. The sequences with records must come first in the batch."""
+    """Open the maps that a plan gives to a batch in these layers.
+
+    The sequences with records must come first in the batch. Raises ValueError if the plan's layer sources do
+    not fit the model and the layers.
+    """
     if plan.layer_sources is not None:
+        _require_sources(plan, model, layers)
         yield layer_maps(batch, model.layers[0], plan.layer_sources, hidden)
         return
     groups = [
@@ -39,6 +49,23 @@ def given_by(
     ]
     with HitRecords(groups, fetch) as records:
         yield records
+
+
+def _require_sources(plan: ReusePlan, model: PackedModel, layers: range) -> None:
+    """Raise ValueError unless the layers of a plan can take the maps of their sources."""
+    sources = plan.layer_sources or ()
+    if len(sources) != len(model.layers):
+        raise ValueError(f"the plan has sources of {len(sources)} layers, the model has {len(model.layers)}")
+    if plan.hits.any():
+        raise ValueError("a plan gives maps from records or from earlier layers, not from both")
+    for number in layers:
+        source, layer = sources[number], model.layers[number]
+        if source == number and not layer.reused_heads:
+            continue
+        if not (layers.start <= source < number) or sources[source] != source:
+            raise ValueError(f"layer {number} cannot take the maps of layer {source}")
+        if layer.reused_heads < layer.heads:
+            raise ValueError(f"the strategy's mask must hold all heads of layer {number}, which takes maps")
 
 
 def run_layers(

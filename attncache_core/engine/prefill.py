@@ -29,8 +29,8 @@ from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.vectors import finite_sequences, require_finite
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.models import PackedModel, load_model
+from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.fetch import Fetch
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import ReusePolicy
 from attncache_core.reuse.storage.segment import RecordsChanged
@@ -101,6 +101,8 @@ class PrefillEngine:
         """
         if classifier and checkpoint.labels:
             raise InvalidInput("give a classifier or labels, not both", field="labels")
+        if database and strategy:
+            raise InvalidInput("give a database or a strategy, not both", field="strategy")
         if database:
             strategy = _map_reuse(database, checkpoint)
         keep_freed_memory()
@@ -354,7 +356,7 @@ class PrefillEngine:
 
     @property
     def reuse_off(self) -> list[str]:
-        """Why nothing is reused although a database is set, for people; empty if reuse is on."""
+        """Reasons why reuse is off although a database is set; empty if reuse is on."""
         return self.map_reuse.reuse_off if self.map_reuse else self._reuse_off
 
     def comparator(self, measure: Measure) -> OutputComparator:

@@ -17,7 +17,8 @@ class PrefillRequest:
 
     ids: Sequence[int]  # token ids
     reuse: bool = True  # whether this sequence may reuse anything
-    sequence_plan: SequencePlan | None = None  # what is read of it; None: as in the default prompt
+    # Which outputs to read from this sequence; None: the outputs of the default prompt.
+    sequence_plan: SequencePlan | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.errors import InvalidInput
 from attncache_core.evaluation.comparison import FULL, Method
 from attncache_core.evaluation.per_layer_search import train_layerwise_search
+from attncache_core.evaluation.presets import Preset
 from attncache_core.evaluation.shared_maps import (
     layer_divergences,
     lazyformer_blocks,
@@ -28,7 +29,6 @@ from attncache_core.evaluation.shared_maps import (
     shared_maps_engine,
 )
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.policy import Preset
 from attncache_core.runtime.devices import Dtype
 from attncache_core.text.labels import LabelTokens
 

@@ -8,7 +8,7 @@ import numpy as np
 def class_scores(logits: np.ndarray, temperature: float = 1.0, multi_label: bool = False) -> np.ndarray:
     """Return the probabilities of logits [n, classes], float32 [n, classes].
 
-    They are softmax(logits / temperature), and each row sums to 1. With `multi_label` they are
+    Returns softmax(logits / temperature), so each row sums to 1. With `multi_label`, returns
     sigmoid(logits / temperature), for each class separately.
     """
     logits = np.asarray(logits, dtype=np.float64)
@@ -21,7 +21,7 @@ def class_scores(logits: np.ndarray, temperature: float = 1.0, multi_label: bool
 def class_decisions(logits: np.ndarray, multi_label: bool = False) -> np.ndarray:
     """Return the decisions of logits [n, classes].
 
-    They are the index of the best class, int64 [n, 1]. With `multi_label` they are whether each class
-    applies, bool [n, classes].
+    Returns the index of the best class, int64 [n, 1]. With `multi_label`, returns whether each class applies,
+    bool [n, classes].
     """
     return logits > 0 if multi_label else logits.argmax(axis=1)[:, None]

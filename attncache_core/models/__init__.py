@@ -7,7 +7,7 @@ from attncache_core.models.layer import (
     PackedModel,
     Projection,
 )
-from attncache_core.models.load import load_model, model_shape, with_reused_heads
+from attncache_core.models.load import load_model, model_shape, with_heads
 
 __all__ = [
     "AttentionLayer",
@@ -17,5 +17,5 @@ __all__ = [
     "Projection",
     "load_model",
     "model_shape",
-    "with_reused_heads",
+    "with_heads",
 ]

@@ -15,7 +15,7 @@ from torch import nn
 from attncache_core.models import attention
 from attncache_core.models.attention import AttentionMask
 from attncache_core.models.layer import AttentionLayer, Dropped, Embed, FeedForward, LayerHeads, Projection
-from attncache_core.models.linear import Linear, packed_linear
+from attncache_core.models.linear import ActivatedLinear, Linear, packed_linear
 from attncache_core.models.projections import Projections, head_rows
 from attncache_core.runtime.memory import release_mapped_weights
 
@@ -42,6 +42,8 @@ Scores = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 class BaseAttentionLayer(ABC):
     """A layer without its norms, which a subclass adds. See AttentionLayer for the methods."""
 
+    _output: Linear  # the projection of the context, set by each family
+
     def __init__(
         self,
         projections: QueryKeyValue,
@@ -57,16 +59,20 @@ class BaseAttentionLayer(ABC):
         self._projections = projections
         self._scores = scores
 
-    def with_reused(self, reused: int) -> Self:
-        """Return the same layer with the first `reused` heads reused; see Projections.with_reused.
+    def with_heads(self, heads: LayerHeads) -> Self:
+        """Return the same layer with the heads in another order and some of them reused.
 
-        Raises NotImplementedError if the layer's projections cannot be divided again.
+        A layer with scores of its own keeps the order of its heads, which its scores depend on. Raises
+        NotImplementedError if the projections cannot be packed again (DeepSeek).
         """
         if not isinstance(self._projections, Projections):
             raise NotImplementedError
+        if self._scores is not None:
+            heads = LayerHeads(range(self.heads), heads.reused)
         layer = copy(self)
-        layer.reused_heads = reused
-        layer._projections = self._projections.with_reused(reused)
+        layer.reused_heads = heads.reused
+        layer._projections = self._projections.with_heads(heads)
+        layer._output = reordered_output(self._output, heads)
         return layer
 
     @property
@@ -111,6 +117,14 @@ class BaseAttentionLayer(ABC):
     def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """See AttentionLayer."""
         return self.feed_forward(self.add_attention(hidden, context))
+
+
+def reordered_output(output: Linear, heads: LayerHeads) -> Linear:
+    """Return the packed projection of a layer's context with its columns in another order of the heads."""
+    if isinstance(output, ActivatedLinear):
+        raise NotImplementedError
+    columns = head_rows(heads.order, output.inputs // len(heads.order))
+    return packed_linear(output.weight[:, columns], output.bias)
 
 
 def output_linear(module: nn.Linear, heads: LayerHeads) -> Linear:

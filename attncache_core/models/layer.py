@@ -79,8 +79,8 @@ class AttentionLayer(Protocol):
     attention_mask: AttentionMask
     feed_forward: FeedForward  # includes the second halves of following layers whose attention is dropped
 
-    def with_reused(self, reused: int) -> AttentionLayer:
-        """Return the same layer with the first `reused` heads reused; see load.with_reused_heads."""
+    def with_heads(self, heads: LayerHeads) -> AttentionLayer:
+        """Return the same layer with other heads reused; see load.with_heads."""
         ...
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:

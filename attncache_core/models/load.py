@@ -84,14 +84,15 @@ def load_model(
     return replace(packed, device=device, embed=lambda batch: embed(batch.on(device)))
 
 
-def with_reused_heads(model: PackedModel, checkpoint: Checkpoint, reused: Sequence[int]) -> PackedModel:
-    """Return a loaded model with the first `reused` heads of each layer reused.
+def with_heads(model: PackedModel, checkpoint: Checkpoint, heads: Sequence[LayerHeads]) -> PackedModel:
+    """Return a loaded model with the heads of each layer in another order and some of them reused.
 
-    model: without reused heads, heads in the checkpoint's order. Only Q, K and V are packed again; everything
-    else is shared with `model`. Raises NotImplementedError for a family with other projections (DeepSeek).
+    model: without reused heads, heads in the checkpoint's order. Only Q, K, V and the output projection are
+    packed again; everything else is shared with `model`. Raises NotImplementedError for a family with other
+    projections (DeepSeek).
     """
     with quantizing(checkpoint.quantization):
-        layers = [layer.with_reused(count) for layer, count in zip(model.layers, reused, strict=True)]
+        layers = [layer.with_heads(own) for layer, own in zip(model.layers, heads, strict=True)]
     return replace(model, layers=layers)
 
 

@@ -124,8 +124,8 @@ class Projections:
         self._always = joined_linear([value_weights, *self._computed.select(query, key)])
         self._misses = joined_linear(self._reused.select(query, key)) if heads.reused else None
 
-    def with_reused(self, reused: int) -> Projections:
-        """Return the same projections with the first `reused` heads in the second block.
+    def with_heads(self, heads: LayerHeads) -> Projections:
+        """Return the same projections with the heads in another order and some of them in the second block.
 
         Only for projections that have all heads in the first block, in the checkpoint's order.
         """
@@ -136,7 +136,7 @@ class Projections:
         queries = len(self._heads.order) * self._computed.head_dim
         ends = [0, self._value_width, self._value_width + queries, len(joined.weight)]
         value, query, key = (joined.select_rows(torch.arange(*rows)) for rows in pairwise(ends))
-        return self._split(query, key, value, LayerHeads(self._heads.order, reused))
+        return self._split(query, key, value, heads)
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
         """See AttentionLayer."""

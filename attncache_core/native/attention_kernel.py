@@ -185,7 +185,7 @@ def _job(
 @cache
 def kernel() -> AttentionKernel | None:
     """Return the kernel for this processor, or None if it was not built."""
-    for level in _levels():
+    for level in levels():
         library = Path(__file__).with_name(f"attention_{level}{EXTENSION_SUFFIXES[0]}")
         if library.is_file():
             # A library that is damaged or not executable counts as missing.
@@ -200,17 +200,17 @@ def level() -> str | None:
     return compiled.level if compiled else None
 
 
-def _levels() -> list[str]:
+def levels() -> list[str]:
     """Return the levels that this processor supports, best first."""
     capability = torch.backends.cpu.get_cpu_capability()
-    levels = []
+    supported = []
     if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
-        levels.append("avx512_bf16")
+        supported.append("avx512_bf16")
     if capability == "AVX512":
-        levels.append("avx512")
+        supported.append("avx512")
     if capability in ("AVX512", "AVX2"):
-        levels.append("avx2")
-    return levels or ["neon"]
+        supported.append("avx2")
+    return supported or ["neon"]
 
 
 def _torch_openmp() -> ctypes.CDLL | None:

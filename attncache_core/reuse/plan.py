@@ -32,7 +32,8 @@ class Outcome(StrEnum):
     MISS = "miss"  # searched, and no record was near enough
     NOT_SEARCHED = "not_searched"  # reuse was declined, or no record of this length exists
     UNFAMILIAR = "unfamiliar"  # not searched: the text does not resemble the texts the budget was measured on
-    SKIPPED_BY_COST = "cannot_pay"  # not searched: reuse at this length is measured not to save enough time
+    # The value is the label of a metric, which keeps its name.
+    SKIPPED_BY_COST = "cannot_pay"  # not searched: reuse saves too little time at this length
 
     @property
     def is_hit(self) -> bool:

@@ -3,7 +3,7 @@
     prepare   before a batch: check which data may be reused
     plan      from the tokens of the batch: decide what is reused
     refine    from the hidden states before a layer, if the plan does not cover this layer: decide more
-    commit    after the batch: confirm that the reused data were valid
+    commit    after the batch: take note that it was computed
 
 The engine and its layer loop do not depend on any kind of reuse. A new kind of reuse is a new strategy.
 """
@@ -56,9 +56,8 @@ class ReuseStrategy(ABC):
         return plan
 
     def commit(self, plan: ReusePlan, batch: TokenBatch) -> None:
-        """Confirm the reused data after a batch was computed by this plan. Both have the same packed order.
+        """Take note that the batch was computed by this plan; both are in the same packed order.
 
-        Raises RecordsChanged if records changed while they were used. The engine then computes the batch
-        again, with the sequences of the affected lengths in full.
+        Not called if the batch failed, or if records changed while they were used.
         """
         del plan, batch

@@ -45,7 +45,14 @@ from service.commands.texts import kept_indices
     type=click.Path(path_type=Path),
     help="Folder of a fitted classifier, if the budget is about the classifier's decisions. Default: none.",
 )
-@click.option("--min-cosine", type=click.FloatRange(0, 1), default=MIN_COSINE, show_default=True)
+@click.option(
+    "--min-cosine",
+    type=click.FloatRange(0, 1),
+    default=MIN_COSINE,
+    show_default=True,
+    help="Quality budget if there are no classes: least mean cosine of the hits' embeddings to the full "
+    "model's embeddings.",
+)
 @min_text_cosine_option
 @click.option(
     "--min-agreement",

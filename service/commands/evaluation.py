@@ -163,9 +163,7 @@ class Evaluation:
         tokenized = self.tokenize(texts)
         kept = [index for index, ids in enumerate(tokenized) if tuple(ids) not in evaluated]
         if texts:
-            click.echo(
-                f"{len(texts) - len(kept)} of {len(texts)} texts of the corpus are evaluated and left out"
-            )
+            click.echo(f"{len(texts) - len(kept)} of {len(texts)} corpus texts excluded: evaluated texts")
         corpus = [tokenized[index] for index in kept]
         if folder is None:
             return corpus, None
@@ -178,7 +176,7 @@ class Evaluation:
             self._build(folder, [texts[index] for index in kept])
         opened = AttentionDatabase.open(folder, heads=request.heads, threshold=request.threshold)
         database, gone = opened.without(evaluated)
-        click.echo(f"{gone} of {opened.info().records} records are of evaluated texts and left out")
+        click.echo(f"{gone} of {opened.info().records} records excluded: records of evaluated texts")
         known = opened.calibrated_on(evaluated)
         if known:
             click.echo(

@@ -16,9 +16,9 @@ from attncache_core.calibration.savings import measure_savings
 from attncache_core.evaluation.comparison import FULL, compare
 from attncache_core.evaluation.curves import measure_curves
 from attncache_core.evaluation.methods import Methods
+from attncache_core.evaluation.presets import Preset
 from attncache_core.evaluation.tasks import AgreementTask, full_outputs
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.policy import Preset
 from service.plots import Plots
 
 _ROUNDS = 3
@@ -56,7 +56,7 @@ def plot_curves(
         rank,
         database.mask,
         comparator,
-        measure_savings(full, database.search, probes).per_hit,
+        measure_savings(full, database.search, probes, database.mask.order).per_hit,
         _full_microseconds(full, probes.sequences),
         progress,
     )

@@ -334,7 +334,7 @@ def test_savings_are_measured_with_the_heads_that_records_hold(tiny_engine, reco
         layout = replace(recorded.store.layout, stored_heads=stored)
         recorded.store.layout, before = layout, recorded.store.layout
         try:
-            savings = measure_savings(tiny_engine, recorded.search, probes)
+            savings = measure_savings(tiny_engine, recorded.search, probes, head_order(recorded.rank))
         finally:
             recorded.store.layout = before
         saved = savings.per_hit(np.array([5, 7, 500]), 4)

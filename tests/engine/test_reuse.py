@@ -29,9 +29,9 @@ from attncache_core.build.options import BuildOptions
 from attncache_core.corpus import CorpusSentence
 from attncache_core.engine import layers
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.reuse.maps import fetch
+from attncache_core.reuse.execution import fetch
+from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.fetch import Fetch
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.plan import Outcome
 from attncache_core.text.token_batch import pack

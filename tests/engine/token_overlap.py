@@ -10,7 +10,6 @@ import numpy as np
 
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import ReusePlan, no_reuse
-from attncache_core.reuse.storage.segment import RecordsChanged
 from attncache_core.reuse.storage.store import AttentionMapStore
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.text.token_batch import TokenBatch
@@ -55,9 +54,3 @@ class TokenOverlap(ReuseStrategy):
             plan.records[group.sequences] = np.where(near & sound, records, -1)
             plan.similarities[group.sequences] = np.where(allowed[group.sequences], best, np.nan)
         return replace(plan, corrupt_records=corrupt)
-
-    def commit(self, plan: ReusePlan, batch: TokenBatch) -> None:
-        lengths = set(batch.lengths[plan.hits].tolist())
-        changed = [plan.segments[length] for length in lengths if not plan.segments[length].is_as_checked()]
-        if changed:
-            raise RecordsChanged(changed)

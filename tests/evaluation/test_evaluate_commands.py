@@ -19,7 +19,7 @@ from attncache_core.build.builder import build_database
 from attncache_core.evaluation.curves import THRESHOLDS
 from attncache_core.evaluation.methods import METHODS
 from attncache_core.evaluation.per_layer_search import train_layerwise_search
-from attncache_core.reuse.maps.policy import Preset
+from attncache_core.evaluation.presets import Preset
 from service.commands import evaluation
 from service.plots import Plots
 
@@ -93,8 +93,8 @@ def test_similarity_is_scored_per_file_and_evaluated_texts_are_excluded(
         *("--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md"),
     )
     text = succeeded(evaluate("sts", tiny_checkpoint, *given))
-    assert "9 of 240 texts of the corpus are evaluated and left out" in text
-    assert "9 of 240 records are of evaluated texts and left out" in text
+    assert "9 of 240 corpus texts excluded: evaluated texts" in text
+    assert "9 of 240 records excluded: records of evaluated texts" in text
     assert "build with --exclude" in " ".join(text.split())
     full, reusing = report_of(tmp_path / "a.json")["methods"]
     with (files / "pairs.tsv").open(encoding="utf-8") as file:
@@ -146,7 +146,7 @@ def test_accuracy_with_train_is_the_accuracy_of_a_newly_fitted_classifier(
 ):
     given = ("--database", tiny_database, "--train", files / "train.tsv", "--data", files / "test.tsv")
     text = succeeded(evaluate("classification", tiny_checkpoint, *given, "--json", tmp_path / "a.json"))
-    assert "8 of 240 records are of evaluated texts and left out" in text
+    assert "8 of 240 records excluded: records of evaluated texts" in text
     report = report_of(tmp_path / "a.json")
     train, test = (
         [line.split("\t") for line in (files / name).read_text(encoding="utf-8").splitlines()[1:]]
@@ -194,7 +194,7 @@ def test_agreement_reads_the_given_columns(tiny_checkpoint, tiny_database, files
     given = ("--database", tiny_database, "--data", f"{files / 'texts.csv'}:query,answer")
     outputs = ("--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md")
     text = succeeded(evaluate("agreement", tiny_checkpoint, *given, *outputs))
-    assert "5 of 240 records are of evaluated texts and left out" in text
+    assert "5 of 240 records excluded: records of evaluated texts" in text
     report = report_of(tmp_path / "a.json")
     full, reusing = report["methods"]
     assert report["metric"] == "cosine"
@@ -287,8 +287,8 @@ def test_missing_database_is_built_from_the_corpus_without_the_evaluated_texts(
     folder = tmp_path / "new.db"
     given = ("--database", folder, "--corpus", files / "corpus.txt", "--data", f"{files / 'texts.csv'}:query")
     text = succeeded(evaluate("agreement", tiny_checkpoint, *given, "--json", tmp_path / "a.json"))
-    assert "5 of 240 texts of the corpus are evaluated and left out" in text
-    assert "0 of 235 records are of evaluated texts and left out" in text
+    assert "5 of 240 corpus texts excluded: evaluated texts" in text
+    assert "0 of 235 records excluded: records of evaluated texts" in text
     assert "--exclude" not in text
     database = AttentionDatabase.open(folder)
     recorded = tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])

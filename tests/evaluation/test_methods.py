@@ -15,6 +15,7 @@ from attncache_core.errors import InvalidInput
 from attncache_core.evaluation import methods as methods_module
 from attncache_core.evaluation.methods import METHODS, Methods, parse_methods
 from attncache_core.evaluation.per_layer_search import train_layerwise_search
+from attncache_core.evaluation.presets import Preset
 from attncache_core.evaluation.shared_maps import (
     layer_divergences,
     lazyformer_blocks,
@@ -23,7 +24,6 @@ from attncache_core.evaluation.shared_maps import (
 )
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.index import FeatureIndex, index_path
-from attncache_core.reuse.maps.policy import Preset
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.text.token_batch import pack
 

@@ -118,7 +118,7 @@ def test_command_excludes_recorded_prompts_of_evaluated_texts(engine, texts, dat
             *("--database", database),
         )
     )
-    assert "4 of 50 records are of evaluated texts and left out" in output
+    assert "4 of 50 records excluded: records of evaluated texts" in output
     assert "accuracy" in output
     assert "agreement" in output
     refused = run("evaluate", "classification", *arguments, "--labels", "bank,card bank")

@@ -53,11 +53,12 @@ def test_the_rotary_dimensions_of_each_head_rotate_by_the_formula(computing, len
 @pytest.mark.parametrize("computing", COMPUTING)
 def test_sixteen_bit_numbers_rotate_in_float32_and_are_rounded_once(computing):
     positions = torch.arange(600)
-    x = torch.randn(600, 3, 16).bfloat16()
+    x = torch.randn(600, 3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     with attention_by(computing):
         found = Rotary(angles(5))(x.clone(), positions)
     assert found.dtype is torch.bfloat16
-    torch.testing.assert_close(found, by_formula(x, positions, 5).bfloat16(), atol=0, rtol=2**-7)
+    # Where the two products of a rotation nearly cancel, the rounding of float32 shows.
+    torch.testing.assert_close(found, by_formula(x, positions, 5).bfloat16(), atol=1e-6, rtol=2**-7)
 
 
 @pytest.mark.parametrize("computing", COMPUTING)

@@ -9,7 +9,7 @@ from attncache_core import native
 from attncache_core.native import attention_kernel
 
 
-@pytest.fixture(scope="module", params=attention_kernel._levels())
+@pytest.fixture(scope="module", params=attention_kernel.levels())
 def kernel(request):
     if not library(request.param).is_file():
         pytest.skip("this level was not built")

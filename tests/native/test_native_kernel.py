@@ -99,7 +99,7 @@ def test_nothing_is_read_or_written_beyond_a_record_or_a_tensor(kernel):
 def test_levels_are_those_of_the_processor_best_first(monkeypatch, capability, bfloat16, levels):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
-    assert attention_kernel._levels() == levels
+    assert attention_kernel.levels() == levels
 
 
 # `kernel` without its cache.
@@ -107,13 +107,13 @@ chosen_kernel = native.kernel.__wrapped__
 
 
 def test_chosen_kernel_is_the_best_that_was_built():
-    built = [level for level in attention_kernel._levels() if library(level).is_file()]
+    built = [level for level in attention_kernel.levels() if library(level).is_file()]
     chosen = chosen_kernel()
     assert (chosen.level if chosen else None) == (built[0] if built else None)
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or (platform.machine() == "x86_64" and attention_kernel._levels() == ["neon"]),
+    sys.platform != "linux" or (platform.machine() == "x86_64" and attention_kernel.levels() == ["neon"]),
     reason="kernels are built for Linux, and for x86 from AVX2 on",
 )
 def test_a_kernel_was_built_for_this_processor():
@@ -125,21 +125,21 @@ def test_library_that_cannot_be_loaded_is_skipped(kernel, monkeypatch, tmp_path,
     damaged, whole = (tmp_path / library(level).name for level in ("damaged", kernel.level))
     damaged.write_bytes(content)
     monkeypatch.setattr(attention_kernel, "__file__", str(tmp_path / "attention_kernel.py"))
-    monkeypatch.setattr(attention_kernel, "_levels", lambda: ["damaged", kernel.level])
+    monkeypatch.setattr(attention_kernel, "levels", lambda: ["damaged", kernel.level])
     assert chosen_kernel() is None
     shutil.copy(library(kernel.level), whole)
     assert chosen_kernel().level == kernel.level
 
 
 def test_level_that_was_not_built_is_skipped(monkeypatch):
-    built = [level for level in attention_kernel._levels() if library(level).is_file()]
-    monkeypatch.setattr(attention_kernel, "_levels", lambda: ["never_built", *built[-1:]])
+    built = [level for level in attention_kernel.levels() if library(level).is_file()]
+    monkeypatch.setattr(attention_kernel, "levels", lambda: ["never_built", *built[-1:]])
     chosen = chosen_kernel()
     assert [chosen.level if chosen else None] == (built[-1:] or [None])
 
 
 def test_without_built_libraries_there_is_no_kernel(monkeypatch):
-    monkeypatch.setattr(attention_kernel, "_levels", lambda: ["never_built"])
+    monkeypatch.setattr(attention_kernel, "levels", lambda: ["never_built"])
     assert chosen_kernel() is None
 
 

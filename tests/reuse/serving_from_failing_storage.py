@@ -25,8 +25,8 @@ from core_reference import SIXTEEN_BITS
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.fetch import Fetch
 
 RECORDS_START = 2 * 4096
 BATCHES_AFTER_A_FAULT = 5

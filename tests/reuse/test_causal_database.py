@@ -13,8 +13,8 @@ from attncache_core.build.options import BuildOptions
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
+from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.fetch import Fetch
 from attncache_core.reuse.storage.layout import MapForm
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")

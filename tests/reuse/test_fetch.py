@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from attncache_core import native
-from attncache_core.reuse.maps import fetch
-from attncache_core.reuse.maps.fetch import Fetch, HitRecords, RecordGroup
-from attncache_core.reuse.maps.mapped import map_side_by_side
+from attncache_core.reuse.execution import fetch
+from attncache_core.reuse.execution.fetch import Fetch, HitRecords, RecordGroup
+from attncache_core.reuse.execution.mapped import map_side_by_side
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.segment_writer import SegmentWriter

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncache_core import native
-from attncache_core.reuse.maps import mapped
-from attncache_core.reuse.maps.fetch import Fetch, HitRecords, RecordGroup
-from attncache_core.reuse.maps.mapped import map_side_by_side
+from attncache_core.reuse.execution import mapped
+from attncache_core.reuse.execution.fetch import Fetch, HitRecords, RecordGroup
+from attncache_core.reuse.execution.mapped import map_side_by_side
 from attncache_core.reuse.storage import mapping
 from attncache_core.reuse.storage.layout import RecordKind, RecordLayout
 from attncache_core.reuse.storage.segment import Segment

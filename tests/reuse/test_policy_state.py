@@ -16,7 +16,6 @@ from tightening_process import POLICY, SHARED, group
 
 from attncache_core.calibration.database import calibrate_database
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.errors import CorruptDatabase
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -24,7 +23,6 @@ from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
 from attncache_core.reuse.maps.policy_state import (
     ServedPolicy,
     Tightened,
-    as_tightened,
     forget_tightened,
 )
 from attncache_core.reuse.maps.tightening import Steps
@@ -126,11 +124,11 @@ def test_kept_steps_hold_at_the_next_start(tmp_path, steps):
         for _ in range(count):
             served.tighten(index if index < 3 else None)
     served.keep({})
-    assert as_tightened(tmp_path, POLICY) == ServedPolicy(tmp_path, POLICY).policy == served.policy == policy
+    assert ServedPolicy(tmp_path, POLICY).policy == served.policy == policy
 
 
 def test_without_kept_steps_the_calibrated_policy_holds(tmp_path):
-    assert as_tightened(tmp_path, POLICY) == POLICY
+    assert ServedPolicy(tmp_path, POLICY).policy == POLICY
 
 
 def test_hits_are_kept_after_a_restart_and_new_hits_are_added(tmp_path):
@@ -185,8 +183,8 @@ def test_findings_of_another_policy_are_kept_separately(tmp_path):
         assert newer.policy == other
         newer.tighten(1)
         assert newer.keep({}).windows == ()
-        assert as_tightened(tmp_path, other) == other.tightened(1)
-    assert as_tightened(tmp_path, POLICY) == POLICY.tightened(0)
+        assert ServedPolicy(tmp_path, other).policy == other.tightened(1)
+    assert ServedPolicy(tmp_path, POLICY).policy == POLICY.tightened(0)
     assert kept(tmp_path)["windows"]
 
 
@@ -205,7 +203,7 @@ def test_findings_can_be_deleted_even_if_there_are_none(tmp_path):
     served.tighten(0)
     served.keep({})
     forget_tightened(tmp_path)
-    assert as_tightened(tmp_path, POLICY) == POLICY
+    assert ServedPolicy(tmp_path, POLICY).policy == POLICY
 
 
 # Several servers.
@@ -436,8 +434,8 @@ def test_database_can_be_opened_and_verified_with_an_unreadable_file(folder):
     garbage(folder / "tightened.json")
     database = AttentionDatabase.open(folder)
     assert database.verify() == []
-    with pytest.raises(CorruptDatabase, match="calibrate the database again"):
-        as_tightened(folder, database.manifest.policy)
+    (reason,) = ServedPolicy(folder, database.manifest.policy).reuse_off
+    assert "calibrate the database again" in reason
 
 
 # Files that cannot be written.
@@ -479,5 +477,5 @@ def test_step_that_cannot_be_written_ends_reuse(act, mode, reason):
         told, _ = process(act, folder).communicate()
         assert f"tightened.json cannot be written ({reason})" in told
         # The findings that were kept before are unchanged.
-        assert as_tightened(folder, POLICY) == POLICY
+        assert ServedPolicy(folder, POLICY).policy == POLICY
         folder.chmod(0o755)

@@ -274,7 +274,7 @@ def test_evaluation_prints_a_table_and_writes_its_numbers(tiny_checkpoint, built
     assert report["machine"]["texts"] == 30
     assert report["machine"]["reused_heads"] == "4 of 12"
     # The records of evaluated texts are excluded.
-    assert "30 of 240 records are of evaluated texts and left out" in text
+    assert "30 of 240 records excluded: records of evaluated texts" in text
     full, reusing = report["methods"]
     assert (full["method"], reusing["method"]) == ("full", "attncache")
     assert (full["recorded"], reusing["recorded"]) == (0, 0)

@@ -36,7 +36,7 @@ from attncache_core import (
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
-from attncache_core.reuse.maps.policy_state import as_tightened
+from attncache_core.reuse.maps.policy_state import ServedPolicy
 from attncache_core.runtime.files import locked
 from service.batcher import Batcher
 from service.metrics import Metrics
@@ -349,7 +349,7 @@ def test_hits_before_and_after_a_restart_count_together(tmp_path: Path, counts: 
         verify_all(verifier)
         verifier.close()
         assert numbers(metrics)[(FAILURES,)] == failures
-    assert as_tightened(tmp_path, policy_of()) == policy_of().tightened(0)
+    assert ServedPolicy(tmp_path, policy_of()).policy == policy_of().tightened(0)
 
 
 def test_hits_are_kept_sixteen_at_a_time_and_the_rest_at_the_end(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_tightening_is_kept_at_once(tmp_path: Path) -> None:
     verifier = verifier_of(engine, Metrics())
     serve(engine, verifier, ["short"] * 50)
     verify_all(verifier)
-    assert as_tightened(tmp_path, policy_of()) == engine.policy == policy_of().tightened(0)
+    assert ServedPolicy(tmp_path, policy_of()).policy == engine.policy == policy_of().tightened(0)
     # Earlier hits do not count any more, because later hits are chosen by the tighter policy.
     assert kept_hits(tmp_path) == []
 
@@ -415,11 +415,11 @@ def test_lock_of_another_process_delays_neither_verifying_nor_tightening(tmp_pat
         verify_all(verifier)
         assert engine.policy == policy_of().tightened(0)
         assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(FAILURES,)]) == (56, 1)
-    assert as_tightened(tmp_path, policy_of()) == policy_of()
+    assert ServedPolicy(tmp_path, policy_of()).policy == policy_of()
     # The next hits are kept together with the tightening, however few the hits are.
     serve(engine, verifier, ["short"])
     verify_all(verifier)
-    assert as_tightened(tmp_path, policy_of()) == policy_of().tightened(0)
+    assert ServedPolicy(tmp_path, policy_of()).policy == policy_of().tightened(0)
     assert len(kept_hits(tmp_path)) == 1
 
 

@@ -110,7 +110,7 @@ def _kinds(search: SearchEngine, length: int, stored: int) -> np.ndarray:
 
 
 def _small_files(folder: Path, indexed: Collection[int], familiarity: str) -> list[Path]:
-    """Return the paths of all files that the manifest holds a digest of the whole content of."""
+    """Return the paths of all files whose whole content is covered by a digest in the manifest."""
     return [
         folder / "projector.safetensors",
         folder / familiarity,

@@ -31,7 +31,7 @@ class MapReuse(ReuseStrategy):
     def __init__(self, database: AttentionDatabase) -> None:
         self.database = database
         self.gain: MeasuredGain | None = None  # None: not measured
-        self.reuse_off: list[str] = []  # why maps are not reused although a database is set, for people
+        self.reuse_off: list[str] = []  # reasons why reuse is off although a database is set
         self._search = database.search
         self._served: ServedPolicy
         self._serve(search_always=False)
@@ -62,10 +62,6 @@ class MapReuse(ReuseStrategy):
     def refine(self, plan: ReusePlan, batch: TokenBatch, hidden: torch.Tensor) -> ReusePlan:
         """See ReuseStrategy.refine."""
         return self._search.refine(plan, batch, hidden)
-
-    def commit(self, plan: ReusePlan, batch: TokenBatch) -> None:
-        """See ReuseStrategy.commit."""
-        self._search.commit(plan, batch)
 
     @property
     def approximates(self) -> bool:

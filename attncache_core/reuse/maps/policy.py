@@ -13,7 +13,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from typing import ClassVar
 
 import numpy as np
@@ -53,19 +52,6 @@ class StrangenessLimit:
             return replace(self, strangest=-1.0, tightened=tightened)
         strangest = self.usual + (self.strangest - self.usual) * KEPT_SHARE
         return replace(self, strangest=min(self.strangest, strangest), tightened=tightened)
-
-
-class Preset(StrEnum):
-    """The papers' thresholds. They keep no budget; 0.99 is a predicted mean map distance of 0.05."""
-
-    CONSERVATIVE = "conservative"
-    MODERATE = "moderate"
-    AGGRESSIVE = "aggressive"
-
-    @property
-    def threshold(self) -> float:
-        """The threshold θ of the preset."""
-        return {"conservative": 0.995, "moderate": 0.99, "aggressive": 0.95}[self]
 
 
 @dataclass(frozen=True)

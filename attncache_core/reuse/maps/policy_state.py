@@ -88,7 +88,7 @@ class ServedPolicy:
         self._folder, self._calibrated = folder, calibrated
         self._start = calibrated.searched_everywhere() if search_always else calibrated
         self.policy = self._start
-        self.reuse_off: list[str] = []  # why nothing is reused, for people
+        self.reuse_off: list[str] = []  # reasons why reuse is off although a database is set
         try:
             self.policy = self._start.tightened_to(_kept_steps(folder, calibrated))
         except CorruptDatabase as error:
@@ -131,14 +131,6 @@ class ServedPolicy:
         logger.warning("attention maps are not reused: %s", reason)
         self.reuse_off.append(reason)
         self.policy = self.policy.switched_off()
-
-
-def as_tightened(folder: Path, calibrated: ReusePolicy) -> ReusePolicy:
-    """Return a calibrated policy with the steps that servers on the database in `folder` found.
-
-    A policy without a budget is returned unchanged. Raises CorruptDatabase if the steps cannot be read.
-    """
-    return calibrated.tightened_to(_kept_steps(folder, calibrated))
 
 
 def merge_tightened(
@@ -200,7 +192,7 @@ def _findings(policies: dict[str, Tightened], calibrated: ReusePolicy, path: Pat
 
 def _unreadable(path: Path, why: str | None) -> CorruptDatabase:
     return CorruptDatabase(
-        f"{path.name} cannot be read ({why}), so nobody knows how tight the policy must be; restore the file "
+        f"{path.name} cannot be read ({why}), so the required thresholds are unknown; restore the file "
         "or calibrate the database again",
         field="database",
     )

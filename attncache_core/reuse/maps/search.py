@@ -21,7 +21,6 @@ from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.prototypes import PrototypeIndex
 from attncache_core.reuse.plan import ALL_LAYERS, Outcome, ReusePlan, no_reuse, outcome_code
 from attncache_core.reuse.storage.layout import RecordKind
-from attncache_core.reuse.storage.segment import RecordsChanged
 from attncache_core.reuse.storage.store import AttentionMapStore
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.text.token_batch import Group, TokenBatch
@@ -116,13 +115,6 @@ class SearchEngine(ReuseStrategy):
             plan.similarities[own][refused] = np.nan
         corrupt = plan.corrupt_records + self._drop_corrupt(plan.compared, plan)
         return replace(plan, until=ALL_LAYERS, corrupt_records=corrupt)
-
-    def commit(self, plan: ReusePlan, batch: TokenBatch) -> None:
-        """Raise RecordsChanged if records changed after they were checked; see ReuseStrategy.commit."""
-        lengths = np.unique(batch.lengths[plan.hits]).tolist()
-        changed = [plan.segments[length] for length in lengths if not plan.segments[length].is_as_checked()]
-        if changed:
-            raise RecordsChanged(changed)
 
     def _servable(self, batch: TokenBatch, plan: ReusePlan, allowed: np.ndarray) -> list[Group]:
         """Return the groups that records may serve. Marks groups in the plan where reuse saves no time."""

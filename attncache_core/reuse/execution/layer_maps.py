@@ -11,7 +11,7 @@ from attncache_core import native
 from attncache_core.models import AttentionLayer
 from attncache_core.models.attention import apply_maps
 from attncache_core.models.blocks import BaseAttentionLayer
-from attncache_core.reuse.given_maps import GivenMaps, attend_computed
+from attncache_core.reuse.execution.given_maps import GivenMaps, attend_computed
 from attncache_core.text.token_batch import TokenBatch, by_sequence
 
 
@@ -32,11 +32,12 @@ def layer_maps(
 
 
 class _SharedMaps:
-    """The layers whose maps must be kept for later layers."""
+    """Knows for each layer the layer that computes its maps."""
 
     def __init__(self, batch: TokenBatch, sources: Sequence[int]) -> None:
         self.count = len(batch.lengths)
-        self._kept = {source for layer, source in enumerate(sources) if source != layer}
+        self._sources = sources
+        self._shared = {source for layer, source in enumerate(sources) if source != layer}
 
 
 class _KernelMaps(_SharedMaps):
@@ -52,10 +53,15 @@ class _KernelMaps(_SharedMaps):
     ) -> None:
         super().__init__(batch, sources)
         self._kernel, self._offsets = kernel, batch.offsets
-        self._sequences = np.arange(len(batch.lengths) + 1)  # runs of one sequence: none share their maps
+        self._sequences = np.arange(len(batch.lengths) + 1)  # one run per sequence: no two share maps
         starts = np.concatenate(([0], np.cumsum(heads * batch.lengths**2)))
-        self._maps = torch.empty(int(starts[-1]), dtype=dtype)
-        self._addresses = self._maps.data_ptr() + starts[:-1] * self._maps.element_size()
+        self._starts, self._size = starts[:-1], int(starts[-1])  # in elements
+        self._dtype = dtype
+        self._maps: dict[int, torch.Tensor] = {}  # layer -> its maps, sequence after sequence
+
+    def _addresses(self, layer: int) -> np.ndarray:
+        maps = self._maps[layer]
+        return maps.data_ptr() + self._starts * maps.element_size()
 
     def attend(
         self,
@@ -68,9 +74,14 @@ class _KernelMaps(_SharedMaps):
         context: torch.Tensor,
     ) -> None:
         """See GivenMaps.attend."""
-        if number not in self._kept:
+        if number not in self._shared:
             attend_computed(layer, batch, query, key, value, context)
             return
+        # The maps of one block are no longer needed when the next block computes its own.
+        finished = [kept for kept in self._maps if kept not in self._sources[number:]]
+        self._maps[number] = (
+            self._maps.pop(finished[0]) if finished else torch.empty(self._size, dtype=self._dtype)
+        )
         self._kernel.attend(
             query,
             key,
@@ -78,17 +89,15 @@ class _KernelMaps(_SharedMaps):
             self._offsets,
             layer.attention_mask.scale,
             context,
-            kept=self._addresses,
+            kept=self._addresses(number),
             before=layer.attention_mask.before,
             after=layer.attention_mask.after,
         )
 
     def apply(self, number: int, value: torch.Tensor, context: torch.Tensor) -> None:
         """See GivenMaps.apply."""
-        del number  # only the maps of one layer are kept at a time
-        self._kernel.apply_maps(
-            self._addresses, self._maps.dtype, self._sequences, value, self._offsets, context
-        )
+        addresses = self._addresses(self._sources[number])
+        self._kernel.apply_maps(addresses, self._dtype, self._sequences, value, self._offsets, context)
 
 
 class _OperatorMaps(_SharedMaps):
@@ -97,7 +106,7 @@ class _OperatorMaps(_SharedMaps):
     def __init__(self, batch: TokenBatch, sources: Sequence[int]) -> None:
         super().__init__(batch, sources)
         self._groups = batch.groups()
-        self._maps: list[torch.Tensor] = []  # maps of each group, [n, heads, L, L]
+        self._maps: dict[int, list[torch.Tensor]] = {}  # layer -> maps of each group, [n, heads, L, L]
 
     def attend(
         self,
@@ -110,17 +119,20 @@ class _OperatorMaps(_SharedMaps):
         context: torch.Tensor,
     ) -> None:
         """See GivenMaps.attend."""
-        if number not in self._kept:
+        if number not in self._shared:
             attend_computed(layer, batch, query, key, value, context)
             return
-        self._maps = [
+        self._maps = {kept: maps for kept, maps in self._maps.items() if kept in self._sources[number:]}
+        self._maps[number] = [
             layer.attention_maps(by_sequence(query, group), by_sequence(key, group), slice(layer.heads))
             for group in self._groups
         ]
-        self.apply(number, value, context)
+        self._write(number, value, context)
 
     def apply(self, number: int, value: torch.Tensor, context: torch.Tensor) -> None:
         """See GivenMaps.apply."""
-        del number  # only the maps of one layer are kept at a time
-        for group, maps in zip(self._groups, self._maps, strict=True):
+        self._write(self._sources[number], value, context)
+
+    def _write(self, source: int, value: torch.Tensor, context: torch.Tensor) -> None:
+        for group, maps in zip(self._groups, self._maps[source], strict=True):
             by_sequence(context, group).copy_(apply_maps(maps, by_sequence(value, group)))

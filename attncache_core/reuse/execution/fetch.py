@@ -26,8 +26,8 @@ import torch
 from attncache_core import native
 from attncache_core.models import AttentionLayer
 from attncache_core.models.attention import apply_maps
-from attncache_core.reuse.given_maps import attend_computed
-from attncache_core.reuse.maps.mapped import map_side_by_side
+from attncache_core.reuse.execution.given_maps import attend_computed
+from attncache_core.reuse.execution.mapped import map_side_by_side
 from attncache_core.reuse.storage.layout import MapForm
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.text.token_batch import TokenBatch
