@@ -15,7 +15,7 @@ test: .venv/installed-with-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/pytest --numprocesses auto --dist loadfile
+	.venv/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 install: .venv/installed
 

@@ -248,7 +248,7 @@ def test_every_method_has_a_column_in_the_given_order(
     )
     outputs = ("--markdown", tmp_path / "a.md", "--methods", ",".join(names[1:]))
     text = succeeded(evaluate("agreement", tiny_checkpoint, *given, *outputs))
-    assert "0 of 240 texts of the corpus" in text
+    assert "0 of 240 corpus texts excluded" in text
     assert "0 of 240 records" in text
     assert "--exclude" not in text
     table = table_of(tmp_path / "a.md")
