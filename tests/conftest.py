@@ -96,7 +96,7 @@ def default_reference(default_checkpoint):
 
 
 def pytest_collection_modifyitems(items):
-    """Run the folder with the slowest files first: then no worker is left alone with one of them at the end."""
+    """Run the folder with the slowest files first, so that no worker is left with one of them at the end."""
     items.sort(key=lambda item: item.path.parent.name != "service")
 
 
