@@ -39,7 +39,8 @@ LAYERS = SIZES["num_hidden_layers"]
 ORDERS = [(2, 0, 3, 1), (3, 2, 1, 0), (1, 3, 0, 2)]
 # Numbers of reused heads per layer. With two query heads per key head, the first two heads of ORDERS[0]
 # belong to different groups, and the first two heads of ORDERS[1] are a whole group.
-MASKS = [(4, 4, 4), (1, 2, 3), (3, 0, 2)]
+# The masks hold layers of which all, some and no heads are reused.
+MASKS = [(1, 2, 3), (4, 0, 3)]
 
 NOTHING = DroppedLayers()
 DROPPED = [
