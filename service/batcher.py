@@ -88,7 +88,11 @@ class Batcher:
         engine = self._runner.engine
         own = prompt or engine.default_prompt
         reuse = reuse and engine.may_reuse(own, labels)
-        request = PendingRequest(texts, own, truncate, reuse, counted, self._loop.create_future())
+        shares = engine.shares_prefixes(reuse)
+        # Where prefixes are shared, nothing is reused, also if another engine computes the request later.
+        reuse = reuse and not shares
+        future: asyncio.Future[RequestResult] = self._loop.create_future()
+        request = PendingRequest(texts, own, truncate, reuse, counted, future, shares)
         self._queue.admit(request.count)
         request.future.add_done_callback(lambda _: self._queue.withdraw(request))
         self._tokenize_threads.submit(self._tokenize, request)
@@ -116,8 +120,10 @@ class Batcher:
         started = time.perf_counter()
         try:
             if not request.future.done():
-                request.sequences = self._runner.engine.tokenize(
-                    request.texts, request.truncate, request.prompt, self._limits.request_tokens
+                request.tokenized(
+                    self._runner.engine.tokenize(
+                        request.texts, request.truncate, request.prompt, self._limits.request_tokens
+                    )
                 )
         # A panic in a compiled tokenizer is not an Exception, and the client must be answered all the same.
         except BaseException as error:

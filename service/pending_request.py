@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attncache_core import Outcome
+from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
 
 
@@ -56,15 +57,71 @@ class PendingRequest:
     reuse: bool
     counted: bool  # whether the metric of outcomes counts the sequences
     future: asyncio.Future[RequestResult]
+    # Whether the engine computes the sequences as trees of shared prefixes.
+    shares_prefixes: bool = False
     sequences: list[list[int]] = field(default_factory=list)
+    # For each sequence the tokens that it adds to a batch that holds the sequence before it.
+    added_tokens: list[int] = field(default_factory=list)
     queued_at: float = 0.0  # seconds, perf_counter
     taken: int = 0  # sequences[:taken] were taken into batches
-    parts: list[RequestResult] = field(default_factory=list)
+    # The results of the parts that are computed, by their first sequence; several threads may compute parts.
+    parts: dict[int, RequestResult] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """The number of sequences that the texts become."""
         return len(self.texts) * len(self.prompt.sequence_plans)
+
+    def tokenized(self, sequences: list[list[int]]) -> None:
+        """Keep the token sequences of the texts, and count the tokens that each of them adds to a batch."""
+        self.sequences = sequences
+        self.added_tokens = added_tokens(sequences) if self.shares_prefixes else list(map(len, sequences))
+
+    def add_part(self, start: int, part: RequestResult) -> RequestResult | None:
+        """Keep the result of sequences[start:...]. Returns the whole result once it is complete, else None.
+
+        One thread at a time may call this method.
+        """
+        self.parts[start] = part
+        if sum(len(own.outcomes) for own in self.parts.values()) < len(self.sequences):
+            return None
+        return RequestResult.joined([self.parts[first] for first in sorted(self.parts)])
+
+    def fitting(self, tokens: int, texts: int, begun_within: int | None = None) -> Fitting:
+        """Return the waiting sequences that fit into `tokens` tokens and are of at most `texts` texts.
+
+        Tokens that the sequences share count once. Without shared prefixes, each sequence counts as a text.
+        begun_within: begin no text whose first sequence does not fit into this number of tokens.
+        """
+        fitting = Fitting(self.taken, 0, 0)
+        for index in range(self.taken, len(self.sequences)):
+            following = self._with(fitting, index)
+            if following.tokens > tokens or following.texts > texts:
+                break
+            begins_text = following.texts > fitting.texts
+            if begun_within is not None and begins_text and following.tokens > begun_within:
+                break
+            fitting = following
+        return fitting
+
+    def first_waiting(self) -> Fitting:
+        """Return the first waiting sequence alone."""
+        return self._with(Fitting(self.taken, 0, 0), self.taken)
+
+    def _with(self, before: Fitting, index: int) -> Fitting:
+        """Return `before` with sequence `index` added, which follows the sequences of `before`."""
+        is_first = index == self.taken
+        begins_text = not self.shares_prefixes or index % len(self.prompt.sequence_plans) == 0
+        tokens = len(self.sequences[index]) if is_first else self.added_tokens[index]
+        return Fitting(index + 1, before.tokens + tokens, before.texts + (is_first or begins_text))
+
+
+class Fitting(NamedTuple):
+    """Waiting sequences of a request that a batch has room for."""
+
+    stop: int  # index of the first sequence that does not fit
+    tokens: int  # that the sequences make in one batch
+    texts: int  # that the sequences belong to
 
 
 class Share(NamedTuple):

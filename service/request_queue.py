@@ -1,8 +1,10 @@
 """The queue of requests: who is admitted, who waits, and which sequences form the next batch.
 
-admit -> (tokenize) -> add -> take_batch, oldest first
+admit -> (tokenize) -> add -> batches, oldest first
       -> release if tokenising failed
                            -> withdraw if the client has gone
+
+The queue also decides how many engine threads run: as many as there are sequences, up to a limit.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from service.errors import QueueFull
@@ -29,18 +32,23 @@ class Limits:
 class RequestQueue:
     """Owns the requests that wait for the engine, and counts their sequences and tokens. Thread safe.
 
-    Also owns the flag that says whether the engine thread is running, so that adding a request and the end of
-    the engine thread's turn exclude each other.
+    Tokens that neighbouring sequences of a request share count once if the engine computes them once.
+
+    Also counts the engine threads that run, so that adding a request and the end of an engine thread's turn
+    exclude each other.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, threads: int = 1) -> None:
+        """threads: the most engine threads that may run at once."""
         self._limits = limits
+        self._threads = threads
         self._lock = threading.Lock()
         self._requests: deque[PendingRequest] = deque()
         self._waiting_sequences = 0  # admitted and not yet taken, tokenised or not
         self._waiting_tokens = 0
         self._tokens_per_second = 0.0
-        self._running = False  # the engine thread is running and will call take_batch again
+        self._running = 0  # engine threads in a turn, which ends when nothing waits
+        self._computing = 0  # of them, the threads that compute
 
     def __len__(self) -> int:
         """Return the number of tokenised requests that wait."""
@@ -63,14 +71,19 @@ class RequestQueue:
         with self._lock:
             self._waiting_sequences -= request.count
 
-    def add(self, request: PendingRequest) -> bool:
-        """Queue a tokenised request. Returns whether the caller must start the engine thread."""
+    def allow_threads(self, threads: int) -> None:
+        """Let at most this number of engine threads run. Threads beyond it end their turns after a batch."""
         with self._lock:
-            self._waiting_tokens += sum(map(len, request.sequences))
+            self._threads = threads
+
+    def add(self, request: PendingRequest) -> int:
+        """Queue a tokenised request. Returns the number of engine threads whose turn the caller must start."""
+        with self._lock:
+            self._waiting_tokens += sum(request.added_tokens)
             self._requests.append(request)
-            must_start = not self._running
-            self._running = True
-        return must_start
+            starting = max(0, min(self._threads - self._running, len(request.sequences)))
+            self._running += starting
+        return starting
 
     def withdraw(self, request: PendingRequest) -> None:
         """Remove what still waits of a request whose client has gone; does nothing if nothing waits."""
@@ -79,15 +92,49 @@ class RequestQueue:
                 self._leave(request, request.count)
                 self._requests.remove(request)
 
-    def take_batch(self) -> list[Share]:
+    def batches(self) -> Iterator[list[Share]]:
+        """Yield the batches of an engine thread's turn, until nothing waits. The caller runs each batch."""
+        while shares := self._take_batch():
+            yield shares
+            with self._lock:
+                self._computing -= 1
+
+    def begin_idle_turn(self) -> bool:
+        """Begin a turn of an engine thread, without a batch, if nothing waits and no engine thread runs.
+
+        Returns whether the turn has begun. The turn ends with `batches`, after a call of `end_idle_work`.
+        """
+        with self._lock:
+            begins = not self._requests and not self._running
+            self._running += begins
+            self._computing += begins
+        return begins
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and at most one engine thread runs."""
+        return not self._requests and self._running <= 1
+
+    def end_idle_work(self) -> None:
+        """Count the engine thread that has begun an idle turn as free for a batch."""
+        with self._lock:
+            self._computing -= 1
+
+    def _take_batch(self) -> list[Share]:
         """Take the next batch, oldest requests first.
 
-        An empty batch means that nothing waits: the engine thread's turn is over, and the next `add` says
-        that the thread must be started again.
+        A batch holds at most the part of the waiting tokens that this thread would get if all free threads
+        took equal parts, but at least one text. An empty batch ends the turn of the engine thread: nothing
+        waits, or more threads run than may.
         """
         shares: list[Share] = []
-        tokens_left, sequences_left = self._limits.batch_tokens, self._limits.batch_sequences
+        tokens_left, texts_left = self._limits.batch_tokens, self._limits.batch_sequences
         with self._lock:
+            if self._running > self._threads:
+                self._running -= 1
+                return shares
+            free = max(1, self._threads - self._computing)
+            part_left = math.ceil(self._waiting_tokens / free)
             while self._requests:
                 request = self._requests[0]
                 start = request.taken
@@ -95,48 +142,43 @@ class RequestQueue:
                     self._leave(request, request.count)
                     self._requests.popleft()
                     continue
-                stop = _fitting(request.sequences, start, tokens_left, sequences_left, alone=not shares)
-                if stop > start:
-                    shares.append(Share(request, start, stop))
-                    tokens_left -= self._leave(request, stop)
-                    sequences_left -= stop - start
-                if stop < len(request.sequences):
+                fitting = request.fitting(tokens_left, texts_left, part_left)
+                if fitting.stop == start and not shares:
+                    fitting = request.fitting(tokens_left, texts=1)
+                if fitting.stop == start and not shares:
+                    # The sequence is too long, and no other batch has more room.
+                    fitting = request.first_waiting()
+                if fitting.stop > start:
+                    shares.append(Share(request, start, fitting.stop))
+                    self._leave(request, fitting.stop)
+                    tokens_left -= fitting.tokens
+                    part_left -= fitting.tokens
+                    texts_left -= fitting.texts
+                if fitting.stop < len(request.sequences):
                     break
                 self._requests.popleft()
-            self._running = bool(shares)
+            if shares:
+                self._computing += 1
+            else:
+                self._running -= 1
         return shares
 
     def note_speed(self, tokens: int, seconds: float) -> None:
         """Add one batch to the mean speed, from which `admit` computes when a refused client may retry."""
-        speed = tokens / max(seconds, 1e-6)
-        # A mean over about the last ten batches.
-        weight = 0.1 if self._tokens_per_second else 1.0
-        self._tokens_per_second += (speed - self._tokens_per_second) * weight
+        with self._lock:
+            # The other threads that compute are about as fast as this thread.
+            speed = tokens / max(seconds, 1e-6) * max(1, self._computing)
+            # A mean over about the last ten batches.
+            weight = 0.1 if self._tokens_per_second else 1.0
+            self._tokens_per_second += (speed - self._tokens_per_second) * weight
 
     def _seconds_to_empty(self) -> int:
         if not self._tokens_per_second:
             return 1
         return max(1, math.ceil(self._waiting_tokens / self._tokens_per_second))
 
-    def _leave(self, request: PendingRequest, stop: int) -> int:
-        """Count sequences[taken:stop] as taken and return their tokens. The caller must hold the lock."""
-        tokens = sum(map(len, request.sequences[request.taken : stop]))
+    def _leave(self, request: PendingRequest, stop: int) -> None:
+        """Count sequences[taken:stop] as taken. The caller must hold the lock."""
         self._waiting_sequences -= stop - request.taken
-        self._waiting_tokens -= tokens
+        self._waiting_tokens -= sum(request.added_tokens[request.taken : stop])
         request.taken = stop
-        return tokens
-
-
-def _fitting(sequences: list[list[int]], start: int, tokens: int, count: int, *, alone: bool) -> int:
-    """Return the largest stop for which sequences[start:stop] has at most `tokens` tokens and `count` items.
-
-    alone: whether the batch is still empty. Then the first sequence is taken even if the sequence is too
-    long, because no other batch has more room.
-    """
-    stop = start
-    for ids in sequences[start : start + count]:
-        tokens -= len(ids)
-        if tokens < 0 and not (alone and stop == start):
-            break
-        stop += 1
-    return stop

@@ -145,7 +145,10 @@ class Settings(BaseModel):
         None, ge=2, description="Longest text in tokens. Default: the longest text that the model accepts."
     )
     max_batch_tokens: int = Field(
-        1024, ge=1, description="Most tokens in one batch. A longer text is a batch of its own."
+        1024,
+        ge=1,
+        description="Most tokens in one batch. A prefix that is computed once counts once. A longer text is "
+        "a batch of its own.",
     )
     max_batch_sequences: int = Field(64, ge=1, description="Most texts in one batch.")
     max_queue_sequences: int = Field(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,8 @@ from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.engine.layers import given_by, run_layers
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models.quantized import int8_products_are_exact
-from attncache_core.reuse.execution.fetch import Fetch
+from attncache_core.native import products
+from attncache_core.reuse.execution.fetch import Fetch, HitRecords
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.seal import Seal
 
@@ -50,26 +51,30 @@ QUANTIZATIONS = [
     None,
     pytest.param(
         Quantization.INT8,
-        marks=pytest.mark.skipif(not int8_products_are_exact(), reason="no exact products of 8-bit integers"),
+        marks=pytest.mark.skipif(
+            products.library() is None and not int8_products_are_exact(),
+            reason="no exact products of 8-bit integers",
+        ),
     ),
     Quantization.INT8_WEIGHT_ONLY,
     Quantization.INT4,
 ]
 DTYPES = ["float32", pytest.param("bfloat16", marks=needs_bfloat16)]
 
-# Attention is computed by the compiled kernel, or by torch's operators if no kernel was built.
-COMPUTING = ["kernel", "operators"]
+# Layers are run by the compiled stack, or one by one, with attention by the compiled kernel or by torch.
+COMPUTING = ["stack", "kernel", "operators"]
 
 
 @contextmanager
 def attention_by(computing: str) -> Iterator[None]:
-    """Compute attention by the kernel or by torch's operators in this context; skip without a kernel."""
-    if computing == "operators":
-        with mock.patch.object(native, "kernel", return_value=None):
-            yield
-    elif native.kernel() is None:
+    """Run layers by one of COMPUTING in this context; skip without a kernel."""
+    if computing != "operators" and native.kernel() is None:
         pytest.skip("no kernel was built for this processor")
-    else:
+    with ExitStack() as patches:
+        if computing != "stack":
+            patches.enter_context(mock.patch.object(HitRecords, "records", return_value=None))
+        if computing == "operators":
+            patches.enter_context(mock.patch.object(native, "kernel", return_value=None))
         yield
 
 
@@ -224,5 +229,5 @@ def planned(strategy, batch, hidden, allowed):
 def layers_output(model, batch, hidden, plan=None, fetch=Fetch.AUTO):
     """Return the last layer's output [tokens, hidden]. plan: with hits first; None: no reuse."""
     layers = range(len(model.layers))
-    with given_by(plan or no_reuse(len(batch.lengths)), model, batch, hidden, layers, fetch) as given:
+    with given_by(plan or no_reuse(len(batch.lengths)), model, batch, layers, fetch) as given:
         return run_layers(model, batch, hidden, given)[0]

@@ -286,4 +286,4 @@ def _full_batches(lengths: Mapping[int, int]) -> list[TokenBatch]:
 
 def synthetic_batch(lengths: Sequence[int]) -> TokenBatch:
     """Return a batch of sequences of these lengths. All tokens have id 0, which every vocabulary has."""
-    return pack([[0] * length for length in lengths]).filled()
+    return pack([[0] * length for length in lengths])

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from attncache_core.engine.layers import run_layers
-from attncache_core.models import AttentionLayer, PackedModel
+from attncache_core.models import PackedModel
 from attncache_core.models.attention import apply_maps
+from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps
 from attncache_core.text.token_batch import Group, TokenBatch, by_sequence, pack
 
 # For each layer, for each group of the batch: maps [n, heads, L, L].
@@ -56,7 +57,7 @@ def token_passes(lengths: Sequence[int], tokens: int = _TOKENS_PER_PASS) -> Iter
 OnMaps = Callable[[int, Group, torch.Tensor], None]
 
 
-class ObservedMaps:
+class ObservedMaps(GivenMaps):
     """A map source that computes every map and passes it to a callback before its use; see GivenMaps.
 
     The callback may change the maps. The model must be loaded without a reuse mask.
@@ -67,23 +68,16 @@ class ObservedMaps:
     def __init__(self, on_maps: OnMaps) -> None:
         self._on_maps = on_maps
 
-    def attend(
-        self,
-        number: int,
-        layer: AttentionLayer,
-        batch: TokenBatch,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: torch.Tensor,
-    ) -> None:
-        """Compute the attention of a layer with maps that the callback may have changed; see GivenMaps."""
-        for group in batch.groups():
-            maps = layer.attention_maps(
-                by_sequence(query, group), by_sequence(key, group), slice(layer.heads)
+    def attend(self, heads: ComputedHeads) -> None:
+        """See GivenMaps.attend."""
+        layer = heads.layer
+        for group in heads.batch.groups():
+            query, key, value, context = (
+                by_sequence(x, group) for x in (heads.query, heads.key, heads.value, heads.context)
             )
-            self._on_maps(number, group, maps)
-            by_sequence(context, group).copy_(apply_maps(maps, by_sequence(value, group)))
+            maps = layer.attention_maps(query, key, slice(layer.heads))
+            self._on_maps(heads.number, group, maps)
+            context.copy_(apply_maps(maps, value))
 
     def apply(self, number: int, value: torch.Tensor, context: torch.Tensor) -> None:
         """Never called, because no maps are given."""

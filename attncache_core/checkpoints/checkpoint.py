@@ -92,6 +92,7 @@ class Checkpoint:
     labels: tuple[str, ...] = ()  # the operator's labels to choose from
     dropped: DroppedLayers = DroppedLayers()
     quantization: Quantization | None = None  # of the linear layers' weights, applied while they are loaded
+    quantization_texts: tuple[str, ...] = ()  # that int8 is calibrated with; empty: texts of the corpus
     revision: str | None = None  # the requested branch, tag or commit on the Hub
     commit: str | None = None  # the commit of that revision; None if the model is not from the Hub
 

@@ -7,6 +7,7 @@ batch -> strategy.plan -> first hidden states -> (strategy.refine) -> hits first
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.plan import ReusePlan, no_reuse
 from attncache_core.reuse.storage.segment import RecordsChanged, Segment
 from attncache_core.reuse.strategy import ReuseStrategy
+from attncache_core.runtime.threads import one_thread
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -41,34 +43,39 @@ def forward_pass(
     allowed: np.ndarray,
     fetch: Fetch = Fetch.AUTO,
 ) -> ForwardPass:
-    """Run a filled batch through the model.
+    """Run a batch through the model.
 
     strategy: decides what is reused; None: everything is computed. allowed: bool [sequences], whether each
-    packed sequence may reuse anything. Raises RecordsChanged if the file of records that were used changed
-    after their check, or could not be read.
+    packed sequence may reuse anything. A batch with a tree needs strategy None. Raises RecordsChanged if the
+    file of records that were used changed after their check, or could not be read.
     """
-    plan, search_seconds = no_reuse(len(batch.lengths)), 0.0
+    plan, search_seconds = no_reuse(len(batch.order)), 0.0
     if strategy:
         started = time.perf_counter()
         plan = strategy.plan(batch, allowed)
         search_seconds = time.perf_counter() - started
-    hidden = model.embed(batch)
+    hidden = None  # the stack embeds the tokens itself if nothing else needs the embeddings
     attention_seconds, first, end = 0.0, 0, len(model.layers)
     segments: set[Segment] = set()  # whose records were used
     while first < end:
         if strategy and plan.until <= first:
+            hidden = model.embed(batch) if hidden is None else hidden
             started = time.perf_counter()
             plan = strategy.refine(plan, batch, model.layers[first].attention_input(hidden))
             assert plan.until > first
             search_seconds += time.perf_counter() - started
         batch, hidden, plan = hits_first(batch, hidden, plan)
         layers = range(first, min(plan.until, end))
-        with given_by(plan, model, batch, hidden, layers, fetch) as given:
+        with given_by(plan, model, batch, layers, fetch) as given:
             hidden, seconds = run_layers(model, batch, hidden, given, layers)
         attention_seconds += seconds
-        segments.update(plan.segments[length] for length in np.unique(batch.lengths[plan.hits]).tolist())
+        lengths = np.unique(batch.lengths[np.flatnonzero(plan.hits)])
+        segments.update(plan.segments[length] for length in lengths.tolist())
         first = layers.stop
-    outputs = model.outputs(hidden, batch)
+    assert hidden is not None
+    # Small operators on several threads wait for the slowest of them, which may have lost its processor.
+    with one_thread() if model.stack else nullcontext():
+        outputs = model.outputs(hidden, batch)
     changed = [segment for segment in segments if not segment.is_as_checked()]
     if changed:
         raise RecordsChanged(sorted(changed, key=lambda segment: segment.length))
@@ -78,9 +85,9 @@ def forward_pass(
 
 
 def hits_first(
-    batch: TokenBatch, hidden: torch.Tensor, plan: ReusePlan
-) -> tuple[TokenBatch, torch.Tensor, ReusePlan]:
-    """Return batch, hidden states [tokens, hidden] and plan with the hits moved to the front.
+    batch: TokenBatch, hidden: torch.Tensor | None, plan: ReusePlan
+) -> tuple[TokenBatch, torch.Tensor | None, ReusePlan]:
+    """Return batch, hidden states [tokens, hidden], if any, and plan with the hits moved to the front.
 
     Hits and misses are each sorted by length, and hits of one record become neighbours.
     """
@@ -90,4 +97,4 @@ def hits_first(
     if (np.diff(permutation) == 1).all():
         return batch, hidden, plan
     batch, index = batch.reordered(permutation)
-    return batch, hidden[index], plan.reordered(permutation)
+    return batch, None if hidden is None else hidden[index], plan.reordered(permutation)

@@ -14,15 +14,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from attncache_core.models import AttentionLayer, PackedModel
+from attncache_core.models.compiled import CompiledEmbed
+from attncache_core.native.stack import CompiledStack, GivenRecords, StackRows
 from attncache_core.reuse.execution.fetch import Fetch, HitRecords, RecordGroup
-from attncache_core.reuse.execution.given_maps import GivenMaps
+from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps
 from attncache_core.reuse.execution.layer_maps import layer_maps
 from attncache_core.reuse.plan import ReusePlan
-from attncache_core.text.token_batch import TokenBatch, rounded_up
+from attncache_core.text.token_batch import TokenBatch
 
 
 @contextmanager
@@ -30,7 +33,6 @@ def given_by(
     plan: ReusePlan,
     model: PackedModel,
     batch: TokenBatch,
-    hidden: torch.Tensor,
     layers: range,
     fetch: Fetch = Fetch.AUTO,
 ) -> Iterator[GivenMaps]:
@@ -41,7 +43,7 @@ def given_by(
     """
     if plan.layer_sources is not None:
         _require_sources(plan, model, layers)
-        yield layer_maps(batch, model.layers[0], plan.layer_sources, hidden)
+        yield layer_maps(batch, model.layers[0], plan.layer_sources, model.dtype, model.device)
         return
     groups = [
         RecordGroup(plan.segments[group.length], plan.records[group.sequences])
@@ -69,15 +71,25 @@ def _require_sources(plan: ReusePlan, model: PackedModel, layers: range) -> None
 
 
 def run_layers(
-    model: PackedModel, batch: TokenBatch, hidden: torch.Tensor, given: GivenMaps, layers: range | None = None
+    model: PackedModel,
+    batch: TokenBatch,
+    hidden: torch.Tensor | None,
+    given: GivenMaps,
+    layers: range | None = None,
 ) -> tuple[torch.Tensor, float]:
     """Run a range of the model's layers; None: all layers.
 
-    hidden: input of the first layer of the range, [tokens, hidden]. Returns the output of the last layer of
-    the range, and the duration of attention in seconds: projections, maps, maps @ V and reading given maps.
+    hidden: input of the first layer of the range, [tokens, hidden]; None: the batch's embeddings. Returns the
+    output of the last layer of the range, and the duration of attention in seconds: projections, maps,
+    maps @ V and reading given maps.
     """
+    layers = range(len(model.layers)) if layers is None else layers
+    records = given.records()
+    if model.stack and records:
+        return _run_stack(model, model.stack, batch, hidden, records, layers)
+    hidden = model.embed(batch) if hidden is None else hidden
     attention_seconds = 0.0
-    for number in range(len(model.layers)) if layers is None else layers:
+    for number in layers:
         layer = model.layers[number]
         started = time.perf_counter()
         context = attention_context(number, layer, layer.attention_input(hidden), batch, given)
@@ -86,23 +98,47 @@ def run_layers(
     return hidden, attention_seconds
 
 
+def _run_stack(
+    model: PackedModel,
+    stack: CompiledStack,
+    batch: TokenBatch,
+    hidden: torch.Tensor | None,
+    records: GivenRecords,
+    layers: range,
+) -> tuple[torch.Tensor, float]:
+    """Run layers as `run_layers` does, by compiled code."""
+    rows = StackRows(batch.offsets, batch.positions.numpy())
+    if batch.tree is not None:
+        rows = replace(rows, trees=batch.tree.trees, starts=batch.tree.starts)
+    states = None
+    if hidden is None and stack.embeds:
+        assert isinstance(model.embed, CompiledEmbed)
+        rows = replace(rows, ids=batch.ids.numpy(), places=model.embed.places(batch))
+    else:
+        states = torch.empty(len(batch.ids), model.hidden_size)
+        states.copy_(model.embed(batch) if hidden is None else hidden)
+    states, counts = stack.run(states, rows, layers, records)
+    return states.to(model.dtype), counts.attention_seconds
+
+
 def attention_context(
     number: int, layer: AttentionLayer, x: torch.Tensor, batch: TokenBatch, given: GivenMaps
 ) -> torch.Tensor:
     """Return maps @ V of all heads of a layer with input x [tokens, hidden]: [tokens, heads, head_dim]."""
     value, query, key = layer.project(x, batch.positions)
-    context = batch.context_like(value)
+    context = torch.empty_like(value)
     mask = layer.reused_heads
     if mask < layer.heads:
-        given.attend(number, layer, batch, query, key, value[:, mask:], context[:, mask:])
+        computed = ComputedHeads(number, layer, batch, query, key, value[:, mask:], context[:, mask:])
+        given.attend(computed)
     if mask:
         given.apply(number, value[:, :mask], context[:, :mask])
         if given.count < len(batch.lengths):
-            # oneDNN builds a kernel per number of rows, so the slice has a round number of tokens, like the
-            # filled batch. To reach this number, the slice starts inside the sequences with given maps.
-            first = max(0, len(x) - rounded_up(len(x) - int(batch.offsets[given.count])))
+            first = int(batch.offsets[given.count])
             query, key = layer.project_reused(x[first:], batch.positions[first:])
             offsets = batch.offsets[given.count :] - first
             reused = slice(mask)
-            layer.attend(query, key, value[first:, reused], offsets, reused, context[first:, reused])
+            layer.attend(
+                query, key, value[first:, reused], offsets, reused, context[first:, reused], batch.tree
+            )
     return context

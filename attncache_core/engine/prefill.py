@@ -22,7 +22,7 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.engine.decisions import Decisions
 from attncache_core.engine.forward import forward_pass
 from attncache_core.engine.info import EngineInfo
-from attncache_core.engine.request import PrefillRequest, PrefillResult
+from attncache_core.engine.request import PrefillRequest, PrefillResult, joined_results
 from attncache_core.errors import InvalidInput, NoClassifier, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure, OutputComparator
@@ -40,7 +40,7 @@ from attncache_core.runtime.memory import keep_freed_memory
 from attncache_core.runtime.threads import limit_faiss, limit_threads
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
-from attncache_core.text.token_batch import TokenBatch, pack
+from attncache_core.text.token_batch import TokenBatch, pack, pack_shared
 from attncache_core.text.tokenizer import TextTokenizer
 
 
@@ -61,6 +61,7 @@ class PrefillEngine:
         strategy: ReuseStrategy | None = None,
         classifier: LinearClassifier | None = None,
         fetch: Fetch = Fetch.AUTO,
+        share_prefixes: bool = True,
     ) -> None:
         self.checkpoint = checkpoint
         self.model = model
@@ -70,6 +71,7 @@ class PrefillEngine:
         self.strategy = strategy
         self.decisions = Decisions(checkpoint, model, tokenizer, classifier)
         self.fetch = fetch
+        self.share_prefixes = share_prefixes
         self._reuse_off: list[str] = []
         self.task: Task = checkpoint.task
         self.max_tokens = tokenizer.max_tokens
@@ -87,6 +89,7 @@ class PrefillEngine:
         classifier: LinearClassifier | None = None,
         fetch: Fetch = Fetch.AUTO,
         max_tokens: int | None = None,
+        share_prefixes: bool = True,
     ) -> PrefillEngine:
         """Load a checkpoint and pack its weights.
 
@@ -95,7 +98,8 @@ class PrefillEngine:
         "float32". device: device of the model, "cpu" or "cuda"; records and search stay on the CPU.
         threads: number of threads of torch and Faiss in the whole process; None: all available threads.
         fetch: the way to read the maps of hits. max_tokens: truncate texts to this number of tokens, if it is
-        below the model's maximum.
+        below the model's maximum. share_prefixes: compute a prefix that several sequences of a batch share
+        once, if the model is causal; see `shares_prefixes`.
         Raises InvalidInput if the device does not exist, UnsupportedModel, DatabaseRefused if database or
         classifier belong to another model, and NotFinite if the embedding of a label is not finite.
         """
@@ -132,6 +136,7 @@ class PrefillEngine:
             strategy=strategy,
             classifier=classifier,
             fetch=fetch,
+            share_prefixes=share_prefixes,
         )
         if checkpoint.task == "embed" and checkpoint.labels:
             try:
@@ -273,6 +278,14 @@ class PrefillEngine:
         cosine = self.policy is not None and self.policy.budget.measure is Measure.COSINE
         return cosine and prompt == self.default_prompt
 
+    def shares_prefixes(self, reuse: bool) -> bool:
+        """Return whether requests with this `reuse` are computed as trees of shared prefixes.
+
+        This needs a causal model, in which no token depends on a later token. A strategy decides about whole
+        sequences, so requests that may reuse something are computed one by one.
+        """
+        return self.share_prefixes and self._is_causal and not (reuse and self.strategy)
+
     def class_logits(self, outputs: np.ndarray) -> np.ndarray:
         """Return logits [n, labels] from the outputs of `run`; see Decisions.class_logits."""
         return self.decisions.class_logits(outputs)
@@ -292,15 +305,31 @@ class PrefillEngine:
 
     @torch.inference_mode()
     def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
-        """Run token sequences through the model, with the reuse that each request allows."""
+        """Run token sequences through the model, with the reuse that each request allows.
+
+        Sequences that may reuse something, and sequences that share prefixes, are two batches.
+        """
+        shared = np.array([self.shares_prefixes(request.reuse) for request in requests], dtype=bool)
+        if shared.all() or not shared.any():
+            return self._run(requests, share=bool(shared.any()))
+        indices = [np.flatnonzero(~shared), np.flatnonzero(shared)]
+        parts = [
+            self._run([requests[index] for index in own.tolist()], share=share)
+            for own, share in zip(indices, (False, True), strict=True)
+        ]
+        return joined_results(parts, indices)
+
+    def _run(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
+        """Run a batch. share: compute shared prefixes once, and let nothing be reused."""
         started = time.perf_counter()
         # Faiss limits threads per calling thread, and this may be another thread than the one that loaded.
         limit_faiss(self.threads)
-        batch = self._packed(requests).filled().on(self.model.device)
+        batch = self._packed(requests, share).on(self.model.device)
         reuse = np.array([request.reuse for request in requests], dtype=bool)
-        lost = self._prepare(set(batch.lengths[reuse[batch.order]].tolist()))
+        lost = () if share else self._prepare(set(batch.lengths[reuse[batch.order]].tolist()))
         try:
-            done = forward_pass(self.model, batch, self.strategy, reuse[batch.order], self.fetch)
+            strategy = None if share else self.strategy
+            done = forward_pass(self.model, batch, strategy, reuse[batch.order], self.fetch)
         except RecordsChanged as changed:
             # The maps that were used may differ from the maps that were checked, so compute the batch again.
             again = [
@@ -331,10 +360,15 @@ class PrefillEngine:
             log_probabilities=log_probabilities,
         )
 
-    def _packed(self, requests: Sequence[PrefillRequest]) -> TokenBatch:
+    @cached_property
+    def _is_causal(self) -> bool:
+        return all(layer.attention_mask.is_causal for layer in self.model.layers)
+
+    def _packed(self, requests: Sequence[PrefillRequest], share: bool) -> TokenBatch:
         plans = (request.sequence_plan for request in requests)
         prompt_tokens = [plan.prompt_tokens if plan else self.tokenizer.prompt_tokens for plan in plans]
-        return pack([request.ids for request in requests], prompt_tokens)
+        packing = pack_shared if share else pack
+        return packing([request.ids for request in requests], prompt_tokens)
 
     def _prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
         return self.strategy.prepare(lengths) if self.strategy else ()
@@ -413,14 +447,19 @@ class PrefillEngine:
         counts = [len(own) for own in targets]
         if not any(counts) or self.model.language_head is None:
             return None
-        last = batch.in_callers_order(batch.offsets[1:] - 1)
-        positions = [
-            (end - back, token)
-            for end, own in zip(last.tolist(), targets, strict=True)
-            for back, token in own
-        ]
-        rows, tokens = torch.tensor(positions, device=hidden.device).unbind(dim=1)
-        found = self.model.language_head.log_probabilities(hidden, rows, tokens).cpu().numpy()
+        backs, tokens = np.array([target for own in targets for target in own], dtype=np.int64).T
+        lengths = np.array([len(request.ids) for request in requests], dtype=np.int64)
+        sequences = np.repeat(np.arange(len(requests)), counts)
+        rows = batch.rows(sequences, lengths[sequences] - 1 - backs)
+        found = (
+            self.model.language_head.log_probabilities(
+                hidden,
+                torch.from_numpy(rows).to(hidden.device),
+                torch.from_numpy(np.ascontiguousarray(tokens)).to(hidden.device),
+            )
+            .cpu()
+            .numpy()
+        )
         return np.split(found, np.cumsum(counts)[:-1])
 
 

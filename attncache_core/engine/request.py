@@ -29,7 +29,7 @@ class PrefillResult:
     finite: np.ndarray  # bool [sequences], whether all numbers computed for each sequence are finite
     outcomes: tuple[Outcome, ...]
     similarities: np.ndarray  # float32 [sequences], nan if the sequence was not compared with records
-    tokens: int  # number of tokens of all sequences
+    tokens: int  # number of tokens that were computed; a shared prefix counts once
     search_seconds: float  # of planning: familiarity, projector, index and checks
     forward_seconds: float  # of everything else
     attention_seconds: float  # of attention, without the output projections; part of forward_seconds
@@ -40,3 +40,36 @@ class PrefillResult:
     lost_lengths: tuple[int, ...] = field(default=(), kw_only=True)
     # Log-probabilities of each sequence's targets, float32 [targets]; None if no sequence has targets.
     log_probabilities: list[np.ndarray] | None = field(default=None, kw_only=True)
+
+
+def joined_results(parts: Sequence[PrefillResult], indices: Sequence[np.ndarray]) -> PrefillResult:
+    """Return the result of several batches of one engine, in the order of the requests.
+
+    indices: int64, for each part the indices of its sequences among the requests.
+    """
+    order = np.argsort(np.concatenate(indices))
+
+    def rows(name: str) -> np.ndarray:
+        joined: np.ndarray = np.concatenate([getattr(part, name) for part in parts])[order]
+        return joined
+
+    probabilities: list[np.ndarray] | None = None
+    if any(part.log_probabilities is not None for part in parts):
+        none = np.zeros(0, dtype=np.float32)
+        found = [own for part in parts for own in part.log_probabilities or [none] * len(part.outcomes)]
+        probabilities = [found[index] for index in order.tolist()]
+    outcomes = [outcome for part in parts for outcome in part.outcomes]
+    return PrefillResult(
+        outputs=rows("outputs"),
+        finite=rows("finite"),
+        outcomes=tuple(outcomes[index] for index in order.tolist()),
+        similarities=rows("similarities"),
+        tokens=sum(part.tokens for part in parts),
+        search_seconds=sum(part.search_seconds for part in parts),
+        forward_seconds=sum(part.forward_seconds for part in parts),
+        attention_seconds=sum(part.attention_seconds for part in parts),
+        corrupt_records=sum(part.corrupt_records for part in parts),
+        strangeness=rows("strangeness"),
+        lost_lengths=tuple(length for part in parts for length in part.lost_lengths),
+        log_probabilities=probabilities,
+    )

@@ -19,6 +19,9 @@ def pool(hidden: torch.Tensor, batch: TokenBatch, pooling: Pooling, prompt_token
     "lasttoken" never skips, and "weightedmean" keeps the weights of the original positions. Raises ValueError
     if a mode is unknown.
     """
+    if pooling.modes == ("lasttoken",):
+        return hidden[torch.from_numpy(batch.last_rows)].float()
+    batch, hidden = batch.apart(hidden)
     skipped = np.full(len(batch.lengths), 0 if pooling.include_prompt else prompt_tokens)
     if batch.prompt_tokens is not None and not pooling.include_prompt:
         skipped = batch.prompt_tokens

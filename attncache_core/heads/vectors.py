@@ -21,7 +21,8 @@ def finite_sequences(batch: TokenBatch, hidden: torch.Tensor, outputs: np.ndarra
     if not tokens.all():
         # A sum of finite terms may overflow, so check the elements of each token.
         tokens = own.isfinite().all(dim=1).cpu().numpy()
-    of_tokens: np.ndarray = np.logical_and.reduceat(tokens, batch.offsets[:-1])
+    runs: np.ndarray = np.logical_and.reduceat(tokens, batch.offsets[:-1])
+    of_tokens = runs if batch.tree is None else batch.tree.of_sequences(runs)
     return of_tokens & np.isfinite(outputs).all(axis=1)
 
 

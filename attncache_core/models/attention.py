@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from attncache_core import native
+from attncache_core.text.prefix_tree import PrefixTree
 
 # Maps of sequences shorter than this are made in float32. oneDNN compiles a kernel for every new shape of a
 # 16-bit product (0.5 to 0.9 ms), and torch's 16-bit softmax is slow on short rows.
@@ -21,6 +22,8 @@ _MAX_MAP_ELEMENTS = 2**26
 
 # Q, K [n, L, h, d] of n sequences of one length -> maps [n, h, L, L].
 MapsOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Q [n, P, h, d] and K [n, L, h, d] -> scores [n, h, P, L].
+ScoresOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def product_dtype(length: int, dtype: torch.dtype) -> torch.dtype:
 
 
 def attention_scores(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return scale Q Kᵀ, [n, h, L, L] in the product dtype, for Q, K [n, L, h, d]."""
+    """Return scale Q Kᵀ, [n, h, P, L] in the product dtype, for Q [n, P, h, d] and K [n, L, h, d]."""
     dtype = product_dtype(query.shape[1], query.dtype)
     return query.to(dtype).transpose(1, 2) @ key.to(dtype).permute(0, 2, 3, 1) * scale
 
@@ -77,7 +80,7 @@ def attention_maps(query: torch.Tensor, key: torch.Tensor, attention_mask: Atten
 
 
 def apply_maps(maps: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return maps [n, h, L, L] @ V [n, L, h, d]: the context [n, L, h, d], in the maps' dtype."""
+    """Return maps [n, h, P, L] @ V [n, L, h, d]: the context [n, P, h, d], in the maps' dtype."""
     return (maps @ value.to(maps.dtype).transpose(1, 2)).transpose(1, 2)
 
 
@@ -138,6 +141,38 @@ def attend_by_maps(
             part = slice(first, min(first + step * length, tokens.stop))
             q, k, v = (x[part].unflatten(0, (-1, length)) for x in (query, key, value))
             context[part] = apply_maps(maps_of(q, k), v).flatten(0, 1).to(context.dtype)
+
+
+def attend_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tree: PrefixTree,
+    attention_mask: AttentionMask,
+    context: torch.Tensor,
+    scores_of: ScoresOf | None = None,
+) -> None:
+    """Write maps @ V of all rows in the blocks of a tree to `context`; other arguments as for `attend`.
+
+    attention_mask: causal. scores_of: makes the scores from Q and K; None for scale Q Kᵀ.
+    """
+    before, device = attention_mask.before, value.device
+    # Weight 0 times NaN or infinity is NaN, which must not reach the rows of other sequences.
+    finite = all(bool(x.sum().isfinite()) for x in (query, key, value))
+    for block in tree.blocks(before, device) if finite else tree.single_rows(before, device):
+        q, k, v = query[None, block.rows], key[None, block.rows], value[None, block.rows]
+        if len(block.before):
+            k, v = (torch.cat([x[None, block.before], own], dim=1) for x, own in ((key, k), (value, v)))
+        if finite and scores_of is None:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            found = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=block.visible, scale=attention_mask.scale
+            ).transpose(1, 2)
+        else:
+            make = scores_of or partial(attention_scores, scale=attention_mask.scale)
+            scores = make(q, k).masked_fill(~block.visible, -torch.inf)
+            found = apply_maps(scores.softmax(dim=-1), v)
+        context[block.rows] = found[0].to(context.dtype)
 
 
 def _equal_lengths(offsets: np.ndarray) -> list[tuple[slice, tuple[int, int]]]:

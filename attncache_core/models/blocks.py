@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -14,10 +14,14 @@ from torch import nn
 
 from attncache_core.models import attention
 from attncache_core.models.attention import AttentionMask
+from attncache_core.models.compiled import NotCompiled, compiled_halves, compiled_norm, packed_matrix
 from attncache_core.models.layer import AttentionLayer, Dropped, Embed, FeedForward, LayerHeads, Projection
-from attncache_core.models.linear import ActivatedLinear, Linear, packed_linear
-from attncache_core.models.projections import Projections, head_rows
+from attncache_core.models.linear import ActivatedLinear, Linear, Norm, packed_linear
+from attncache_core.models.projections import LinearWeights, Projections, head_rows
+from attncache_core.native.stack import AttentionHalf, CompiledEmbedding, ForwardHalf
 from attncache_core.runtime.memory import release_mapped_weights
+from attncache_core.text.prefix_tree import PrefixTree
+from attncache_core.text.token_batch import TokenBatch
 
 Input = TypeVar("Input")
 
@@ -37,6 +41,35 @@ class QueryKeyValue(Protocol):
 # Q and K [n, L, h, d], and the slice of the layer's heads that they belong to, in the layer's order -> scores
 # [n, h, L, L] in attention.product_dtype. The caller may overwrite the scores.
 Scores = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+
+
+class AttentionNorms(NamedTuple):
+    """The norms of an attention half."""
+
+    input: nn.Module | Norm | None = None
+    branch: nn.Module | Norm | None = None  # of the half's output, before the residual is added
+    output: nn.Module | Norm | None = None  # of the sum with the residual
+
+
+class WordEmbedding:
+    """The embedding of a model without learned positions: a module, then a norm, if any."""
+
+    def __init__(self, module: nn.Module, norm: Norm | None = None) -> None:
+        self._module, self._norm = module, norm
+
+    def __call__(self, batch: TokenBatch) -> torch.Tensor:
+        """Return the first layer's input, [tokens, hidden]."""
+        words: torch.Tensor = self._module(batch.ids)
+        return words if self._norm is None else self._norm(words)
+
+    def compiled(self) -> CompiledEmbedding:
+        """See compiled.CompiledEmbed. Only for a plain table: some modules scale their rows."""
+        if type(self._module) is not nn.Embedding:
+            raise NotCompiled
+        return CompiledEmbedding(self._module.weight, norm=compiled_norm(self._norm))
+
+    def places(self, batch: TokenBatch) -> None:
+        """See compiled.CompiledEmbed."""
 
 
 class BaseAttentionLayer(ABC):
@@ -75,6 +108,29 @@ class BaseAttentionLayer(ABC):
         layer._output = reordered_output(self._output, heads)
         return layer
 
+    @abstractmethod
+    def _norms(self) -> AttentionNorms:
+        """Return the norms of the attention half."""
+
+    def compiled_attention(self) -> AttentionHalf:
+        """See compiled.CompiledLayer."""
+        if not isinstance(self._projections, Projections):
+            raise NotCompiled
+        bias = getattr(self._scores, "biases", None)
+        if self._scores is not None and bias is None:
+            raise NotCompiled
+        mask, norms = self.attention_mask, self._norms()
+        return self._projections.compiled(
+            output=packed_matrix(self._output),
+            scale=mask.scale,
+            before=mask.before,
+            after=mask.after,
+            input_norm=compiled_norm(norms.input),
+            branch_norm=compiled_norm(norms.branch),
+            output_norm=compiled_norm(norms.output),
+            bias=bias,
+        )
+
     @property
     def scores_are_products(self) -> bool:
         """Whether the scores are scale Q Kᵀ, which the compiled kernel can compute."""
@@ -102,8 +158,16 @@ class BaseAttentionLayer(ABC):
         offsets: np.ndarray,
         heads: slice,
         context: torch.Tensor,
+        tree: PrefixTree | None = None,
     ) -> None:
         """See AttentionLayer."""
+        if tree is not None:
+            for alone in tree.alone:
+                self.attend(query, key, value, alone, heads, context)
+            scores = self._scores
+            scores_of = None if scores is None else lambda q, k: scores(q, k, heads)
+            attention.attend_blocks(query, key, value, tree, self.attention_mask, context, scores_of)
+            return
         if self._scores is None:
             attention.attend(query, key, value, offsets, self.attention_mask, context)
             return
@@ -124,13 +188,19 @@ def reordered_output(output: Linear, heads: LayerHeads) -> Linear:
     if isinstance(output, ActivatedLinear):
         raise NotImplementedError
     columns = head_rows(heads.order, output.inputs // len(heads.order))
-    return packed_linear(output.weight[:, columns], output.bias)
+    return packed_columns(LinearWeights(output.weight, output.bias, output.smoothing), columns)
 
 
 def output_linear(module: nn.Linear, heads: LayerHeads) -> Linear:
     """Pack the output projection of a layer, its columns in the order of the layer's heads."""
-    rows = head_rows(heads.order, module.in_features // len(heads.order))
-    return packed_linear(module.weight.detach()[:, rows], module.bias)
+    columns = head_rows(heads.order, module.in_features // len(heads.order))
+    return packed_columns(LinearWeights.from_module(module), columns)
+
+
+def packed_columns(weights: LinearWeights, columns: torch.Tensor) -> Linear:
+    """Pack a linear layer with its columns, which are its inputs, in another order: int64 [inputs]."""
+    smoothing = None if weights.smoothing is None else weights.smoothing[columns]
+    return packed_linear(weights.weight[:, columns], weights.bias, smoothing)
 
 
 def build_layers(
@@ -160,12 +230,22 @@ def build_layers(
         if isinstance(own, LayerHeads):
             built.append(build(module, number, own, second_half))
         elif built:
-            built[-1].feed_forward = _chain(built[-1].feed_forward, second_half)
+            built[-1].feed_forward = _Chain(built[-1].feed_forward, second_half)
         else:
-            embed = _chain(embed, second_half)
+            embed = _Chain(embed, second_half)
     return embed, built
 
 
-def _chain(first: Callable[[Input], torch.Tensor], second: FeedForward) -> Callable[[Input], torch.Tensor]:
-    """Return the function x -> second(first(x))."""
-    return lambda x: second(first(x))
+class _Chain(Generic[Input]):
+    """The function x -> second(first(x))."""
+
+    def __init__(self, first: Callable[[Input], torch.Tensor], second: FeedForward) -> None:
+        self._first, self._second = first, second
+
+    def __call__(self, x: Input) -> torch.Tensor:
+        """x: of the type that `first` takes -> [tokens, hidden]."""
+        return self._second(self._first(x))
+
+    def compiled_halves(self) -> list[ForwardHalf]:
+        """See compiled.CompiledForward."""
+        return compiled_halves(self._first) + compiled_halves(self._second)

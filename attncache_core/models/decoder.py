@@ -8,6 +8,7 @@ of one feed-forward network. A layer uses the parts that its module has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from attncache_core.heads.language import language_head
 from attncache_core.models import attention
 from attncache_core.models.attention import AttentionMask
 from attncache_core.models.blocks import (
+    AttentionNorms,
     BaseAttentionLayer,
     QueryKeyValue,
     Scores,
+    WordEmbedding,
     build_layers,
     output_linear,
 )
-from attncache_core.models.experts import pack_networks
+from attncache_core.models.compiled import NotCompiled, compiled_norm
+from attncache_core.models.experts import GatedNetwork, pack_networks
 from attncache_core.models.layer import (
     AttentionLayer,
     Dropped,
@@ -37,6 +41,7 @@ from attncache_core.models.layer import (
 )
 from attncache_core.models.projections import LinearWeights, Projections
 from attncache_core.models.rotary import LayerRotary
+from attncache_core.native.stack import ForwardHalf
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -59,6 +64,9 @@ class DecoderLayer(BaseAttentionLayer):
         # output. Otherwise it is the norm before the feed-forward half.
         between = getattr(module, "pre_feedforward_layernorm", None)
         self._output_norm: nn.Module | None = module.post_attention_layernorm if between else None
+
+    def _norms(self) -> AttentionNorms:
+        return AttentionNorms(self._input_norm, self._output_norm)
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """See AttentionLayer."""
@@ -85,12 +93,21 @@ class _FeedForward:
         changed = self._network(self._input_norm(hidden))
         return hidden + (changed if self._output_norm is None else self._output_norm(changed))
 
+    def compiled_halves(self) -> list[ForwardHalf]:
+        """See compiled.CompiledForward."""
+        if not isinstance(self._network, GatedNetwork):
+            raise NotCompiled
+        norms = compiled_norm(self._input_norm), compiled_norm(self._output_norm)
+        return [replace(self._network.compiled(), input_norm=norms[0], branch_norm=norms[1])]
+
 
 def feed_forward(module: nn.Module, config: Any) -> FeedForward:
     """Pack a feed-forward network or a block of experts. Return a function on [tokens, hidden]."""
     # A checkpoint may have both names.
     name = declared(config, "hidden_activation") or config.hidden_act
     network = pack_networks(module, name)
+    if isinstance(network, GatedNetwork):
+        return network
     # The expert blocks of transformers expect a batch axis.
     return lambda x: network(x[None])[0]
 
@@ -133,7 +150,7 @@ def assemble_decoder(
     base = getattr(model, "model", model)
     embed_tokens: nn.Module = base.embed_tokens
     embed, layers = build_layers(
-        lambda batch: embed_tokens(batch.ids),
+        WordEmbedding(embed_tokens),
         base.layers,
         heads,
         lambda module: _FeedForward(module, base.config),
@@ -157,7 +174,7 @@ class _Outputs:
     def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
         if self._score is None:
             return Outputs(self._pool(self._norm(hidden), batch), None)
-        last = self._norm(hidden[torch.from_numpy(batch.offsets[1:] - 1)])
+        last = self._norm(hidden[torch.from_numpy(batch.last_rows)])
         return Outputs(last.float(), self._score(last).float())
 
 

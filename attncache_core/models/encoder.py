@@ -11,15 +11,24 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
 from attncache_core.models.attention import AttentionMask
-from attncache_core.models.blocks import BaseAttentionLayer, Scores, build_layers, output_linear
+from attncache_core.models.blocks import (
+    AttentionNorms,
+    BaseAttentionLayer,
+    Scores,
+    build_layers,
+    output_linear,
+)
+from attncache_core.models.compiled import NotCompiled, compiled_norm, packed_matrix
 from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, Outputs, PackedModel, Pool
 from attncache_core.models.linear import Norm, packed
 from attncache_core.models.projections import LinearWeights, Projections
+from attncache_core.native.stack import CompiledEmbedding, ForwardHalf
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -55,6 +64,9 @@ class EncoderLayer(BaseAttentionLayer):
         self._output = output_linear(parts.output, heads)
         self._norm = Norm(parts.attention_norm)
 
+    def _norms(self) -> AttentionNorms:
+        return AttentionNorms(output=self._norm)
+
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `hidden` itself, since the norms come after attention."""
         return hidden
@@ -68,6 +80,7 @@ class _FeedForward:
     """The second half of a layer: up projection, activation, down projection, residual, norm."""
 
     def __init__(self, parts: EncoderParts, activation: str) -> None:
+        self._activation = activation
         self._up = packed(parts.up, activation, ACT2FN[activation])
         self._down = packed(parts.down)
         self._norm = Norm(parts.norm)
@@ -75,6 +88,17 @@ class _FeedForward:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         return self._norm(self._down(self._up(hidden), hidden))
+
+    def compiled_halves(self) -> list[ForwardHalf]:
+        """See compiled.CompiledForward."""
+        return [
+            ForwardHalf(
+                packed_matrix(self._up),
+                packed_matrix(self._down),
+                self._activation,
+                output_norm=compiled_norm(self._norm),
+            )
+        ]
 
 
 class _Embeddings:
@@ -104,6 +128,18 @@ class _Embeddings:
                 self._added if one_row else torch.embedding(self._added, self._position_rows(batch))
             )
         return self._norm(embedded if self._projection is None else self._projection(embedded))
+
+    def compiled(self) -> CompiledEmbedding:
+        """See compiled.CompiledEmbed."""
+        if self._projection is not None:
+            raise NotCompiled
+        return CompiledEmbedding(self._words, self._added, compiled_norm(self._norm))
+
+    def places(self, batch: TokenBatch) -> np.ndarray | None:
+        """See compiled.CompiledEmbed."""
+        if self._added is None or len(self._added) == 1:
+            return None
+        return self._position_rows(batch).numpy()
 
     def _position_rows(self, batch: TokenBatch) -> torch.Tensor:
         """Return each token's row in the table of positions, int64 [tokens]."""

@@ -5,14 +5,16 @@ A block of experts keeps its own module with its router; only the networks insid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from attncache_core.models.compiled import packed_matrix
 from attncache_core.models.layer import FeedForward
-from attncache_core.models.linear import packed
+from attncache_core.models.linear import Linear, activated_linear, packed, packed_linear
+from attncache_core.native.stack import ForwardHalf
 
 
 def pack_networks(module: Any, activation: str) -> nn.Module:
@@ -21,7 +23,8 @@ def pack_networks(module: Any, activation: str) -> nn.Module:
     The original weights are freed. activation: the name in config.json of the gates' activation.
     """
     if {name for name, _ in module.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return _Network(module.gate_proj, module.up_proj, module.down_proj, activation, module.act_fn)
+        gate = packed(module.gate_proj, activation, module.act_fn)
+        return GatedNetwork(gate, packed(module.up_proj), packed(module.down_proj), activation)
     if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
         return _StackedExperts(module, activation)
     for name, part in list(module.named_children()):
@@ -47,19 +50,23 @@ def run_experts(
     return (outputs * weights[..., None]).sum(dim=1).to(x.dtype)
 
 
-class _Network(nn.Module):
+class GatedNetwork(nn.Module):
     """A packed gated network: down(activation(gate(x)) * up(x))."""
 
-    def __init__(
-        self, gate: Any, up: Any, down: Any, activation: str, function: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, gate: Linear, up: Linear, down: Linear, activation: str) -> None:
+        """gate: fused with its activation. activation: the name of this activation."""
         super().__init__()
-        self._gate, self._up, self._down = packed(gate, activation, function), packed(up), packed(down)
+        self._gate, self._up, self._down, self._activation = gate, up, down, activation
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """[..., hidden] -> [..., hidden]."""
         rows = x.flatten(0, -2)
-        return self._down(self._gate(rows).mul_(self._up(rows))).view_as(x)
+        return self._down(self._gate(rows).mul_(self._up(rows)), residual).view_as(x)
+
+    def compiled(self) -> ForwardHalf:
+        """Describe the network to the compiled stack, without norms. Raises NotCompiled."""
+        up, down, gate = (packed_matrix(part) for part in (self._up, self._down, self._gate))
+        return ForwardHalf(up, down, self._activation, gate)
 
 
 class _StackedExperts(nn.Module):
@@ -73,16 +80,9 @@ class _StackedExperts(nn.Module):
         self._experts = []
         for gate_up, down in zip(module.gate_up_proj, module.down_proj, strict=True):
             gate, up = gate_up.chunk(2)
-            linears = (_linear(gate), _linear(up), _linear(down))
-            self._experts.append(_Network(*linears, activation, module.act_fn))
+            opened = activated_linear(gate, None, None, activation, module.act_fn)
+            self._experts.append(GatedNetwork(opened, packed_linear(up), packed_linear(down), activation))
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `run_experts`."""
         return run_experts(self._experts, x, chosen, weights)
-
-
-def _linear(weight: torch.Tensor) -> nn.Linear:
-    """Return a linear module with this weight [outputs, inputs] and no bias."""
-    module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    module.weight = nn.Parameter(weight, requires_grad=False)
-    return module

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -35,7 +36,10 @@ import torch
 
 from attncache_core.heads.language import LanguageHead
 from attncache_core.models.attention import AttentionMask
+from attncache_core.models.compiled import compiled_stack
+from attncache_core.native.stack import CompiledStack
 from attncache_core.runtime.devices import CPU
+from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -117,10 +121,12 @@ class AttentionLayer(Protocol):
         offsets: np.ndarray,
         heads: slice,
         context: torch.Tensor,
+        tree: PrefixTree | None = None,
     ) -> None:
-        """Compute the maps of packed sequences and write maps @ V to `context`; all tensors [tokens, h, ...].
+        """Compute the maps of packed runs and write maps @ V to `context`; all tensors [tokens, h, ...].
 
-        offsets: int64 [sequences + 1], the first token of each sequence. heads: as in attention_maps.
+        offsets: int64 [runs + 1], the first token of each run. heads: as in attention_maps. tree: which run
+        each run continues; its tokens attend to the tokens of that run too. None: every run is a sequence.
         """
         ...
 
@@ -167,7 +173,13 @@ class PackedModel:
     # Makes the outputs from the last layer's [tokens, hidden], in packed order.
     outputs: Callable[[torch.Tensor, TokenBatch], Outputs]
     device: torch.device = CPU
+    dtype: torch.dtype = torch.float32  # of the weights and of the hidden states
     language_head: LanguageHead | None = None  # if a decoder was loaded with its language head
+
+    @cached_property
+    def stack(self) -> CompiledStack | None:
+        """The compiled stack of the layers; None if the layers run one by one on the plain executor."""
+        return compiled_stack(self.embed, self.layers, self.hidden_size) if self.device == CPU else None
 
     def search_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the input of the feature projector: what the first layer's attention reads."""

@@ -11,7 +11,8 @@ from torch import nn
 
 from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
-from attncache_core.models.quantized import QUANTIZED, QuantizedLinear
+from attncache_core.models.quantized import QUANTIZED, Int8Linear, QuantizedLinear
+from attncache_core.models.smoothing import smoothing_of
 
 # The quantisation of the model that is being built. A context variable and not a parameter of every layer, so
 # that no family can leave a weight unquantised by mistake.
@@ -22,6 +23,7 @@ class Norm:
     """A layer norm without the call overhead of its module, which costs as much as the norm itself."""
 
     def __init__(self, module: nn.LayerNorm) -> None:
+        self.weight, self.bias, self.epsilon = module.weight, module.bias, module.eps
         self._arguments = (list(module.normalized_shape), module.weight, module.bias, module.eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,14 +63,19 @@ def quantizing(quantization: Quantization | None) -> Iterator[None]:
 
 
 def packed_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    smoothing: torch.Tensor | None = None,
+    activation: str | None = None,
 ) -> Linear:
     """Pack a linear layer from its weights, in the quantisation set by `quantizing`.
 
-    activation: one of ACTIVATIONS, or None. Raises UnsupportedModel if this processor cannot compute with the
-    quantisation.
+    smoothing: see Int8Linear; other quantisations ignore it. activation: one of ACTIVATIONS, or None. Raises
+    UnsupportedModel if this processor cannot compute with the quantisation.
     """
     quantization = _quantization.get()
+    if quantization is Quantization.INT8:
+        return Int8Linear(weight, bias, activation, smoothing)
     return (QUANTIZED[quantization] if quantization else PackedLinear)(weight, bias, activation)
 
 
@@ -84,6 +91,21 @@ def packed(
     # A subclass of nn.Linear may compute something else, so only nn.Linear itself is packed.
     if type(module) is not nn.Linear:
         return ActivatedLinear(module, activation)
+    return activated_linear(module.weight, module.bias, smoothing_of(module), name, activation)
+
+
+def activated_linear(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    smoothing: torch.Tensor | None,
+    name: str | None,
+    activation: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> Linear:
+    """Pack a linear layer from its weights and fuse it with its activation if `name` is in ACTIVATIONS.
+
+    smoothing: see packed_linear. activation: the model's own function of that name, called if the activation
+    is not fused.
+    """
     if activation is None or name in ACTIVATIONS:
-        return packed_linear(module.weight, module.bias, name)
-    return ActivatedLinear(packed_linear(module.weight, module.bias), activation)
+        return packed_linear(weight, bias, smoothing, name)
+    return ActivatedLinear(packed_linear(weight, bias, smoothing), activation)

@@ -16,7 +16,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.checkpoints.checkpoint import Checkpoint, Quantization
 from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 from attncache_core.heads.pooling import pool
@@ -27,6 +27,7 @@ from attncache_core.models.layer import (
     PackedModel,
 )
 from attncache_core.models.linear import quantizing
+from attncache_core.models.smoothing import calibration_sequences, smooth
 from attncache_core.runtime.devices import CPU
 
 _LOADERS = {
@@ -71,6 +72,8 @@ def load_model(
     """
     layers, heads = _layers_and_heads(checkpoint)
     model = _read_weights(checkpoint, len(layers), dtype).eval().requires_grad_(False).to(device)
+    if checkpoint.quantization is Quantization.INT8:
+        smooth(model, calibration_sequences(checkpoint))
     attending = layers.count(None)
     orders = zip(head_order or [range(heads)] * attending, reused_heads or [0] * attending, strict=True)
     of_layers = iter([LayerHeads(list(order), reused) for order, reused in orders])
@@ -80,8 +83,10 @@ def load_model(
             [dropped or next(of_layers) for dropped in layers],
             partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens),
         )
+    if device == CPU:
+        return replace(packed, dtype=dtype)
     embed = packed.embed
-    return replace(packed, device=device, embed=lambda batch: embed(batch.on(device)))
+    return replace(packed, dtype=dtype, device=device, embed=lambda batch: embed(batch.on(device)))
 
 
 def with_heads(model: PackedModel, checkpoint: Checkpoint, heads: Sequence[LayerHeads]) -> PackedModel:

@@ -6,6 +6,7 @@ The first layer has no norm before attention, because the embeddings are already
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +16,22 @@ from transformers.activations import ACT2FN
 from attncache_core.checkpoints.checkpoint import Pooling
 from attncache_core.heads.pooling import pool as pooled
 from attncache_core.models.attention import AttentionMask
-from attncache_core.models.blocks import BaseAttentionLayer, QueryKeyValue, build_layers, output_linear
+from attncache_core.models.blocks import (
+    AttentionNorms,
+    BaseAttentionLayer,
+    QueryKeyValue,
+    WordEmbedding,
+    build_layers,
+    output_linear,
+)
+from attncache_core.models.compiled import compiled_norm
 from attncache_core.models.encoder import EncoderOutputs, Head, first_tokens
+from attncache_core.models.experts import GatedNetwork
 from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel, Pool
-from attncache_core.models.linear import Norm, packed
+from attncache_core.models.linear import Norm, activated_linear, packed, packed_linear
 from attncache_core.models.projections import LinearWeights, Projections
 from attncache_core.models.rotary import LayerRotary
+from attncache_core.native.stack import ForwardHalf
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -39,6 +50,9 @@ class ModernBertLayer(BaseAttentionLayer):
         self._input_norm: nn.Module = module.attn_norm
         self._output = output_linear(module.attn.Wo, heads)
 
+    def _norms(self) -> AttentionNorms:
+        return AttentionNorms(self._input_norm)
+
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """See AttentionLayer."""
         return self._input_norm(hidden)
@@ -53,13 +67,17 @@ class _FeedForward:
 
     def __init__(self, module: Any, activation: str) -> None:
         self._norm = Norm(module.mlp_norm)
-        self._up, self._down = packed(module.mlp.Wi), packed(module.mlp.Wo)
-        self._activation = ACT2FN[activation]
+        gate, up = LinearWeights.from_module(module.mlp.Wi).split(2)
+        opened = activated_linear(*gate, activation, ACT2FN[activation])
+        self._network = GatedNetwork(opened, packed_linear(*up), packed(module.mlp.Wo), activation)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        opened, gate = self._up(self._norm(hidden)).chunk(2, dim=1)
-        return self._down(self._activation(opened).mul_(gate), hidden)
+        return self._network(self._norm(hidden), hidden)
+
+    def compiled_halves(self) -> list[ForwardHalf]:
+        """See compiled.CompiledForward."""
+        return [replace(self._network.compiled(), input_norm=compiled_norm(self._norm))]
 
 
 def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
@@ -76,9 +94,8 @@ def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) ->
         projections = Projections(query, key, value, own, transform_query=rotate, transform_key=rotate)
         return ModernBertLayer(module, projections, attention_mask, own, second_half)
 
-    words, embedding_norm = base.embeddings.tok_embeddings, Norm(base.embeddings.norm)
     embed, layers = build_layers(
-        lambda batch: embedding_norm(words(batch.ids)),
+        WordEmbedding(base.embeddings.tok_embeddings, Norm(base.embeddings.norm)),
         base.layers,
         heads,
         lambda module: _FeedForward(module, config.hidden_activation),

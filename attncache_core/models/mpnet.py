@@ -27,7 +27,7 @@ def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> Pack
     biases = base.encoder.relative_attention_bias(buckets).T  # [heads, distances]
 
     def scores(layer: Any, own: LayerHeads) -> Scores:
-        return biased_scores(layer.attention.attn.attention_head_size**-0.5, biases[own.order])
+        return BiasedScores(layer.attention.attn.attention_head_size**-0.5, biases[own.order])
 
     return encoder(
         base,
@@ -41,22 +41,21 @@ def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> Pack
     )
 
 
-def biased_scores(scale: float, biases: torch.Tensor) -> Scores:
-    """Return a function for scores with a bias for each head and distance q - p.
+class BiasedScores:
+    """Scores with a bias for each head and distance q - p."""
 
-    biases: [heads, 2 positions - 1], for the distances from 1 - positions to positions - 1.
-    """
-    positions = (biases.shape[1] + 1) // 2
+    def __init__(self, scale: float, biases: torch.Tensor) -> None:
+        """biases: [heads, 2 positions - 1], for the distances from 1 - positions to positions - 1."""
+        self._scale, self.biases = scale, biases
 
-    def scores(query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
-        length = query.shape[1]
-        near = biases[heads, positions - length : positions + length - 1]  # [h, 2 L - 1]
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
+        """See blocks.Scores."""
+        length, positions = query.shape[1], (self.biases.shape[1] + 1) // 2
+        near = self.biases[heads, positions - length : positions + length - 1]  # [h, 2 L - 1]
         # Window i begins at distance i + 1 - L, so it belongs to token L - 1 - i; flip puts them in order.
         by_token = near.unfold(1, length, 1).flip(1)  # [h, L, L]
-        made = attention_scores(query, key, scale)
+        made = attention_scores(query, key, self._scale)
         return made.add_(by_token.to(made.dtype))
-
-    return scores
 
 
 def _parts(layer: Any) -> EncoderParts:

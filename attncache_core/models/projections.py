@@ -13,13 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
 
+from attncache_core.models.compiled import NotCompiled, compiled_norm, packed_matrix
 from attncache_core.models.layer import LayerHeads, Projection
 from attncache_core.models.linear import ActivatedLinear, Linear, packed_linear
+from attncache_core.models.rotary import RotaryHeads
+from attncache_core.models.smoothing import smoothing_of
+from attncache_core.native.products import PackedMatrix
+from attncache_core.native.stack import AttentionHalf, QueryKeyHeads
 
 
 class LinearWeights(NamedTuple):
@@ -27,20 +32,24 @@ class LinearWeights(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    smoothing: torch.Tensor | None = None  # float32 [inputs], of 8-bit products; see smoothing.py
 
     @classmethod
     def from_module(cls, module: nn.Linear) -> Self:
         """Return all rows of a linear module."""
-        return cls(module.weight.detach(), None if module.bias is None else module.bias.detach())
+        bias = None if module.bias is None else module.bias.detach()
+        return cls(module.weight.detach(), bias, smoothing_of(module))
 
     def split(self, parts: int) -> list[LinearWeights]:
         """Split a fused linear layer into `parts` linear layers of equal size."""
         biases = [None] * parts if self.bias is None else self.bias.chunk(parts)
-        return [LinearWeights(*part) for part in zip(self.weight.chunk(parts), biases, strict=True)]
+        rows = zip(self.weight.chunk(parts), biases, strict=True)
+        return [LinearWeights(*part, self.smoothing) for part in rows]
 
     def select_rows(self, rows: torch.Tensor) -> LinearWeights:
         """Return the rows with these indices (int64 [n]), in the order given."""
-        return LinearWeights(self.weight[rows], None if self.bias is None else self.bias[rows])
+        bias = None if self.bias is None else self.bias[rows]
+        return LinearWeights(self.weight[rows], bias, self.smoothing)
 
     def select_heads(
         self, heads: Sequence[int], head_count: int, dims: torch.Tensor | None = None
@@ -78,7 +87,8 @@ class SharedHeads:
         """used: for each query head, its head of K or V. device: the device of the heads to expand."""
         self.chosen = list(dict.fromkeys(used))  # each head of K or V once
         indices = {head: index for index, head in enumerate(self.chosen)}
-        self._index = torch.tensor([indices[head] for head in used], dtype=torch.int64, device=device)
+        self.used = [indices[head] for head in used]  # for each query head, the index in `chosen`
+        self._index = torch.tensor(self.used, dtype=torch.int64, device=device)
 
     def expand_kv_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Copy K or V [tokens, chosen heads, d] to the query heads: [tokens, query heads, d]."""
@@ -117,6 +127,7 @@ class Projections:
         value_weights = value.select_heads(self._values.chosen, shared)
         self._value_width = len(value_weights.weight)  # of all heads of V together
         head_dim = len(query.weight) // count
+        self._transforms = transform_query, transform_key
         self._computed, self._reused = (
             _QueryKey(chosen, count, shared, head_dim, key.weight.device, transform_query, transform_key)
             for chosen in (heads.computed, heads.order[: heads.reused])
@@ -132,11 +143,38 @@ class Projections:
         assert self._misses is None
         assert list(self._heads.order) == list(range(len(self._heads.order)))
         assert not isinstance(self._always, ActivatedLinear)
-        joined = LinearWeights(self._always.weight, self._always.bias)
+        joined = LinearWeights(self._always.weight, self._always.bias, self._always.smoothing)
         queries = len(self._heads.order) * self._computed.head_dim
         ends = [0, self._value_width, self._value_width + queries, len(joined.weight)]
         value, query, key = (joined.select_rows(torch.arange(*rows)) for rows in pairwise(ends))
         return self._split(query, key, value, heads)
+
+    def compiled(self, *, output: PackedMatrix, **rest: Any) -> AttentionHalf:
+        """Describe an attention half with these projections to the compiled stack. Raises NotCompiled.
+
+        output: the projection of the context. rest: the other fields of AttentionHalf.
+        """
+        width = self._computed.head_dim
+        values = len(self._values.chosen)
+        placed = self._transforms
+        rotary = placed[0].rotary if isinstance(placed[0], RotaryHeads) else None
+        norms = [compiled_norm(own.norm) if isinstance(own, RotaryHeads) else None for own in placed]
+        if rotary is None and any(own is not unchanged for own in placed):
+            raise NotCompiled
+        return AttentionHalf(
+            always=self._computed.compiled(self._always),
+            misses=None if self._misses is None else self._reused.compiled(self._misses),
+            output=output,
+            value_heads=self._values.used,
+            values=values,
+            width=width,
+            value_width=self._value_width // values,
+            query_norm=norms[0],
+            key_norm=norms[1],
+            angles=rotary.tables if rotary else None,
+            half=rotary.half if rotary else 0,
+            **rest,
+        )
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
         """See AttentionLayer."""
@@ -168,6 +206,10 @@ class _QueryKey:
         self._keys = SharedHeads([head // (count // shared) for head in chosen], device)
         self._transform_query, self._transform_key = transform_query, transform_key
 
+    def compiled(self, product: Linear) -> QueryKeyHeads:
+        """Describe the product with the selected weights to the compiled stack. Raises NotCompiled."""
+        return QueryKeyHeads(packed_matrix(product), self._keys.used, len(self._keys.chosen))
+
     def select(self, query: LinearWeights, key: LinearWeights) -> tuple[LinearWeights, LinearWeights]:
         """Return the weights of Q and K of the chosen heads, from the weights of all heads."""
         return (
@@ -186,9 +228,14 @@ class _QueryKey:
 
 
 def joined_linear(parts: Sequence[LinearWeights]) -> Linear:
-    """Pack several linear layers that read the same input into one linear layer."""
-    weight = torch.cat([part.weight for part in parts])
+    """Pack several linear layers that read the same input, with the same smoothing, into one linear layer."""
+    weight, smoothing = torch.cat([part.weight for part in parts]), parts[0].smoothing
+    assert all(_are_equal(part.smoothing, smoothing) for part in parts)
     if all(part.bias is None for part in parts):
-        return packed_linear(weight)
+        return packed_linear(weight, None, smoothing)
     biases = [weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
-    return packed_linear(weight, torch.cat(biases))
+    return packed_linear(weight, torch.cat(biases), smoothing)
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))

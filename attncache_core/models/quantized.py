@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.errors import UnsupportedModel
-from attncache_core.models.prepacked import ACTIVATIONS, fused_linear
-from attncache_core.native import rows
+from attncache_core.models.prepacked import ACTIVATIONS, fused_linear, with_round_rows
+from attncache_core.native import products, rows
+from attncache_core.native.products import MatrixKind, PackedMatrix
 
 # The signed 8-bit levels in use are -127 to 127.
 _LEVELS = 127
@@ -34,6 +35,8 @@ _GROUP = 32
 
 class QuantizedLinear(ABC):
     """A linear layer like PackedLinear, with its weight stored in fewer bits."""
+
+    smoothing: torch.Tensor | None = None  # see Int8Linear
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
@@ -62,20 +65,35 @@ class QuantizedLinear(ABC):
 class Int8Linear(QuantizedLinear):
     """Weights and rows of x rounded to 8 bits, multiplied as integers.
 
+    `packed` holds the weights if the products of native/products.h compute with them; otherwise oneDNN does.
     Raises UnsupportedModel if the processor, or torch on this processor, does not multiply them exactly.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        smoothing: torch.Tensor | None = None,
     ) -> None:
+        """smoothing: float32 [inputs], factors of x before rounding, by which the weight is divided.
+
+        None: x is rounded as it is. weight, bias, activation: see QuantizedLinear.
+        """
         super().__init__(weight, bias, activation)
+        self.smoothing = smoothing
+        library = products.library() if weight.device.type == "cpu" else None
+        self.packed = PackedMatrix(library, MatrixKind.LEVELS, weight, bias, smoothing) if library else None
+        if self.packed:
+            return
         if weight.device.type != "cpu" or not int8_products_are_exact():
             where = "this processor" if weight.device.type == "cpu" else f"the device {weight.device}"
             raise UnsupportedModel(
                 f"8-bit integers are not multiplied exactly by {where}; quantize to int8-weight-only",
                 field="quantize",
             )
-        levels, self._scales = quantize_rows(weight.detach().float())
+        weight = weight.detach().float()
+        levels, self._scales = quantize_rows(weight if smoothing is None else weight / smoothing)
         self._weight = torch.ops.onednn.qlinear_prepack(levels, None)
         self._zeros = torch.zeros(self.outputs, dtype=torch.int32)
         self._offset = None if bias is None else bias.detach().float().contiguous()
@@ -84,10 +102,17 @@ class Int8Linear(QuantizedLinear):
     @property
     def weight(self) -> torch.Tensor:
         """See QuantizedLinear."""
-        return (self._weight.to_dense().T * self._scales[:, None]).to(self._dtype)
+        if self.packed:
+            return self.packed.weight.to(self._dtype)
+        weight = self._weight.to_dense().T * self._scales[:, None]
+        return (weight if self.smoothing is None else weight * self.smoothing).to(self._dtype)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See QuantizedLinear."""
+        if self.packed:
+            return self.packed.multiply(x, self._activation, residual)
+        if self.smoothing is not None:
+            x = x * self.smoothing  # float32, so that x is rounded once
         if self._kernel:
             levels, scales = self._kernel.quantize(x)
             product = _int8_product(levels, self._weight, self._scales, self._zeros)
@@ -202,6 +227,6 @@ def _int8_product(
 ) -> torch.Tensor:
     """Return (x - 128) @ weight.T * scales, float32 [rows, outputs], for x uint8 and a prepacked weight."""
     product: torch.Tensor = torch.ops.onednn.qlinear_pointwise.default(
-        x, 1.0, _ZERO, weight, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        with_round_rows(x), 1.0, _ZERO, weight, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )
-    return product
+    return product[: len(x)]

@@ -10,6 +10,7 @@ instead of halves becomes this layout if the rows of Q and K are permuted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from attncache_core import native
 from attncache_core.errors import UnsupportedModel
-from attncache_core.models.projections import QueryKeyTransform
+from attncache_core.runtime.devices import CPU
 
 # positions int64 [1, L] -> (cos, sin), each [1, L, r]: the second half repeats the first.
 Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -33,12 +34,17 @@ class Rotary:
         self._angles = angles
         self._cos = self._sin = torch.empty(0, 0)
 
+    @property
+    def half(self) -> int:
+        """Half the number of rotary dimensions."""
+        return self.tables(1)[1].shape[1]
+
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate the first r dimensions of each head of x [tokens, h, d]; positions: int64 [tokens].
 
         The compiled kernel works in place, so the caller must not use `x` afterwards.
         """
-        tables = self._tables(int(positions.max()) + 1, x.device)
+        tables = self.tables(int(positions.max()) + 1, x.device)
         kernel = native.kernel()
         if kernel and kernel.supports(x):
             kernel.rotate(x, *tables, positions)
@@ -55,7 +61,7 @@ class Rotary:
             dim=-1,
         )
 
-    def _tables(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def tables(self, length: int, device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, each float32 [positions, r/2] on the device, for `length` positions or more."""
         cos, sin = self._cos, self._sin
         if len(cos) < length:
@@ -65,6 +71,18 @@ class Rotary:
             # Another thread may be reading the tables, so new tables replace the old ones as a whole.
             self._cos, self._sin = cos, sin
         return cos, sin
+
+
+@dataclass(frozen=True)
+class RotaryHeads:
+    """The transform of Q or K: a norm of each head, if any, then the rotation."""
+
+    rotary: Rotary
+    norm: nn.Module | None
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """See projections.QueryKeyTransform."""
+        return self.rotary(x if self.norm is None else self.norm(x), positions)
 
 
 class LayerRotary:
@@ -89,13 +107,13 @@ class LayerRotary:
         self._module = module
         self._rotaries: dict[str, Rotary] = {}
 
-    def transform(self, number: int, norm: nn.Module | None = None) -> QueryKeyTransform:
+    def transform(self, number: int, norm: nn.Module | None = None) -> RotaryHeads:
         """Return the transform of Q or K in layer `number`: `norm` on each head, then the rotation."""
         arguments = (self._types[number],) if self._by_type else ()
-        rotary = self._rotaries.setdefault(
+        own = self._rotaries.setdefault(
             "".join(arguments),
             Rotary(
                 lambda positions: self._module(torch.empty(0, device=positions.device), positions, *arguments)
             ),
         )
-        return rotary if norm is None else lambda x, positions: rotary(norm(x), positions)
+        return RotaryHeads(own, norm)

@@ -7,9 +7,10 @@
 //
 // The tasks run on the threads of PyTorch's OpenMP pool. `set_parallel` receives the pool's entry point.
 
+#define _POSIX_C_SOURCE 200809L
 #include <stdatomic.h>
 #include <stdlib.h>
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -27,9 +28,12 @@ typedef struct {
     const char *const *maps;   // [sequences] given maps, square or packed; null to compute the maps
     char *const *kept;         // [sequences] destinations of computed maps, of `type`; null to discard them
     const int64_t *runs;       // [tasks per head + 1] first sequence of each run; a run shares its maps
+    // [heads, 2 bias_positions - 1], added to the scaled scores at distance q - p + bias_positions - 1; or null
+    const float *bias;
     int32_t run_count, heads, key_width, width;
     int32_t type, map_type;    // number_type of Q, K, V and context, and of given maps
     int32_t before, after;     // how many tokens before and after itself a token attends to
+    int32_t bias_positions;
     int32_t packed;            // whether given maps are lower triangles, row by row
     float scale;
     int32_t threads;
@@ -94,15 +98,32 @@ INLINE size_t map_row(const attention *job, size_t head, size_t row, size_t leng
 #undef PAIRS
 #endif
 
+#ifdef __AVX512BF16__
+static int multiplies_pairs(const attention *job) {
+    return job->type == BFLOAT16 && job->width % 32 == 0 && job->key_width % 32 == 0 &&
+           (!job->maps || job->map_type == BFLOAT16);
+}
+#endif
+
 static void run_task(const attention *job, int run, int head) {
 #ifdef __AVX512BF16__
-    if (job->type == BFLOAT16 && job->width % 32 == 0 && job->key_width % 32 == 0 &&
-        (!job->maps || job->map_type == BFLOAT16)) {
+    if (multiplies_pairs(job)) {
         head_of_pairs(job, run, head);
         return;
     }
 #endif
     head_of_floats(job, run, head);
+}
+
+// One head of the runs from .. to - 1 of a tree; see head_of_tree.
+static void run_tree(const attention *job, const int64_t *starts, int from, int to, int head) {
+#ifdef __AVX512BF16__
+    if (multiplies_pairs(job)) {
+        head_of_tree_of_pairs(job, starts, from, to, head);
+        return;
+    }
+#endif
+    head_of_tree_of_floats(job, starts, from, to, head);
 }
 
 static void work(void *data) {
@@ -144,3 +165,6 @@ void attend(attention *job) {
 
 #include "rotary.h"
 #include "rows.h"
+#include "products.h"
+#include "team.h"
+#include "stack.h"

@@ -25,10 +25,13 @@ import torch
 # of another version are refused, and the default database is built again.
 MAPS_VERSION = 1
 
-_NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_POINTERS = ("offsets", "maps", "kept", "runs")
-_COUNTS = ("run_count", "heads", "key_width", "width", "type", "map_type", "before", "after", "packed")
-_NO_BOUND = 2**31 - 1
+NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_POINTERS = ("offsets", "maps", "kept", "runs", "bias")
+_COUNTS = (
+    *("run_count", "heads", "key_width", "width", "type", "map_type", "before", "after", "bias_positions"),
+    "packed",
+)
+NO_BOUND = 2**31 - 1
 
 
 def _tensor_fields(name: str) -> tuple[tuple[str, type], ...]:
@@ -144,7 +147,7 @@ class AttentionKernel:
         are read once. The other arguments are those of `attend`.
         """
         job = _job(value, offsets, context, before, 0 if packed else after)
-        job.maps, job.map_type, job.packed = maps.ctypes.data, _NUMBER_TYPES[map_dtype], packed
+        job.maps, job.map_type, job.packed = maps.ctypes.data, NUMBER_TYPES[map_dtype], packed
         job.runs, job.run_count = runs.ctypes.data, len(runs) - 1
         self._attend(ctypes.addressof(job))
 
@@ -162,7 +165,7 @@ class AttentionKernel:
         job.x, (job.x_token, job.x_head, _) = x.data_ptr(), x.stride()
         job.cosine, job.sine, job.positions = cosine.data_ptr(), sine.data_ptr(), positions.data_ptr()
         job.tokens, job.heads, _ = x.shape
-        job.half, job.type, job.threads = sine.shape[1], _NUMBER_TYPES[x.dtype], torch.get_num_threads()
+        job.half, job.type, job.threads = sine.shape[1], NUMBER_TYPES[x.dtype], torch.get_num_threads()
         self._rotate(ctypes.addressof(job))
 
 
@@ -176,9 +179,9 @@ def _job(
     job.context, (job.context_token, job.context_head, _) = context.data_ptr(), context.stride()
     job.offsets = offsets.ctypes.data
     _, job.heads, job.width = context.shape
-    job.before = _NO_BOUND if before is None else min(before, _NO_BOUND)
-    job.after = _NO_BOUND if after is None else min(after, _NO_BOUND)
-    job.type, job.threads = _NUMBER_TYPES[value.dtype], torch.get_num_threads()
+    job.before = NO_BOUND if before is None else min(before, NO_BOUND)
+    job.after = NO_BOUND if after is None else min(after, NO_BOUND)
+    job.type, job.threads = NUMBER_TYPES[value.dtype], torch.get_num_threads()
     return job
 
 

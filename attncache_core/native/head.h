@@ -27,12 +27,13 @@ INLINE floats NAME(multiplied)(floats sum, const char *a, words b) {
 }
 
 // out[row][0 : 16 vectors] = a[row][steps] @ b[steps][...] for ROWS rows; `vectors` (1 or 2) is a constant.
-// Rows beyond `rows` repeat the last row, and their results are not used.
+// A tile of more than one row has ROWS rows: rows beyond `rows` repeat the last row, and their results are not
+// used. `most` is the constant 1 or ROWS.
 INLINE void NAME(tile)(const char *a, size_t a_bytes, int rows, const words *b, size_t b_row, int steps,
-                       float *out, size_t out_row, const int vectors) {
+                       float *out, size_t out_row, const int vectors, const int most) {
     floats sum[ROWS][2];
     const char *from[ROWS];
-    for (int r = 0; r < ROWS; r++) {
+    for (int r = 0; r < most; r++) {
         from[r] = a + (size_t)(r < rows ? r : rows - 1) * a_bytes;
         sum[r][0] = sum[r][1] = every(0);
     }
@@ -40,20 +41,26 @@ INLINE void NAME(tile)(const char *a, size_t a_bytes, int rows, const words *b, 
         const words *line = (const words *)((const int32_t *)b + (size_t)step * b_row);
         for (int c = 0; c < vectors; c++) {
             const words right = line[c];
-            for (int r = 0; r < ROWS; r++) sum[r][c] = NAME(multiplied)(sum[r][c], from[r] + 4 * step, right);
+            for (int r = 0; r < most; r++) sum[r][c] = NAME(multiplied)(sum[r][c], from[r] + 4 * step, right);
         }
     }
-    for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < most; r++)
         for (int c = 0; c < vectors; c++) *(floats *)(out + (size_t)r * out_row + c * LANES) = sum[r][c];
+}
+
+INLINE void NAME(product_of)(const char *a, size_t a_bytes, int rows, const int32_t *b, int b_row, int steps,
+                             float *out, int columns, const int most) {
+    int column = 0;
+    for (; column + 2 * LANES <= columns; column += 2 * LANES)
+        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, columns, 2, most);
+    if (column < columns)
+        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, columns, 1, most);
 }
 
 INLINE void NAME(product)(const char *a, size_t a_bytes, int rows, const int32_t *b, int b_row, int steps,
                           float *out, int columns) {
-    int column = 0;
-    for (; column + 2 * LANES <= columns; column += 2 * LANES)
-        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, columns, 2);
-    if (column < columns)
-        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, columns, 1);
+    if (rows == 1) NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, columns, 1);
+    else NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, columns, ROWS);
 }
 
 INLINE void NAME(store_weights)(char *weights, int at, floats weight) {
@@ -126,6 +133,14 @@ typedef struct {
     float share[ROWS];                // factor for each row of the product with V
 } NAME(tile_of_map);
 
+// Add the bias of each distance to a row of scores, divided by the scale that the scores are multiplied by.
+// first: the distance of the first column. count: the number of columns.
+static void NAME(add_bias)(const attention *job, int head, int first, int count, float *scores) {
+    const int distances = 2 * job->bias_positions - 1;
+    const float *bias = job->bias + (size_t)head * distances + job->bias_positions - 1 + first;
+    for (int at = 0; at < count; at++) scores[at] += bias[at] / job->scale;
+}
+
 static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAME(tile_of_map) *tile) {
     const int key_columns = rounded_up(job->key_width, LANES), length = task->length;
     const size_t bytes = number_bytes(job->type);
@@ -140,7 +155,10 @@ static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAM
         const int token = tile->row + r, from = band_start(job, token), to = band_end(job, token, length);
         char *weights = (char *)task->weights + (size_t)r * tile->left_bytes;
         const int start = from - tile->first, stop = to - tile->first;
-        const float *scores = task->scores + r * tile->columns;
+        float *scores = task->scores + r * tile->columns;
+        if (job->bias)
+            NAME(add_bias)(job, task->head, tile->first - token, smaller(tile->columns, length - tile->first),
+                           scores);
         tile->share[r] = 1 / NAME(weigh)(scores, start, stop, tile->columns, job->scale, weights);
         if (job->kept) {
             char *kept = job->kept[task->first_sequence] + map_row(job, task->head, token, length) * bytes;
@@ -170,16 +188,13 @@ static void NAME(read_rows)(const attention *job, const NAME(task) *task, NAME(t
                         (char *)task->weights);
 }
 
-static NAME(task) NAME(task_of)(const attention *job, int run, int head) {
-    const int first = (int)job->runs[run], sequences = (int)job->runs[run + 1] - first;
-    const int length = (int)(job->offsets[first + 1] - job->offsets[first]);
-    const int columns = rounded_up(length, LANES), value_columns = rounded_up(job->width, LANES);
+// Take memory for the layouts of `sequences` sequences of at most `most` tokens.
+static NAME(task) NAME(task_for)(const attention *job, int head, int most, int sequences) {
+    const int columns = rounded_up(most, LANES), value_columns = rounded_up(job->width, LANES);
     const int key_steps = job->key_width / NUMBERS, key_columns = rounded_up(job->key_width, LANES);
-    const size_t value_words = (size_t)rounded_up(length, NUMBERS) / NUMBERS * value_columns;
-    const size_t bytes = number_bytes(job->type);
-    NAME(task) task = {head, first, sequences, length, columns, value_columns, value_words,
-                       job->offsets[first]};
-
+    const size_t value_words = (size_t)rounded_up(most, NUMBERS) / NUMBERS * value_columns;
+    NAME(task) task = {.head = head, .sequences = sequences, .columns = columns,
+                       .value_columns = value_columns, .value_words = value_words};
     // Every part is a whole number of vectors, so every part is aligned to vectors.
     task.result = (float *)scratch_of(4 * ((size_t)ROWS * (value_columns + 2 * columns + key_columns) +
                                            (size_t)key_steps * columns + (size_t)sequences * value_words));
@@ -188,39 +203,74 @@ static NAME(task) NAME(task_of)(const attention *job, int run, int head) {
     task.query = task.weights + ROWS * columns;
     task.value = task.query + ROWS * key_columns;
     task.key = task.value + (size_t)sequences * value_words;
-
-    if (!job->maps)
-        NAME(lay_out_key)(head_of(job->key, task.first_token, head, bytes), (size_t)job->key.token * bytes,
-                          job->type, length, job->key_width, task.key, columns);
-    for (int s = 0; s < sequences; s++)
-        NAME(lay_out_value)(head_of(job->value, task.first_token + s * length, head, bytes),
-                            (size_t)job->value.token * bytes, job->type, length, job->width,
-                            task.value + s * value_words, value_columns);
     return task;
 }
 
-static void NAME(head)(const attention *job, int run, int head) {
-    const NAME(task) task = NAME(task_of)(job, run, head);
+// Lay out K and V of `count` tokens from token `start` of a sequence on. `row` is the row of the first of them.
+static void NAME(lay_out)(const attention *job, NAME(task) *task, int sequence, int start, int count,
+                          int64_t row) {
+    const size_t bytes = number_bytes(job->type);
+    if (!job->maps && !sequence)
+        NAME(lay_out_key)(head_of(job->key, row, task->head, bytes), (size_t)job->key.token * bytes, job->type,
+                          count, job->key_width, task->key + start, task->columns);
+    NAME(lay_out_value)(head_of(job->value, row, task->head, bytes), (size_t)job->value.token * bytes,
+                        job->type, start, count, job->width, task->value + sequence * task->value_words,
+                        task->value_columns);
+}
+
+// Compute the context of the tokens from `start` on of a task's sequences.
+static void NAME(context_from)(const attention *job, const NAME(task) *task, int start) {
     const size_t bytes = number_bytes(job->type), context_bytes = (size_t)job->context.token * bytes;
-    for (int row = 0; row < task.length; row += ROWS) {
-        const int rows = smaller(task.length - row, ROWS), first = band_start(job, row) / LANES * LANES;
-        const int count = band_end(job, row + rows - 1, task.length) - first;
+    for (int row = start; row < task->length; row += ROWS) {
+        const int rows = smaller(task->length - row, ROWS), first = band_start(job, row) / LANES * LANES;
+        const int count = band_end(job, row + rows - 1, task->length) - first;
         NAME(tile_of_map) tile = {row, rows, first, rounded_up(count, LANES),
                                   rounded_up(count, NUMBERS) / NUMBERS};
-        if (job->maps) NAME(read_rows)(job, &task, &tile);
-        else NAME(compute_rows)(job, &task, &tile);
-        for (int s = 0; s < task.sequences; s++) {
+        if (job->maps) NAME(read_rows)(job, task, &tile);
+        else NAME(compute_rows)(job, task, &tile);
+        for (int s = 0; s < task->sequences; s++) {
             const int32_t *value =
-                task.value + s * task.value_words + (size_t)first / NUMBERS * task.value_columns;
-            NAME(product)(tile.left, tile.left_bytes, rows, value, task.value_columns, tile.steps,
-                          task.result, task.value_columns);
-            char *to = head_of(job->context, task.first_token + s * task.length + row, head, bytes);
+                task->value + s * task->value_words + (size_t)first / NUMBERS * task->value_columns;
+            NAME(product)(tile.left, tile.left_bytes, rows, value, task->value_columns, tile.steps,
+                          task->result, task->value_columns);
+            char *to = head_of(job->context, task->first_token + s * task->length + row, task->head, bytes);
             for (int r = 0; r < rows; r++, to += context_bytes)
                 for (int at = 0; at < job->width; at += LANES)
                     store_some(to + at * bytes, job->type,
-                               *(floats *)(task.result + r * task.value_columns + at) * tile.share[r],
+                               *(floats *)(task->result + r * task->value_columns + at) * tile.share[r],
                                job->width - at);
         }
+    }
+}
+
+static void NAME(head)(const attention *job, int run, int head) {
+    const int first = (int)job->runs[run], sequences = (int)job->runs[run + 1] - first;
+    const int length = (int)(job->offsets[first + 1] - job->offsets[first]);
+    NAME(task) task = NAME(task_for)(job, head, length, sequences);
+    task.first_sequence = first;
+    task.length = length;
+    task.first_token = job->offsets[first];
+    for (int s = 0; s < sequences; s++)
+        NAME(lay_out)(job, &task, s, 0, length, task.first_token + s * length);
+    NAME(context_from)(job, &task, 0);
+}
+
+// One head of the runs from .. to - 1, in which every run continues its parent or is a root. The order is
+// depth first, so when a run is reached, the layouts hold its ancestors in front of it: their tokens keep their
+// places, and a run takes the places of the last run that began at its position.
+static void NAME(head_of_tree)(const attention *job, const int64_t *starts, int from, int to, int head) {
+    int64_t most = 0;
+    for (int run = from; run < to; run++) {
+        const int64_t end = starts[run] + job->offsets[run + 1] - job->offsets[run];
+        if (end > most) most = end;
+    }
+    NAME(task) task = NAME(task_for)(job, head, (int)most + LANES, 1);
+    for (int run = from; run < to; run++) {
+        const int start = (int)starts[run], count = (int)(job->offsets[run + 1] - job->offsets[run]);
+        NAME(lay_out)(job, &task, 0, start, count, job->offsets[run]);
+        task.length = start + count;
+        task.first_token = job->offsets[run] - start;
+        NAME(context_from)(job, &task, start);
     }
 }
 

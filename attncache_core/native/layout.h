@@ -22,7 +22,8 @@ static void NAME(copy_rows)(const char *from, size_t from_bytes, number_type typ
     }
 }
 
-// Copy K [length, width] to [steps, columns]: for each step, the words of all tokens.
+// Copy K [length, width] to [steps, columns]: for each step, the words of all tokens. Up to LANES - 1 columns
+// behind the last token are overwritten.
 static void NAME(lay_out_key)(const char *from, size_t from_bytes, number_type type, int length, int width,
                               int32_t *to, int columns) {
     const int steps = width / NUMBERS;
@@ -44,16 +45,27 @@ static void NAME(lay_out_key)(const char *from, size_t from_bytes, number_type t
             }
             transpose(block);
             for (int i = 0; i < LANES && step + i < steps; i++)
-                *(words *)(to + (size_t)(step + i) * columns + token) = block[i];
+                *(words_unaligned *)(to + (size_t)(step + i) * columns + token) = block[i];
         }
 }
 
-// Copy V [length, width] to [steps, columns]. With PAIRS, a word holds an element of two adjacent tokens; a
-// last token without a partner is paired with 0.
-static void NAME(lay_out_value)(const char *from, size_t from_bytes, number_type type, int length, int width,
-                                int32_t *to, int columns) {
+// Copy V [length, width] of the tokens from `start` on to [steps, columns]. With PAIRS, a word holds an element
+// of two adjacent tokens; a last token without a partner is paired with 0, and a first token that is the second
+// of its pair joins the token that is there.
+static void NAME(lay_out_value)(const char *from, size_t from_bytes, number_type type, int start, int length,
+                                int width, int32_t *to, int columns) {
+    to += (size_t)(start / NUMBERS) * columns;
 #if PAIRS
     (void)type;
+    if (start % 2) {
+        for (int at = 0; at < width; at += LANES) {
+            const words own = __builtin_convertvector(*(const halves_unaligned *)(from + 2 * at), words) << 16;
+            *(words *)(to + at) = (*(words *)(to + at) & 0xffff) | own;
+        }
+        length--;
+        from += from_bytes;
+        to += columns;
+    }
     for (int token = 0; token < length; token += 2, to += columns) {
         const char *first = from + (size_t)token * from_bytes, *second = first + from_bytes;
         for (int at = 0; at < width; at += LANES) {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import faiss
@@ -34,6 +36,17 @@ def limit_threads(threads: int | None = None) -> int:
     ThreadpoolController().select(internal_api="openblas").limit(limits=1)
     limit_faiss(count)
     return count
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch's operators in the `with` block use only the calling thread."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 def limit_faiss(count: int) -> None:

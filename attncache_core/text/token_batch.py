@@ -3,9 +3,8 @@
 Sequences of the same length (and with the same reuse decision) are neighbours in a batch. A Group of such
 sequences is a slice of the packed tokens, and becomes [sequences, length, ...] without a copy.
 
-A batch can be *filled*: a few filler tokens, which belong to no sequence, follow the last sequence, so that
-the number of tokens is a round number. oneDNN builds one kernel per number of rows, and building a kernel
-takes as long as the matrix product itself, so the number of different sizes must be small.
+The sequences of a causal model can also be packed as a tree of runs (prefix_tree.py), in which a prefix that
+several sequences share is packed once. In a batch without a tree, every sequence is a run of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +17,12 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from attncache_core.text.prefix_tree import PrefixTree, shared_prefixes
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbouring sequences of the same length in a packed batch."""
+    """Neighbouring sequences of the same length in a packed batch without a tree."""
 
     first: int  # index of the first sequence, in packed order
     count: int  # number of sequences
@@ -41,52 +42,68 @@ class Group:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Token sequences in packed order, followed by filler tokens if the batch is filled."""
+    """Runs of tokens in packed order. Without a tree, run i is packed sequence i."""
 
-    ids: torch.Tensor  # int64 [tokens], token ids; the id of a filler is 0
-    lengths: np.ndarray  # int64 [sequences], tokens of each sequence, in packed order
+    ids: torch.Tensor  # int64 [tokens], token ids
+    lengths: np.ndarray  # int64 [runs], tokens of each run, in packed order
     order: np.ndarray  # int64 [sequences]: order[i] is the caller's index of packed sequence i
     # int64 [sequences], number of prompt tokens at the front of each sequence; None: the number of tokens of
     # the model's default prompt
     prompt_tokens: np.ndarray | None = None
+    tree: PrefixTree | None = None  # which run each run continues; None: every sequence is a run of its own
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Index of the first token of each packed sequence and of the fillers, int64 [sequences + 1]."""
+        """Index of the first token of each run, and their end, int64 [runs + 1]."""
         return np.concatenate(([0], np.cumsum(self.lengths)))
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Position of each token in its own sequence, int64 [tokens]; 0 for fillers."""
-        positions = np.zeros(len(self.ids), dtype=np.int64)
-        end = self.offsets[-1]
-        positions[:end] = np.arange(end) - np.repeat(self.offsets[:-1], self.lengths)
+        """Position of each token in its own sequence, int64 [tokens]."""
+        starts = 0 if self.tree is None else self.tree.starts
+        positions = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1] - starts, self.lengths)
         return torch.from_numpy(positions).to(self.ids.device)
 
-    def context_like(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor like `value` (V [tokens, h, d_v]) to write maps @ V to.
+    @property
+    def last_rows(self) -> np.ndarray:
+        """Index of the last token of each packed sequence, int64 [sequences]."""
+        last: np.ndarray = self.offsets[1:] - 1
+        return last if self.tree is None else last[self.tree.ends]
 
-        The rows of fillers are zero; all other rows are uninitialised.
+    def rows(self, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the index of the token at positions[i] of the caller's sequence sequences[i], int64 [n]."""
+        packed = np.empty_like(self.order)
+        packed[self.order] = np.arange(len(self.order))
+        if self.tree is not None:
+            return self.tree.rows(packed[sequences], positions)
+        found: np.ndarray = self.offsets[packed[sequences]] + positions
+        return found
+
+    def apart(self, packed: torch.Tensor) -> tuple[TokenBatch, torch.Tensor]:
+        """Return a batch of the same sequences without a tree, and `packed` [tokens, ...] in its order.
+
+        Without a tree, nothing changes.
         """
-        context = torch.empty_like(value)
-        context[self.offsets[-1] :] = 0
-        return context
+        if self.tree is None:
+            return self, packed
+        lengths = self.tree.lengths
+        sequences = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(len(sequences)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        index = torch.from_numpy(self.tree.rows(sequences, positions)).to(self.ids.device)
+        return TokenBatch(self.ids[index], lengths, self.order, self.prompt_tokens), packed[index]
 
     def on(self, device: torch.device) -> TokenBatch:
         """Return the batch with its tensors on `device`."""
         return self if self.ids.device == device else replace(self, ids=self.ids.to(device))
 
-    def filled(self) -> TokenBatch:
-        """Return the batch with fillers at its end, which make the number of tokens a round number."""
-        tokens = len(self.ids)
-        fillers = self.ids.new_zeros(rounded_up(tokens) - tokens)
-        return replace(self, ids=torch.cat([self.ids, fillers])) if len(fillers) else self
-
     def groups(self, first: int = 0, end: int | None = None) -> list[Group]:
-        """Return a Group for each run of equal lengths in the packed sequences [first, end)."""
+        """Return a Group for each stretch of equal lengths in the packed sequences [first, end).
+
+        Only for batches without a tree.
+        """
         groups = []
-        for length, run in groupby(self.lengths[first:end].tolist()):
-            count = len(list(run))
+        for length, neighbours in groupby(self.lengths[first:end].tolist()):
+            count = len(list(neighbours))
             groups.append(Group(first, count, int(self.offsets[first]), length))
             first += count
         return groups
@@ -95,7 +112,7 @@ class TokenBatch:
         """Return the batch with packed sequence `permutation[i]` at index i, and the token index of the move.
 
         The token index is int64 [tokens]: `hidden[index]` reorders the activations of this batch in the
-        same way. Fillers stay at the end.
+        same way. Only for batches without a tree.
         """
         lengths = self.lengths[permutation]
         starts = np.concatenate(([0], np.cumsum(lengths)))
@@ -127,14 +144,17 @@ def pack(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None
     return TokenBatch(torch.from_numpy(ids), lengths[order], order, own)
 
 
-def rounded_up(tokens: int) -> int:
-    """Return the next round number of tokens.
+def pack_shared(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None = None) -> TokenBatch:
+    """Pack token sequences as a tree, for a causal model; without a tree if sharing saves too little.
 
-    Round numbers are the multiples of 8 up to 512, and 32 equally spaced numbers between each larger power of
-    two and the next one.
+    Arguments and errors as for `pack`.
     """
-    step = 1 << max(3, tokens.bit_length() - 6)
-    return -(-tokens // step) * step
+    found = shared_prefixes(sequences) if all(map(len, sequences)) and sequences else None
+    if found is None:
+        return pack(sequences, prompt_tokens)
+    own = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[found.order]
+    lengths = np.diff(found.tree.offsets)
+    return TokenBatch(torch.from_numpy(found.ids), lengths, found.order, own, found.tree)
 
 
 def by_sequence(packed: torch.Tensor, group: Group) -> torch.Tensor:

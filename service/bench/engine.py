@@ -97,7 +97,7 @@ def _takes(peer: str, batch: dict[str, list[object]]) -> bool:
     """
     if peer == "sentence-transformers":
         return "texts" in batch
-    return "tokens" in batch or peer in ("attncache bf16", "attncache fp32")
+    return "tokens" in batch or peer in ("attncache bf16", "attncache fp32", "attncache int8")
 
 
 def _medians(

@@ -14,7 +14,16 @@ from rich.table import Table
 
 from attncache_core.runtime.processor import processor_name
 
-_PACKAGES = ("torch", "transformers", "faiss-cpu", "onnxruntime", "openvino", "sentence-transformers")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "faiss-cpu",
+    "onnxruntime",
+    "openvino",
+    "nncf",
+    "ctranslate2",
+    "sentence-transformers",
+)
 
 
 def machine(threads: int) -> dict[str, str | int]:

@@ -114,6 +114,9 @@ def main() -> None:
         kind = task["variant"].pop("quantization")
         checkpoint = find_variant(**task["variant"], quantization=kind and Quantization(kind))
         peer = PEERS[task["peer"]](checkpoint, task["threads"], shapes)
+    except ModuleNotFoundError as error:
+        say({"absent": f"{error}; install it with: pip install 'attncache[bench]'"})
+        return
     except Exception as error:  # a library may raise anything, and the other peers are still measured
         say({"absent": f"{type(error).__name__}: {error}"[:300]})
         return

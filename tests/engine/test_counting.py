@@ -54,12 +54,12 @@ class Counted:
         self.reused_inputs.append(x.clone())
         return query, key
 
-    def attend(self, query, key, value, offsets, heads, context):
+    def attend(self, query, key, value, offsets, heads, context, tree=None):
         tokens = int(offsets[-1] - offsets[0])
         assert query.shape[:2] == key.shape[:2] == value.shape[:2] == context.shape[:2]
         assert len(query) >= tokens
         self.attended.append((tokens, query.shape[1]))
-        self.layer.attend(query, key, value, offsets, heads, context)
+        self.layer.attend(query, key, value, offsets, heads, context, tree)
 
     @property
     def attended_tokens_times_heads(self):

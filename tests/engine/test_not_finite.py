@@ -332,6 +332,23 @@ def test_damage_is_reported_per_sequence_of_a_text(llama, tmp_path):
     assert result.finite.tolist() == [True, False]
 
 
+def test_damage_of_a_label_does_not_reach_the_labels_computed_beside_it(llama, tmp_path):
+    """All labels are one tree, and the tokens of different labels are computed together."""
+    labels = ["bank account lost", "zebra", "bank lost zebra", "bank lost money"]
+    account = scoring(llama, labels).label_tokens.tokens[0][1]
+    engine = scoring(damage_weights(copied(llama, tmp_path), account), labels)
+    prompt = engine.label_tokens.prompt
+    sequences = engine.tokenize(["money", "my account"], prompt=prompt)
+    requests = engine.requests(sequences, prompt, engine.label_tokens, reuse=False)
+    shared = engine.run(requests)
+    engine.share_prefixes = False
+    alone = engine.run(requests)
+    assert shared.tokens < alone.tokens
+    assert shared.finite.tolist() == [account not in ids for ids in sequences] == alone.finite.tolist()
+    own = shared.finite
+    np.testing.assert_allclose(shared.outputs[own], alone.outputs[own], atol=1e-4)
+
+
 def test_damaged_language_head_is_reported_for_every_sequence(llama, tmp_path):
     """The outputs are finite, but the log-probabilities are not, because of the sum over the vocabulary."""
     damage_weights(copied(llama, tmp_path), 417, names=("lm_head.weight",))

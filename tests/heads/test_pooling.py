@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attncache_core.checkpoints.checkpoint import Pooling
 from attncache_core.heads.pooling import pool
-from attncache_core.text.token_batch import pack
+from attncache_core.text.token_batch import pack, pack_shared
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
@@ -46,6 +46,26 @@ def test_pooling_of_packed_sequences_is_that_of_each_alone(mode, skipped, length
     alone = torch.split(hidden.double(), batch.lengths.tolist())
     expected = np.stack([pooled_plainly(vectors.numpy(), mode, skipped) for vectors in alone])
     np.testing.assert_allclose(found, expected, atol=FLOAT32)
+
+
+@pytest.mark.parametrize("skipped", [0, 3], ids=["whole", "without-prompt"])
+@pytest.mark.parametrize("mode", MODES)
+def test_sequences_that_share_prefixes_are_pooled_over_all_their_tokens(mode, skipped):
+    sequences = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 3, 4, 7, 8, 9], [1, 2, 3, 9, 9], [8, 7, 6, 5]]
+    own = [skipped, 1, skipped, 2, skipped]  # prompt tokens of each sequence
+    batch = pack_shared(sequences, prompt_tokens=own)
+    assert len(batch.ids) < sum(map(len, sequences))
+    hidden = torch.randn(len(batch.ids), 5, generator=torch.Generator().manual_seed(0))
+    found = pool(hidden, batch, Pooling((mode,), include_prompt=skipped == 0))
+    expected = [
+        pooled_plainly(
+            hidden[batch.rows(np.full(len(ids), index), np.arange(len(ids)))].double().numpy(),
+            mode,
+            own[index] if skipped else 0,
+        )
+        for index, ids in enumerate(sequences)
+    ]
+    np.testing.assert_allclose(batch.in_callers_order(found.numpy()), np.stack(expected), atol=FLOAT32)
 
 
 def test_several_modes_are_joined_in_their_order():

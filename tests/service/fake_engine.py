@@ -124,6 +124,7 @@ class FakeEngine:
         self.strangeness = strangeness
         self.map_reuse: FakeMapReuse | None = FakeMapReuse(policy or policy_of(), folder)
         self.failure = failure
+        self.sharing = False  # whether prefixes are shared, which changes only the number of tokens
         self.before_failing: Callable[[], None] = lambda: None
         self.batches: list[list[str]] = []
         self.verified: list[list[str]] = []  # the batches that were computed without reuse
@@ -140,6 +141,9 @@ class FakeEngine:
 
     def may_reuse(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
         return labels is None and prompt == self.default_prompt
+
+    def shares_prefixes(self, reuse: bool) -> bool:  # noqa: ARG002
+        return self.sharing
 
     def tokenize(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncache_core import InputTooLong, NotFinite, Outcome, PrefillRequest, PrefillResult
@@ -106,6 +106,75 @@ async def test_oldest_goes_first_and_the_batch_is_filled() -> None:
         engine.may_run.set()
         await asyncio.gather(*pending)
     assert engine.batches[1:] == [["aaaa", "bbbb"], ["cccc", "dd"], ["e" * 20], ["ff"]]
+
+
+LABELLED = Prompt(Template(), tuple(SequencePlan(0, continuation=(ord(end),)) for end in "xyz"))
+
+
+class LabelledEngine(FakeEngine):
+    """A fake engine that makes a sequence of each text and each label."""
+
+    def tokenize(self, texts: list[str], truncate: bool, prompt: Prompt, *more: Any) -> list[list[int]]:
+        ends = ["".join(map(chr, plan.continuation)) for plan in prompt.sequence_plans]
+        return super().tokenize([text + end for text in texts for end in ends], truncate, prompt, *more)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "tokens", "sequences", "expected"),
+    [
+        (False, 22, 100, [["aaaaax", "aaaaay", "aaaaaz"], ["bbbbbx", "bbbbby", "bbbbbz"]]),
+        (True, 16, 100, [["aaaaax", "aaaaay", "aaaaaz", "bbbbbx", "bbbbby", "bbbbbz"]]),
+        (True, 15, 100, [["aaaaax", "aaaaay", "aaaaaz", "bbbbbx", "bbbbby"], ["bbbbbz"]]),
+        (True, 7, 100, [["aaaaax", "aaaaay"], ["aaaaaz"], ["bbbbbx", "bbbbby"], ["bbbbbz"]]),
+        (True, 1, 100, [["aaaaax"], ["aaaaay"], ["aaaaaz"], ["bbbbbx"], ["bbbbby"], ["bbbbbz"]]),
+        (True, 100, 1, [["aaaaax", "aaaaay", "aaaaaz"], ["bbbbbx", "bbbbby", "bbbbbz"]]),
+    ],
+)
+async def test_tokens_that_sequences_share_count_once_and_sequences_of_one_text_as_one_text(
+    sharing: bool, tokens: int, sequences: int, expected: list[list[str]]
+) -> None:
+    engine = LabelledEngine()
+    engine.sharing = sharing
+    async with batching(engine, tokens, sequences) as batcher:
+        await batcher.submit(["aaaaa", "bbbbb"], truncate=True, reuse=True, prompt=LABELLED)
+        assert batcher._queue._waiting_tokens == 0
+    assert engine.batches == expected
+
+
+@settings(max_examples=30)
+@given(
+    requests=requests_of_texts, tokens=st.integers(1, 60), sequences=st.integers(1, 4), sharing=st.booleans()
+)
+def test_every_text_gets_the_results_of_all_its_labels_however_batches_are_cut(
+    requests: list[list[str]], tokens: int, sequences: int, sharing: bool
+) -> None:
+    async def scenario() -> None:
+        engine = LabelledEngine()
+        engine.sharing = sharing
+        async with batching(engine, tokens, sequences) as batcher:
+            await hold(engine, batcher)
+            pending = [
+                batcher.submit(texts, truncate=True, reuse=True, prompt=LABELLED) for texts in requests
+            ]
+            await queued(batcher, len(requests))
+            engine.may_run.set()
+            for texts, result in zip(requests, await asyncio.gather(*pending), strict=True):
+                assert_result_of([text + end for text in texts for end in "xyz"], result)
+            assert batcher._queue._waiting_tokens == 0
+        for batch in engine.batches[1:]:
+            prefixes = {text[: end + 1] for text in batch for end in range(len(text))}
+            computed = len(prefixes) if sharing else sum(map(len, batch))
+            assert computed <= tokens or len(batch) == 1
+
+    asyncio.run(scenario())
+
+
+async def test_request_whose_prefixes_are_shared_reuses_nothing() -> None:
+    engine = FakeEngine(stored={"aa"})
+    async with batching(engine) as batcher:
+        assert (await submit(batcher, ["aa"])).outcomes == (Outcome.HIT,)
+        engine.sharing = True
+        assert (await submit(batcher, ["aa"])).outcomes == (Outcome.NOT_SEARCHED,)
 
 
 async def test_requests_of_one_batch_choose_reuse_separately() -> None:

@@ -100,6 +100,44 @@ def test_labels_of_several_tokens_have_their_summed_log_probability(engine, orac
     np.testing.assert_allclose(summed(engine, texts, SEVERAL), oracle.scores(texts, SEVERAL), atol=SUMMED)
 
 
+INTENTS = [
+    f"{first} {second} account{end}"
+    for first in ("lost", "my", "zebra")
+    for second in PLAIN_WORDS[:13]
+    for end in ("", " transfer")
+][:77]
+
+
+def distinct_prefixes(sequences):
+    return len({tuple(ids[:end]) for ids in sequences for end in range(1, len(ids) + 1)})
+
+
+def test_labels_of_several_tokens_compute_each_distinct_prefix_once(engine):
+    """The shape of banking77: 77 labels of several tokens, several texts in a batch."""
+    label_tokens = engine.labels_in(None, INTENTS)
+    prompt, texts = label_tokens.prompt, some_texts(3)
+    sequences = engine.tokenize(texts, prompt=prompt)
+    assert len(sequences) > 30 * len(texts)
+    whole = sum(map(len, sequences))
+    of_texts = len(sequences) // len(texts)
+    of_each = [distinct_prefixes(sequences[at : at + of_texts]) for at in range(0, len(sequences), of_texts)]
+    results = []
+    for share in (True, False):
+        engine.share_prefixes = share
+        results.append(engine.run(engine.requests(sequences, prompt, label_tokens)))
+    engine.share_prefixes = True
+    shared, alone = results
+    # Texts share the beginning of the template only if this saves enough.
+    assert distinct_prefixes(sequences) <= shared.tokens <= sum(of_each) < whole / 3
+    assert alone.tokens == whole
+    for at, expected in zip(range(0, len(sequences), of_texts), of_each, strict=True):
+        own = slice(at, at + of_texts)
+        assert engine.run(engine.requests(sequences[own], prompt, label_tokens)).tokens == expected
+    np.testing.assert_allclose(shared.outputs, alone.outputs, atol=SUMMED)
+    for own, expected in zip(shared.log_probabilities, alone.log_probabilities, strict=True):
+        np.testing.assert_allclose(own, expected, atol=SUMMED)
+
+
 def test_labels_of_one_token_differ_as_their_log_probabilities_do(engine, oracle):
     texts = some_texts()
     logits, expected = summed(engine, texts, SINGLE), oracle.scores(texts, SINGLE)
@@ -363,6 +401,31 @@ def test_self_hits_score_as_the_full_model_does(folder, tmp_path):
     reused, computed = (summed(engine, texts[:3], SEVERAL, reuse=reuse) for reuse in (True, False))
     np.testing.assert_allclose(computed, summed(plain, texts[:3], SEVERAL), atol=SUMMED)
     assert np.isfinite(reused).all()
+
+
+def test_sequences_that_reuse_and_sequences_that_share_prefixes_keep_their_order(folder, tmp_path):
+    plain = load(folder, SINGLE)
+    texts = some_texts(24)
+    options = BuildOptions(heads="all", threshold=0.0, prototypes=0, training_steps=3)
+    build_database(plain, [CorpusSentence(text, text) for text in texts], tmp_path / "a.db", options)
+    database = AttentionDatabase.open(tmp_path / "a.db")
+    engine = PrefillEngine.load(plain.checkpoint, database=database, dtype="float32")
+    several = engine.labels_in(None, SEVERAL).prompt
+    # Sequences with targets, which share prefixes, between sequences without targets, which may reuse maps.
+    sequences = engine.tokenize(texts[:4], prompt=several)
+    reuse = [index % 3 == 1 for index in range(len(sequences))]
+    plans = [None if own else several.sequence_plan(index) for index, own in enumerate(reuse)]
+    found = prefill(engine, sequences, reuse=reuse, plans=plans)
+    assert any(outcome.is_hit for outcome in found.outcomes)
+    assert found.tokens < sum(map(len, sequences))
+    for index, (ids, own, plan) in enumerate(zip(sequences, reuse, plans, strict=True)):
+        alone = prefill(engine, [ids], reuse=own, plans=[plan])
+        assert (found.outcomes[index],) == alone.outcomes
+        assert found.finite[index]
+        np.testing.assert_allclose(found.similarities[index], alone.similarities[0], atol=FLOAT32)
+        np.testing.assert_allclose(found.outputs[index], alone.outputs[0], atol=SUMMED)
+        expected = alone.log_probabilities[0] if plan and plan.targets else []
+        np.testing.assert_allclose(found.log_probabilities[index], expected, atol=SUMMED)
 
 
 def test_a_result_has_log_probabilities_where_a_sequence_plan_has_targets(engine):

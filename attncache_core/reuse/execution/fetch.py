@@ -24,13 +24,12 @@ import numpy as np
 import torch
 
 from attncache_core import native
-from attncache_core.models import AttentionLayer
 from attncache_core.models.attention import apply_maps
-from attncache_core.reuse.execution.given_maps import attend_computed
+from attncache_core.native.stack import NO_RECORDS, GivenRecords
+from attncache_core.reuse.execution.given_maps import GivenMaps
 from attncache_core.reuse.execution.mapped import map_side_by_side
 from attncache_core.reuse.storage.layout import MapForm
 from attncache_core.reuse.storage.segment import Segment
-from attncache_core.text.token_batch import TokenBatch
 
 # Starting a product costs about 15 µs, so without the kernel, maps of fewer tokens than this are gathered.
 _VIEWS_FROM = 96
@@ -61,7 +60,7 @@ class RecordGroup(NamedTuple):
         return len(self.records) * self.segment.length
 
 
-class HitRecords:
+class HitRecords(GivenMaps):
     """The maps that the records of hits give to a batch; see GivenMaps. The hits come first in the batch.
 
     A context manager: records that are mapped side by side for the batch are unmapped at the end.
@@ -115,19 +114,19 @@ class HitRecords:
                 self._addresses[hits] = mapped.data_ptr() + step * np.arange(len(records))
             first += len(records)
 
-    def attend(
-        self,
-        number: int,
-        layer: AttentionLayer,
-        batch: TokenBatch,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: torch.Tensor,
-    ) -> None:
-        """See GivenMaps.attend. All maps of computed heads are computed."""
-        del number
-        attend_computed(layer, batch, query, key, value, context)
+    def records(self) -> GivenRecords | None:
+        """See GivenMaps.records. Only records that the kernel reads can be used."""
+        if not self._groups:
+            return NO_RECORDS
+        if self._kernel is None:
+            return None
+        layout = self._layout
+        return GivenRecords(
+            self._addresses,
+            layout.dtype,
+            layout.form is MapForm.PACKED,
+            [layout.heads_before(layer) for layer in range(len(layout.stored_heads))],
+        )
 
     def apply(self, number: int, value: torch.Tensor, context: torch.Tensor) -> None:
         """Write maps @ V of the reused heads of layer `number` to the rows of the hits in `context`.

@@ -1,0 +1,132 @@
+"""Describe a model's layers to the compiled stack (native/stack.h).
+
+A layer describes its two halves as data. A layer with a part that the stack does not have (experts, latent
+attention, DeBERTa's scores, capped scores) describes nothing, and the model then runs on the plain executor,
+layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+
+from attncache_core.models.linear import Linear, Norm
+from attncache_core.native import products
+from attncache_core.native.products import PackedMatrix
+from attncache_core.native.stack import (
+    AttentionHalf,
+    CompiledEmbedding,
+    CompiledNorm,
+    CompiledStack,
+    ForwardHalf,
+)
+from attncache_core.text.token_batch import TokenBatch
+
+
+class NotCompiled(Exception):
+    """A part of a layer that the compiled stack does not have."""
+
+
+@runtime_checkable
+class CompiledForward(Protocol):
+    """A feed-forward half that the compiled stack can run."""
+
+    def compiled_halves(self) -> list[ForwardHalf]:
+        """Return the halves, usually one. Raises NotCompiled."""
+        ...
+
+
+@runtime_checkable
+class CompiledLayer(Protocol):
+    """A layer whose attention half the compiled stack can run."""
+
+    feed_forward: Callable[[torch.Tensor], torch.Tensor]
+
+    def compiled_attention(self) -> AttentionHalf:
+        """Return the attention half. Raises NotCompiled."""
+        ...
+
+
+@runtime_checkable
+class CompiledEmbed(Protocol):
+    """An embedding that the compiled stack can compute."""
+
+    def compiled(self) -> CompiledEmbedding:
+        """Return the embedding as data. Raises NotCompiled."""
+        ...
+
+    def places(self, batch: TokenBatch) -> np.ndarray | None:
+        """Return the row of each token in the second table, int64 [tokens]; None: row 0, or no table."""
+        ...
+
+
+def compiled_stack(embed: object, layers: Sequence[object], width: int) -> CompiledStack | None:
+    """Return the compiled stack of a model's layers, or None if it cannot run all of them.
+
+    embed: makes the input of the first layer; the stack includes it if it can. width: of the hidden states.
+    """
+    library = products.library()
+    if library is None:
+        return None
+    try:
+        halves = [_halves(layer) for layer in layers]
+    except NotCompiled:
+        return None
+    return CompiledStack(library, halves, width, _compiled_embedding(embed))
+
+
+def _compiled_embedding(embed: object) -> CompiledEmbedding | None:
+    try:
+        return embed.compiled() if isinstance(embed, CompiledEmbed) else None
+    except NotCompiled:
+        return None
+
+
+def _halves(layer: object) -> tuple[AttentionHalf, list[ForwardHalf]]:
+    if not isinstance(layer, CompiledLayer):
+        raise NotCompiled
+    return layer.compiled_attention(), compiled_halves(layer.feed_forward)
+
+
+def compiled_halves(feed_forward: object) -> list[ForwardHalf]:
+    """Return the description of a feed-forward half. Raises NotCompiled."""
+    if not isinstance(feed_forward, CompiledForward):
+        raise NotCompiled
+    return feed_forward.compiled_halves()
+
+
+def packed_matrix(linear: Linear) -> PackedMatrix:
+    """Return the packed weights of a linear layer. Raises NotCompiled if it is packed in another way."""
+    packed = getattr(linear, "packed", None)
+    if not isinstance(packed, PackedMatrix):
+        raise NotCompiled
+    return packed
+
+
+def compiled_norm(module: nn.Module | Norm | None) -> CompiledNorm | None:
+    """Return the description of a norm; None for no norm. Raises NotCompiled for another function.
+
+    Families have modules of their own for root mean square norms, so a norm is recognised by its results.
+    """
+    if module is None or isinstance(module, nn.Identity):
+        return None
+    if isinstance(module, Norm):
+        return CompiledNorm(module.weight, module.bias, module.epsilon, subtracts_mean=True)
+    if isinstance(module, nn.LayerNorm):
+        return compiled_norm(Norm(module))
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, torch.Tensor) or not isinstance(epsilon, float):
+        raise NotCompiled
+    probe = torch.linspace(-2, 3, weight.numel()).sin()[None]
+    found = deepcopy(module).float()(probe)
+    plain = probe * (probe.square().mean() + epsilon).rsqrt()
+    for factors in (weight.float(), 1 + weight.float()):  # Gemma stores the weight minus one
+        if torch.allclose(found, plain * factors, rtol=1e-5, atol=1e-6):
+            return CompiledNorm(factors, None, epsilon, subtracts_mean=False)
+    raise NotCompiled

@@ -1,0 +1,358 @@
+// Products of rows with packed weights: rows @ weights + bias, an activation, a factor, a residual.
+//
+// Three kinds of weights, each with its own kind of operand (the left side):
+//   WHOLE    float32 weights, float32 rows
+//   PAIRS    bfloat16 weights and rows, multiplied two at a time (AVX512-BF16)
+//   LEVELS   8-bit weights with a scale per output; rows of levels 0 to 255 with a scale and a zero per row,
+//            multiplied as integers. Every processor computes the same integers.
+//
+// Weights are packed [panels][steps][PANEL outputs][numbers of a step]. A tile is up to TILE rows of one panel,
+// whose sums stay in registers for all steps. Every sum adds its steps in the same order, whatever the number
+// of rows, so a row of a batch equals the row alone.
+#pragma once
+
+#ifdef __AVX512F__
+#define VECTOR_LANES 16
+#define VECTORS 3
+#define TILE 8
+#else
+#define VECTOR_LANES 8
+#define VECTORS 2
+#define TILE 6
+#endif
+#define PANEL (VECTOR_LANES * VECTORS)
+
+// The numbers of a row that are multiplied in one step by LEVELS, and the type in which a level is stored.
+#ifdef __AVX512VNNI__
+#define LEVELS_OF_STEP 4
+typedef uint8_t level_type;
+#else
+#define LEVELS_OF_STEP 2
+typedef int16_t level_type;
+#endif
+
+typedef float vector __attribute__((vector_size(VECTOR_LANES * 4)));
+typedef int32_t int_vector __attribute__((vector_size(VECTOR_LANES * 4)));
+
+typedef enum { WHOLE = 0, PAIRS_OF_BFLOAT16 = 1, LEVELS = 2 } matrix_kind;
+
+typedef struct {
+    const char *weights;      // packed, padded with zeros to whole panels and whole steps
+    const float *bias;        // [panels * PANEL], or null
+    const float *scales;      // [panels * PANEL], of LEVELS
+    const int32_t *sums;      // [panels * PANEL], the sum of the levels of each output, of LEVELS
+    const float *smoothing;   // [inputs], factors of the inputs before they are rounded to levels; or null
+    int32_t inputs, outputs, kind;
+} matrix;
+
+// Rows in the form that a kind of weights is multiplied with.
+typedef struct {
+    const char *rows;
+    size_t row_bytes;
+    const float *scales;      // [rows], of LEVELS
+    const int32_t *zeros;     // [rows], of LEVELS: the level of 0
+} operand;
+
+// What becomes of the sums: out = factor * activation(sum + bias) + residual.
+typedef struct {
+    char *out;                // [rows, outputs] of `type`; column 0 is the first output of the matrix
+    const float *residual;    // [rows, outputs], or null
+    size_t out_row, residual_row;  // strides in elements
+    number_type type;
+    activation_type activation;
+    int32_t multiply;         // whether to multiply by what `out` holds
+} finish;
+
+INLINE int steps_of(const matrix *m) {
+    const int numbers = m->kind == WHOLE ? 1 : m->kind == LEVELS ? LEVELS_OF_STEP : 2;
+    return (m->inputs + numbers - 1) / numbers;
+}
+
+// Bytes of one row of the operand of a matrix, whole vectors.
+INLINE size_t operand_row_bytes(const matrix *m) {
+    const size_t bytes = m->kind == WHOLE ? 4 : m->kind == LEVELS ? sizeof(level_type) : 2;
+    return ((size_t)rounded_up(m->inputs, LANES) * bytes + 63) / 64 * 64;
+}
+
+// Bytes that `prepared` may write for this number of rows.
+INLINE size_t operand_bytes(const matrix *m, int rows) {
+    return (size_t)rows * operand_row_bytes(m) + ((size_t)rows * 8 + 127) / 64 * 64;
+}
+
+typedef int16_t int16s __attribute__((vector_size(32)));
+typedef int16_t int16s_unaligned __attribute__((vector_size(32), aligned(2)));
+
+INLINE words clamped(words x, int32_t least, int32_t most) {
+    const words low = (words){0} + least, high = (words){0} + most;
+    x = ((x < low) & low) | (~(x < low) & x);
+    return ((x > high) & high) | (~(x > high) & x);
+}
+
+// Round a row to levels between its least and its largest number, of which one is 0 or below and the other 0
+// or above. The scale of a row with NaN or infinity is NaN.
+static void round_to_levels(const char *x, number_type type, int width, const float *smoothing,
+                            level_type *levels, float *scale_of_row, int32_t *zero_of_row) {
+    const size_t number = number_bytes(type);
+    floats least = every(0), most = every(0), check = every(0);
+    for (int i = 0; i < width; i += LANES) {
+        floats part = load_some(x + i * number, type, width - i);
+        if (smoothing) part *= load_some((const char *)(smoothing + i), FLOAT32, width - i);
+        check += part - part;
+        least = either(part < least, part, least);
+        most = larger(part, most);
+    }
+    const float low = -largest_lane(-least), high = largest_lane(most);
+    float scale = (high - low) / 255.0f;
+    if (!(scale >= 1e-30f)) scale = 1e-30f;
+    const float steps = 1.0f / scale;
+    const int32_t zero = (int32_t)__builtin_rintf(-low * steps);
+    *zero_of_row = sum_of_lanes(check) == 0.0f ? zero : 0;
+    *scale_of_row = sum_of_lanes(check) == 0.0f ? scale : __builtin_nanf("");
+    // Adding 12582912 = 1.5 * 2^23 rounds to an integer and leaves the integer in the lowest bits.
+    const float magic = 12582912.0f;
+    for (int i = 0; i < width; i += LANES) {
+        floats part = load_some(x + i * number, type, width - i);
+        if (smoothing) part *= load_some((const char *)(smoothing + i), FLOAT32, width - i);
+        const words whole = (words)(part * steps + magic) - 0x4b400000 + zero;
+        const words level = clamped(whole, 0, 255);
+#ifdef __AVX512VNNI__
+        *(bytes_unaligned *)(levels + i) = __builtin_convertvector(level, bytes);
+#else
+        *(int16s_unaligned *)(levels + i) = __builtin_convertvector(level, int16s);
+#endif
+    }
+}
+
+// Bring rows x [rows, inputs] of `type` into the form that `m` is multiplied with. The result is in `space`
+// (operand_bytes), or is x itself if x has this form.
+static operand prepared(const matrix *m, const char *x, number_type type, size_t x_row, int rows, char *space) {
+    const size_t bytes = number_bytes(type), row_bytes = operand_row_bytes(m);
+    if ((m->kind == WHOLE && type == FLOAT32) ||
+        (m->kind == PAIRS_OF_BFLOAT16 && type == BFLOAT16 && m->inputs % 2 == 0))
+        return (operand){x, x_row * bytes, 0, 0};
+    float *scales = (float *)(space + (size_t)rows * row_bytes);
+    int32_t *zeros = (int32_t *)(scales + rows);
+    for (int r = 0; r < rows; r++, x += x_row * bytes) {
+        char *to = space + (size_t)r * row_bytes;
+        if (m->kind == LEVELS) {
+            round_to_levels(x, type, m->inputs, m->smoothing, (level_type *)to, scales + r, zeros + r);
+            continue;
+        }
+        for (int i = 0; i < m->inputs; i += LANES) {
+            const floats part = load_some(x + i * bytes, type, m->inputs - i);
+            if (m->kind == WHOLE) *(floats *)(to + 4 * i) = part;
+            else *(halves *)(to + 2 * i) = narrowed(part);
+        }
+    }
+    return (operand){space, row_bytes, scales, zeros};
+}
+
+// One step of a tile. The instructions of AVX-512 are written as assembly, because the compiler otherwise
+// moves broadcasts out of loops and spills sums to memory.
+#ifdef __AVX512F__
+#define LOAD_VECTOR(to, from) __asm__ volatile("vmovups %1, %0" : "=v"(to) : "m"(*(const vector *)(from)))
+#define BROADCAST(to, from) \
+    __asm__ volatile("vbroadcastss %1, %0" : "=v"(to) : "m"(*(const float *)(from)))
+#define MULTIPLY_ADD(sum, x, w) __asm__ volatile("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w))
+#define MULTIPLY_PAIRS(sum, x, w) __asm__ volatile("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w))
+#ifdef __AVX512VNNI__
+#define LOAD_LEVELS LOAD_VECTOR
+#define MULTIPLY_LEVELS(sum, x, w) __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w))
+#else
+#define LOAD_LEVELS(to, from) \
+    __asm__ volatile("vpmovsxbw %1, %0" : "=v"(to) : "m"(*(const int16s *)(from)))
+#define MULTIPLY_LEVELS(sum, x, w)                                                      \
+    do {                                                                                \
+        int_vector product;                                                             \
+        __asm__ volatile("vpmaddwd %2, %1, %0" : "=v"(product) : "v"(x), "v"(w));       \
+        __asm__ volatile("vpaddd %1, %0, %0" : "+v"(sum) : "v"(product));               \
+    } while (0)
+#endif
+#else
+#define LOAD_VECTOR(to, from) to = *(const vector *)(from)
+#define BROADCAST(to, from)                                  \
+    do {                                                     \
+        int32_t word;                                        \
+        memcpy(&word, from, 4);                              \
+        to = (vector)((int_vector){0} + word);               \
+    } while (0)
+#define MULTIPLY_ADD(sum, x, w) sum += x * w
+#define MULTIPLY_PAIRS MULTIPLY_ADD  // never used: without AVX512-BF16, weights are not packed as pairs
+typedef signed char sixteen_bytes __attribute__((vector_size(16)));
+#define LOAD_LEVELS(to, from) to = (vector)__builtin_convertvector(*(const sixteen_bytes *)(from), int16s)
+#ifdef __AVX2__
+#define MULTIPLY_LEVELS(sum, x, w) \
+    sum = (vector)((int_vector)sum + (int_vector)_mm256_madd_epi16((__m256i)(x), (__m256i)(w)))
+#else
+#define MULTIPLY_LEVELS(sum, x, w)                                                             \
+    sum = (vector)((int_vector)sum + ((int_vector)(x) << 16 >> 16) * ((int_vector)(w) << 16 >> 16) + \
+                   ((int_vector)(x) >> 16) * ((int_vector)(w) >> 16))
+#endif
+#endif
+
+// sums[rows][PANEL] = rows of x @ one panel; `rows` and `kind` are constants. A step of x has four bytes, and
+// so has a step of a weight in registers; only the loads of 8-bit weights differ.
+INLINE void tile(const char *x, size_t x_bytes, const char *panel, int steps, float *sums, const int rows,
+                 const matrix_kind kind) {
+    const size_t step_bytes = kind == LEVELS ? (size_t)PANEL * LEVELS_OF_STEP : (size_t)PANEL * 4;
+    vector sum[TILE][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = (vector){0};
+    for (int step = 0; step < steps; step++, panel += step_bytes, x += 4) {
+        vector weight[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            if (kind == LEVELS) LOAD_LEVELS(weight[v], panel + (size_t)v * step_bytes / VECTORS);
+            else LOAD_VECTOR(weight[v], panel + (size_t)v * step_bytes / VECTORS);
+        }
+        for (int r = 0; r < rows; r++) {
+            vector left;
+            BROADCAST(left, x + (size_t)r * x_bytes);
+            for (int v = 0; v < VECTORS; v++) {
+                if (kind == LEVELS) MULTIPLY_LEVELS(sum[r][v], left, weight[v]);
+                else if (kind == WHOLE) MULTIPLY_ADD(sum[r][v], left, weight[v]);
+                else MULTIPLY_PAIRS(sum[r][v], left, weight[v]);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) ((vector *)sums)[r * VECTORS + v] = sum[r][v];
+}
+
+#define TILE_CASE(count) \
+    case count: tile(x, x_bytes, panel, steps, sums, count, kind); break;
+
+INLINE void tile_of(const char *x, size_t x_bytes, const char *panel, int steps, float *sums, int rows,
+                    const matrix_kind kind) {
+    switch (rows) {
+        TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6)
+#if TILE == 8
+        TILE_CASE(7) TILE_CASE(8)
+#endif
+    }
+}
+
+// Apply the scales, the bias and the rest of `end` to the sums of some rows of one panel.
+INLINE void finish_tile(const matrix *m, operand x, int first_row, int rows, int panel, const float *sums,
+                        const finish *end, const activation_type activation) {
+    const int first = panel * PANEL, count = smaller(PANEL, m->outputs - first);
+    const size_t bytes = number_bytes(end->type);
+    for (int r = 0; r < rows; r++) {
+        const size_t row = (size_t)(first_row + r);
+        char *out = end->out + (row * end->out_row + (size_t)first) * bytes;
+        for (int at = 0; at < count; at += LANES) {
+            floats sum = *(const floats *)(sums + r * PANEL + at);
+            if (m->kind == LEVELS) {
+                const words whole = (words)sum - *(const words *)(m->sums + first + at) * x.zeros[row];
+                sum = __builtin_convertvector(whole, floats) *
+                      (*(const floats *)(m->scales + first + at) * x.scales[row]);
+            }
+            if (m->bias) sum += *(const floats *)(m->bias + first + at);
+            sum = activated(sum, activation);
+            const int left = count - at;
+            if (end->multiply) sum *= load_some(out + at * bytes, end->type, left);
+            if (end->residual)
+                sum += load_some((const char *)(end->residual + row * end->residual_row + first + at), FLOAT32,
+                                 left);
+            store_some(out + at * bytes, end->type, sum, left);
+        }
+    }
+}
+
+INLINE void multiply_panels(const matrix *m, operand x, int rows, int from, int to, const finish *end,
+                            const matrix_kind kind) {
+    const int steps = steps_of(m), tiles = (rows + TILE - 1) / TILE;
+    const size_t panel_bytes = (size_t)steps * (kind == LEVELS ? PANEL * LEVELS_OF_STEP : PANEL * 4);
+    float sums[TILE * PANEL] __attribute__((aligned(64)));
+    for (int panel = from; panel < to; panel++)
+        for (int t = 0; t < tiles; t++) {
+            // Tiles of nearly equal numbers of rows keep the multipliers busier than full tiles and a rest.
+            const int first = (int)((int64_t)rows * t / tiles), count = (int)((int64_t)rows * (t + 1) / tiles) - first;
+            tile_of(x.rows + (size_t)first * x.row_bytes, x.row_bytes, m->weights + (size_t)panel * panel_bytes,
+                    steps, sums, count, kind);
+            switch (end->activation) {
+                case GELU: finish_tile(m, x, first, count, panel, sums, end, GELU); break;
+                case GELU_TANH: finish_tile(m, x, first, count, panel, sums, end, GELU_TANH); break;
+                case RELU: finish_tile(m, x, first, count, panel, sums, end, RELU); break;
+                case SILU: finish_tile(m, x, first, count, panel, sums, end, SILU); break;
+                case NO_ACTIVATION: finish_tile(m, x, first, count, panel, sums, end, NO_ACTIVATION); break;
+            }
+        }
+}
+
+INLINE int panels_of(const matrix *m) { return (m->outputs + PANEL - 1) / PANEL; }
+
+// Multiply rows by panels from .. to - 1 of a matrix.
+static void multiply(const matrix *m, operand x, int rows, int from, int to, const finish *end) {
+    if (rows <= 0) return;
+    switch ((matrix_kind)m->kind) {
+        case WHOLE: multiply_panels(m, x, rows, from, to, end, WHOLE); break;
+        case LEVELS: multiply_panels(m, x, rows, from, to, end, LEVELS); break;
+        case PAIRS_OF_BFLOAT16:
+#ifdef __AVX512BF16__
+            multiply_panels(m, x, rows, from, to, end, PAIRS_OF_BFLOAT16);
+#endif
+            break;
+    }
+}
+
+// One product on the threads of torch's pool. The threads take ranges of panels or of rows.
+typedef struct {
+    const matrix *weights;
+    const char *x;            // [rows, inputs] of `type`
+    finish end;
+    int64_t x_row, rows;
+    int32_t type, threads;
+    // Set by `run_product`, for the pool.
+    int32_t row_parts, panel_parts;
+    atomic_int next;
+} product_job;
+
+static void work_product(void *data) {
+    product_job *job = data;
+    const matrix *m = job->weights;
+    const int panels = panels_of(m), parts = job->row_parts * job->panel_parts;
+    for (int part; (part = atomic_fetch_add(&job->next, 1)) < parts;) {
+        const int row_part = part / job->panel_parts, panel_part = part % job->panel_parts;
+        const int64_t first = job->rows * row_part / job->row_parts;
+        const int rows = (int)(job->rows * (row_part + 1) / job->row_parts - first);
+        finish end = job->end;
+        end.out += (size_t)first * end.out_row * number_bytes(end.type);
+        if (end.residual) end.residual += (size_t)first * end.residual_row;
+        const operand x = prepared(m, job->x + (size_t)(first * job->x_row) * number_bytes(job->type), job->type,
+                                   (size_t)job->x_row, rows, scratch_of(operand_bytes(m, rows)));
+        multiply(m, x, rows, panels * panel_part / job->panel_parts, panels * (panel_part + 1) / job->panel_parts,
+                 &end);
+    }
+}
+
+// Rows of one part, so that its operand stays in the processor's cache.
+static const int64_t rows_at_once = 96;
+
+void run_product(product_job *job) {
+    atomic_init(&job->next, 0);
+    const int threads = parallel ? job->threads : 1;
+    job->row_parts = (int32_t)((job->rows + rows_at_once - 1) / rows_at_once);
+    if (job->row_parts > 1 && threads > 1) job->row_parts = (job->row_parts + threads - 1) / threads * threads;
+    job->panel_parts = job->row_parts < threads ? threads : 1;
+    if (threads < 2 || job->rows * job->weights->inputs * job->weights->outputs < worth_a_thread) {
+        job->panel_parts = 1;
+        work_product(job);
+        return;
+    }
+    parallel(work_product, job, (unsigned)threads, 0);
+}
+
+// The form of packed weights, for the binding.
+typedef struct {
+    int32_t panel, levels_of_step, has_pairs;
+} packing;
+
+void describe_packing(packing *form) {
+    form->panel = PANEL;
+    form->levels_of_step = LEVELS_OF_STEP;
+#ifdef __AVX512BF16__
+    form->has_pairs = 1;
+#else
+    form->has_pairs = 0;
+#endif
+}

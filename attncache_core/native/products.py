@@ -1,0 +1,190 @@
+"""Python binding of products.h: weights packed for the kernel, and products of rows with them.
+
+PackedMatrix(weight, bias)  ->  multiply(x, ...)     activation(x @ weight.T + bias) + residual
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from functools import cache
+
+import torch
+from torch.nn import functional
+
+from attncache_core import native
+
+# The activations and their numbers in rows.h.
+ACTIVATION_NUMBERS = {None: 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+# The signed 8-bit levels of weights are -127 to 127.
+_MOST_LEVEL = 127
+_ALIGNMENT = 64
+
+
+class MatrixKind(IntEnum):
+    """The numbers that a product multiplies; see products.h."""
+
+    WHOLE = 0  # float32
+    PAIRS = 1  # bfloat16
+    LEVELS = 2  # weights and rows of x rounded to 8 bits
+
+
+class Matrix(ctypes.Structure):
+    """The structure `matrix` of products.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "bias", "scales", "sums", "smoothing")),
+        *((name, ctypes.c_int32) for name in ("inputs", "outputs", "kind")),
+    )
+
+
+class _Packing(ctypes.Structure):
+    """The structure `packing` of products.h."""
+
+    _fields_ = (("panel", ctypes.c_int32), ("levels_of_step", ctypes.c_int32), ("has_pairs", ctypes.c_int32))
+
+
+class _Product(ctypes.Structure):
+    """The structure `product_job` of products.h, with the fields of `finish` in it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "x", "out", "residual")),
+        *((name, ctypes.c_size_t) for name in ("out_row", "residual_row")),
+        *((name, ctypes.c_int32) for name in ("out_type", "activation", "multiply", "padding")),
+        *((name, ctypes.c_int64) for name in ("x_row", "rows")),
+        *((name, ctypes.c_int32) for name in ("type", "threads", "row_parts", "panel_parts", "next")),
+    )
+
+
+@cache
+def _packing(library: ctypes.CDLL) -> _Packing:
+    form = _Packing()
+    library.describe_packing(ctypes.byref(form))
+    return form
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Return the library with the products for this processor.
+
+    None if it was not built, and on processors with AMX, where oneDNN's products are faster.
+    """
+    attention = native.kernel()
+    return None if attention is None or torch.cpu._is_amx_tile_supported() else attention.library
+
+
+def has_pairs(of_library: ctypes.CDLL) -> bool:
+    """Return whether a library multiplies pairs of bfloat16."""
+    return bool(_packing(of_library).has_pairs)
+
+
+class PackedMatrix:
+    """A weight [outputs, inputs] and a bias [outputs], packed for this processor's products."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        kind: MatrixKind,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        smoothing: torch.Tensor | None = None,
+    ) -> None:
+        """weight, bias: any float dtype. smoothing: factors of the inputs [inputs], of LEVELS only.
+
+        Raises ValueError if the processor has no products of this kind.
+        """
+        form = _packing(library)
+        if kind is MatrixKind.PAIRS and not form.has_pairs:
+            raise ValueError("this processor has no products of bfloat16 pairs")
+        self.kind, self._panel = kind, form.panel
+        self.outputs, self.inputs = weight.shape
+        self._step = {MatrixKind.WHOLE: 1, MatrixKind.PAIRS: 2, MatrixKind.LEVELS: form.levels_of_step}[kind]
+        self._bias = None if bias is None else self._padded(bias.detach().float())
+        self._smoothing = None if smoothing is None else smoothing.float().contiguous()
+        self._scales = self._sums = None
+        weight = weight.detach()
+        if kind is MatrixKind.LEVELS:
+            weight = weight.float()
+            weight = weight if smoothing is None else weight / self._smoothing
+            levels, scales = round_rows(weight)
+            self._scales, self._sums = self._padded(scales), self._padded(levels.sum(1, dtype=torch.int32))
+            weight = levels
+        dtype = {MatrixKind.WHOLE: torch.float32, MatrixKind.PAIRS: torch.bfloat16}.get(kind, torch.int8)
+        self._weights = self._packed(weight.to(dtype))
+        self._library = library
+        self._run = library.run_product
+        self._run.argtypes, self._run.restype = [ctypes.c_void_p], None
+        self.matrix = Matrix(
+            self._weights.data_ptr(),
+            *(None if part is None else part.data_ptr() for part in (self._bias, self._scales, self._sums)),
+            None if self._smoothing is None else self._smoothing.data_ptr(),
+            self.inputs,
+            self.outputs,
+            kind,
+        )
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as it is multiplied, float32 or bfloat16 [outputs, inputs]."""
+        panels = self._weights.permute(0, 2, 1, 3).flatten(0, 1).flatten(1)[: self.outputs, : self.inputs]
+        if self._scales is None:
+            return panels
+        weight = panels.float() * self._scales[: self.outputs, None]
+        return weight if self._smoothing is None else weight * self._smoothing
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias, float32 [outputs]."""
+        return None if self._bias is None else self._bias[: self.outputs]
+
+    def multiply(
+        self, x: torch.Tensor, activation: str | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return activation(x @ weight.T + bias) + residual, a new tensor [rows, outputs] of x's dtype.
+
+        x: [rows, inputs], float32 or bfloat16, on the CPU. residual: [rows, outputs].
+        """
+        out = torch.empty((len(x), self.outputs), dtype=x.dtype)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        job = _Product()
+        job.weights, job.x, job.out = ctypes.addressof(self.matrix), x.data_ptr(), out.data_ptr()
+        job.x_row, job.rows, job.out_row = x.stride(0), len(x), self.outputs
+        job.type = job.out_type = _TYPES[x.dtype]
+        job.activation, job.threads = ACTIVATION_NUMBERS[activation], torch.get_num_threads()
+        if residual is not None:
+            residual = residual.float()
+            residual = residual if residual.stride(1) == 1 else residual.contiguous()
+            job.residual, job.residual_row = residual.data_ptr(), residual.stride(0)
+        self._run(ctypes.addressof(job))
+        return out
+
+    def _padded(self, row: torch.Tensor) -> torch.Tensor:
+        """Return a row [outputs] with zeros up to whole panels, aligned."""
+        return aligned(functional.pad(row, (0, -self.outputs % self._panel)))
+
+    def _packed(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return weight [outputs, inputs] as [panels, steps, panel, numbers of a step], aligned."""
+        padding = (0, -self.inputs % self._step, 0, -self.outputs % self._panel)
+        steps = functional.pad(weight, padding).unflatten(1, (-1, self._step))
+        return aligned(steps.unflatten(0, (-1, self._panel)).transpose(1, 2))
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of `x` at an address that is a multiple of 64 bytes."""
+    size = x.element_size()
+    space = torch.empty(x.numel() + _ALIGNMENT // size, dtype=x.dtype)
+    first = -space.data_ptr() % _ALIGNMENT // size
+    copy = space[first : first + x.numel()].view(x.shape)
+    copy.copy_(x)
+    return copy
+
+
+def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return levels int8 [outputs, inputs] and scales float32 [outputs] with weight ~ levels * scales.
+
+    The number of a row with the largest absolute value becomes 127 or -127.
+    """
+    largest = weight.abs().amax(dim=1).clamp_(min=1e-30)
+    levels = (weight * (_MOST_LEVEL / largest)[:, None]).round_().to(torch.int8)
+    return levels, largest / _MOST_LEVEL

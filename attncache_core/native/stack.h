@@ -1,0 +1,657 @@
+// The compiled stack: the layers of a model on packed rows, in one call.
+//
+//   project    rows -> norm -> V of all heads, Q and K of the computed heads; Q and K of the reused heads only
+//              for rows of misses -> norm of each head, rotary positions
+//   attend     maps @ V, head by head, with maps that are computed or given
+//   finish     output projection, residual, norm; then the feed-forward half
+//
+// The stack runs in one of three ways:
+//   blocks     many rows: a block of some whole sequences passes through all layers on one thread
+//   rows       long sequences: every thread takes some rows, or some heads, of each part of a layer
+//   columns    few rows: every thread takes some columns of each product, or some heads
+// A row's numbers do not depend on the way, because no sum is ever split.
+#pragma once
+
+typedef enum { NO_NORM = 0, LAYER_NORM = 1, RMS_NORM = 2 } norm_kind;
+
+typedef struct {
+    const float *weight, *bias;   // [width]; the bias may be null
+    float epsilon;
+    int32_t kind;
+} norm;
+
+typedef struct {
+    // The attention half. `heads` is 0 if the layer has none.
+    matrix always;                // rows -> V of all value heads, Q and K of the computed heads
+    matrix misses;                // rows -> Q and K of the reused heads; outputs is 0 without reused heads
+    matrix output;                // context -> width
+    norm before, branch, after;   // of the rows, of the half's output, of the sum with the residual
+    norm query, key;              // of each head
+    const float *bias;            // see `attention`; or null
+    const int32_t *key_heads;     // [heads] the key head of each head, in the product that its Q is in; or null
+    const int32_t *value_heads;   // [heads], or null
+    // The feed-forward half. `up.outputs` is 0 if the layer has none.
+    matrix gate, up, down;        // gate.outputs is 0 without a gate
+    norm forward_before, forward_branch, forward_after;
+    float scale;
+    int32_t heads, reused;        // the first `reused` heads take given maps for hits
+    int32_t keys_always, keys_misses, values;  // numbers of key heads in the two products, and of value heads
+    int32_t width, value_width;   // of a head of Q and K, and of V
+    int32_t half, angles;         // half the rotary dimensions, and the number of their table; -1: no rotation
+    int32_t reach_before, reach_after, bias_positions;
+    int32_t activation;
+    int32_t maps_before;          // heads of earlier layers in a record
+} stack_layer;
+
+// The input of the first layer: norm(words[id] + added[place]).
+typedef struct {
+    const char *words, *added;    // [tokens of the vocabulary, width], [places, width] or null, both of `type`
+    norm norm;
+    int32_t type;
+} embedding;
+
+typedef struct {
+    const stack_layer *layers;
+    float *hidden;                // [rows, width], input and output
+    const embedding *embedding;   // null: the input of the first layer is in `hidden`
+    const int64_t *ids, *places;  // [rows] rows of the tables of the embedding; `places` may be null
+    const int64_t *offsets;       // [runs + 1] first row of each run
+    // Trees of runs (text/prefix_tree.py): the first run of each tree [trees + 1], and the position of the first
+    // token of each run [runs]. Null: every run is a sequence, and a tree of its own.
+    const int64_t *trees, *starts;
+    const int64_t *positions;     // [rows]
+    const float *const *angles;   // [tables, 2] the cosines and sines [positions, half] of each table
+    const char *const *maps;      // [hits] the record of each hit, in 16 bits
+    int32_t first, last;          // the layers from first to last - 1
+    int32_t width, count, hits;   // number of trees; the first `hits` of them are sequences with given maps
+    int32_t type, map_type;       // number_type of Q, K, V and context, and of given maps
+    int32_t packed, threads;
+    int32_t widest;               // the largest width of an operand or of a feed-forward half
+    // Results.
+    atomic_llong multiplications, map_rows, attention_nanoseconds;
+} stack_job;
+
+// The first row of a tree; for the number of trees, the number of rows.
+INLINE int64_t first_row(const stack_job *job, int tree) {
+    return job->offsets[job->trees ? job->trees[tree] : tree];
+}
+
+// Some whole trees, and the memory of their projections.
+typedef struct {
+    stack_job *job;
+    int64_t first_row;
+    int32_t first, trees, rows;
+    int32_t miss;                 // the first row of a miss; all later rows belong to misses
+    int32_t always_row, misses_row, context_row;  // elements
+    char *always, *misses, *context;
+} block;
+
+// Memory of one thread for the stack. It grows, and stays from call to call.
+static _Thread_local char *stack_memory;
+static _Thread_local size_t stack_bytes;
+
+static char *stack_space(size_t bytes) {
+    if (bytes > stack_bytes) {
+        free(stack_memory);
+        bytes = (bytes + 4095) / 4096 * 4096;
+        stack_memory = aligned_alloc(4096, bytes);
+        if (!stack_memory) abort();
+        stack_bytes = bytes;
+    }
+    return stack_memory;
+}
+
+INLINE size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Write the norm of a row of `type` to a row of the same type; `to` may be `from`.
+static void norm_row(const norm *by, const char *from, char *to, int width, number_type type) {
+    const size_t bytes = number_bytes(type);
+    floats sum = every(0), squares = every(0);
+    float mean = 0;
+    if (by->kind == LAYER_NORM) {
+        for (int i = 0; i < width; i += LANES) sum += load_some(from + i * bytes, type, width - i);
+        mean = sum_of_lanes(sum) / (float)width;
+    }
+    for (int i = 0; i < width; i += LANES) {
+        floats part = load_some(from + i * bytes, type, width - i) - mean;
+        if (width - i < LANES) part = either(lanes_below(width - i), part, every(0));
+        squares += part * part;
+    }
+    const float factor = 1.0f / __builtin_sqrtf(sum_of_lanes(squares) / (float)width + by->epsilon);
+    for (int i = 0; i < width; i += LANES) {
+        floats part = (load_some(from + i * bytes, type, width - i) - mean) * factor;
+        part *= load_some((const char *)(by->weight + i), FLOAT32, width - i);
+        if (by->bias) part += load_some((const char *)(by->bias + i), FLOAT32, width - i);
+        store_some(to + i * bytes, type, part, width - i);
+    }
+}
+
+static void norm_rows(const norm *by, const float *from, float *to, int rows, int width) {
+    for (int r = 0; r < rows; r++)
+        norm_row(by, (const char *)(from + (size_t)r * width), (char *)(to + (size_t)r * width), width, FLOAT32);
+}
+
+static void count_product(stack_job *job, const matrix *m, int rows, int from, int to) {
+    const int64_t outputs = smaller(to * PANEL, m->outputs) - from * PANEL;
+    if (rows > 0 && outputs > 0) atomic_fetch_add(&job->multiplications, (int64_t)rows * outputs * m->inputs);
+}
+
+// Multiply rows of an operand by a part of a matrix's panels; `part` of `parts`.
+static void multiply_part(stack_job *job, const matrix *m, operand x, int rows, int part, int parts, finish end) {
+    const int panels = panels_of(m), from = panels * part / parts, to = panels * (part + 1) / parts;
+    multiply(m, x, rows, from, to, &end);
+    count_product(job, m, rows, from, to);
+}
+
+INLINE finish to_floats(float *out, int row, const float *residual) {
+    return (finish){(char *)out, residual, (size_t)row, (size_t)row, FLOAT32, NO_ACTIVATION, 0};
+}
+
+INLINE operand from_row(operand x, int row) {
+    x.rows += (size_t)row * x.row_bytes;
+    if (x.scales) x.scales += row, x.zeros += row;
+    return x;
+}
+
+// Project rows first .. first + rows - 1 of a block. x: the operand of these rows.
+static void project_part(const block *b, const stack_layer *layer, operand x, int first, int rows, int part,
+                         int parts) {
+    stack_job *job = b->job;
+    const number_type type = (number_type)job->type;
+    const size_t bytes = number_bytes(type);
+    finish end = {b->always + (size_t)first * b->always_row * bytes, 0, (size_t)b->always_row, 0, type,
+                  NO_ACTIVATION, 0};
+    multiply_part(job, &layer->always, x, rows, part, parts, end);
+    const int skipped = b->miss > first ? smaller(b->miss - first, rows) : 0;
+    if (!layer->misses.outputs || skipped == rows) return;
+    end.out = b->misses + (size_t)(first + skipped) * b->misses_row * bytes;
+    end.out_row = (size_t)b->misses_row;
+    multiply_part(job, &layer->misses, from_row(x, skipped), rows - skipped, part, parts, end);
+}
+
+// Norm and rotate the heads of Q and K in rows of one product, of which `at` is the first number.
+static void place_heads(const block *b, const stack_layer *layer, char *at, int row_elements, int queries, int keys,
+                        int first, int rows) {
+    const number_type type = (number_type)b->job->type;
+    const size_t bytes = number_bytes(type), head_bytes = (size_t)layer->width * bytes;
+    const float *const *table = layer->angles < 0 ? 0 : b->job->angles + 2 * layer->angles;
+    for (int r = first; r < first + rows; r++) {
+        const int64_t angles = b->job->positions[b->first_row + r] * layer->half;
+        char *head = at + (size_t)r * row_elements * bytes;
+        for (int h = 0; h < queries + keys; h++, head += head_bytes) {
+            const norm *own = h < queries ? &layer->query : &layer->key;
+            if (own->kind) norm_row(own, head, head, layer->width, type);
+            if (table) rotate_head(head, table[0] + angles, table[1] + angles, layer->half, type);
+        }
+    }
+}
+
+static void place_rows(const block *b, const stack_layer *layer, int first, int rows) {
+    if (layer->angles < 0 && !layer->query.kind && !layer->key.kind) return;
+    const size_t bytes = number_bytes((number_type)b->job->type);
+    place_heads(b, layer, b->always + (size_t)layer->values * layer->value_width * bytes, b->always_row,
+                layer->heads - layer->reused, layer->keys_always, first, rows);
+    const int skipped = b->miss > first ? smaller(b->miss - first, rows) : 0;
+    if (layer->misses.outputs)
+        place_heads(b, layer, b->misses, b->misses_row, layer->reused, layer->keys_misses, first + skipped,
+                    rows - skipped);
+}
+
+// Compute the context of one head of one tree of a block.
+static void attend_head(const block *b, const stack_layer *layer, int number, int head) {
+    stack_job *job = b->job;
+    const int tree = b->first + number;
+    const size_t bytes = number_bytes((number_type)job->type);
+    const int is_reused = head < layer->reused, is_given = is_reused && tree < job->hits;
+    const int queries = is_reused ? layer->reused : layer->heads - layer->reused;
+    const int row = is_reused ? b->misses_row : b->always_row;
+    char *query = is_reused ? b->misses : b->always + (size_t)layer->values * layer->value_width * bytes;
+    char *key = query + (size_t)queries * layer->width * bytes;
+    const int own = is_reused ? head : head - layer->reused;
+    const int64_t length = first_row(job, tree + 1) - first_row(job, tree), offsets[2] = {0, length},
+                  runs[2] = {0, 1};
+    // Where row 0 of the task is: the first row of the sequence, or for trees the first row of the job.
+    const int64_t at = job->trees ? -b->first_row : first_row(job, tree) - b->first_row;
+    attention task = {
+        .query = {query + (at * row + own * layer->width) * (int64_t)bytes, row, 0},
+        .key = {key + (at * row + layer->key_heads[head] * layer->width) * (int64_t)bytes, row, 0},
+        .value = {b->always + (at * b->always_row + layer->value_heads[head] * layer->value_width) * (int64_t)bytes,
+                  b->always_row, 0},
+        .context = {b->context + (at * b->context_row + head * layer->value_width) * (int64_t)bytes,
+                    b->context_row, 0},
+        .offsets = job->trees ? job->offsets : offsets, .runs = runs, .run_count = 1, .heads = 1,
+        .key_width = layer->width, .width = layer->value_width, .type = job->type, .map_type = job->map_type,
+        .before = layer->reach_before, .after = layer->reach_after, .packed = job->packed, .scale = layer->scale,
+        .bias = layer->bias ? layer->bias + (size_t)head * (2 * layer->bias_positions - 1) : 0,
+        .bias_positions = layer->bias_positions};
+    if (!is_given) atomic_fetch_add(&job->map_rows, length);
+    if (job->trees) {
+        run_tree(&task, job->starts, (int)job->trees[tree], (int)job->trees[tree + 1], 0);
+        return;
+    }
+    const char *map = 0;
+    if (is_given) {
+        const int64_t cells = job->packed ? length * (length + 1) / 2 : length * length;
+        map = job->maps[tree] + 2 * (layer->maps_before + head) * cells;
+        task.maps = &map;
+    }
+    run_task(&task, 0, 0);
+}
+
+// Write a part of the columns inside the feed-forward half to `opened` [rows, inner].
+static void open_part(stack_job *job, const stack_layer *layer, operand x, int rows, int part, int parts,
+                      float *opened) {
+    finish end = to_floats(opened, layer->up.outputs, 0);
+    if (!layer->gate.outputs) end.activation = (activation_type)layer->activation;
+    multiply_part(job, &layer->up, x, rows, part, parts, end);
+    if (!layer->gate.outputs) return;
+    end.activation = (activation_type)layer->activation;
+    end.multiply = 1;
+    multiply_part(job, &layer->gate, x, rows, part, parts, end);
+}
+
+// The output projection, the residual and the norm, for rows of a block; then the feed-forward half. The
+// block's hidden states are changed in place. space: memory of this thread.
+static void finish_rows(const block *b, const stack_layer *layer, int first, int rows, char *space) {
+    stack_job *job = b->job;
+    const int width = job->width;
+    const number_type type = (number_type)job->type;
+    float *x = job->hidden + (size_t)(b->first_row + first) * width;
+    float *other = (float *)space;
+    char *rest = space + whole_lines((size_t)rows * width * 4);
+    if (layer->heads) {
+        const char *context = b->context + (size_t)first * b->context_row * number_bytes(type);
+        const operand left = prepared(&layer->output, context, type, (size_t)b->context_row, rows, rest);
+        const int branch = layer->branch.kind;
+        multiply_part(job, &layer->output, left, rows, 0, 1, to_floats(branch ? other : x, width, branch ? 0 : x));
+        if (branch) {
+            norm_rows(&layer->branch, other, other, rows, width);
+            for (int i = 0; i < rows * width; i++) x[i] += other[i];
+        }
+        if (layer->after.kind) norm_rows(&layer->after, x, x, rows, width);
+    }
+    if (!layer->up.outputs) return;
+    const float *input = x;
+    if (layer->forward_before.kind) {
+        norm_rows(&layer->forward_before, x, other, rows, width);
+        input = other;
+    }
+    const operand left = prepared(&layer->up, (const char *)input, FLOAT32, (size_t)width, rows, rest);
+    const int inner = layer->up.outputs;
+    float *opened = (float *)(rest + whole_lines(operand_bytes(&layer->up, rows)));
+    open_part(job, layer, left, rows, 0, 1, opened);
+    const operand back = prepared(&layer->down, (const char *)opened, FLOAT32, (size_t)inner, rows,
+                                  (char *)opened + whole_lines((size_t)rows * inner * 4));
+    const int branch = layer->forward_branch.kind;
+    multiply_part(job, &layer->down, back, rows, 0, 1, to_floats(branch ? other : x, width, branch ? 0 : x));
+    if (branch) {
+        norm_rows(&layer->forward_branch, other, other, rows, width);
+        for (int i = 0; i < rows * width; i++) x[i] += other[i];
+    }
+    if (layer->forward_after.kind) norm_rows(&layer->forward_after, x, x, rows, width);
+}
+
+// Bytes that `finish_rows` and `project_rows` use.
+static size_t rows_space(const stack_job *job, int rows) {
+    // The hidden states, two operands, and the inner states.
+    return whole_lines((size_t)rows * job->width * 4) + whole_lines((size_t)rows * job->widest * 4) +
+           2 * ((size_t)rows * (rounded_up(job->widest, LANES) * 4 + 64 + 8) + 256) + 4096;
+}
+
+// Write the embedding of rows first .. first + rows - 1 of the job to `to`.
+static void embed_rows(const stack_job *job, int64_t first, int rows, float *to) {
+    const embedding *by = job->embedding;
+    const number_type type = (number_type)by->type;
+    const int width = job->width;
+    const size_t bytes = number_bytes(type);
+    for (int64_t r = first; r < first + rows; r++, to += width) {
+        const char *word = by->words + (size_t)(job->ids[r] * width) * bytes;
+        const char *added = by->added ? by->added + (size_t)((job->places ? job->places[r] : 0) * width) * bytes : 0;
+        for (int i = 0; i < width; i += LANES) {
+            floats part = load_some(word + i * bytes, type, width - i);
+            if (added) part += load_some(added + i * bytes, type, width - i);
+            store_some((char *)(to + i), FLOAT32, part, width - i);
+        }
+        if (by->norm.kind) norm_row(&by->norm, (const char *)to, (char *)to, width, FLOAT32);
+    }
+}
+
+static void project_rows(const block *b, const stack_layer *layer, int first, int rows, char *space) {
+    stack_job *job = b->job;
+    const int width = job->width;
+    if (job->embedding && layer == job->layers + job->first)
+        embed_rows(job, b->first_row + first, rows, job->hidden + (size_t)(b->first_row + first) * width);
+    const float *x = job->hidden + (size_t)(b->first_row + first) * width;
+    if (layer->before.kind) {
+        norm_rows(&layer->before, x, (float *)space, rows, width);
+        x = (const float *)space;
+        space += whole_lines((size_t)rows * width * 4);
+    }
+    const operand left = prepared(&layer->always, (const char *)x, FLOAT32, (size_t)width, rows, space);
+    project_part(b, layer, left, first, rows, 0, 1);
+    place_rows(b, layer, first, rows);
+}
+
+// Rows that pass together through the products of a layer, so that what they become stays in the cache.
+#ifdef __AVX512F__
+static const int rows_together = 64;
+#else
+static const int rows_together = 48;
+#endif
+
+// Bytes of the projections and contexts of a number of rows.
+static size_t block_space(const block *b, int rows) {
+    const size_t bytes = number_bytes((number_type)b->job->type);
+    return whole_lines((size_t)rows * b->always_row * bytes) + whole_lines((size_t)rows * b->misses_row * bytes) +
+           whole_lines((size_t)rows * b->context_row * bytes);
+}
+
+// Set the widths of the rows of projections to the largest of all layers.
+static block widths_of(stack_job *job) {
+    block b = {.job = job};
+    for (int n = job->first; n < job->last; n++) {
+        const stack_layer *layer = job->layers + n;
+        if (layer->always.outputs > b.always_row) b.always_row = layer->always.outputs;
+        if (layer->misses.outputs > b.misses_row) b.misses_row = layer->misses.outputs;
+        if (layer->output.inputs > b.context_row) b.context_row = layer->output.inputs;
+    }
+    b.always_row = rounded_up(b.always_row, LANES);
+    b.misses_row = rounded_up(b.misses_row, LANES);
+    b.context_row = rounded_up(b.context_row, LANES);
+    return b;
+}
+
+// Make `b` the block of trees from .. to - 1, with its projections in `space`.
+static void place_block(block *b, int from, int to, char *space) {
+    const stack_job *job = b->job;
+    const size_t bytes = number_bytes((number_type)job->type);
+    b->first = from;
+    b->trees = to - from;
+    b->first_row = first_row(job, from);
+    b->rows = (int32_t)(first_row(job, to) - b->first_row);
+    const int64_t miss = first_row(job, job->hits) - b->first_row;
+    b->miss = miss < 0 ? 0 : miss > b->rows ? b->rows : (int32_t)miss;
+    b->always = space;
+    b->misses = b->always + whole_lines((size_t)b->rows * b->always_row * bytes);
+    b->context = b->misses + whole_lines((size_t)b->rows * b->misses_row * bytes);
+}
+
+// All layers of a block, on this thread.
+static void run_block(block *b, char *space) {
+    stack_job *job = b->job;
+    const int parts = (b->rows + rows_together - 1) / rows_together;
+    for (int n = job->first; n < job->last; n++) {
+        const stack_layer *layer = job->layers + n;
+        const int64_t started = nanoseconds();
+        if (layer->heads) {
+            for (int p = 0; p < parts; p++) {
+                const int first = (int)((int64_t)b->rows * p / parts);
+                project_rows(b, layer, first, (int)((int64_t)b->rows * (p + 1) / parts) - first, space);
+            }
+            for (int tree = 0; tree < b->trees; tree++)
+                for (int head = 0; head < layer->heads; head++) attend_head(b, layer, tree, head);
+        }
+        atomic_fetch_add(&job->attention_nanoseconds, nanoseconds() - started);
+        for (int p = 0; p < parts; p++) {
+            const int first = (int)((int64_t)b->rows * p / parts);
+            finish_rows(b, layer, first, (int)((int64_t)b->rows * (p + 1) / parts) - first, space);
+        }
+    }
+}
+
+// The ways to run: the data of a team's job, and its units.
+
+typedef struct {
+    block whole;                  // all trees, or for `blocks` only the widths
+    const int32_t *starts;        // [blocks + 1] first tree of each block
+    int32_t parts;                // of the rows, or of the columns
+} stack_run;
+
+static void run_one_block(void *data, int phase_number, int unit) {
+    (void)phase_number;
+    const stack_run *run = data;
+    block b = run->whole;
+    const int rows = (int)(first_row(b.job, run->starts[unit + 1]) - first_row(b.job, run->starts[unit]));
+    const size_t own = rows_space(b.job, smaller(rows, rows_together));
+    char *space = stack_space(own + block_space(&b, rows));
+    place_block(&b, run->starts[unit], run->starts[unit + 1], space + own);
+    run_block(&b, space);
+}
+
+// Phases of a layer: project, attend, finish.
+static void run_some_rows(void *data, int phase_number, int unit) {
+    const stack_run *run = data;
+    const block *b = &run->whole;
+    stack_job *job = b->job;
+    const stack_layer *layer = job->layers + job->first + phase_number / 3;
+    const int part = phase_number % 3;
+    const int64_t started = nanoseconds();
+    if (part == 1) {
+        attend_head(b, layer, unit / layer->heads, unit % layer->heads);
+    } else {
+        const int first = (int)((int64_t)b->rows * unit / run->parts);
+        const int rows = (int)((int64_t)b->rows * (unit + 1) / run->parts) - first;
+        char *space = stack_space(rows_space(job, rows));
+        if (part == 2) finish_rows(b, layer, first, rows, space);
+        else project_rows(b, layer, first, rows, space);
+    }
+    if (part < 2) atomic_fetch_add(&job->attention_nanoseconds, nanoseconds() - started);
+}
+
+// The memory of one layer when it is run by columns. Its units are repeatable, so every layer has its own.
+typedef struct {
+    char *projections;            // see place_block
+    float *half, *output;         // hidden states after each half, without the norm that ends the half
+    float *inner;                 // states inside the feed-forward half
+} layer_memory;
+
+// A job that is run by columns, with copies of all that its units read.
+typedef struct {
+    stack_job job;
+    block whole;
+    int32_t parts;
+    layer_memory *layers;         // of layer job.first, and so on; the one before it holds the input in `output`
+} columns_run;
+
+// The hidden states before a half of a layer, after the norm that ends the half before. Every unit computes
+// them for itself.
+static const float *states_before(const columns_run *run, int number, int is_second, char *space) {
+    const stack_job *job = &run->job;
+    const stack_layer *layer = job->layers + number;
+    const layer_memory *memory = run->layers + (number - job->first);
+    const norm *last = is_second ? &layer->after : number > job->first ? &layer[-1].forward_after : 0;
+    const float *states = is_second ? memory->half : memory[-1].output;
+    if (!last || !last->kind) return states;
+    norm_rows(last, states, (float *)space, run->whole.rows, job->width);
+    return (const float *)space;
+}
+
+// Phases of a layer: project, place, attend, output, up, down.
+static void run_some_columns(void *data, int phase_number, int unit) {
+    columns_run *run = data;
+    stack_job *job = &run->job;
+    const int number = job->first + phase_number / 6, part = phase_number % 6, width = job->width;
+    const stack_layer *layer = job->layers + number;
+    const layer_memory *memory = run->layers + phase_number / 6;
+    block b = run->whole;
+    place_block(&b, 0, job->count, memory->projections);
+    const int rows = b.rows;
+    const number_type type = (number_type)job->type;
+    const size_t states_bytes = whole_lines((size_t)rows * width * 4);
+    char *space = stack_space(rows_space(job, rows) + 2 * states_bytes);
+    char *other = space + states_bytes, *rest = other + states_bytes;
+    const int64_t started = nanoseconds();
+    if (part == 0 || part == 4) {
+        const float *x = states_before(run, number, part == 4, space);
+        const norm *before = part == 4 ? &layer->forward_before : &layer->before;
+        if (before->kind) {
+            norm_rows(before, x, (float *)other, rows, width);
+            x = (const float *)other;
+        }
+        const matrix *first = part == 4 ? &layer->up : &layer->always;
+        const operand left = prepared(first, (const char *)x, FLOAT32, (size_t)width, rows, rest);
+        if (part == 0) {
+            project_part(&b, layer, left, 0, rows, unit, run->parts);
+        } else {
+            open_part(job, layer, left, rows, unit, run->parts, memory->inner);
+        }
+    } else if (part == 1) {
+        const int first = rows * unit / run->parts;
+        place_rows(&b, layer, first, rows * (unit + 1) / run->parts - first);
+    } else if (part == 2) {
+        attend_head(&b, layer, unit / layer->heads, unit % layer->heads);
+    } else if (part == 3) {
+        const float *x = states_before(run, number, 0, space);
+        const operand left = prepared(&layer->output, b.context, type, (size_t)b.context_row, rows, rest);
+        multiply_part(job, &layer->output, left, rows, unit, run->parts, to_floats(memory->half, width, x));
+    } else {
+        const float *x = states_before(run, number, 1, space);
+        const int inner = layer->up.outputs;
+        const operand left = prepared(&layer->down, (const char *)memory->inner, FLOAT32, (size_t)inner, rows, rest);
+        multiply_part(job, &layer->down, left, rows, unit, run->parts, to_floats(memory->output, width, x));
+    }
+    if (part < 3) atomic_fetch_add(&job->attention_nanoseconds, nanoseconds() - started);
+}
+
+// Whether every layer is whole and without norms of a half's output, which need whole rows.
+static int has_plain_layers(const stack_job *job) {
+    for (int n = job->first; n < job->last; n++) {
+        const stack_layer *layer = job->layers + n;
+        if (!layer->heads || !layer->up.outputs || layer->branch.kind || layer->forward_branch.kind) return 0;
+    }
+    return 1;
+}
+
+// Whether a unit of columns may be computed twice. Rotations, norms of heads and gates change numbers in place,
+// and given maps may be unmapped after the call.
+static int is_repeatable(const stack_job *job) {
+    if (job->hits) return 0;
+    for (int n = job->first; n < job->last; n++) {
+        const stack_layer *layer = job->layers + n;
+        if (layer->angles >= 0 || layer->query.kind || layer->key.kind || layer->gate.outputs) return 0;
+    }
+    return 1;
+}
+
+// Collect trees to blocks of about `target` rows. Return the number of blocks.
+static int collect_blocks(const stack_job *job, int64_t target, int32_t *starts) {
+    int count = 0;
+    starts[0] = 0;
+    for (int t = 1; t <= job->count; t++)
+        if (t == job->count || first_row(job, t + 1) - first_row(job, starts[count]) > target) starts[++count] = t;
+    return count;
+}
+
+static void *taken(char **from, size_t bytes) {
+    void *memory = *from;
+    *from += whole_lines(bytes);
+    return memory;
+}
+
+static const int64_t *copied(char **to, const int64_t *numbers, int count) {
+    return memcpy(taken(to, (size_t)count * 8), numbers, (size_t)count * 8);
+}
+
+// Run a job of few rows: every thread takes some columns of each product, or some heads.
+static void run_by_columns(stack_job *job, const block *widths, int rows, int threads) {
+    const int layers = job->last - job->first, phases = 6 * layers;
+    const int runs = job->trees ? (int)job->trees[job->count] : job->count;
+    const size_t states = whole_lines((size_t)rows * job->width * 4), projections = block_space(widths, rows);
+    const size_t inner = whole_lines((size_t)rows * job->widest * 4);
+    const size_t bytes = (size_t)(layers + 1) * (projections + 2 * states + inner) + 4096 +
+                         (size_t)(layers + 2) * sizeof(layer_memory) + sizeof(columns_run) +
+                         (size_t)(rows + 2 * runs + job->count + 64) * 8 + (size_t)phases * 4;
+    slot *own = take_slot(bytes);
+    if (!own) abort();
+    char *memory = own->memory;
+    columns_run *run = taken(&memory, sizeof *run);
+    int32_t *units = taken(&memory, (size_t)phases * 4);
+    memcpy(&run->job, job, sizeof *job);
+    run->job.offsets = copied(&memory, job->offsets, runs + 1);
+    run->job.positions = copied(&memory, job->positions, rows);
+    if (job->trees) {
+        run->job.trees = copied(&memory, job->trees, job->count + 1);
+        run->job.starts = copied(&memory, job->starts, runs);
+    }
+    run->whole = *widths;
+    run->whole.job = &run->job;
+    run->whole.rows = rows;
+    run->parts = 2 * threads;
+    run->layers = (layer_memory *)taken(&memory, (size_t)(layers + 1) * sizeof(layer_memory)) + 1;
+    for (int n = -1; n < layers; n++) {
+        layer_memory *layer = run->layers + n;
+        layer->output = taken(&memory, states);
+        if (n < 0) continue;
+        layer->half = taken(&memory, states);
+        layer->inner = taken(&memory, inner);
+        layer->projections = taken(&memory, projections);
+    }
+    if (job->embedding) embed_rows(job, 0, rows, run->layers[-1].output);
+    else memcpy(run->layers[-1].output, job->hidden, (size_t)rows * job->width * 4);
+    for (int n = 0; n < layers; n++) {
+        const stack_layer *layer = job->layers + job->first + n;
+        for (int p = 0; p < 6; p++) units[6 * n + p] = run->parts;
+        if (layer->angles < 0 && !layer->query.kind && !layer->key.kind) units[6 * n + 1] = 0;
+        units[6 * n + 2] = job->count * layer->heads;
+    }
+    run_team(own, run_some_columns, run, units, phases, threads, is_repeatable(job));
+    const float *output = run->layers[layers - 1].output;
+    const norm *last = &job->layers[job->last - 1].forward_after;
+    if (last->kind) norm_rows(last, output, job->hidden, rows, job->width);
+    else memcpy(job->hidden, output, (size_t)rows * job->width * 4);
+    atomic_store(&job->multiplications, atomic_load(&run->job.multiplications));
+    atomic_store(&job->map_rows, atomic_load(&run->job.map_rows));
+    atomic_store(&job->attention_nanoseconds, atomic_load(&run->job.attention_nanoseconds));
+    leave_slot(own);
+}
+
+// Run a job of long sequences: every thread takes some rows, or some heads, of each part of a layer.
+static void run_by_rows(stack_job *job, const block *widths, int rows, int threads) {
+    const int layers = job->last - job->first, turns = (rows + rows_together * threads - 1) / (rows_together * threads);
+    const size_t projections = block_space(widths, rows);
+    slot *own = take_slot(projections + (size_t)layers * 12 + 64);
+    if (!own) abort();
+    stack_run run = {.whole = *widths, .parts = turns * threads};
+    place_block(&run.whole, 0, job->count, own->memory);
+    int32_t *units = (int32_t *)(own->memory + projections);
+    for (int n = 0; n < layers; n++) {
+        const stack_layer *layer = job->layers + job->first + n;
+        units[3 * n] = layer->heads ? run.parts : 0;
+        units[3 * n + 1] = job->count * layer->heads;
+        units[3 * n + 2] = run.parts;
+    }
+    run_team(own, run_some_rows, &run, units, 3 * layers, threads, 0);
+    leave_slot(own);
+}
+
+// Fewer rows than this for each thread are split by columns.
+static const int fewest_rows = 24;
+
+void run_stack(stack_job *job) {
+    const block widths = widths_of(job);
+    const int rows = (int)first_row(job, job->count), threads = free_threads(job->threads);
+    if (threads > 1 && rows < fewest_rows * threads && has_plain_layers(job)) {
+        run_by_columns(job, &widths, rows, threads);
+        return;
+    }
+    int32_t *starts = malloc((size_t)(job->count + 2) * 4);
+    if (!starts) abort();
+    int64_t target = (rows + threads - 1) / threads, longest = 0;
+    if (target > rows_together * 4 / 3) target = rows_together;
+    const int blocks = collect_blocks(job, target, starts);
+    for (int n = 0; n < blocks; n++) {
+        const int64_t own = first_row(job, starts[n + 1]) - first_row(job, starts[n]);
+        if (own > longest) longest = own;
+    }
+    // Blocks keep all threads busy if they are many, or if they can be shared out evenly.
+    const int64_t turns = (blocks + threads - 1) / threads;
+    if (threads == 1 || blocks >= 8 * threads || turns * longest * threads * 5 <= (int64_t)rows * 6) {
+        stack_run run = {.whole = widths, .starts = starts};
+        slot *own = threads > 1 && blocks > 1 ? take_slot(0) : 0;
+        run_team(own, run_one_block, &run, &(int32_t){blocks}, 1, smaller(threads, blocks), 0);
+        if (own) leave_slot(own);
+    } else {
+        run_by_rows(job, &widths, rows, threads);
+    }
+    free(starts);
+}

@@ -1,0 +1,342 @@
+"""Python binding of stack.h: all layers of a model on packed rows, in one call.
+
+CompiledStack(layers)  ->  run(hidden, rows, layers, ...)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from attncache_core.native.attention_kernel import NO_BOUND, NUMBER_TYPES
+from attncache_core.native.products import ACTIVATION_NUMBERS, Matrix, MatrixKind, PackedMatrix
+
+# Number of positions -> cosines and sines, each contiguous float32 [positions or more, half].
+AngleTables = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class CompiledNorm:
+    """A norm of rows: x minus its mean (LayerNorm), divided by its deviation, times weight, plus bias."""
+
+    weight: torch.Tensor  # float32 [width]
+    bias: torch.Tensor | None  # float32 [width]
+    epsilon: float
+    subtracts_mean: bool
+
+
+@dataclass(frozen=True)
+class QueryKeyHeads:
+    """One product to Q and K of some heads."""
+
+    packed: PackedMatrix
+    key_heads: Sequence[int]  # for each of the heads, the index of its K in the product
+    keys: int  # number of heads of K in the product
+
+
+@dataclass(frozen=True)
+class AttentionHalf:
+    """The attention half of a layer, as data."""
+
+    always: QueryKeyHeads  # rows -> V of all heads of V, then Q and K of the computed heads
+    misses: QueryKeyHeads | None  # rows -> Q and K of the reused heads, which are the first heads
+    output: PackedMatrix
+    value_heads: Sequence[int]  # for each head, the index of its V in the product
+    values: int  # number of heads of V
+    width: int  # of a head of Q and K
+    value_width: int  # of a head of V
+    scale: float
+    before: int | None = None  # see attention.AttentionMask
+    after: int | None = None
+    input_norm: CompiledNorm | None = None
+    branch_norm: CompiledNorm | None = None  # of the output, before the residual is added
+    output_norm: CompiledNorm | None = None  # of the sum with the residual
+    query_norm: CompiledNorm | None = None  # of each head
+    key_norm: CompiledNorm | None = None
+    angles: AngleTables | None = None
+    half: int = 0  # half the rotary dimensions
+    bias: torch.Tensor | None = None  # float32 [heads, 2 positions - 1], added to scores by distance
+
+    @property
+    def reused(self) -> int:
+        """The number of reused heads."""
+        return len(self.misses.key_heads) if self.misses else 0
+
+
+@dataclass(frozen=True)
+class ForwardHalf:
+    """The feed-forward half of a layer, as data.
+
+    down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)).
+    """
+
+    up: PackedMatrix
+    down: PackedMatrix
+    activation: str | None
+    gate: PackedMatrix | None = None
+    input_norm: CompiledNorm | None = None
+    branch_norm: CompiledNorm | None = None
+    output_norm: CompiledNorm | None = None
+
+
+@dataclass(frozen=True)
+class GivenRecords:
+    """The records whose maps are given to the first sequences of a batch."""
+
+    addresses: np.ndarray  # uint64 [hits], the address of each record
+    dtype: torch.dtype = torch.float16  # of the maps
+    packed: bool = False  # whether maps are lower triangles
+    heads_before: Sequence[int] = ()  # for each layer, the number of heads of earlier layers in a record
+
+
+@dataclass(frozen=True)
+class CompiledEmbedding:
+    """The input of the first layer: norm(words[id] + added[place]), as data. Tables of one dtype."""
+
+    words: torch.Tensor  # [tokens of the vocabulary, width]
+    added: torch.Tensor | None = None  # [places, width]
+    norm: CompiledNorm | None = None
+
+
+@dataclass(frozen=True)
+class StackRows:
+    """The rows of a batch, as a forest of runs; without trees, every run is a sequence."""
+
+    offsets: np.ndarray  # int64 [runs + 1], first row of each run
+    positions: np.ndarray  # int64 [rows], position of each row in its sequence
+    trees: np.ndarray | None = None  # int64 [trees + 1], first run of each tree; runs are in depth-first order
+    starts: np.ndarray | None = None  # int64 [runs], position of the first row of each run; with `trees`
+    ids: np.ndarray | None = None  # int64 [rows], token ids, if the stack makes the first layer's input
+    # int64 [rows], the row of each token in the second table of the embedding; None: row 0
+    places: np.ndarray | None = None
+
+
+NO_RECORDS = GivenRecords(np.zeros(0, dtype=np.uint64))
+
+
+@dataclass
+class Counts:
+    """What a run of the stack computed."""
+
+    multiplications: int  # rows times columns times inputs of all products with weights
+    map_rows: int  # rows of maps that were computed, of all heads and layers
+    attention_seconds: float  # of projections, maps and maps @ V, summed over threads
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("epsilon", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+    )
+
+
+class _Embedding(ctypes.Structure):
+    """The structure `embedding` of stack.h."""
+
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        ("added", ctypes.c_void_p),
+        ("norm", _Norm),
+        ("type", ctypes.c_int32),
+    )
+
+
+_NORMS = ("before", "branch", "after", "query", "key")
+_FORWARD_NORMS = ("forward_before", "forward_branch", "forward_after")
+_LAYER_COUNTS = (
+    *("heads", "reused", "keys_always", "keys_misses", "values", "width", "value_width", "half", "angles"),
+    *("reach_before", "reach_after", "bias_positions", "activation", "maps_before"),
+)
+
+
+class _Layer(ctypes.Structure):
+    """The structure `stack_layer` of stack.h."""
+
+    _fields_ = (
+        *((name, Matrix) for name in ("always", "misses", "output")),
+        *((name, _Norm) for name in _NORMS),
+        *((name, ctypes.c_void_p) for name in ("bias", "key_heads", "value_heads")),
+        *((name, Matrix) for name in ("gate", "up", "down")),
+        *((name, _Norm) for name in _FORWARD_NORMS),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in _LAYER_COUNTS),
+    )
+
+
+class _Job(ctypes.Structure):
+    """The structure `stack_job` of stack.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "hidden", "embedding", "ids", "places")),
+        *((name, ctypes.c_void_p) for name in ("offsets", "trees", "starts", "positions", "angles", "maps")),
+        *((name, ctypes.c_int32) for name in ("first", "last", "width", "count", "hits", "type")),
+        *((name, ctypes.c_int32) for name in ("map_type", "packed", "threads", "widest")),
+        *((name, ctypes.c_int64) for name in ("multiplications", "map_rows", "attention_nanoseconds")),
+    )
+
+
+class CompiledStack:
+    """The layers of a model, ready to be run by compiled code. Any number of threads may call `run`."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        layers: Sequence[tuple[AttentionHalf, Sequence[ForwardHalf]]],
+        width: int,
+        embedding: CompiledEmbedding | None = None,
+    ) -> None:
+        """layers: the attention half of each layer, and the feed-forward halves up to the next layer.
+
+        width: of the hidden states. embedding: None if the input of the first layer must be given.
+        """
+        self._run = library.run_stack
+        self._run.argtypes, self._run.restype = [ctypes.c_void_p], None
+        self._wait = library.wait_for_helpers
+        self._wait.argtypes, self._wait.restype = [], None
+        self._width = width
+        self._kept: list[Any] = [layers, embedding]  # what the structures point to
+        self._embedding = None if embedding is None else self._embedding_of(embedding)
+        self._angles: list[AngleTables] = []
+        # A structure holds one half of each kind; a second feed-forward half has a structure of its own.
+        sizes = [max(1, len(halves)) for _, halves in layers]
+        self._starts = [0, *accumulate(sizes)]  # of each layer, and their end
+        self._layers = (_Layer * self._starts[-1])()
+        for own in self._layers:
+            own.angles = -1
+        for start, (attention, halves) in zip(self._starts, layers, strict=False):
+            self._set_attention(self._layers[start], attention)
+            for at, half in enumerate(halves, start):
+                self._set_forward(self._layers[at], half)
+        inner = [half.up.outputs for _, halves in layers for half in halves]
+        self._widest = max(width, *(attention.output.inputs for attention, _ in layers), *inner)
+        kinds = {attention.output.kind for attention, _ in layers}
+        # Attention multiplies the numbers of the model: pairs of bfloat16, if products do.
+        self._type = torch.bfloat16 if kinds == {MatrixKind.PAIRS} else torch.float32
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the stack can make the input of the first layer from token ids."""
+        return self._embedding is not None
+
+    def run(
+        self,
+        hidden: torch.Tensor | None,
+        rows: StackRows,
+        layers: range,
+        given: GivenRecords = NO_RECORDS,
+        threads: int | None = None,
+    ) -> tuple[torch.Tensor, Counts]:
+        """Run a range of layers. Return their output, float32 [rows, width], and what was computed.
+
+        hidden: float32 [rows, width], the input of the first of these layers, which is overwritten with the
+        output; None: the stack makes it from token ids. given: the records of the first sequences. threads:
+        the most threads to use; None: as many as torch.
+        """
+        hidden = torch.empty(len(rows.positions), self._width) if hidden is None else hidden
+        assert hidden.dtype == torch.float32
+        assert hidden.is_contiguous()
+        assert hidden.shape == (rows.offsets[-1], self._width)
+        job = _Job()
+        job.layers, job.hidden = ctypes.addressof(self._layers), hidden.data_ptr()
+        if rows.ids is not None:
+            assert self._embedding is not None
+            job.embedding, job.ids = ctypes.addressof(self._embedding), rows.ids.ctypes.data
+            job.places = None if rows.places is None else rows.places.ctypes.data
+        job.offsets, job.positions = rows.offsets.ctypes.data, rows.positions.ctypes.data
+        job.count = len(rows.offsets) - 1
+        if rows.trees is not None:
+            assert rows.starts is not None
+            assert not len(given.addresses)
+            job.trees, job.starts = rows.trees.ctypes.data, rows.starts.ctypes.data
+            job.count = len(rows.trees) - 1
+        tables = [table for angles in self._angles for table in angles(int(rows.positions.max()) + 1)]
+        pointers = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
+        job.angles = ctypes.addressof(pointers)
+        described = self._described(given)
+        job.layers, job.hits = ctypes.addressof(described), len(given.addresses)
+        job.maps, job.map_type = given.addresses.ctypes.data, NUMBER_TYPES[given.dtype]
+        job.packed = given.packed
+        job.first, job.last = self._starts[layers.start], self._starts[layers.stop]
+        job.width, job.type, job.widest = self._width, NUMBER_TYPES[self._type], self._widest
+        job.threads = threads or torch.get_num_threads()
+        self._run(ctypes.addressof(job))
+        return hidden, Counts(job.multiplications, job.map_rows, job.attention_nanoseconds * 1e-9)
+
+    def _described(self, given: GivenRecords) -> ctypes.Array[_Layer]:
+        """Return the structures of the layers, with the places of their maps in the given records."""
+        if not len(given.addresses):
+            return self._layers
+        layers = (_Layer * len(self._layers))()
+        ctypes.memmove(layers, self._layers, ctypes.sizeof(self._layers))
+        for start, heads in zip(self._starts, given.heads_before, strict=False):
+            layers[start].maps_before = heads
+        return layers
+
+    def _embedding_of(self, embedding: CompiledEmbedding) -> _Embedding:
+        made = _Embedding(type=NUMBER_TYPES[embedding.words.dtype])
+        assert embedding.words.is_contiguous()
+        made.words = embedding.words.data_ptr()
+        if embedding.added is not None:
+            assert embedding.added.is_contiguous()
+            assert embedding.added.dtype == embedding.words.dtype
+            made.added = embedding.added.data_ptr()
+        self._set_norms(made, ("norm",), (embedding.norm,))
+        return made
+
+    def __del__(self) -> None:
+        # A helper may still look at a job of this stack after `run` has returned.
+        self._wait()
+
+    def _set_attention(self, own: _Layer, half: AttentionHalf) -> None:
+        own.always, own.output = half.always.packed.matrix, half.output.matrix
+        own.keys_always, own.values = half.always.keys, half.values
+        key_heads = list(half.always.key_heads)
+        if half.misses:
+            own.misses, own.keys_misses = half.misses.packed.matrix, half.misses.keys
+            key_heads = [*half.misses.key_heads, *key_heads]
+        own.key_heads, own.value_heads = self._integers(key_heads), self._integers(half.value_heads)
+        own.heads, own.reused = len(half.value_heads), half.reused
+        own.width, own.value_width, own.scale = half.width, half.value_width, half.scale
+        own.reach_before = NO_BOUND if half.before is None else min(half.before, NO_BOUND)
+        own.reach_after = NO_BOUND if half.after is None else min(half.after, NO_BOUND)
+        norms = (half.input_norm, half.branch_norm, half.output_norm, half.query_norm, half.key_norm)
+        self._set_norms(own, _NORMS, norms)
+        if half.angles:
+            if half.angles not in self._angles:
+                self._angles.append(half.angles)
+            own.angles, own.half = self._angles.index(half.angles), half.half
+        if half.bias is not None:
+            own.bias, own.bias_positions = self._floats(half.bias), (half.bias.shape[1] + 1) // 2
+
+    def _set_forward(self, own: _Layer, half: ForwardHalf) -> None:
+        own.up, own.down = half.up.matrix, half.down.matrix
+        if half.gate:
+            own.gate = half.gate.matrix
+        own.activation = ACTIVATION_NUMBERS[half.activation]
+        self._set_norms(own, _FORWARD_NORMS, (half.input_norm, half.branch_norm, half.output_norm))
+
+    def _set_norms(
+        self, own: ctypes.Structure, names: Sequence[str], norms: Sequence[CompiledNorm | None]
+    ) -> None:
+        for name, norm in zip(names, norms, strict=True):
+            if norm:
+                bias = None if norm.bias is None else self._floats(norm.bias)
+                kind = 1 if norm.subtracts_mean else 2
+                setattr(own, name, _Norm(self._floats(norm.weight), bias, norm.epsilon, kind))
+
+    def _floats(self, x: torch.Tensor) -> int:
+        """Return the address of a float32 copy of `x`, which is kept."""
+        self._kept.append(x.detach().float().contiguous())
+        return int(self._kept[-1].data_ptr())
+
+    def _integers(self, numbers: Sequence[int]) -> int:
+        self._kept.append((ctypes.c_int32 * len(numbers))(*numbers))
+        return ctypes.addressof(self._kept[-1])

@@ -1,0 +1,259 @@
+// A team of threads for one job: its leader, which is the caller, and helpers that join if they are free.
+//
+// A job is a list of phases, and a phase is a number of units. Threads take units from a counter; a phase
+// begins when every unit of the phase before it is done. Nobody waits for a helper to join: a helper that comes
+// late finds the finished phases empty, and a helper that never comes leaves all units to the leader.
+//
+// A helper can lose its processor in the middle of a unit. If the units of a job are repeatable, the leader
+// waits for such a helper only a moment and computes the unit itself. Both then write the same numbers, so a
+// repeatable unit must write only to memory that nobody else writes to, and that stays valid until the helper
+// has left, which may be after the leader. Such memory belongs to the slot of the job: slots are never freed,
+// and a slot is used again only when its last user has gone.
+#pragma once
+
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+#define MOST_PHASES 1024
+#define SLOTS 64
+
+typedef void (*unit_function)(void *data, int phase, int unit);
+
+typedef struct {
+    atomic_int next, done;
+    int32_t units, first;     // number of units, and the index of the first one among the units of all phases
+} phase;
+
+typedef struct {
+    phase phases[MOST_PHASES];
+    int32_t count;            // of phases
+    int32_t is_repeatable;
+    atomic_char *finished;    // for repeatable jobs: whether each unit of all phases is done
+    size_t finished_bytes;
+    unit_function run;
+    void *data;
+    char *memory;             // of the job
+    size_t memory_bytes;
+    int32_t users, room;      // threads inside; helpers that may still join. Both under `lock`
+    int32_t open;             // whether helpers may join
+} slot;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t posted = PTHREAD_COND_INITIALIZER;
+static slot *slots[SLOTS];
+static int helpers, sleepers;            // under `lock`
+static atomic_int posts;                 // counts the posted jobs, so that helpers notice a job without the lock
+static atomic_int busy;                  // leaders and helpers that compute
+
+// How long a helper looks for the next job before it sleeps, and how often a waiting thread looks before it
+// offers its processor to others.
+static const int64_t nanoseconds_awake = 50000;
+static const int looks = 2000;
+
+INLINE void pause_a_moment(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+INLINE int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static void run_unit(slot *job, int p, int unit) {
+    phase *now = job->phases + p;
+    job->run(job->data, p, unit);
+    if (job->is_repeatable && atomic_exchange(&job->finished[now->first + unit], 1)) return;
+    atomic_fetch_add_explicit(&now->done, 1, memory_order_release);
+}
+
+static int is_done(phase *now) { return atomic_load_explicit(&now->done, memory_order_acquire) >= now->units; }
+
+// Compute the units that other threads have begun and not finished.
+static void repeat_units(slot *job, int p) {
+    phase *now = job->phases + p;
+    for (int unit = 0; unit < now->units && !is_done(now); unit++)
+        if (!atomic_load(&job->finished[now->first + unit])) run_unit(job, p, unit);
+}
+
+// The shortest time after which a unit of another thread is repeated.
+static const int64_t patience = 30000;
+
+static void take_part(slot *job, int is_leader) {
+    for (int p = 0; p < job->count; p++) {
+        phase *now = job->phases + p;
+        int64_t longest = 0, started = 0;
+        for (int unit; (unit = atomic_fetch_add(&now->next, 1)) < now->units;) {
+            if (!started) started = nanoseconds();
+            run_unit(job, p, unit);
+            const int64_t ended = nanoseconds();
+            if (ended - started > longest) longest = ended - started;
+            started = ended;
+        }
+        int64_t since = 0;
+        for (int look = 0; !is_done(now); look++) {
+            if (look % 64 == 63 && is_leader && job->is_repeatable) {
+                if (!since) since = nanoseconds();
+                else if (nanoseconds() - since > patience + 2 * longest) repeat_units(job, p);
+            }
+            if (look < looks) pause_a_moment();
+            else sched_yield();
+        }
+    }
+}
+
+// Find a job with room for a helper. The caller holds `lock`.
+static slot *joined(void) {
+    for (int i = 0; i < SLOTS; i++)
+        if (slots[i] && slots[i]->open && slots[i]->room > 0) {
+            slots[i]->room--;
+            slots[i]->users++;
+            return slots[i];
+        }
+    return 0;
+}
+
+static void *help(void *unused) {
+    (void)unused;
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        slot *job = joined();
+        if (job) {
+            pthread_mutex_unlock(&lock);
+            atomic_fetch_add(&busy, 1);
+            take_part(job, 0);
+            atomic_fetch_sub(&busy, 1);
+            pthread_mutex_lock(&lock);
+            job->users--;
+            continue;
+        }
+        const int seen = atomic_load(&posts);
+        pthread_mutex_unlock(&lock);
+        const int64_t until = nanoseconds() + nanoseconds_awake;
+        while (atomic_load(&posts) == seen && nanoseconds() < until)
+            for (int i = 0; i < 20; i++) pause_a_moment();
+        pthread_mutex_lock(&lock);
+        while (atomic_load(&posts) == seen) {
+            sleepers++;
+            pthread_cond_wait(&posted, &lock);
+            sleepers--;
+        }
+    }
+    return 0;
+}
+
+// A child process has no helpers and no jobs.
+static void forget(void) {
+    pthread_mutex_init(&lock, 0);
+    pthread_cond_init(&posted, 0);
+    helpers = sleepers = 0;
+    atomic_store(&busy, 0);
+    memset(slots, 0, sizeof slots);
+}
+
+// Start helpers until there are `wanted`. The caller holds `lock`.
+static void start_helpers(int wanted) {
+    static int prepared_for_forks;
+    if (!prepared_for_forks) prepared_for_forks = pthread_atfork(0, 0, forget) == 0;
+    for (; helpers < wanted; helpers++) {
+        pthread_t thread;
+        pthread_attr_t detached;
+        pthread_attr_init(&detached);
+        pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+        const int failed = pthread_create(&thread, &detached, help, 0);
+        pthread_attr_destroy(&detached);
+        if (failed) return;
+    }
+}
+
+// Return the number of threads that a new job may use, of `threads` that all jobs together may use.
+static int free_threads(int threads) {
+    const int others = atomic_load(&busy);
+    return others >= threads ? 1 : threads - others;
+}
+
+// Take a slot with this much memory. Return null if there is none.
+static slot *take_slot(size_t bytes) {
+    slot *job = 0;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < SLOTS && !job; i++) {
+        if (!slots[i]) slots[i] = calloc(1, sizeof(slot));
+        if (slots[i] && !slots[i]->users) job = slots[i];
+    }
+    if (job) job->users = 1, job->open = 0;
+    pthread_mutex_unlock(&lock);
+    if (!job || bytes <= job->memory_bytes) return job;
+    free(job->memory);
+    job->memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    job->memory_bytes = job->memory ? (bytes + 4095) / 4096 * 4096 : 0;
+    if (!job->memory) abort();
+    return job;
+}
+
+static void leave_slot(slot *job) {
+    pthread_mutex_lock(&lock);
+    job->open = 0;
+    job->users--;
+    pthread_mutex_unlock(&lock);
+}
+
+// Run the phases of a job on the caller and up to threads - 1 helpers. `job` is a slot that the caller took,
+// and stays taken.
+static void run_team(slot *job, unit_function run, void *data, const int32_t *units, int phases, int threads,
+                     int is_repeatable) {
+    atomic_fetch_add(&busy, 1);
+    if (!job || threads < 2 || phases > MOST_PHASES) {
+        for (int p = 0; p < phases; p++)
+            for (int unit = 0; unit < units[p]; unit++) run(data, p, unit);
+        atomic_fetch_sub(&busy, 1);
+        return;
+    }
+    int32_t total = 0;
+    for (int p = 0; p < phases; p++) {
+        atomic_store_explicit(&job->phases[p].next, 0, memory_order_relaxed);
+        atomic_store_explicit(&job->phases[p].done, 0, memory_order_relaxed);
+        job->phases[p].units = units[p];
+        job->phases[p].first = total;
+        total += units[p];
+    }
+    if (is_repeatable && (size_t)total > job->finished_bytes) {
+        free(job->finished);
+        job->finished = malloc((size_t)total);
+        job->finished_bytes = job->finished ? (size_t)total : 0;
+        if (!job->finished) abort();
+    }
+    if (is_repeatable) memset((char *)job->finished, 0, (size_t)total);
+    job->count = phases;
+    job->run = run;
+    job->data = data;
+    job->is_repeatable = is_repeatable;
+    pthread_mutex_lock(&lock);
+    start_helpers(threads - 1);
+    job->open = 1;
+    job->room = threads - 1;
+    atomic_fetch_add(&posts, 1);
+    for (int i = 0; i < threads - 1 && i < sleepers; i++) pthread_cond_signal(&posted);
+    pthread_mutex_unlock(&lock);
+    take_part(job, 1);
+    pthread_mutex_lock(&lock);
+    job->open = 0;
+    pthread_mutex_unlock(&lock);
+    atomic_fetch_sub(&busy, 1);
+}
+
+// Wait until no helper is inside a job that its leader has left. Called before memory that units read, and
+// that belongs to no slot, is freed.
+void wait_for_helpers(void) {
+    for (int waiting = 1; waiting;) {
+        waiting = 0;
+        pthread_mutex_lock(&lock);
+        for (int i = 0; i < SLOTS; i++) waiting |= slots[i] && !slots[i]->open && slots[i]->users;
+        pthread_mutex_unlock(&lock);
+        if (waiting) nanosleep(&(struct timespec){0, 1000000}, 0);
+    }
+}
