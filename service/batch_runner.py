@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from itertools import accumulate
@@ -28,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class BatchRunner:
-    """Owns the engine and the verifier of its hits. `run` is called in the engine thread only.
+    """Owns the engine and the verifier of its hits. Any thread may call the methods.
 
-    Another thread may assign `engine` and `verifier`; the next batch uses the new ones.
+    Parts of one request may be computed in several threads at once; the thread that computes the last part
+    answers the request.
     """
 
     def __init__(
@@ -42,11 +44,26 @@ class BatchRunner:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """queue: is told the speed of each batch. loop: the event loop that the futures belong to."""
-        self.engine = engine
-        self.verifier = verifier
+        self._serving = engine, verifier
         self._queue = queue
         self._metrics = metrics
         self._loop = loop
+        self._adding_parts = threading.Lock()
+
+    @property
+    def engine(self) -> PrefillEngine:
+        """The engine that runs the next batch."""
+        return self._serving[0]
+
+    @property
+    def verifier(self) -> Verifier | None:
+        """The verifier of the engine's hits; None if hits are not verified."""
+        return self._serving[1]
+
+    def replace(self, engine: PrefillEngine, verifier: Verifier | None) -> None:
+        """Use another engine and its verifier from the next batch on."""
+        # One assignment, because another thread must not see the engine without its verifier.
+        self._serving = engine, verifier
 
     def run(self, shares: list[Share]) -> None:
         """Run a batch and answer the requests that are complete with it. Raises nothing: requests fail."""
@@ -63,13 +80,16 @@ class BatchRunner:
 
     def _run(self, shares: list[Share]) -> None:
         started = time.perf_counter()
+        engine, verifier = self._serving
+        # Hits belong to the policy before the batch, because another thread may tighten it meanwhile.
+        policy = verifier.policy if verifier else None
         requests = [
             PrefillRequest(request.sequences[index], request.reuse, request.prompt.sequence_plan(index))
             for request, start, stop in shares
             for index in range(start, stop)
         ]
         try:
-            result = self.engine.run(requests)
+            result = engine.run(requests)
         except BaseException as error:
             if len(shares) == 1:
                 raise
@@ -92,8 +112,8 @@ class BatchRunner:
             # Rejected before the other requests are answered, so that failed requests get no result.
             self.reject(failed)
         self._deliver(shares, parts)
-        if self.verifier:
-            self.verifier.offer(requests, result)
+        if verifier and policy:
+            verifier.offer(requests, result, policy)
 
     def _count(
         self, shares: list[Share], parts: list[RequestResult], result: PrefillResult, started: float
@@ -111,11 +131,12 @@ class BatchRunner:
 
     def _deliver(self, shares: list[Share], parts: list[RequestResult]) -> None:
         finished: list[tuple[PendingRequest, RequestResult]] = []
-        for (request, _, stop), part in zip(shares, parts, strict=True):
-            request.parts.append(part)
-            if stop == len(request.sequences):
-                finished.append((request, RequestResult.joined(request.parts)))
-        # One call for all requests, because each call wakes the event loop.
+        with self._adding_parts:
+            for (request, start, _), part in zip(shares, parts, strict=True):
+                if (result := request.add_part(start, part)) is not None:
+                    finished.append((request, result))
+        # One call for all requests, because each call wakes the event loop. A request that fails in another
+        # thread has failed before its part was added there, so here its failure arrives first.
         self._loop.call_soon_threadsafe(_resolve, finished)
 
 

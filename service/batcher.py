@@ -1,12 +1,14 @@
 """The way of a request through the threads: many small requests become few full batches.
 
-    submit -> [tokenize threads] -> RequestQueue -> [engine thread] -> BatchRunner -> result of each request
+    submit -> [tokenize threads] -> RequestQueue -> [engine threads] -> BatchRunner -> result of each request
 
-The engine never waits for a batch to fill: when the engine is free, it takes the sequences that wait, oldest
-first, up to a budget. The sequences of one request may be in several batches. A request crosses threads only
-three times (event loop to tokenizer to engine to event loop), because each crossing costs as much time as a
-small matrix product. When no request waits, the engine thread verifies some of the hits that it has served
-(service/verifier).
+There are as many engine threads as batches that the engine can run at once without sharing a pool of threads:
+one per processor if compiled code runs all layers, else one (PrefillEngine.parallel_runs). An engine thread
+never waits for a batch to fill: when it is free, it takes sequences that wait, oldest first, up to a budget,
+and leaves a part of them to other threads that are free. The sequences of one request may be in several
+batches. A request crosses threads only three times (event loop to tokenizer to engine to event loop), because
+each crossing costs as much time as a small matrix product. When no request waits and no batch runs, an engine
+thread verifies some of the hits that were served (service/verifier).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _TOKENIZE_THREADS = 2
 
 
 class Batcher:
-    """Owns the queue, the tokenize threads and the one thread that runs the engine.
+    """Owns the queue, the tokenize threads and the threads that run the engine.
 
     A batcher is created on the event loop that its futures belong to. `submit` is called on that loop; the
     rest runs in the threads.
@@ -47,10 +49,11 @@ class Batcher:
         self._limits = limits
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._queue = RequestQueue(limits)
+        self._queue = RequestQueue(limits, engine.parallel_runs)
         self._runner = BatchRunner(engine, verifier, self._queue, metrics, self._loop)
         self._tokenize_threads = ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenize")
-        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        # The last pool runs new turns; the others finish their turns.
+        self._engine_pools = [_engine_pool(engine.parallel_runs)]
 
     @property
     def waiting_sequences(self) -> int:
@@ -103,14 +106,18 @@ class Batcher:
 
         Requests in the queue stay there, because both engines have the same tokens.
         """
-        self._runner.engine, self._runner.verifier = engine, verifier
+        if engine.parallel_runs > self._runner.engine.parallel_runs:
+            self._engine_pools.append(_engine_pool(engine.parallel_runs))
+        self._runner.replace(engine, verifier)
+        self._queue.allow_threads(engine.parallel_runs)
 
     def close(self) -> None:
         """Finish all submitted requests, then end the threads. Blocks, but not for pending verification."""
         if self.verifier:
             self.verifier.stop()
         self._tokenize_threads.shutdown()
-        self._engine_thread.shutdown()
+        for pool in self._engine_pools:
+            pool.shutdown()
         if self.verifier:
             self.verifier.close()
 
@@ -135,29 +142,38 @@ class Batcher:
             return
         request.queued_at = time.perf_counter()
         self._metrics.observe_tokenize(request.queued_at - started)
-        if self._queue.add(request):
-            self._engine_thread.submit(self._run_until_empty)
+        for _ in range(self._queue.add(request)):
+            self._engine_pools[-1].submit(self._run_until_empty)
 
-    # In the engine thread.
+    # In an engine thread.
 
     def _run_until_empty(self) -> None:
-        while shares := self._queue.take_batch():
+        for shares in self._queue.batches():
             self._runner.run(shares)
-            if self.verifier and self.verifier.is_overdue:
-                self.verifier.verify_some()
-        if self.verifier and self.verifier.has_work:
+            verifier = self.verifier
+            if verifier and verifier.is_overdue:
+                verifier.verify_some()
+        verifier = self.verifier
+        if verifier and verifier.has_work:
             # Verification starts from the event loop, behind the answers there, so that answers go first.
-            verify = partial(self._start_verifying, self.verifier)
+            verify = partial(self._start_verifying, verifier)
             self._loop.call_soon_threadsafe(self._loop.call_soon, verify)
 
     def _verify_until_requests_wait(self, verifier: Verifier) -> None:
-        # A waiting request has started another turn of this thread, and that turn starts verification again.
-        while verifier.has_work and not self._queue:
-            verifier.verify_some()
+        # If another engine thread runs, the end of its turn starts verification again.
+        if self._queue.begin_idle_turn():
+            while verifier.has_work and self._queue.is_idle:
+                verifier.verify_some()
+            self._queue.end_idle_work()
+            self._run_until_empty()
 
     # On the event loop.
 
     def _start_verifying(self, verifier: Verifier) -> None:
         # After `close`, the thread accepts no work, and no hit has to be verified any more.
         with contextlib.suppress(RuntimeError):
-            self._engine_thread.submit(self._verify_until_requests_wait, verifier)
+            self._engine_pools[-1].submit(self._verify_until_requests_wait, verifier)
+
+
+def _engine_pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="engine")

@@ -5,7 +5,7 @@
         -> unusual texts of a length group fail the budget: the limit of strangeness is tightened
 
 The batcher calls the verifier: a few sequences at a time after the answers were sent, while no request waits
-for the engine; if too many hits are pending, a few after each batch. Labels never hit, so labels are never
+for the engine or is computed; if too many hits are pending, a few after each batch. Labels never hit, so labels are never
 verified. Recorded texts are not verified either: a recorded text gets its own maps, and such exact hits would
 hide hits that are not exact.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,8 +65,8 @@ class _Hit(NamedTuple):
 class Verifier:
     """Owns the hits to be verified and the findings about each window of hits.
 
-    Methods are called in the engine thread. Any thread may use `stop`, `has_work` and `is_overdue`, and any
-    thread may call `close` after the engine thread has ended.
+    Any thread may call `offer`, `verify_some`, `stop`, `has_work` and `is_overdue`. One thread verifies at a
+    time. Any thread may call `close` after the engine threads have ended.
     """
 
     def __init__(
@@ -93,6 +94,8 @@ class Verifier:
         self._verified = VerifiedHits(policy.budget)
         self._unkept = 0  # hits verified since findings were last kept
         self._pending: deque[_Hit] = deque()
+        self._pending_lock = threading.Lock()
+        self._verifying = threading.Lock()
         self._stopped = False
         self._keep(_PATIENCE_SECONDS)
 
@@ -116,33 +119,41 @@ class Verifier:
             self._keep(_PATIENCE_SECONDS)
 
     @property
-    def _policy(self) -> ReusePolicy:
+    def policy(self) -> ReusePolicy:
+        """The current policy of the engine."""
         return self._reuse.policy
 
-    def offer(self, requests: Sequence[PrefillRequest], result: PrefillResult) -> None:
+    def offer(self, requests: Sequence[PrefillRequest], result: PrefillResult, policy: ReusePolicy) -> None:
         """Choose some hits of an answered batch for verification.
 
-        Beyond a bound, the oldest pending hits are dropped.
+        policy: the engine's policy before the batch was run. If the policy was tightened meanwhile, the hits
+        do not count. Beyond a bound, the oldest pending hits are dropped.
         """
         strangeness = np.full(len(requests), np.nan) if result.strangeness is None else result.strangeness
         hits = [outcome.is_hit for outcome in result.outcomes]
         approximate = result.finite & hits & (result.similarities != 1)
+        chosen: list[_Hit] = []
         for index in np.flatnonzero(approximate).tolist():
             if self._chance.random() < self._rate:
                 request = requests[index]
-                window = window_of(self._policy, len(request.ids), float(strangeness[index]))
+                window = window_of(policy, len(request.ids), float(strangeness[index]))
                 # A copy, because a view would keep the outputs of the whole batch in memory.
-                self._pending.append(_Hit(request, result.outputs[index].copy(), window))
-        surplus = max(0, len(self._pending) - _MOST_PENDING)
-        for _ in range(surplus):
-            self._pending.popleft()
+                chosen.append(_Hit(request, result.outputs[index].copy(), window))
+        with self._pending_lock:
+            self._pending += chosen
+            surplus = max(0, len(self._pending) - _MOST_PENDING)
+            for _ in range(surplus):
+                self._pending.popleft()
         self._metrics.observe_unverified(surplus)
 
     def verify_some(self) -> None:
         """Compute a few pending hits in full, oldest first, and tighten the policy if hits fail the budget.
 
-        Raises nothing: if verification fails, the failure is logged and the hits count as unverified.
+        Does nothing while another thread verifies. Raises nothing: if verification fails, the failure is
+        logged and the hits count as unverified.
         """
+        if not self._verifying.acquire(blocking=False):
+            return
         hits = self._take()
         try:
             self._verify(hits)
@@ -150,15 +161,18 @@ class Verifier:
         except BaseException as error:
             log_failure(logger, "verifying hits failed", error)
             self._metrics.observe_unverified(len(hits))
+        finally:
+            self._verifying.release()
 
     def _take(self) -> list[_Hit]:
         taken: list[_Hit] = []
         tokens_left = _BATCH_TOKENS
-        while self._pending and len(taken) < _BATCH_SEQUENCES:
-            tokens_left -= len(self._pending[0].request.ids)
-            if taken and tokens_left < 0:
-                break
-            taken.append(self._pending.popleft())
+        with self._pending_lock:
+            while self._pending and len(taken) < _BATCH_SEQUENCES:
+                tokens_left -= len(self._pending[0].request.ids)
+                if taken and tokens_left < 0:
+                    break
+                taken.append(self._pending.popleft())
         return taken
 
     def _verify(self, hits: list[_Hit]) -> None:
@@ -177,7 +191,7 @@ class Verifier:
         failures = 0
         for window, own in by_window.items():
             # A window is outdated if an earlier window of this loop has just tightened the policy.
-            if window in windows_of(self._policy.steps) and (shortfall := self._verified.add(window, own)):
+            if window in windows_of(self.policy.steps) and (shortfall := self._verified.add(window, own)):
                 self._tighten(window, shortfall)
                 failures += 1
         if self._unkept >= _KEPT_TOGETHER:
@@ -207,14 +221,16 @@ class Verifier:
 
     def _drop_outdated(self) -> None:
         """Drop pending hits that a policy looser than the present one let hit."""
-        windows = windows_of(self._policy.steps)
-        current = deque(hit for hit in self._pending if hit.window in windows)
-        self._metrics.observe_unverified(len(self._pending) - len(current))
-        self._pending = current
+        windows = windows_of(self.policy.steps)
+        with self._pending_lock:
+            current = deque(hit for hit in self._pending if hit.window in windows)
+            dropped = len(self._pending) - len(current)
+            self._pending = current
+        self._metrics.observe_unverified(dropped)
 
     def _consequence(self, window: Window) -> str:
         """Say for the log what the tightened policy now allows."""
-        policy = self._policy
+        policy = self.policy
         if window.band is Band.UNUSUAL and policy.limit:
             if policy.limit.is_off:
                 return "only recorded texts hit from now on"

@@ -23,6 +23,8 @@ from safetensors import safe_open
 from attncache_core.checkpoints.json_files import read_json
 from attncache_core.checkpoints.sources import WEIGHTS
 from attncache_core.checkpoints.template import Template
+from attncache_core.corpus import default_corpus
+from attncache_core.corpus.reading import spread
 from attncache_core.errors import InvalidInput, readable
 
 Task = Literal["embed", "classify", "label-logits"]
@@ -48,6 +50,10 @@ _TOKENIZER_SETTINGS = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
+
+
+# Only the maxima of activations are read from these texts, and more texts hardly change the maxima.
+MOST_QUANTIZATION_TEXTS = 300
 
 
 class Quantization(StrEnum):
@@ -92,7 +98,7 @@ class Checkpoint:
     labels: tuple[str, ...] = ()  # the operator's labels to choose from
     dropped: DroppedLayers = DroppedLayers()
     quantization: Quantization | None = None  # of the linear layers' weights, applied while they are loaded
-    quantization_texts: tuple[str, ...] = ()  # that int8 is calibrated with; empty: texts of the corpus
+    quantization_texts: tuple[str, ...] = ()  # to calibrate int8 with; empty: texts of the shipped corpus
     revision: str | None = None  # the requested branch, tag or commit on the Hub
     commit: str | None = None  # the commit of that revision; None if the model is not from the Hub
 
@@ -101,7 +107,17 @@ class Checkpoint:
         """The differences to the model on disk, as JSON values; empty if the model runs unchanged."""
         layers = {"dropped_attention": self.dropped.attention, "dropped_blocks": self.dropped.blocks}
         variant: dict[str, Any] = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
-        return variant | ({"quantization": self.quantization} if self.quantization else {})
+        if self.quantization:
+            variant["quantization"] = self.quantization
+        if self.quantization is Quantization.INT8:
+            texts = json.dumps(self.calibration_texts).encode()
+            variant["quantization_texts"] = hashlib.sha256(texts).hexdigest()[:16]
+        return variant
+
+    @property
+    def calibration_texts(self) -> tuple[str, ...]:
+        """The texts that int8 is calibrated with; see models/smoothing.py."""
+        return self.quantization_texts or _default_texts()
 
     @property
     def position_limit(self) -> int | None:
@@ -224,6 +240,12 @@ _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtyp
 
 # Families that number positions from the id of the padding token + 1.
 _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "mpnet")
+
+
+@cache
+def _default_texts() -> tuple[str, ...]:
+    """Return equally spaced texts of the shipped corpus, so texts of all topics."""
+    return tuple(spread([sentence.text for sentence in default_corpus()], MOST_QUANTIZATION_TEXTS))
 
 
 @cache

@@ -7,7 +7,7 @@ batch -> strategy.plan -> first hidden states -> (strategy.refine) -> hits first
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,17 +42,23 @@ def forward_pass(
     strategy: ReuseStrategy | None,
     allowed: np.ndarray,
     fetch: Fetch = Fetch.AUTO,
+    deciding: AbstractContextManager[object] | None = None,
 ) -> ForwardPass:
     """Run a batch through the model.
 
     strategy: decides what is reused; None: everything is computed. allowed: bool [sequences], whether each
-    packed sequence may reuse anything. A batch with a tree needs strategy None. Raises RecordsChanged if the
-    file of records that were used changed after their check, or could not be read.
+    packed sequence may reuse anything. A batch with a tree needs strategy None. deciding: a lock that is held
+    while the strategy is called; None: no other thread calls the strategy. Raises RecordsChanged if the file
+    of records that were used changed after their check, or could not be read.
     """
     plan, search_seconds = no_reuse(len(batch.order)), 0.0
+    deciding = deciding or nullcontext()
+    changes: dict[int, int] = {}  # Segment.changes of each length when the plan first named the segment
     if strategy:
         started = time.perf_counter()
-        plan = strategy.plan(batch, allowed)
+        with deciding:
+            plan = strategy.plan(batch, allowed)
+            _note_changes(plan, batch, changes)
         search_seconds = time.perf_counter() - started
     hidden = None  # the stack embeds the tokens itself if nothing else needs the embeddings
     attention_seconds, first, end = 0.0, 0, len(model.layers)
@@ -60,28 +66,40 @@ def forward_pass(
     while first < end:
         if strategy and plan.until <= first:
             hidden = model.embed(batch) if hidden is None else hidden
+            attended = model.layers[first].attention_input(hidden)
             started = time.perf_counter()
-            plan = strategy.refine(plan, batch, model.layers[first].attention_input(hidden))
+            with deciding:
+                plan = strategy.refine(plan, batch, attended)
+                _note_changes(plan, batch, changes)
             assert plan.until > first
             search_seconds += time.perf_counter() - started
-        batch, hidden, plan = hits_first(batch, hidden, plan)
+        if strategy:
+            batch, hidden, plan = hits_first(batch, hidden, plan)
         layers = range(first, min(plan.until, end))
         with given_by(plan, model, batch, layers, fetch) as given:
             hidden, seconds = run_layers(model, batch, hidden, given, layers)
         attention_seconds += seconds
-        lengths = np.unique(batch.lengths[np.flatnonzero(plan.hits)])
-        segments.update(plan.segments[length] for length in lengths.tolist())
+        if strategy:
+            lengths = np.unique(batch.lengths[plan.hits])
+            segments.update(plan.segments[length] for length in lengths.tolist())
         first = layers.stop
     assert hidden is not None
     # Small operators on several threads wait for the slowest of them, which may have lost its processor.
     with one_thread() if model.stack else nullcontext():
         outputs = model.outputs(hidden, batch)
-    changed = [segment for segment in segments if not segment.is_as_checked()]
+    changed = [segment for segment in segments if not segment.is_as_checked(changes[segment.length])]
     if changed:
         raise RecordsChanged(sorted(changed, key=lambda segment: segment.length))
     if strategy:
-        strategy.commit(plan, batch)
+        with deciding:
+            strategy.commit(plan, batch)
     return ForwardPass(batch, hidden, plan, outputs, search_seconds, attention_seconds)
+
+
+def _note_changes(plan: ReusePlan, batch: TokenBatch, changes: dict[int, int]) -> None:
+    """Write Segment.changes of each length of the batch to `changes`, unless it is noted already."""
+    for length in set(batch.lengths.tolist()) & plan.segments.keys() if plan.segments else ():
+        changes.setdefault(length, plan.segments[length].changes)
 
 
 def hits_first(

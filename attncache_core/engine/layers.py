@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -112,8 +113,8 @@ def _run_stack(
         rows = replace(rows, trees=batch.tree.trees, starts=batch.tree.starts)
     states = None
     if hidden is None and stack.embeds:
-        assert isinstance(model.embed, CompiledEmbed)
-        rows = replace(rows, ids=batch.ids.numpy(), places=model.embed.places(batch))
+        places = cast(CompiledEmbed, model.embed).places(batch)
+        rows = replace(rows, ids=batch.ids.numpy(), places=places)
     else:
         states = torch.empty(len(batch.ids), model.hidden_size)
         states.copy_(model.embed(batch) if hidden is None else hidden)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -37,7 +38,7 @@ from attncache_core.reuse.storage.segment import RecordsChanged
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.devices import Device, Dtype, resolve_device, resolve_dtype
 from attncache_core.runtime.memory import keep_freed_memory
-from attncache_core.runtime.threads import limit_faiss, limit_threads
+from attncache_core.runtime.threads import limit_threads, use_threads
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared
@@ -47,7 +48,7 @@ from attncache_core.text.tokenizer import TextTokenizer
 class PrefillEngine:
     """A loaded model with its tokenizer and, optionally, a reuse strategy.
 
-    Only one thread at a time may call `run`.
+    Any number of threads may call `run` at once; `parallel_runs` says how many threads gain by it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class PrefillEngine:
         self.fetch = fetch
         self.share_prefixes = share_prefixes
         self._reuse_off: list[str] = []
+        self._deciding = threading.Lock()  # held while the strategy is called
         self.task: Task = checkpoint.task
         self.max_tokens = tokenizer.max_tokens
 
@@ -164,6 +166,15 @@ class PrefillEngine:
         if self.classifier and not self.checkpoint.labels:
             parts.append(self.classifier.digest())
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def parallel_runs(self) -> int:
+        """The number of batches that can run at once, each in its own thread, and gain by it.
+
+        One batch alone uses all threads. The compiled stack computes batches of several threads side by side;
+        without it, all batches share the threads of torch, and one batch at a time is fastest.
+        """
+        return self.threads if self.model.stack else 1
 
     @property
     def labels(self) -> tuple[str, ...] | None:
@@ -322,14 +333,14 @@ class PrefillEngine:
     def _run(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
         """Run a batch. share: compute shared prefixes once, and let nothing be reused."""
         started = time.perf_counter()
-        # Faiss limits threads per calling thread, and this may be another thread than the one that loaded.
-        limit_faiss(self.threads)
+        # Torch and Faiss limit threads per calling thread, and another thread may have loaded the engine.
+        use_threads(self.threads)
         batch = self._packed(requests, share).on(self.model.device)
         reuse = np.array([request.reuse for request in requests], dtype=bool)
         lost = () if share else self._prepare(set(batch.lengths[reuse[batch.order]].tolist()))
         try:
             strategy = None if share else self.strategy
-            done = forward_pass(self.model, batch, strategy, reuse[batch.order], self.fetch)
+            done = forward_pass(self.model, batch, strategy, reuse[batch.order], self.fetch, self._deciding)
         except RecordsChanged as changed:
             # The maps that were used may differ from the maps that were checked, so compute the batch again.
             again = [
@@ -371,7 +382,10 @@ class PrefillEngine:
         return packing([request.ids for request in requests], prompt_tokens)
 
     def _prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
-        return self.strategy.prepare(lengths) if self.strategy else ()
+        if not self.strategy:
+            return ()
+        with self._deciding:
+            return self.strategy.prepare(lengths)
 
     @property
     def map_reuse(self) -> MapReuse | None:

@@ -110,7 +110,7 @@ class LayerwiseSearch(ReuseStrategy):
             own = records[group.sequences]
             hits = own[own >= 0]
             if len(hits):
-                own[own >= 0] = np.where(self.store.segments[group.length].are_sound(hits), hits, -1)
+                own[own >= 0] = np.where(plan.segments[group.length].are_sound(hits), hits, -1)
         layer_hits = plan.layer_hits.copy()
         layer_hits[:, number] = records >= 0
         return replace(

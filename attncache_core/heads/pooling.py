@@ -22,6 +22,9 @@ def pool(hidden: torch.Tensor, batch: TokenBatch, pooling: Pooling, prompt_token
     if pooling.modes == ("lasttoken",):
         return hidden[torch.from_numpy(batch.last_rows)].float()
     batch, hidden = batch.apart(hidden)
+    if pooling.include_prompt and (batch.lengths == batch.lengths[0]).all():
+        vectors = hidden.unflatten(0, (len(batch.lengths), -1)).float()
+        return torch.cat([_pool(vectors, mode, 0) for mode in pooling.modes], dim=1)
     skipped = np.full(len(batch.lengths), 0 if pooling.include_prompt else prompt_tokens)
     if batch.prompt_tokens is not None and not pooling.include_prompt:
         skipped = batch.prompt_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -16,11 +18,11 @@ def finite_sequences(batch: TokenBatch, hidden: torch.Tensor, outputs: np.ndarra
     token that is not finite in one layer is not finite in the last layer either. The output may still be
     finite, because pooling may skip the token.
     """
-    own = hidden[: int(batch.offsets[-1])]
-    tokens = np.isfinite(own.sum(dim=1).float().cpu().numpy())
-    if not tokens.all():
-        # A sum of finite terms may overflow, so check the elements of each token.
-        tokens = own.isfinite().all(dim=1).cpu().numpy()
+    # A sum is finite only if all its terms are. A sum of finite terms may overflow, so a sum that is not
+    # finite proves nothing.
+    if math.isfinite(hidden.sum()) and math.isfinite(outputs.sum()):
+        return np.ones(len(batch.order), dtype=bool)
+    tokens = hidden.isfinite().all(dim=1).cpu().numpy()
     runs: np.ndarray = np.logical_and.reduceat(tokens, batch.offsets[:-1])
     of_tokens = runs if batch.tree is None else batch.tree.of_sequences(runs)
     return of_tokens & np.isfinite(outputs).all(axis=1)

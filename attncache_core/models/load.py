@@ -63,7 +63,8 @@ def load_model(
     """Load the checkpoint's model with weights in `dtype`, packed, without the dropped layers.
 
     If the checkpoint has a quantisation, the linear layers of its layers are quantised. Embeddings, norms and
-    classification heads are not.
+    classification heads are not. For int8, the model first runs over the checkpoint's calibration texts, with
+    all layers, also those that are dropped.
 
     prompt_tokens: the number of prompt tokens that pooling may skip; see pooling.pool. head_order: for each
     layer with attention, its heads in the order of damage, least damage first (default: the checkpoint's
@@ -72,7 +73,7 @@ def load_model(
     """
     layers, heads = _layers_and_heads(checkpoint)
     model = _read_weights(checkpoint, len(layers), dtype).eval().requires_grad_(False).to(device)
-    if checkpoint.quantization is Quantization.INT8:
+    if checkpoint.quantization is Quantization.INT8 and device == CPU:
         smooth(model, calibration_sequences(checkpoint))
     attending = layers.count(None)
     orders = zip(head_order or [range(heads)] * attending, reused_heads or [0] * attending, strict=True)

@@ -94,7 +94,8 @@ class Int8Linear(QuantizedLinear):
             )
         weight = weight.detach().float()
         levels, self._scales = quantize_rows(weight if smoothing is None else weight / smoothing)
-        self._weight = torch.ops.onednn.qlinear_prepack(levels, None)
+        # Contiguous, because oneDNN ignores strides, and the weight of a packed layer is a transposed tensor.
+        self._weight = torch.ops.onednn.qlinear_prepack(levels.contiguous(), None)
         self._zeros = torch.zeros(self.outputs, dtype=torch.int32)
         self._offset = None if bias is None else bias.detach().float().contiguous()
         self._kernel = rows.kernel()

@@ -32,7 +32,7 @@ class Rotary:
 
     def __init__(self, angles: Angles) -> None:
         self._angles = angles
-        self._cos = self._sin = torch.empty(0, 0)
+        self._tables = torch.empty(0, 0), torch.empty(0, 0)
 
     @property
     def half(self) -> int:
@@ -63,13 +63,13 @@ class Rotary:
 
     def tables(self, length: int, device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, each float32 [positions, r/2] on the device, for `length` positions or more."""
-        cos, sin = self._cos, self._sin
+        cos, sin = self._tables
         if len(cos) < length:
             size = max(_FIRST_TABLE, 1 << (length - 1).bit_length())
             angles = self._angles(torch.arange(size, device=device)[None])
             cos, sin = (table[0].chunk(2, dim=-1)[0].contiguous() for table in angles)
-            # Another thread may be reading the tables, so new tables replace the old ones as a whole.
-            self._cos, self._sin = cos, sin
+            # Another thread may read the tables, so one assignment replaces both.
+            self._tables = cos, sin
         return cos, sin
 
 

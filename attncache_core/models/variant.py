@@ -6,12 +6,23 @@ modules, or whole layers; the residual passes through. `evaluation.importance` r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from attncache_core.checkpoints.checkpoint import Checkpoint, DroppedLayers, Quantization
+from attncache_core.checkpoints.checkpoint import (
+    MOST_QUANTIZATION_TEXTS,
+    Checkpoint,
+    DroppedLayers,
+    Quantization,
+)
 from attncache_core.checkpoints.description import find_checkpoint
+from attncache_core.corpus.reading import spread
+from attncache_core.errors import InvalidInput
 from attncache_core.models import model_shape
 from attncache_core.models.layer_numbers import parse_layers
+
+# The fewest texts to calibrate int8 with; fewer may miss the large activations.
+_LEAST_TEXTS = 16
 
 
 def find_variant(
@@ -19,24 +30,42 @@ def find_variant(
     revision: str | None = None,
     *,
     quantization: Quantization | None = None,
+    quantization_texts: Sequence[str] = (),
     drop_attention: str = "",
     drop_block: str = "",
 ) -> Checkpoint:
     """Find a checkpoint and select its variant.
 
-    model, revision: see find_checkpoint. drop_attention: layers that lose their attention. drop_block: layers
-    that are dropped as a whole. Layers are written like 10,11 or 8-11 and numbered from 0 in the checkpoint's
-    order; "" drops none.
+    model, revision: see find_checkpoint. quantization_texts: at least 16 texts to calibrate int8 with, of
+    which at most 300 are used, equally spaced; by default, texts of the shipped corpus. drop_attention:
+    layers that lose their attention. drop_block: layers that are dropped as a whole. Layers are written like
+    10,11 or 8-11 and numbered from 0 in the checkpoint's order; "" drops none.
 
     Raises as find_checkpoint does, UnsupportedModel if the family is not supported, and InvalidInput if
-    dropped layers do not exist, are named twice, or leave no layer with attention.
+    dropped layers do not exist, are named twice, or leave no layer with attention. Raises InvalidInput also
+    if there are too few quantisation texts, or texts for a quantisation that uses none.
     """
+    if quantization_texts and quantization is not Quantization.INT8:
+        raise InvalidInput(
+            "quantize_texts calibrates int8 only; quantize to int8, or leave quantize_texts out",
+            field="quantize_texts",
+        )
+    if 0 < len(quantization_texts) < _LEAST_TEXTS:
+        raise InvalidInput(
+            f"quantize_texts needs at least {_LEAST_TEXTS} texts, and has {len(quantization_texts)}",
+            field="quantize_texts",
+        )
     checkpoint = find_checkpoint(model, revision)
     layers, _ = model_shape(checkpoint)
     attention, blocks = (
         parse_layers(text, layers, field=field) if text.strip() else frozenset[int]()
         for text, field in ((drop_attention, "drop_attention"), (drop_block, "drop_block"))
     )
-    variant = replace(checkpoint, quantization=quantization, dropped=DroppedLayers(attention, blocks))
+    variant = replace(
+        checkpoint,
+        quantization=quantization,
+        quantization_texts=tuple(spread(quantization_texts, MOST_QUANTIZATION_TEXTS)),
+        dropped=DroppedLayers(attention, blocks),
+    )
     model_shape(variant)
     return variant

@@ -4,7 +4,7 @@
                   apply_maps(...)   maps @ V of packed sequences, with maps read from records
                   rotate(...)       rotary positions
 
-A level is an instruction set: avx512_bf16, avx512, avx2 or neon. The binding passes plain pointers, releases
+A level is an instruction set: avx512_bf16, avx512_vnni, avx512, avx2 or neon. The binding passes plain pointers, releases
 the interpreter lock, and uses torch's pool of threads. If the kernel was not built, or tensors are on another
 device, attention runs on torch's own operators.
 """
@@ -207,9 +207,10 @@ def levels() -> list[str]:
     """Return the levels that this processor supports, best first."""
     capability = torch.backends.cpu.get_cpu_capability()
     supported = []
-    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
-        supported.append("avx512_bf16")
     if capability == "AVX512":
+        has_vnni = torch.cpu._is_vnni_supported()
+        supported += ["avx512_bf16"] if has_vnni and torch.cpu._is_avx512_bf16_supported() else []
+        supported += ["avx512_vnni"] if has_vnni else []
         supported.append("avx512")
     if capability in ("AVX512", "AVX2"):
         supported.append("avx2")

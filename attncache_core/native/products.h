@@ -191,14 +191,16 @@ typedef signed char sixteen_bytes __attribute__((vector_size(16)));
 #endif
 
 // sums[rows][PANEL] = rows of x @ one panel; `rows` and `kind` are constants. A step of x has four bytes, and
-// so has a step of a weight in registers; only the loads of 8-bit weights differ.
-INLINE void tile(const char *x, size_t x_bytes, const char *panel, int steps, float *sums, const int rows,
-                 const matrix_kind kind) {
+// so has a step of a weight in registers; only the loads of 8-bit weights differ. next: memory to load into the
+// cache meanwhile, `next_bytes` at each step.
+INLINE void tile(const char *x, size_t x_bytes, const char *panel, int steps, float *sums, const char *next,
+                 size_t next_bytes, const int rows, const matrix_kind kind) {
     const size_t step_bytes = kind == LEVELS ? (size_t)PANEL * LEVELS_OF_STEP : (size_t)PANEL * 4;
     vector sum[TILE][VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) sum[r][v] = (vector){0};
-    for (int step = 0; step < steps; step++, panel += step_bytes, x += 4) {
+    for (int step = 0; step < steps; step++, panel += step_bytes, x += 4, next += next_bytes) {
+        __builtin_prefetch(next, 0, 2);
         vector weight[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
             if (kind == LEVELS) LOAD_LEVELS(weight[v], panel + (size_t)v * step_bytes / VECTORS);
@@ -219,10 +221,10 @@ INLINE void tile(const char *x, size_t x_bytes, const char *panel, int steps, fl
 }
 
 #define TILE_CASE(count) \
-    case count: tile(x, x_bytes, panel, steps, sums, count, kind); break;
+    case count: tile(x, x_bytes, panel, steps, sums, next, next_bytes, count, kind); break;
 
-INLINE void tile_of(const char *x, size_t x_bytes, const char *panel, int steps, float *sums, int rows,
-                    const matrix_kind kind) {
+INLINE void tile_of(const char *x, size_t x_bytes, const char *panel, int steps, float *sums, const char *next,
+                    size_t next_bytes, int rows, const matrix_kind kind) {
     switch (rows) {
         TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6)
 #if TILE == 8
@@ -262,13 +264,16 @@ INLINE void multiply_panels(const matrix *m, operand x, int rows, int from, int 
                             const matrix_kind kind) {
     const int steps = steps_of(m), tiles = (rows + TILE - 1) / TILE;
     const size_t panel_bytes = (size_t)steps * (kind == LEVELS ? PANEL * LEVELS_OF_STEP : PANEL * 4);
+    // The tiles of a panel together load the next panel.
+    const size_t next_bytes = (panel_bytes / (size_t)steps + (size_t)tiles - 1) / (size_t)tiles;
     float sums[TILE * PANEL] __attribute__((aligned(64)));
     for (int panel = from; panel < to; panel++)
         for (int t = 0; t < tiles; t++) {
             // Tiles of nearly equal numbers of rows keep the multipliers busier than full tiles and a rest.
             const int first = (int)((int64_t)rows * t / tiles), count = (int)((int64_t)rows * (t + 1) / tiles) - first;
-            tile_of(x.rows + (size_t)first * x.row_bytes, x.row_bytes, m->weights + (size_t)panel * panel_bytes,
-                    steps, sums, count, kind);
+            const char *weights = m->weights + (size_t)panel * panel_bytes;
+            tile_of(x.rows + (size_t)first * x.row_bytes, x.row_bytes, weights, steps, sums,
+                    weights + panel_bytes + (size_t)t * steps * next_bytes, next_bytes, count, kind);
             switch (end->activation) {
                 case GELU: finish_tile(m, x, first, count, panel, sums, end, GELU); break;
                 case GELU_TANH: finish_tile(m, x, first, count, panel, sums, end, GELU_TANH); break;

@@ -106,7 +106,7 @@ class PackedMatrix:
         weight = weight.detach()
         if kind is MatrixKind.LEVELS:
             weight = weight.float()
-            weight = weight if smoothing is None else weight / self._smoothing
+            weight = weight if self._smoothing is None else weight / self._smoothing
             levels, scales = round_rows(weight)
             self._scales, self._sums = self._padded(scales), self._padded(levels.sum(1, dtype=torch.int32))
             weight = levels

@@ -336,7 +336,7 @@ static void project_rows(const block *b, const stack_layer *layer, int first, in
 #ifdef __AVX512F__
 static const int rows_together = 64;
 #else
-static const int rows_together = 48;
+static const int rows_together = 96;
 #endif
 
 // Bytes of the projections and contexts of a number of rows.
@@ -445,11 +445,18 @@ typedef struct {
     float *inner;                 // states inside the feed-forward half
 } layer_memory;
 
+// What a unit computed. Every unit has its own counts, because adding to counts is not repeatable.
+typedef struct {
+    int64_t multiplications, map_rows, attention_nanoseconds;
+} unit_counts;
+
 // A job that is run by columns, with copies of all that its units read.
 typedef struct {
     stack_job job;
     block whole;
     int32_t parts;
+    unit_counts *counts;          // of all units
+    const int32_t *first_units;   // [phases] the index of the first unit of each phase among all units
     layer_memory *layers;         // of layer job.first, and so on; the one before it holds the input in `output`
 } columns_run;
 
@@ -469,11 +476,13 @@ static const float *states_before(const columns_run *run, int number, int is_sec
 // Phases of a layer: project, place, attend, output, up, down.
 static void run_some_columns(void *data, int phase_number, int unit) {
     columns_run *run = data;
-    stack_job *job = &run->job;
+    stack_job unit_job, *job = &unit_job;  // with the counts of this unit
+    memcpy(job, &run->job, sizeof *job);
     const int number = job->first + phase_number / 6, part = phase_number % 6, width = job->width;
     const stack_layer *layer = job->layers + number;
     const layer_memory *memory = run->layers + phase_number / 6;
     block b = run->whole;
+    b.job = job;
     place_block(&b, 0, job->count, memory->projections);
     const int rows = b.rows;
     const number_type type = (number_type)job->type;
@@ -510,7 +519,8 @@ static void run_some_columns(void *data, int phase_number, int unit) {
         const operand left = prepared(&layer->down, (const char *)memory->inner, FLOAT32, (size_t)inner, rows, rest);
         multiply_part(job, &layer->down, left, rows, unit, run->parts, to_floats(memory->output, width, x));
     }
-    if (part < 3) atomic_fetch_add(&job->attention_nanoseconds, nanoseconds() - started);
+    run->counts[run->first_units[phase_number] + unit] =
+        (unit_counts){job->multiplications, job->map_rows, part < 3 ? nanoseconds() - started : 0};
 }
 
 // Whether every layer is whole and without norms of a half's output, which need whole rows.
@@ -554,18 +564,21 @@ static const int64_t *copied(char **to, const int64_t *numbers, int count) {
 
 // Run a job of few rows: every thread takes some columns of each product, or some heads.
 static void run_by_columns(stack_job *job, const block *widths, int rows, int threads) {
-    const int layers = job->last - job->first, phases = 6 * layers;
+    const int layers = job->last - job->first, phases = 6 * layers, parts = 2 * threads;
+    int most_units = 0;
+    for (int n = 0; n < layers; n++) most_units += 5 * parts + job->count * job->layers[job->first + n].heads;
     const int runs = job->trees ? (int)job->trees[job->count] : job->count;
     const size_t states = whole_lines((size_t)rows * job->width * 4), projections = block_space(widths, rows);
     const size_t inner = whole_lines((size_t)rows * job->widest * 4);
     const size_t bytes = (size_t)(layers + 1) * (projections + 2 * states + inner) + 4096 +
                          (size_t)(layers + 2) * sizeof(layer_memory) + sizeof(columns_run) +
-                         (size_t)(rows + 2 * runs + job->count + 64) * 8 + (size_t)phases * 4;
+                         (size_t)(rows + 2 * runs + job->count + 64) * 8 + (size_t)phases * 8 +
+                         (size_t)most_units * sizeof(unit_counts);
     slot *own = take_slot(bytes);
     if (!own) abort();
     char *memory = own->memory;
     columns_run *run = taken(&memory, sizeof *run);
-    int32_t *units = taken(&memory, (size_t)phases * 4);
+    int32_t *units = taken(&memory, (size_t)phases * 4), *first_units = taken(&memory, (size_t)phases * 4);
     memcpy(&run->job, job, sizeof *job);
     run->job.offsets = copied(&memory, job->offsets, runs + 1);
     run->job.positions = copied(&memory, job->positions, rows);
@@ -576,7 +589,9 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
     run->whole = *widths;
     run->whole.job = &run->job;
     run->whole.rows = rows;
-    run->parts = 2 * threads;
+    run->parts = parts;
+    run->counts = taken(&memory, (size_t)most_units * sizeof(unit_counts));
+    run->first_units = first_units;
     run->layers = (layer_memory *)taken(&memory, (size_t)(layers + 1) * sizeof(layer_memory)) + 1;
     for (int n = -1; n < layers; n++) {
         layer_memory *layer = run->layers + n;
@@ -590,18 +605,25 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
     else memcpy(run->layers[-1].output, job->hidden, (size_t)rows * job->width * 4);
     for (int n = 0; n < layers; n++) {
         const stack_layer *layer = job->layers + job->first + n;
-        for (int p = 0; p < 6; p++) units[6 * n + p] = run->parts;
+        for (int p = 0; p < 6; p++) units[6 * n + p] = parts;
         if (layer->angles < 0 && !layer->query.kind && !layer->key.kind) units[6 * n + 1] = 0;
         units[6 * n + 2] = job->count * layer->heads;
+    }
+    int total = 0;
+    for (int p = 0; p < phases; p++) {
+        first_units[p] = total;
+        total += units[p];
     }
     run_team(own, run_some_columns, run, units, phases, threads, is_repeatable(job));
     const float *output = run->layers[layers - 1].output;
     const norm *last = &job->layers[job->last - 1].forward_after;
     if (last->kind) norm_rows(last, output, job->hidden, rows, job->width);
     else memcpy(job->hidden, output, (size_t)rows * job->width * 4);
-    atomic_store(&job->multiplications, atomic_load(&run->job.multiplications));
-    atomic_store(&job->map_rows, atomic_load(&run->job.map_rows));
-    atomic_store(&job->attention_nanoseconds, atomic_load(&run->job.attention_nanoseconds));
+    for (int unit = 0; unit < total; unit++) {
+        job->multiplications += run->counts[unit].multiplications;
+        job->map_rows += run->counts[unit].map_rows;
+        job->attention_nanoseconds += run->counts[unit].attention_nanoseconds;
+    }
     leave_slot(own);
 }
 

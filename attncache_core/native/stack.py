@@ -110,7 +110,9 @@ class StackRows:
 
     offsets: np.ndarray  # int64 [runs + 1], first row of each run
     positions: np.ndarray  # int64 [rows], position of each row in its sequence
-    trees: np.ndarray | None = None  # int64 [trees + 1], first run of each tree; runs are in depth-first order
+    trees: np.ndarray | None = (
+        None  # int64 [trees + 1], first run of each tree; runs are in depth-first order
+    )
     starts: np.ndarray | None = None  # int64 [runs], position of the first row of each run; with `trees`
     ids: np.ndarray | None = None  # int64 [rows], token ids, if the stack makes the first layer's input
     # int64 [rows], the row of each token in the second table of the embedding; None: row 0

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -42,6 +43,7 @@ class Outcome(StrEnum):
 
 
 _ALL = list(Outcome)
+_BY_CODE = np.array(_ALL, dtype=object)
 _HITS = {
     RecordKind.STORED: Outcome.HIT,
     RecordKind.PROTOTYPE: Outcome.PROTOTYPE_HIT,
@@ -78,9 +80,11 @@ class ReusePlan:
         """Return the Outcome of each sequence, object [sequences]."""
         # Outcomes are handled as codes, because NumPy turns members of a StrEnum into plain strings when they
         # are assigned to an array.
+        compared = ~np.isnan(self.similarities)
+        if not compared.any() and not self.hits.any():
+            return outcomes_of(self.reasons)
         codes = self.reasons.copy()
-        compared = (codes == outcome_code(Outcome.NOT_SEARCHED)) & ~np.isnan(self.similarities)
-        codes[compared] = outcome_code(Outcome.MISS)
+        codes[compared & (codes == outcome_code(Outcome.NOT_SEARCHED))] = outcome_code(Outcome.MISS)
         for kind, outcome in _HITS.items():
             codes[self.hits & (self.kinds == kind)] = outcome_code(outcome)
         return outcomes_of(codes)
@@ -101,15 +105,20 @@ def outcome_code(outcome: Outcome) -> int:
 
 def outcomes_of(codes: np.ndarray) -> np.ndarray:
     """Return the outcomes with these codes (int [n]), object [n]."""
-    return np.array(_ALL, dtype=object)[codes]
+    return _BY_CODE[codes]
 
 
+@lru_cache(maxsize=64)
 def no_reuse(sequences: int) -> ReusePlan:
-    """Return the plan that computes everything for this number of sequences."""
-    return ReusePlan(
+    """Return the plan that computes everything for this number of sequences. Its arrays are read-only."""
+    plan = ReusePlan(
         np.full(sequences, -1),
         np.full(sequences, RecordKind.STORED, dtype=np.int64),
         np.full(sequences, np.nan, dtype=np.float32),
         np.full(sequences, outcome_code(Outcome.NOT_SEARCHED)),
         np.full(sequences, np.nan, dtype=np.float32),
     )
+    for part in fields(plan):
+        if isinstance(rows := getattr(plan, part.name), np.ndarray):
+            rows.flags.writeable = False
+    return plan

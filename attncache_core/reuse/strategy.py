@@ -22,7 +22,11 @@ from attncache_core.text.token_batch import TokenBatch
 
 
 class ReuseStrategy(ABC):
-    """A kind of reuse: decides what is reused for each batch. One thread at a time may call its methods."""
+    """A kind of reuse: decides what is reused for each batch.
+
+    One thread at a time may call its methods; an engine makes sure of that. The methods may be called for one
+    batch while the layers of another batch run, so what belongs to one batch is kept in its plan.
+    """
 
     @property
     def mask(self) -> ReuseMask | None:

@@ -38,9 +38,23 @@ def limit_threads(threads: int | None = None) -> int:
     return count
 
 
+def use_threads(count: int) -> None:
+    """Set the number of threads of torch and Faiss for the calling thread.
+
+    OpenMP keeps this number per thread. A new thread starts with the number that any thread set last in torch,
+    which is 1 while another thread is in `one_thread`.
+    """
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+    limit_faiss(count)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch's operators in the `with` block use only the calling thread."""
+    """Let torch's operators in the `with` block use only the calling thread.
+
+    Several threads may be in such blocks at once if each of them has called `use_threads` before.
+    """
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -19,7 +19,8 @@ from service.commands.options import (
     drop_options,
     json_option,
     model_option,
-    quantize_option,
+    quantization_texts,
+    quantize_options,
     revision_option,
 )
 from service.commands.progress import shown_progress
@@ -30,7 +31,7 @@ _DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
 @click.command("engine")
 @model_option
 @revision_option
-@quantize_option
+@quantize_options
 @drop_options
 @click.option(
     "--threads",
@@ -66,6 +67,7 @@ def engine(
     model: str,
     revision: str | None,
     quantize: Quantization | None,
+    quantize_texts: str | None,
     drop_attention: str,
     drop_block: str,
     threads: int | None,
@@ -91,6 +93,7 @@ def engine(
         "model": model,
         "revision": revision,
         "quantization": quantize,
+        "quantization_texts": quantization_texts(quantize_texts),
         "drop_attention": drop_attention,
         "drop_block": drop_block,
     }

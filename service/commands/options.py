@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from attncache_core import DEFAULT_MODEL, Checkpoint, Quantization, find_variant
+from attncache_core import DEFAULT_MODEL, Checkpoint, InvalidInput, Quantization, find_variant
 from attncache_core.checkpoints.checkpoint import PoolingMode
 from attncache_core.checkpoints.template import Template
+from attncache_core.corpus.reading import read_texts
 from attncache_core.runtime.devices import Device, Dtype
 from service.settings import (
     HIDDEN_FIELDS,
@@ -93,12 +94,26 @@ device_option = click.option(
 )
 
 
-quantize_option = click.option(
-    "--quantize",
-    type=click.Choice([kind.value for kind in Quantization]),
-    callback=lambda _context, _option, value: value and Quantization(value),
-    help="Quantise the weights of the model's layers. Default: no quantisation.",
-)
+def quantize_options(command: Command) -> Command:
+    """Add --quantize and --quantize-texts."""
+    quantize = click.option(
+        "--quantize",
+        type=click.Choice([kind.value for kind in Quantization]),
+        callback=lambda _context, _option, value: value and Quantization(value),
+        help="Quantise the weights of the model's layers. Default: no quantisation.",
+    )
+    return quantize(_of_settings("quantize_texts", str)(command))
+
+
+def quantization_texts(source: str | None) -> list[str]:
+    """Return the texts of --quantize-texts; none without a source.
+
+    Raises InvalidInput as read_texts does, and if the file has no texts.
+    """
+    texts = read_texts(source) if source else []
+    if source and not texts:
+        raise InvalidInput(f"quantize_texts: {source} has no texts", field="quantize_texts")
+    return texts
 
 
 json_option = click.option(
@@ -166,7 +181,7 @@ def whole_model_options(command: Command) -> Command:
             type=click.IntRange(min=1),
             help="Threads of the model and the index. Default: as many as the processor quota allows.",
         ),
-        quantize_option,
+        quantize_options,
         click.option(
             "--dtype",
             type=click.Choice(get_args(Dtype)),
@@ -186,6 +201,7 @@ def chosen_checkpoint(
     model: str,
     revision: str | None,
     quantize: Quantization | None,
+    quantize_texts: str | None = None,
     drop_attention: str = "",
     drop_block: str = "",
     template: Path | None = None,
@@ -195,7 +211,12 @@ def chosen_checkpoint(
 ) -> Checkpoint:
     """Return the checkpoint that these options choose. Raises ModelNotFound, InvalidInput and others."""
     found = find_variant(
-        model, revision, quantization=quantize, drop_attention=drop_attention, drop_block=drop_block
+        model,
+        revision,
+        quantization=quantize,
+        quantization_texts=quantization_texts(quantize_texts),
+        drop_attention=drop_attention,
+        drop_block=drop_block,
     )
     return found.adapted(
         template=Template.read(template) if template else None,

@@ -11,6 +11,7 @@ from core_reference import FLOAT32
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
+from attncache_core.checkpoints import checkpoint as checkpoint_module
 from attncache_core.checkpoints.checkpoint import Checkpoint, Pooling, Quantization
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
@@ -204,6 +205,26 @@ def test_fingerprint_differs_between_quantisations_and_the_plain_model(tiny_chec
     checkpoints = [replace(tiny_checkpoint, quantization=kind) for kind in (None, *Quantization)]
     assert len({checkpoint.fingerprint() for checkpoint in checkpoints}) == 4
     assert len({checkpoint.embedding_fingerprint() for checkpoint in checkpoints}) == 4
+
+
+def test_fingerprint_of_int8_alone_changes_with_the_texts_it_is_calibrated_with(tiny_checkpoint):
+    texts = [(), ("a card", "b"), ("a card",), ("b", "a card"), ("a cardb",)]
+    for kind in (None, *Quantization):
+        checkpoints = [replace(tiny_checkpoint, quantization=kind, quantization_texts=own) for own in texts]
+        expected = len(texts) if kind is Quantization.INT8 else 1
+        for fingerprint in (Checkpoint.fingerprint, Checkpoint.use_fingerprint):
+            assert len(set(map(fingerprint, checkpoints))) == expected
+
+
+def test_corpus_is_read_for_the_fingerprint_of_int8_only(tiny_checkpoint, monkeypatch):
+    asked = []
+    monkeypatch.setattr(checkpoint_module, "_default_texts", lambda: asked.append(True) or ("text",))
+    for kind in (None, Quantization.INT8_WEIGHT_ONLY, Quantization.INT4):
+        replace(tiny_checkpoint, quantization=kind).fingerprint()
+    replace(tiny_checkpoint, quantization=Quantization.INT8, quantization_texts=("own",)).fingerprint()
+    assert not asked
+    replace(tiny_checkpoint, quantization=Quantization.INT8).fingerprint()
+    assert asked
 
 
 def reread(checkpoint):

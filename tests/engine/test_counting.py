@@ -1,7 +1,7 @@
 """Reuse skips the work that it should skip.
 
 The tests count the tokens and heads that each layer computes, the cells of the context that the kernel
-computes or reads from records, and the operators that run.
+computes or reads from records, the operators that run, and what the compiled stack reports.
 """
 
 from dataclasses import dataclass, field
@@ -11,20 +11,21 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import COMPUTING, attention_by, prefill, random_sequences
+from core_models import attention_by, prefill, random_sequences
 from torch.profiler import ProfilerActivity, profile
 
 from attncache_core import native
 from attncache_core.engine import forward as forward_module
-from attncache_core.engine import layers as layers_module
 from attncache_core.engine.layers import run_layers
 from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.models.prepacked import PackedLinear
+from attncache_core.native.stack import CompiledStack
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.plan import Outcome
-from attncache_core.text.token_batch import TokenBatch, pack, rounded_up
+from attncache_core.text.token_batch import pack
 
 MASKS = ["all", "layers:1", "5", "11"]
-LAYERS, HEADS, WIDTH, HIDDEN = 3, 4, 8, 32
+LAYERS, HEADS, WIDTH, HIDDEN, INNER = 3, 4, 8, 32, 64
 
 
 @dataclass
@@ -66,8 +67,9 @@ class Counted:
         return sum(prod(shape) for shape in self.attended)
 
 
-@pytest.fixture(params=COMPUTING)
+@pytest.fixture(params=["kernel", "operators"])
 def computing(request):
+    """The ways to compute that call the layers; the compiled stack has counts of its own."""
     with attention_by(request.param):
         yield request.param
 
@@ -94,12 +96,7 @@ def misses():
 
 
 def run(engine, sequences):
-    # Without filler tokens, so that counts are exact; test_token_batch.py bounds the number of fillers.
-    with (
-        mock.patch.object(TokenBatch, "filled", lambda batch: batch),
-        mock.patch.object(layers_module, "rounded_up", lambda tokens: tokens),
-    ):
-        result = prefill(engine, sequences)
+    result = prefill(engine, sequences)
     return result, [outcome == Outcome.HIT for outcome in result.outcomes]
 
 
@@ -114,18 +111,6 @@ def test_hits_never_have_q_and_k_or_softmax_of_the_reused_heads(engine, hits):
         assert layer.reused == []
         assert layer.attended_tokens_times_heads == tokens * (HEADS - reused)
         assert {heads for *_, heads in layer.attended} <= {HEADS - reused}
-
-
-@pytest.mark.usefixtures("computing")
-def test_filled_batch_has_round_numbers_of_tokens(engine, hits, misses):
-    prefill(engine, [*hits, *misses])
-    tokens, missed = (rounded_up(sum(map(len, sequences))) for sequences in ([*hits, *misses], misses))
-    fillers = tokens - sum(map(len, [*hits, *misses]))
-    for layer, reused in zip(engine.model.layers, engine.database.mask.reused, strict=True):
-        assert layer.values == [(tokens, HEADS)]
-        assert layer.computed == [(tokens, HEADS - reused)]
-        assert [heads for _, heads in layer.reused] == ([reused] if reused else [])
-        assert all(missed <= rows <= rounded_up(missed + fillers) for rows, _ in layer.reused)
 
 
 @pytest.mark.usefixtures("computing")
@@ -152,7 +137,8 @@ def test_in_a_mixed_batch_only_misses_are_projected_for_the_reused_heads(engine,
 
 
 def test_inputs_projected_for_the_reused_heads_are_those_of_the_misses(tiny_engine, engine, hits, misses):
-    run(engine, [*hits, *misses])
+    with attention_by("kernel"):
+        run(engine, [*hits, *misses])
     first = engine.model.layers[0]
     if not first.reused_heads:
         assert first.reused_inputs == []
@@ -204,12 +190,11 @@ class CountedKernel:
 
 @pytest.mark.parametrize("kind", ["hits", "misses", "both"])
 def test_kernel_computes_no_reused_head_of_a_hit(engine, hits, misses, kind, monkeypatch):
-    if native.kernel() is None:
-        pytest.skip("no kernel was built for this processor")
-    counted = CountedKernel(native.kernel())
-    monkeypatch.setattr(native, "kernel", lambda: counted)
     sequences = {"hits": hits, "misses": misses, "both": [*misses, *hits]}[kind]
-    _, hit = run(engine, sequences)
+    with attention_by("kernel"):
+        counted = CountedKernel(native.kernel())
+        monkeypatch.setattr(native, "kernel", lambda: counted)
+        _, hit = run(engine, sequences)
     assert hit == [ids in hits for ids in sequences]
     tokens = sum(map(len, sequences))
     of_hits = sum(len(ids) for ids in sequences if ids in hits)
@@ -265,30 +250,51 @@ def test_with_the_kernel_no_operator_computes_a_map(engine, hits, misses):
     assert not [event.name for event in events if event.name in ("aten::bmm", "aten::baddbmm")]
 
 
-def weight_shape(event):
-    """Return the shape [outputs, inputs] of a linear layer's weight, which may follow a residual."""
-    _, second, third, *_ = event.input_shapes
-    return third if len(third) == 2 else second
-
-
-@pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="linear layers are counted by oneDNN's name"
-)
+@pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize("kind", ["hits", "both"])
-def test_matrix_products_of_a_hit_have_no_rows_of_reused_q_and_k(engine, hits, misses, kind):
+def test_matrix_products_of_a_hit_have_no_rows_of_reused_q_and_k(engine, hits, misses, kind, monkeypatch):
     sequences = {"hits": hits, "both": [*misses, *hits]}[kind]
-    events, hit = profiled(engine, sequences)
-    found = [
-        (event.input_shapes[0][0], weight_shape(event)[0])
-        for event in events
-        if event.name == "mkldnn::_linear_pointwise"
-    ]
+    found, multiply = [], PackedLinear.__call__
+
+    def noted(self, x, residual=None):
+        found.append((len(x), self.outputs))
+        return multiply(self, x, residual)
+
+    monkeypatch.setattr(PackedLinear, "__call__", noted)
+    _, hit = run(engine, sequences)
     lengths = np.array([len(ids) for ids in sequences])
-    tokens, missed = int(lengths.sum()), int(lengths[~hit].sum())
+    tokens, missed = int(lengths.sum()), int(lengths[~np.array(hit)].sum())
     expected = []
     for reused in engine.database.mask.reused:
         expected.append((tokens, HIDDEN + 2 * (HEADS - reused) * WIDTH))
         if reused and missed:
             expected.append((missed, 2 * reused * WIDTH))
-        expected += [(tokens, HIDDEN), (tokens, 64), (tokens, HIDDEN)]
+        expected += [(tokens, HIDDEN), (tokens, INNER), (tokens, HIDDEN)]
     assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["hits", "misses", "both"])
+def test_the_stack_computes_no_reused_head_of_a_hit(engine, hits, misses, kind, monkeypatch):
+    if engine.model.stack is None:
+        pytest.skip("the model has no compiled stack on this processor")
+    sequences = {"hits": hits, "misses": misses, "both": [*misses, *hits]}[kind]
+    noted, run_stack = [], CompiledStack.run
+
+    def noting(*arguments, **options):
+        hidden, counts = run_stack(*arguments, **options)
+        noted.append(counts)
+        return hidden, counts
+
+    monkeypatch.setattr(CompiledStack, "run", noting)
+    _, hit = run(engine, sequences)
+    assert hit == [ids in hits for ids in sequences]
+    lengths = np.array([len(ids) for ids in sequences])
+    tokens, missed = int(lengths.sum()), int(lengths[~np.array(hit)].sum())
+    # V, the output projection and the feed-forward half of every token in every layer.
+    multiplications, map_rows = tokens * LAYERS * 2 * (HIDDEN * HIDDEN + HIDDEN * INNER), 0
+    for reused in engine.database.mask.reused:
+        rows_of_heads = tokens * (HEADS - reused) + missed * reused
+        multiplications += rows_of_heads * 2 * WIDTH * HIDDEN
+        map_rows += rows_of_heads
+    assert sum(counts.multiplications for counts in noted) == multiplications
+    assert sum(counts.map_rows for counts in noted) == map_rows

@@ -10,7 +10,8 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from attncache_core.models.linear import ActivatedLinear, packed
-from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear
+from attncache_core.models.prepacked import ACTIVATIONS, PackedLinear, with_round_rows
+from attncache_core.native import products
 
 # Sums of 24 products of magnitude 1, in another order.
 TOLERANCE = 1e-5
@@ -41,6 +42,38 @@ def layer_and_input(rows=7, kind=nn.Linear, bias=True):
 def test_packed_layer_works_for_any_number_of_rows(rows):
     layer, x = layer_and_input(rows)
     torch.testing.assert_close(PackedLinear(layer.weight, layer.bias)(x), layer(x), atol=TOLERANCE, rtol=0)
+
+
+@given(st.integers(1, 20_000))
+def test_round_number_of_rows_is_a_little_above_and_the_added_rows_are_zeros(rows):
+    x = with_round_rows(torch.ones(rows, 1))
+    assert rows <= len(x) <= rows + max(7, rows / 32)
+    assert x[:rows].all()
+    assert not x[rows:].any()
+    assert len(with_round_rows(x)) == len(x)
+
+
+def test_round_numbers_of_rows_are_few():
+    def round_numbers(rows):
+        return {len(with_round_rows(torch.empty(count, 0))) for count in rows}
+
+    assert len(round_numbers(range(1, 513))) == 64
+    assert len(round_numbers(range(513, 1025))) == 32
+    assert len(round_numbers(range(8193, 16385))) == 32
+
+
+@pytest.mark.parametrize("name", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 33])
+def test_products_of_onednn_have_the_rows_of_their_input(monkeypatch, name, rows):
+    monkeypatch.setattr(products, "library", lambda: None)
+    layer, x = layer_and_input(rows)
+    expected = PLAIN[name](layer(x)) if name else layer(x)
+    linear = PackedLinear(layer.weight, layer.bias, name)
+    assert linear.packed is None
+    torch.testing.assert_close(linear(x), expected, atol=TOLERANCE, rtol=0)
+    if name is None:
+        residual = torch.randn(rows, 16)
+        torch.testing.assert_close(linear(x, residual), expected + residual, atol=TOLERANCE, rtol=0)
 
 
 def test_packed_layer_without_bias():
@@ -118,6 +151,7 @@ def test_without_onednn_the_arithmetic_is_the_same(name, monkeypatch):
     layer, x = layer_and_input()
     residual = torch.randn(7, 16)
     monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    monkeypatch.setattr(products, "library", lambda: None)
     plain = PackedLinear(layer.weight, layer.bias, name)
     expected = PLAIN[name](layer(x)) if name else layer(x)
     torch.testing.assert_close(plain(x), expected, atol=TOLERANCE, rtol=0)

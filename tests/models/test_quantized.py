@@ -29,11 +29,14 @@ from attncache_core.models.quantized import (
     Int8WeightOnlyLinear,
     int8_products_are_exact,
 )
-from attncache_core.native import rows
+from attncache_core.native import products, rows
 from attncache_core.text.token_batch import pack
 
 needs_integers = pytest.mark.skipif(
-    not int8_products_are_exact(), reason="this processor does not multiply 8-bit integers exactly"
+    not int8_products_are_exact(), reason="oneDNN does not multiply 8-bit integers exactly on this processor"
+)
+needs_int8 = pytest.mark.skipif(
+    products.library() is None and not int8_products_are_exact(), reason="no products of 8-bit integers"
 )
 
 
@@ -42,13 +45,24 @@ def by_operators(kind):
 
     def made(*arguments):
         with mock.patch.object(rows, "kernel", return_value=None):
+            return by_onednn(kind)(*arguments)
+
+    return made
+
+
+def by_onednn(kind):
+    """Return a function that makes this kind of layer without the products of native/products.h."""
+
+    def made(*arguments):
+        with mock.patch.object(products, "library", return_value=None):
             return kind(*arguments)
 
     return made
 
 
+# oneDNN's products; tests/native/test_products.py tests the others.
 INT8 = [
-    pytest.param(Int8Linear, marks=needs_integers, id="Int8Linear"),
+    pytest.param(by_onednn(Int8Linear), marks=needs_integers, id="Int8Linear by oneDNN"),
     pytest.param(by_operators(Int8Linear), marks=needs_integers, id="Int8Linear by operators"),
 ]
 WEIGHT_ONLY = [Int8WeightOnlyLinear, Int4Linear]
@@ -259,6 +273,7 @@ def test_processor_or_torch_without_exact_products_is_detected(fault):
 def test_int8_is_refused_where_products_are_not_exact():
     _, weight, bias = numbers(1, 64, 48)
     with (
+        mock.patch.object(products, "library", return_value=None),
         mock.patch.object(quantized, "int8_products_are_exact", return_value=False),
         pytest.raises(UnsupportedModel, match="quantize to int8-weight-only") as caught,
     ):
@@ -341,7 +356,7 @@ def test_experts_are_quantised_and_routers_are_not(family, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("quantization", "least"),
     [
-        pytest.param(Quantization.INT8, 0.998, marks=needs_integers),
+        pytest.param(Quantization.INT8, 0.998, marks=needs_int8),
         (Quantization.INT8_WEIGHT_ONLY, 0.999),
         (Quantization.INT4, 0.95),
     ],
@@ -355,7 +370,7 @@ def test_quantised_model_is_near_the_full_one_and_not_the_same(tiny_checkpoint, 
 
 
 @pytest.mark.parametrize(
-    "quantization", [pytest.param(Quantization.INT8, marks=needs_integers), Quantization.INT8_WEIGHT_ONLY]
+    "quantization", [pytest.param(Quantization.INT8, marks=needs_int8), Quantization.INT8_WEIGHT_ONLY]
 )
 @torch.inference_mode()
 def test_order_of_heads_changes_nothing(tiny_checkpoint, quantization):

@@ -3,7 +3,8 @@
     python kernel_at_the_edge.py LEVEL LIBRARY WHAT
 
 Each tensor ends, or begins, directly at the border of an inaccessible page, so that an access beyond the
-tensor ends the process. WHAT is records, packed, computed, rows, "one row too many" or "one row too few".
+tensor ends the process. WHAT is records, packed, computed, rows, products, "one row too many" or "one row too
+few".
 """
 
 import ctypes
@@ -19,7 +20,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from attncache_core.native import AttentionKernel
+from attncache_core.native import AttentionKernel, products
+from attncache_core.native.products import MatrixKind, PackedMatrix
 from attncache_core.native.rows import RowKernel
 
 PAGE = mmap.PAGESIZE
@@ -147,11 +149,34 @@ def rows(kernel, dtype, widths, at_the_end):
         torch.testing.assert_close(four[:, 0], first.to(dtype))
 
 
+def products_of(library, kind, dtype, size, at_the_end):
+    """Multiply with packed weights, with all inputs and results at the edge."""
+    rows, inputs, outputs = size
+    guarded = Guarded(at_the_end)
+    weight, bias, smoothing = torch.randn(outputs, inputs), torch.randn(outputs), torch.rand(inputs) + 0.5
+    x = guarded.tensor(torch.randn(rows, inputs).to(dtype))
+    residual = guarded.tensor(torch.randn(rows, outputs))
+    with mock.patch.object(products, "aligned", guarded.tensor):
+        smoothing = guarded.tensor(smoothing) if kind is MatrixKind.LEVELS else None
+        packed = PackedMatrix(library, kind, weight, bias, smoothing)
+
+    def at_the_edge(shape, dtype):
+        return guarded.tensor(torch.zeros(shape, dtype=dtype))
+
+    with mock.patch.object(torch, "empty", at_the_edge):
+        found = packed.multiply(x, None, residual)
+    expected = x.double() @ weight.double().T + bias + residual
+    torch.testing.assert_close(found.double(), expected, atol=1.0, rtol=0.02)
+
+
 DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS = [*range(1, 36), 63, 64, 65, 127, 129]
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # Heads, head width and dtype: every width, with one head or several.
 SIZES = [(*size, dtype) for size in ((1, 8), (3, 24), (1, 32), (3, 64)) for dtype in DTYPES]
+
+# Rows, inputs and outputs of products. One number of outputs is one more than a number of whole panels.
+PRODUCTS = [(1, 1, 1), (2, 3, 5), (6, 17, 16), (7, 16, 17), (13, 33, 96), (8, 63, 97), (9, 64, 130)]
 
 
 def main(level, library, *parts):
@@ -174,6 +199,12 @@ def run(kernel, part):
         case "rows":
             for dtype, at_the_end in product(DTYPES, (True, False)):
                 rows(RowKernel(kernel.library), dtype, LENGTHS, at_the_end)
+        case "products":
+            pairs = [MatrixKind.PAIRS] if products.has_pairs(kernel.library) else []
+            kinds = [MatrixKind.WHOLE, MatrixKind.LEVELS, *pairs]
+            for kind, dtype, at_the_end in product(kinds, DTYPES, (True, False)):
+                for size in PRODUCTS:
+                    products_of(kernel.library, kind, dtype, size, at_the_end)
         case _:
             beyond = part == "one row too many"
             pid = os.fork()

@@ -83,21 +83,25 @@ def at_the_edge(kernel, *parts):
 def test_nothing_is_read_or_written_beyond_a_record_or_a_tensor(kernel):
     # The first two read a row beyond a record on purpose: the guarded memory must end their process.
     noticed = ("one row too many", "one row too few")
-    assert at_the_edge(kernel, *noticed, "records", "packed", "computed", "rows") == (0, "")
+    assert at_the_edge(kernel, *noticed, "records", "packed", "computed", "rows", "products") == (0, "")
 
 
 @pytest.mark.parametrize(
-    ("capability", "bfloat16", "levels"),
+    ("capability", "has_vnni", "bfloat16", "levels"),
     [
-        ("AVX512", True, ["avx512_bf16", "avx512", "avx2"]),
-        ("AVX512", False, ["avx512", "avx2"]),
-        ("AVX2", True, ["avx2"]),
-        ("AVX2", False, ["avx2"]),
-        ("DEFAULT", False, ["neon"]),
+        ("AVX512", True, True, ["avx512_bf16", "avx512_vnni", "avx512", "avx2"]),
+        ("AVX512", True, False, ["avx512_vnni", "avx512", "avx2"]),
+        # The level avx512_bf16 multiplies bytes too.
+        ("AVX512", False, True, ["avx512", "avx2"]),
+        ("AVX512", False, False, ["avx512", "avx2"]),
+        ("AVX2", True, True, ["avx2"]),
+        ("AVX2", False, False, ["avx2"]),
+        ("DEFAULT", False, False, ["neon"]),
     ],
 )
-def test_levels_are_those_of_the_processor_best_first(monkeypatch, capability, bfloat16, levels):
+def test_levels_are_those_of_the_processor_best_first(monkeypatch, capability, has_vnni, bfloat16, levels):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_vnni)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
     assert attention_kernel.levels() == levels
 

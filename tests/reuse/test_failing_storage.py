@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from core_models import attention_by, prefill
 from core_reference import SIXTEEN_BITS
 
+from attncache_core.engine import forward
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.native.guard import guard
 from attncache_core.reuse.execution import mapped
@@ -300,14 +302,14 @@ def test_records_are_still_used_after_a_change_outside_the_records(
 @pytest.mark.parametrize("way", Fetch)
 def test_use_of_maps_of_a_truncated_file_is_noticed(folder, way):
     segment = AttentionDatabase.open(folder).search.store.segments[7]
-    assert segment.is_as_checked()
+    assert segment.is_as_checked(segment.changes)
     with (
         contextlib.suppress(RecordsChanged),  # raised at once where maps are gathered
         HitRecords([RecordGroup(segment, np.array([3, 5]))], way) as records,
     ):
         cut(segment.path)
         records.apply(0, torch.ones(14, 4, 8), torch.empty(14, 4, 8))
-    assert not segment.is_as_checked()
+    assert not segment.is_as_checked(segment.changes)
 
 
 @mapped_records
@@ -432,3 +434,33 @@ def test_engine_under_load_survives_every_fault_and_gives_no_wrong_answer(
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.split() == (["lost", "6", "8"] if guard() else ["lost"])
+
+
+@mapped_records
+@pytest.mark.parametrize("fault", [cut, overwrite])
+@pytest.mark.parametrize("place", ["before the search", "before the layers"])
+def test_another_batch_that_notices_the_change_first_does_not_hide_it(
+    folder, tiny_checkpoint, recorded, expected, monkeypatch, fault, place
+):
+    engine = engine_on(tiny_checkpoint, folder)
+    prefill(engine, recorded)  # checks the records
+
+    def once(call):
+        def changed(*arguments, **options):
+            monkeypatch.undo()
+            fault(path_of(folder, 7))
+            with ThreadPoolExecutor(1) as other:
+                answer = other.submit(prefill, engine, recorded).result(timeout=30)
+            np.testing.assert_allclose(answer.outputs, expected, **SIXTEEN_BITS)
+            return call(*arguments, **options)
+
+        return changed
+
+    if place == "before the search":
+        monkeypatch.setattr(engine.model, "embed", once(engine.model.embed))
+    else:
+        monkeypatch.setattr(forward, "run_layers", once(forward.run_layers))
+    result = prefill(engine, recorded)
+    np.testing.assert_allclose(result.outputs, expected, **SIXTEEN_BITS)
+    hits = [len(ids) for ids, outcome in zip(recorded, result.outcomes, strict=True) if outcome.is_hit]
+    assert set(hits) == set(LENGTHS) - {7}

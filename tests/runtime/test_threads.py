@@ -1,6 +1,7 @@
 """The number of available processors, from control groups that the tests write, and the thread limits."""
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import faiss
@@ -10,7 +11,7 @@ from core_models import prefill
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.runtime.threads import available_processors, limit_threads
+from attncache_core.runtime.threads import available_processors, limit_threads, one_thread, use_threads
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +133,41 @@ def test_faiss_keeps_the_limit_in_a_thread_that_did_not_load_the_engine(tiny_che
 
     with ThreadPoolExecutor(1) as other:
         assert other.submit(faiss_threads_while_running).result() == 1
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_engine_run_in_a_thread_that_begins_beside_small_operators_uses_all_threads(tiny_checkpoint):
+    engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", threads=2)
+
+    def threads_after_running():
+        prefill(engine, [[1, 2, 3]])
+        return torch.get_num_threads()
+
+    with one_thread(), ThreadPoolExecutor(1) as other:
+        assert other.submit(threads_after_running).result() == 2
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 2
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_blocks_of_one_thread_that_overlap_leave_all_threads():
+    limit_threads(2)
+    inside, outside = threading.Barrier(2), threading.Barrier(2)
+
+    def overlap(leaves_first):
+        use_threads(2)
+        with one_thread():
+            inside.wait(timeout=10)
+            assert torch.get_num_threads() == 1
+            if not leaves_first:
+                outside.wait(timeout=10)
+        if leaves_first:
+            outside.wait(timeout=10)
+        return torch.get_num_threads()
+
+    with ThreadPoolExecutor(2) as both:
+        assert list(both.map(overlap, [True, False])) == [2, 2]
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 2

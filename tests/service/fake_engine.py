@@ -101,6 +101,7 @@ class FakeEngine:
     default_prompt = OWN_PROMPT
     multi_label = False
     database = None
+    parallel_runs = 1
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ from attncache_core import (
 )
 from attncache_core.heads.vectors import cosines
 from service.commands import build as build_command
+from service.commands.options import checkpoint_of
 from service.commands.serve import load_engine
 from service.settings import read_settings
 
@@ -119,6 +120,62 @@ def test_classifier_is_bound_to_its_quantisation(files, tiny_checkpoint, quantiz
     PrefillEngine.load(quantized, classifier=classifier, dtype="float32")
     with pytest.raises(DatabaseRefused):
         PrefillEngine.load(tiny_checkpoint, classifier=classifier, dtype="float32")
+
+
+TEXTS = tuple(f"text {number}" for number in range(20))
+
+
+def texts_file(folder: Path, content: bytes | None) -> Path:
+    if content is not None:
+        (folder / "texts.txt").write_bytes(content)
+    return folder / "texts.txt"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "texts.txt cannot be read: No such file or directory"),
+        (b"", "texts.txt has no texts"),
+        (b"\n\n", "texts.txt has no texts"),
+        (b"one\ntwo\n", "quantize_texts needs at least 16 texts, and has 2"),
+        ("ä".encode("latin-1") + b"bc\n" * 20, "texts.txt is not UTF-8 (at byte 0)"),
+    ],
+)
+@pytest.mark.parametrize("command", [("build", "--corpus", "none.txt"), ("bench", "engine"), ("serve",)])
+def test_file_without_usable_texts_is_refused(command, content, message, tiny_checkpoint, tmp_path):
+    options = ("--model", tiny_checkpoint.folder, "--quantize", "int8")
+    refused = run(*command, *options, "--quantize-texts", texts_file(tmp_path, content))
+    assert refused.exit_code == 2
+    assert message in refused.stderr
+
+
+@pytest.mark.parametrize("kind", [(), ("--quantize", "int4")])
+def test_texts_are_refused_where_they_have_no_effect(kind, tiny_checkpoint, tmp_path):
+    options = ("--model", tiny_checkpoint.folder, "--corpus", "none.txt", *kind)
+    texts = texts_file(tmp_path, "\n".join(TEXTS).encode())
+    refused = run("build", *options, "--quantize-texts", texts)
+    assert refused.exit_code == 2
+    assert "quantize_texts calibrates int8 only" in refused.stderr
+
+
+def test_texts_of_the_option_calibrate_the_model(tiny_checkpoint, tmp_path):
+    texts = texts_file(tmp_path, "\n".join(TEXTS).encode())
+    settings = {"model": str(tiny_checkpoint.folder), "quantize": "int8", "quantize_texts": str(texts)}
+    chosen, default = (
+        checkpoint_of(read_settings(values))
+        for values in (settings, {name: settings[name] for name in ("model", "quantize")})
+    )
+    assert chosen.calibration_texts == TEXTS
+    assert chosen.variant != default.variant
+    assert chosen.fingerprint() != default.fingerprint()
+
+
+def test_of_many_texts_300_are_used(tiny_checkpoint):
+    many = [str(number) for number in range(2991)]
+    checkpoint = find_variant(
+        str(tiny_checkpoint.folder), quantization=Quantization.INT8, quantization_texts=many
+    )
+    assert checkpoint.calibration_texts == tuple(many[::10])
 
 
 def test_unknown_quantisation_is_refused_with_the_known_ones(tiny_checkpoint):

@@ -83,7 +83,8 @@ def requests_of(engine: FakeEngine, texts: Sequence[str], reuse: bool = True) ->
 def serve(engine: FakeEngine, verifier: Verifier, texts: Sequence[str], reuse: bool = True) -> None:
     """Run one batch and offer its hits, as the batcher does."""
     requests = requests_of(engine, texts, reuse)
-    verifier.offer(requests, engine.run(requests))
+    policy = verifier.policy
+    verifier.offer(requests, engine.run(requests), policy)
 
 
 def verify_all(verifier: Verifier) -> None:
@@ -227,7 +228,7 @@ def test_budget_of_agreement_is_kept_by_decisions_not_by_cosines() -> None:
     engine, metrics = FakeEngine(stored=AnyText(), damage=0.5, policy=policy, labels=labels), Metrics()
     verifier = verifier_of(engine, metrics)
     kept = requests_of(engine, ["keeps"] * 50)
-    verifier.offer(kept, hitting_engine().run(kept))
+    verifier.offer(kept, hitting_engine().run(kept), verifier.policy)
     verify_all(verifier)
     assert engine.policy == policy
     serve(engine, verifier, ["loses"])

@@ -1,7 +1,6 @@
 """Packing keeps every sequence intact, and the caller's order can be restored."""
 
 from itertools import pairwise
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from core_models import random_sequences
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core.text.token_batch import Group, pack, rounded_up
+from attncache_core.text.token_batch import Group, pack
 
 lengths_of_batches = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -47,43 +46,6 @@ def test_offsets_cut_the_packed_tokens_into_the_sequences(lengths):
 def test_positions_count_from_zero_in_every_sequence(lengths):
     batch = pack(random_sequences(lengths))
     assert batch.positions.tolist() == [position for length in batch.lengths for position in range(length)]
-
-
-@given(lengths_of_batches, st.data())
-def test_fillers_make_a_round_number_of_tokens_and_stay_after_the_sequences(lengths, data):
-    batch = pack(random_sequences(lengths))
-    filled = batch.filled()
-    tokens = sum(lengths)
-    assert len(filled.ids) == len(filled.positions) == rounded_up(tokens)
-    assert filled.ids[:tokens].tolist() == batch.ids.tolist()
-    assert filled.positions[:tokens].tolist() == batch.positions.tolist()
-    assert not filled.ids[tokens:].any() | filled.positions[tokens:].any()
-    assert (filled.groups(), filled.offsets.tolist()) == (batch.groups(), batch.offsets.tolist())
-    permutation = np.array(data.draw(st.permutations(range(len(lengths)))))
-    (moved, _), (moved_filled, index) = (each.reordered(permutation) for each in (batch, filled))
-    assert moved_filled.ids[:tokens].tolist() == moved.ids.tolist()
-    assert index[tokens:].tolist() == list(range(tokens, len(filled.ids)))
-
-
-def test_context_of_fillers_is_zero_and_nothing_else_is_written():
-    batch = pack(random_sequences([3, 2])).filled()
-    with mock.patch("torch.empty_like", lambda x: torch.full_like(x, 7)):
-        context = batch.context_like(torch.ones(8, 2, 4))
-    assert (context[:5] == 7).all()
-    assert (context[5:] == 0).all()
-
-
-@given(st.integers(1, 10**6))
-def test_round_number_is_a_little_above_and_round_itself(tokens):
-    found = rounded_up(tokens)
-    assert tokens <= found <= tokens + max(7, tokens / 32)
-    assert rounded_up(found) == found
-
-
-def test_round_numbers_are_few():
-    assert len({rounded_up(tokens) for tokens in range(1, 513)}) == 64
-    assert len({rounded_up(tokens) for tokens in range(513, 1025)}) == 32
-    assert len({rounded_up(tokens) for tokens in range(8193, 16385)}) == 32
 
 
 @given(lengths_of_batches)

@@ -21,6 +21,7 @@ from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.prototypes import PrototypeIndex
 from attncache_core.reuse.plan import ALL_LAYERS, Outcome, ReusePlan, no_reuse, outcome_code
 from attncache_core.reuse.storage.layout import RecordKind
+from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.store import AttentionMapStore
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.text.token_batch import Group, TokenBatch
@@ -107,7 +108,8 @@ class SearchEngine(ReuseStrategy):
         hidden: input of the first layer, [tokens, hidden]. The arrays of `plan` are changed in place.
         """
         assert isinstance(plan, SearchPlan)
-        self._apply_policy(batch, plan.compared, self.nearest(batch, hidden, plan.compared), plan)
+        nearest = self.nearest(batch, hidden, plan.compared, plan.segments)
+        self._apply_policy(batch, plan.compared, nearest, plan)
         for group in plan.compared:
             own = group.sequences
             refused = ~plan.allowed[own] | (~plan.familiar[own] & (plan.similarities[own] < 1))
@@ -155,13 +157,24 @@ class SearchEngine(ReuseStrategy):
         held = self.store.may_serve(length) and (length in self.index or length in self.prototypes)
         return held and not self.policy.group_of(length).is_off
 
-    def nearest(self, batch: TokenBatch, hidden: torch.Tensor, groups: Sequence[Group]) -> NearestRecords:
+    def nearest(
+        self,
+        batch: TokenBatch,
+        hidden: torch.Tensor,
+        groups: Sequence[Group],
+        segments: Mapping[int, Segment] | None = None,
+    ) -> NearestRecords:
         """Return the nearest records of the sequences of these groups.
 
-        hidden: input of the first layer, [tokens, hidden].
+        hidden: input of the first layer, [tokens, hidden]. segments: length -> segment with the records;
+        None: the segments of the store.
         """
+        segments = self.store.segments if segments is None else segments
         features = self.projector.project(hidden, groups)
-        stored = [self._nearest_stored(batch, *each) for each in zip(groups, features, strict=True)]
+        stored = [
+            self._nearest_stored(batch, group, own, segments)
+            for group, own in zip(groups, features, strict=True)
+        ]
         lengths = np.repeat([group.length for group in groups], [group.count for group in groups])
         found = NearestRecords(
             {RecordKind.STORED: np.concatenate([records for records, _ in stored])},
@@ -174,7 +187,7 @@ class SearchEngine(ReuseStrategy):
         return found
 
     def _nearest_stored(
-        self, batch: TokenBatch, group: Group, features: np.ndarray
+        self, batch: TokenBatch, group: Group, features: np.ndarray, segments: Mapping[int, Segment]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the nearest records of sentences for a group: records and similarities, [sequences] each.
 
@@ -186,14 +199,11 @@ class SearchEngine(ReuseStrategy):
         similarities = 1.0 - distances
         # The distance of a self-hit is zero except for rounding, which differs between batches.
         for row in np.flatnonzero(similarities > _SURELY_OTHER).tolist():
-            recorded = self._is_recorded(batch, group.first + row, group, int(records[row]))
+            start = int(batch.offsets[group.first + row])
+            ids = batch.ids[start : start + group.length].tolist()
+            recorded = segments[group.length].holds_tokens(int(records[row]), ids)
             similarities[row] = 1.0 if recorded else min(similarities[row], MOST_SIMILAR_OTHER)
         return records, similarities
-
-    def _is_recorded(self, batch: TokenBatch, sequence: int, group: Group, record: int) -> bool:
-        start = int(batch.offsets[sequence])
-        ids = batch.ids[start : start + group.length].tolist()
-        return self.store.segments[group.length].holds_tokens(record, ids)
 
     def _plan_unsearched(
         self, batch: TokenBatch, group: Group, allowed: np.ndarray, familiar: np.ndarray, plan: ReusePlan
@@ -245,7 +255,7 @@ class SearchEngine(ReuseStrategy):
         for group in groups:
             records = plan.records[group.sequences]
             hits = records >= 0
-            sound = self.store.segments[group.length].are_sound(records[hits])
+            sound = plan.segments[group.length].are_sound(records[hits])
             records[hits] = np.where(sound, records[hits], -1)
             corrupt += int((~sound).sum())
         return corrupt

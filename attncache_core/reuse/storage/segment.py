@@ -75,6 +75,7 @@ class Segment:
         except OSError as error:
             raise CorruptDatabase(f"{path} is missing or cannot be read") from error
         self._seen = self.file.opened  # state of the file before the records marked as checked were checked
+        self.changes = 0  # number of times that `refresh` noticed a change of the content
         self._settled_at = 0.0  # seconds, time.monotonic
         self.may_serve = True  # whether records may be used; set by `refresh`
         self._lost = False
@@ -144,15 +145,20 @@ class Segment:
             self.lose()
         elif state != self._seen:
             if _content(state) != _content(self._seen):
+                self.changes += 1
                 self._settled_at = time.monotonic() + _SETTLED_AFTER_SECONDS
             self._seen = state
             self._checked[:] = False
         self.may_serve = not self.is_lost and time.monotonic() >= self._settled_at
 
-    def is_as_checked(self) -> bool:
-        """Return whether the file was not written to since `refresh`, and no read of it has failed."""
+    def is_as_checked(self, changes: int) -> bool:
+        """Return whether the file is as it was when `changes` was read, and no read of it has failed.
+
+        changes: `Segment.changes` when records were chosen. Another batch may have called `refresh` since.
+        """
         state = self.file.state
-        return state is not None and _content(state) == _content(self._seen) and not self.is_lost
+        unchanged = state is not None and _content(state) == _content(self._seen)
+        return unchanged and changes == self.changes and not self.is_lost
 
     def are_sound(self, records: np.ndarray) -> np.ndarray:
         """Return whether the maps of these records (int64 [n]) match their checksums, bool [n].

@@ -47,8 +47,9 @@ class AttentionMapStore:
         for segment in held.values():
             segment.refresh()
         lost = tuple(length for length, segment in held.items() if segment.is_lost)
-        for length in lost:
-            del self.segments[length]
+        if lost:
+            # Plans of batches that run at present keep the old dictionary.
+            self.segments = {length: own for length, own in self.segments.items() if length not in lost}
         return lost
 
     def scrub(self, step_bytes: int) -> Iterator[Scrubbed]:

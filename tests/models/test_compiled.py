@@ -1,0 +1,82 @@
+"""The compiled stack of a model computes what its layers compute one by one, quantised or not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from core_models import attention_by, layers_output, random_sequences
+from families import CASES, write_family
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from attncache_core.checkpoints.checkpoint import Quantization
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.models import load_model
+from attncache_core.native import products
+from attncache_core.text.token_batch import pack
+
+pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiled products on this processor")
+
+# Norms last, norms first with windows, rotated and normalised heads with shared keys, scores with a bias, and
+# norms before and after each half.
+FAMILIES = ["bert", "modernbert-local-global", "qwen3", "mpnet", "gemma3"]
+# Parts that only the layers have: experts, latent attention, DeBERTa's scores, capped scores.
+NOT_COMPILED = ("deberta", "deepseek", "mixtral", "qwen2-moe", "qwen3-moe")
+FLOAT32 = 1e-4
+# Where sums in another order change one level of a row, results differ by steps of levels.
+LEVELS, MEDIAN_OF_LEVELS = 1.0, 2e-2
+
+any_lengths = st.lists(st.one_of(st.integers(1, 24), st.integers(25, 300)), min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    case = CASES[request.param]
+    return write_family(tmp_path_factory.mktemp("models"), case.made(), saved_as=case.saved_as)
+
+
+@pytest.fixture(scope="module", params=[None, Quantization.INT8])
+def model(folder, request):
+    checkpoint = replace(read_checkpoint(folder), quantization=request.param)
+    return request.param, load_model(checkpoint, torch.float32, reused_heads=(1, 0, 4))
+
+
+@settings(max_examples=6)
+@given(lengths=any_lengths, seed=st.integers(0, 100))
+@example([300, 20], 0)
+@example([30] * 12, 1)
+@example([1], 2)
+def test_the_stack_computes_what_the_layers_compute_one_by_one(model, lengths, seed):
+    quantization, loaded = model
+    assert loaded.stack is not None
+    batch = pack(random_sequences(lengths, seed))
+    found = {}
+    with torch.inference_mode():
+        for computing in ("stack", "kernel"):
+            with attention_by(computing):
+                found[computing] = layers_output(loaded, batch, loaded.embed(batch))
+    off = (found["stack"] - found["kernel"]).abs()
+    assert off.max() <= (LEVELS if quantization else FLOAT32)
+    assert off.median() <= (MEDIAN_OF_LEVELS if quantization else FLOAT32)
+
+
+@settings(max_examples=6)
+@given(lengths=any_lengths, seed=st.integers(0, 100))
+def test_the_stack_embeds_as_the_model_does(model, lengths, seed):
+    _, loaded = model
+    batch = pack(random_sequences(lengths, seed))
+    with torch.inference_mode():
+        embedded, given_embeddings = (
+            layers_output(loaded, batch, hidden) for hidden in (None, loaded.embed(batch))
+        )
+    off = (embedded - given_embeddings).abs()
+    assert off.max() <= (LEVELS if model[0] else FLOAT32)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_models_of_which_every_part_is_compiled_have_a_stack(tmp_path, name):
+    case = CASES[name]
+    checkpoint = read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as))
+    has_caps = name == "gemma2"
+    expected = not case.experts and not has_caps and not name.startswith(NOT_COMPILED)
+    assert (load_model(checkpoint, torch.float32).stack is not None) == expected

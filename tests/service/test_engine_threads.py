@@ -1,0 +1,272 @@
+"""Several engine threads: batches that run at once, and requests whose parts are computed side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from fake_engine import FAILING, NOT_FINITE, FakeEngine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_batcher import (
+    LABELLED,
+    LabelledEngine,
+    assert_result_of,
+    batching,
+    queued,
+    requests_of_texts,
+    submit,
+    texts_of_all_kinds,
+)
+from test_verifier import AnyText, requests_of, verify_all
+
+from attncache_core import NotFinite, PrefillRequest, PrefillResult
+from service.batcher import Batcher
+from service.errors import InternalError
+from service.metrics import Metrics
+from service.request_queue import Limits
+from service.verifier import Verifier
+
+pytestmark = pytest.mark.anyio
+
+
+class ParallelEngine(FakeEngine):
+    """An engine for several threads, which counts the batches that run at once."""
+
+    def __init__(self, threads: int, before: Callable[[list[str]], object] = lambda _: None, **more: Any):
+        """before: called with the texts of each batch before the batch is computed."""
+        super().__init__(**more)
+        self.parallel_runs = threads
+        self.before = before
+        self.running, self.most_running = 0, 0
+        self._lock = threading.Lock()
+
+    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        with self._lock:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        try:
+            self.before(["".join(map(chr, request.ids)) for request in requests])
+            return super().run(requests)
+        finally:
+            with self._lock:
+                self.running -= 1
+
+
+def shortly(_texts: list[str]) -> None:
+    time.sleep(random.uniform(0, 0.001))
+
+
+@settings(max_examples=40)
+@given(
+    requests=requests_of_texts,
+    threads=st.integers(2, 4),
+    tokens=st.integers(1, 60),
+    several=st.integers(1, 4),
+)
+def test_every_request_gets_its_own_result_in_order_from_any_number_of_threads(
+    requests: list[list[str]], threads: int, tokens: int, several: int
+) -> None:
+    async def scenario() -> None:
+        engine = ParallelEngine(threads, shortly)
+        async with batching(engine, tokens, several) as batcher:
+            pending = [submit(batcher, texts) for texts in requests]
+            for texts, result in zip(requests, await asyncio.gather(*pending), strict=True):
+                assert_result_of(texts, result)
+            assert batcher._queue._waiting_tokens == 0
+        assert engine.most_running <= threads
+        computed = sorted(text for batch in engine.batches for text in batch)
+        assert computed == sorted(text for texts in requests for text in texts)
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=40)
+@given(
+    requests=st.lists(st.lists(texts_of_all_kinds, min_size=1, max_size=5), min_size=1, max_size=9),
+    several=st.integers(1, 4),
+)
+def test_failing_texts_fail_their_own_requests_only(requests: list[list[str]], several: int) -> None:
+    async def scenario() -> list[Any]:
+        async with batching(ParallelEngine(3, shortly), sequences=several) as batcher:
+            pending = [submit(batcher, texts) for texts in requests]
+            return await asyncio.gather(*pending, return_exceptions=True)
+
+    for texts, answer in zip(requests, asyncio.run(scenario()), strict=True):
+        if isinstance(answer, NotFinite):
+            assert texts[int(answer.field.removeprefix("inputs[").removesuffix("]"))] == NOT_FINITE
+        elif isinstance(answer, InternalError):
+            assert FAILING in texts
+        else:
+            assert not {FAILING, NOT_FINITE} & set(texts)
+            assert_result_of(texts, answer)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+async def test_as_many_batches_run_at_once_as_the_engine_allows(threads: int) -> None:
+    engine = ParallelEngine(threads)
+    async with batching(engine) as batcher:
+        engine.may_run.clear()
+        pending = [submit(batcher, [text]) for text in "abcde"]
+        for _ in range(threads):
+            assert await asyncio.to_thread(engine.runs.acquire, timeout=10)
+        assert not await asyncio.to_thread(engine.runs.acquire, timeout=0.05)
+        engine.may_run.set()
+        for text, result in zip("abcde", await asyncio.gather(*pending), strict=True):
+            assert_result_of([text], result)
+    assert engine.most_running == threads
+
+
+async def test_texts_of_one_request_are_divided_among_the_free_threads() -> None:
+    meeting = threading.Barrier(2)
+    engine = ParallelEngine(2, lambda _: meeting.wait(timeout=10))
+    texts = [f"text {number:02}" for number in range(40)]
+    async with batching(engine) as batcher:
+        assert_result_of(texts, await submit(batcher, texts))
+    assert sorted(engine.batches) == [texts[:20], texts[20:]]
+
+
+async def test_last_free_thread_takes_everything_that_waits() -> None:
+    may_end = {text: threading.Event() for text in ("first", "second")}
+    engine = ParallelEngine(2, lambda texts: may_end[texts[0]].wait(timeout=10) if texts[0] in may_end else 0)
+    texts = [f"text {number:02}" for number in range(40)]
+    async with batching(engine) as batcher:
+        busy = [submit(batcher, [text]) for text in may_end]
+        while engine.running < 2:
+            await asyncio.sleep(0.0005)
+        waiting = submit(batcher, texts)
+        await queued(batcher, 1)
+        may_end["first"].set()
+        assert_result_of(texts, await waiting)
+        may_end["second"].set()
+        await asyncio.gather(*busy)
+    assert texts in engine.batches
+
+
+async def test_labels_of_one_text_that_share_a_prefix_stay_in_one_batch() -> None:
+    engine = LabelledEngine()
+    engine.sharing, engine.parallel_runs = True, 4
+    async with batching(engine) as batcher:
+        await batcher.submit(["aaaaa", "bbbbb"], truncate=True, reuse=True, prompt=LABELLED)
+    assert sorted(engine.batches) == [["aaaaax", "aaaaay", "aaaaaz"], ["bbbbbx", "bbbbby", "bbbbbz"]]
+
+
+@pytest.mark.parametrize("failure", [FAILING, NOT_FINITE])
+@pytest.mark.parametrize("failing_first", [True, False])
+async def test_request_that_fails_in_one_thread_gets_no_result_from_another(
+    failure: str, failing_first: bool
+) -> None:
+    meeting, first_done = threading.Barrier(2), threading.Event()
+
+    def ordered(texts: list[str]) -> None:
+        if texts != ["next"]:
+            meeting.wait(timeout=10)
+            if (texts == [failure]) is not failing_first:
+                assert first_done.wait(timeout=10)
+
+    engine = ParallelEngine(2, ordered)
+    async with batching(engine, sequences=1) as batcher:
+        pending = submit(batcher, ["fine", failure])
+        while len(engine.batches) < 1:
+            await asyncio.sleep(0.0005)
+        await asyncio.sleep(0.01)  # the first part is finished
+        first_done.set()
+        with pytest.raises(InternalError if failure == FAILING else NotFinite):
+            await pending
+        assert_result_of(["next"], await submit(batcher, ["next"]))
+    assert sorted(engine.batches[:2]) == sorted([["fine"], [failure]])
+
+
+async def test_rest_of_a_request_cancelled_in_two_threads_is_not_computed() -> None:
+    engine = ParallelEngine(2)
+    async with batching(engine, sequences=1) as batcher:
+        engine.may_run.clear()
+        gone = submit(batcher, ["first", "second", "third", "fourth"])
+        for _ in range(2):
+            assert await asyncio.to_thread(engine.runs.acquire, timeout=10)
+        gone.cancel()
+        engine.may_run.set()
+        assert_result_of(["next"], await submit(batcher, ["next"]))
+    assert sorted(engine.batches[:2]) == [["first"], ["second"]]
+    assert engine.batches[2:] == [["next"]]
+
+
+async def test_closing_finishes_what_all_threads_have_queued() -> None:
+    engine = ParallelEngine(3, shortly)
+    async with batching(engine, sequences=1) as batcher:
+        pending = [submit(batcher, [text, text]) for text in "abcdefgh"]
+    for text, result in zip("abcdefgh", pending, strict=True):
+        assert_result_of([text, text], await result)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 2)])
+async def test_number_of_threads_follows_the_engine(before: int, after: int) -> None:
+    first, second = ParallelEngine(before), ParallelEngine(after)
+    async with batching(first) as batcher:
+        first.may_run.clear()
+        second.may_run.clear()
+        pending = [submit(batcher, [text]) for text in "abcdefgh"]
+        for _ in range(before):
+            assert await asyncio.to_thread(first.runs.acquire, timeout=10)
+        await queued(batcher, 1)
+        batcher.replace_engine(second, None)
+        first.may_run.set()
+        pending += [submit(batcher, [text]) for text in "ijkl"]
+        assert await asyncio.to_thread(second.runs.acquire, timeout=10)
+        second.may_run.set()
+        for text, result in zip("abcdefghijkl", await asyncio.gather(*pending), strict=True):
+            assert_result_of([text], result)
+        # The number of threads that run at once is now the second engine's.
+        second.may_run.clear()
+        pending = [submit(batcher, [text]) for text in "mnopq"]
+        for _ in range(after):
+            assert await asyncio.to_thread(second.runs.acquire, timeout=10)
+        second.may_run.set()
+        await asyncio.gather(*pending)
+    assert first.most_running == before
+    assert second.most_running == after
+
+
+async def test_nothing_is_verified_while_a_batch_runs_and_by_one_thread_at_a_time() -> None:
+    engine = ParallelEngine(3, shortly, stored=AnyText())
+    verifying: list[int] = []
+    run = engine.run
+
+    def noting(requests: Sequence[PrefillRequest]) -> PrefillResult:
+        if not any(request.reuse for request in requests):
+            verifying.append(engine.running)
+        return run(requests)
+
+    engine.run = noting  # type: ignore[method-assign]
+    metrics = Metrics()
+    verifier = Verifier(engine, 1.0, metrics, random.Random(0))  # type: ignore[arg-type]
+    batcher = Batcher(engine, Limits(1000, 100, 1000, 10**6), metrics, verifier)  # type: ignore[arg-type]
+    for _ in range(10):
+        await asyncio.gather(*(submit(batcher, [text]) for text in "abcde"))
+    while verifier.has_work:
+        await asyncio.sleep(0.001)
+    await asyncio.to_thread(batcher.close)
+    assert sum(map(len, engine.verified)) == 50
+    # A verification begins when no batch runs. A batch may begin during a verification.
+    assert set(verifying) == {0}
+
+
+def test_hits_of_a_policy_that_was_tightened_meanwhile_do_not_count() -> None:
+    engine = FakeEngine(stored=AnyText(), damage=0.5)
+    assert engine.map_reuse
+    verifier = Verifier(engine, 1.0, Metrics())  # type: ignore[arg-type]
+    before, requests = verifier.policy, requests_of(engine, ["bad"] * 50)
+    result = engine.run(requests)
+    engine.map_reuse.tighten(0)
+    tightened = verifier.policy
+    verifier.offer(requests, result, before)
+    verify_all(verifier)
+    assert verifier.policy == tightened
+    verifier.offer(requests, result, tightened)
+    verify_all(verifier)
+    assert verifier.policy != tightened
