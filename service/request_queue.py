@@ -77,7 +77,7 @@ class RequestQueue:
             self._threads = threads
 
     def add(self, request: PendingRequest) -> int:
-        """Queue a tokenised request. Returns the number of engine threads whose turn the caller must start."""
+        """Queue a tokenised request. Returns the number of engine threads that the caller must start."""
         with self._lock:
             self._waiting_tokens += sum(request.added_tokens)
             self._requests.append(request)

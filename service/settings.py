@@ -132,7 +132,7 @@ class Settings(BaseModel):
         None,
         min_length=1,
         description="File of texts to calibrate int8 with, FILE or FILE:column, such as your own traffic. A "
-        "database is bound to this choice. Default: 300 texts of the shipped corpus.",
+        "database is bound to this choice. Default: 100 texts of the shipped corpus.",
     )
     device: Device = Field(
         "cpu", description="Device that runs the model. Records and search stay in main memory."

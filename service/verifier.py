@@ -5,9 +5,9 @@
         -> unusual texts of a length group fail the budget: the limit of strangeness is tightened
 
 The batcher calls the verifier: a few sequences at a time after the answers were sent, while no request waits
-for the engine or is computed; if too many hits are pending, a few after each batch. Labels never hit, so labels are never
-verified. Recorded texts are not verified either: a recorded text gets its own maps, and such exact hits would
-hide hits that are not exact.
+for the engine or is computed; if too many hits are pending, a few after each batch. Labels never hit, so
+labels are never verified. Recorded texts are not verified either: a recorded text gets its own maps, and such
+exact hits would hide hits that are not exact.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ _TOKENIZER_SETTINGS = (
 
 
 # Only the maxima of activations are read from these texts, and more texts hardly change the maxima.
-MOST_QUANTIZATION_TEXTS = 300
+MOST_QUANTIZATION_TEXTS = 100
 
 
 class Quantization(StrEnum):

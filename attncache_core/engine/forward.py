@@ -16,7 +16,7 @@ import torch
 from attncache_core.engine.layers import given_by, run_layers
 from attncache_core.models import Outputs, PackedModel
 from attncache_core.reuse.execution.fetch import Fetch
-from attncache_core.reuse.plan import ReusePlan, no_reuse
+from attncache_core.reuse.plan import ReusePlan, shared_no_reuse
 from attncache_core.reuse.storage.segment import RecordsChanged, Segment
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.threads import one_thread
@@ -51,7 +51,7 @@ def forward_pass(
     while the strategy is called; None: no other thread calls the strategy. Raises RecordsChanged if the file
     of records that were used changed after their check, or could not be read.
     """
-    plan, search_seconds = no_reuse(len(batch.order)), 0.0
+    plan, search_seconds = shared_no_reuse(len(batch.order)), 0.0
     deciding = deciding or nullcontext()
     changes: dict[int, int] = {}  # Segment.changes of each length when the plan first named the segment
     if strategy:

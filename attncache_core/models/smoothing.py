@@ -31,7 +31,7 @@ _ALPHA = 0.5
 # text may be large in another text, so its factor must stay small.
 _LEAST_SHARE = 0.01
 # Bounds on the time and on the memory of a calibration.
-_MOST_TOKENS = 8000
+_MOST_TOKENS = 4000
 _MOST_TOKENS_AT_ONCE = 1024  # in batches of more than one sequence
 
 
@@ -42,7 +42,7 @@ def smoothing_of(module: nn.Module) -> torch.Tensor | None:
 
 
 def calibration_sequences(checkpoint: Checkpoint) -> list[list[int]]:
-    """Return the tokens of equally spaced calibration texts, at most 8,000 tokens in total, but some text.
+    """Return the tokens of equally spaced calibration texts, at most 4,000 tokens in total.
 
     Raises as TextTokenizer does.
     """
@@ -96,6 +96,8 @@ class _Peaks:
         if self.is_noted:
             return
         rows = inputs[0].flatten(0, -2)
+        if not len(rows):
+            return
         self.largest = torch.maximum(self.largest, _largest(rows))
         self.tokens += len(rows)
         self.is_noted = True
@@ -110,6 +112,10 @@ def _batches(sequences: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value of each column, float32; NaN and infinities count as 0."""
+    least, most = rows.aminmax(dim=0)
+    largest = torch.maximum(-least, most).float()
+    if largest.isfinite().all():
+        return largest
     return rows.abs().nan_to_num(0, 0, 0).amax(dim=0).float()
 
 

@@ -37,7 +37,7 @@ def find_variant(
     """Find a checkpoint and select its variant.
 
     model, revision: see find_checkpoint. quantization_texts: at least 16 texts to calibrate int8 with, of
-    which at most 300 are used, equally spaced; by default, texts of the shipped corpus. drop_attention:
+    which at most 100 are used, equally spaced; by default, texts of the shipped corpus. drop_attention:
     layers that lose their attention. drop_block: layers that are dropped as a whole. Layers are written like
     10,11 or 8-11 and numbered from 0 in the checkpoint's order; "" drops none.
 

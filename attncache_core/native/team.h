@@ -13,10 +13,11 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <semaphore.h>
 #include <time.h>
 
 #define MOST_PHASES 1024
-#define SLOTS 64
+#define SLOTS 256
 
 typedef void (*unit_function)(void *data, int phase, int unit);
 
@@ -40,7 +41,7 @@ typedef struct {
 } slot;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t posted = PTHREAD_COND_INITIALIZER;
+static sem_t wake;                       // posted once for each sleeping helper that is called
 static slot *slots[SLOTS];
 static int helpers, sleepers;            // under `lock`
 static atomic_int posts;                 // counts the posted jobs, so that helpers notice a job without the lock
@@ -138,11 +139,11 @@ static void *help(void *unused) {
         while (atomic_load(&posts) == seen && nanoseconds() < until)
             for (int i = 0; i < 20; i++) pause_a_moment();
         pthread_mutex_lock(&lock);
-        while (atomic_load(&posts) == seen) {
-            sleepers++;
-            pthread_cond_wait(&posted, &lock);
-            sleepers--;
-        }
+        if (atomic_load(&posts) != seen) continue;
+        sleepers++;
+        pthread_mutex_unlock(&lock);
+        while (sem_wait(&wake)) continue;
+        pthread_mutex_lock(&lock);
     }
     return 0;
 }
@@ -150,7 +151,7 @@ static void *help(void *unused) {
 // A child process has no helpers and no jobs.
 static void forget(void) {
     pthread_mutex_init(&lock, 0);
-    pthread_cond_init(&posted, 0);
+    sem_init(&wake, 0, 0);
     helpers = sleepers = 0;
     atomic_store(&busy, 0);
     memset(slots, 0, sizeof slots);
@@ -158,8 +159,8 @@ static void forget(void) {
 
 // Start helpers until there are `wanted`. The caller holds `lock`.
 static void start_helpers(int wanted) {
-    static int prepared_for_forks;
-    if (!prepared_for_forks) prepared_for_forks = pthread_atfork(0, 0, forget) == 0;
+    static int is_prepared;
+    if (!is_prepared) is_prepared = !sem_init(&wake, 0, 0) && !pthread_atfork(0, 0, forget);
     for (; helpers < wanted; helpers++) {
         pthread_t thread;
         pthread_attr_t detached;
@@ -237,7 +238,7 @@ static void run_team(slot *job, unit_function run, void *data, const int32_t *un
     job->open = 1;
     job->room = threads - 1;
     atomic_fetch_add(&posts, 1);
-    for (int i = 0; i < threads - 1 && i < sleepers; i++) pthread_cond_signal(&posted);
+    for (int i = 0; i < threads - 1 && sleepers; i++, sleepers--) sem_post(&wake);
     pthread_mutex_unlock(&lock);
     take_part(job, 1);
     pthread_mutex_lock(&lock);

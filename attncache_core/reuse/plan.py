@@ -108,16 +108,21 @@ def outcomes_of(codes: np.ndarray) -> np.ndarray:
     return _BY_CODE[codes]
 
 
-@lru_cache(maxsize=64)
 def no_reuse(sequences: int) -> ReusePlan:
-    """Return the plan that computes everything for this number of sequences. Its arrays are read-only."""
-    plan = ReusePlan(
+    """Return a new plan that computes everything for this number of sequences."""
+    return ReusePlan(
         np.full(sequences, -1),
         np.full(sequences, RecordKind.STORED, dtype=np.int64),
         np.full(sequences, np.nan, dtype=np.float32),
         np.full(sequences, outcome_code(Outcome.NOT_SEARCHED)),
         np.full(sequences, np.nan, dtype=np.float32),
     )
+
+
+@lru_cache(maxsize=64)
+def shared_no_reuse(sequences: int) -> ReusePlan:
+    """Return the plan of `no_reuse`, the same for all callers. Its arrays are read-only."""
+    plan = no_reuse(sequences)
     for part in fields(plan):
         if isinstance(rows := getattr(plan, part.name), np.ndarray):
             rows.flags.writeable = False

@@ -41,8 +41,8 @@ def limit_threads(threads: int | None = None) -> int:
 def use_threads(count: int) -> None:
     """Set the number of threads of torch and Faiss for the calling thread.
 
-    OpenMP keeps this number per thread. A new thread starts with the number that any thread set last in torch,
-    which is 1 while another thread is in `one_thread`.
+    OpenMP keeps this number per thread. A new thread starts with the number that any thread has set last in
+    torch, which is 1 while another thread is in `one_thread`.
     """
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)

@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.plan import Outcome
 from attncache_core.runtime.devices import resolve_dtype
 from attncache_core.runtime.threads import limit_threads
-from attncache_core.text.token_batch import TokenBatch
 
 LABELS = ("transfer", "card", "help")
 
@@ -61,16 +59,6 @@ def test_result_counts_tokens_and_durations(tiny_engine):
     assert result.forward_seconds > 0
     assert result.search_seconds >= 0
     assert result.corrupt_records == 0
-
-
-def test_layers_see_round_numbers_of_tokens(tiny_engine):
-    sequences = random_sequences([3, 9, 5])
-    with mock.patch.object(tiny_engine.model, "outputs", wraps=tiny_engine.model.outputs) as outputs:
-        found = prefill(tiny_engine, sequences, reuse=False)
-        with mock.patch.object(TokenBatch, "filled", lambda batch: batch):
-            exact = prefill(tiny_engine, sequences, reuse=False)
-    assert [len(call.args[0]) for call in outputs.call_args_list] == [24, 17]
-    np.testing.assert_allclose(found.outputs, exact.outputs, atol=FLOAT32)
 
 
 def test_without_a_database_nothing_is_searched(tiny_engine):

@@ -279,13 +279,13 @@ def test_smoothing_reduces_the_error_of_outliers(tmp_path, monkeypatch):
 def test_calibration_takes_equally_spaced_texts_of_the_corpus(tiny_checkpoint):
     checkpoint = replace(tiny_checkpoint, quantization=Quantization.INT8)
     texts = [sentence.text for sentence in default_corpus()]
-    assert len(checkpoint.calibration_texts) == 300
+    assert len(checkpoint.calibration_texts) == 100
     assert (checkpoint.calibration_texts[0], checkpoint.calibration_texts[-1]) == (texts[0], texts[-1])
-    assert len(calibration_sequences(checkpoint)) == 300
+    assert len(calibration_sequences(checkpoint)) == 100
 
 
 def test_long_calibration_texts_are_thinned_out(tiny_checkpoint):
     texts = tuple(f"{'my card ' * 100}{number}" for number in range(100))
     sequences = calibration_sequences(replace(tiny_checkpoint, quantization_texts=texts))
-    assert 7000 < sum(map(len, sequences)) <= 8000
+    assert 3500 < sum(map(len, sequences)) <= 4000
     assert {len(ids) for ids in sequences} == {len(sequences[0])}  # whole texts

@@ -58,6 +58,13 @@ class ParallelEngine(FakeEngine):
                 self.running -= 1
 
 
+async def running(engine: ParallelEngine, batches: int) -> None:
+    """Wait until this number of batches run at once."""
+    async with asyncio.timeout(10):
+        while engine.running < batches:
+            await asyncio.sleep(0.0005)
+
+
 def shortly(_texts: list[str]) -> None:
     time.sleep(random.uniform(0, 0.001))
 
@@ -113,9 +120,8 @@ async def test_as_many_batches_run_at_once_as_the_engine_allows(threads: int) ->
     async with batching(engine) as batcher:
         engine.may_run.clear()
         pending = [submit(batcher, [text]) for text in "abcde"]
-        for _ in range(threads):
-            assert await asyncio.to_thread(engine.runs.acquire, timeout=10)
-        assert not await asyncio.to_thread(engine.runs.acquire, timeout=0.05)
+        await running(engine, threads)
+        await asyncio.sleep(0.05)
         engine.may_run.set()
         for text, result in zip("abcde", await asyncio.gather(*pending), strict=True):
             assert_result_of([text], result)
@@ -137,8 +143,7 @@ async def test_last_free_thread_takes_everything_that_waits() -> None:
     texts = [f"text {number:02}" for number in range(40)]
     async with batching(engine) as batcher:
         busy = [submit(batcher, [text]) for text in may_end]
-        while engine.running < 2:
-            await asyncio.sleep(0.0005)
+        await running(engine, 2)
         waiting = submit(batcher, texts)
         await queued(batcher, 1)
         may_end["first"].set()
@@ -187,8 +192,7 @@ async def test_rest_of_a_request_cancelled_in_two_threads_is_not_computed() -> N
     async with batching(engine, sequences=1) as batcher:
         engine.may_run.clear()
         gone = submit(batcher, ["first", "second", "third", "fourth"])
-        for _ in range(2):
-            assert await asyncio.to_thread(engine.runs.acquire, timeout=10)
+        await running(engine, 2)
         gone.cancel()
         engine.may_run.set()
         assert_result_of(["next"], await submit(batcher, ["next"]))
@@ -209,25 +213,19 @@ async def test_number_of_threads_follows_the_engine(before: int, after: int) -> 
     first, second = ParallelEngine(before), ParallelEngine(after)
     async with batching(first) as batcher:
         first.may_run.clear()
-        second.may_run.clear()
-        pending = [submit(batcher, [text]) for text in "abcdefgh"]
-        for _ in range(before):
-            assert await asyncio.to_thread(first.runs.acquire, timeout=10)
-        await queued(batcher, 1)
+        pending = [submit(batcher, [text]) for text in "abc"[:before]]
+        await running(first, before)
+        waiting = [submit(batcher, [text]) for text in "defgh"]
+        await queued(batcher, 5)
         batcher.replace_engine(second, None)
         first.may_run.set()
-        pending += [submit(batcher, [text]) for text in "ijkl"]
-        assert await asyncio.to_thread(second.runs.acquire, timeout=10)
-        second.may_run.set()
-        for text, result in zip("abcdefghijkl", await asyncio.gather(*pending), strict=True):
-            assert_result_of([text], result)
-        # The number of threads that run at once is now the second engine's.
+        await asyncio.gather(*pending, *waiting)
         second.may_run.clear()
         pending = [submit(batcher, [text]) for text in "mnopq"]
-        for _ in range(after):
-            assert await asyncio.to_thread(second.runs.acquire, timeout=10)
+        await running(second, after)
         second.may_run.set()
-        await asyncio.gather(*pending)
+        for text, result in zip("mnopq", await asyncio.gather(*pending), strict=True):
+            assert_result_of([text], result)
     assert first.most_running == before
     assert second.most_running == after
 

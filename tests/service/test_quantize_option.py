@@ -141,7 +141,7 @@ def texts_file(folder: Path, content: bytes | None) -> Path:
         ("ä".encode("latin-1") + b"bc\n" * 20, "texts.txt is not UTF-8 (at byte 0)"),
     ],
 )
-@pytest.mark.parametrize("command", [("build", "--corpus", "none.txt"), ("bench", "engine"), ("serve",)])
+@pytest.mark.parametrize("command", [("prune",), ("bench", "engine"), ("serve",)])
 def test_file_without_usable_texts_is_refused(command, content, message, tiny_checkpoint, tmp_path):
     options = ("--model", tiny_checkpoint.folder, "--quantize", "int8")
     refused = run(*command, *options, "--quantize-texts", texts_file(tmp_path, content))
@@ -151,9 +151,8 @@ def test_file_without_usable_texts_is_refused(command, content, message, tiny_ch
 
 @pytest.mark.parametrize("kind", [(), ("--quantize", "int4")])
 def test_texts_are_refused_where_they_have_no_effect(kind, tiny_checkpoint, tmp_path):
-    options = ("--model", tiny_checkpoint.folder, "--corpus", "none.txt", *kind)
     texts = texts_file(tmp_path, "\n".join(TEXTS).encode())
-    refused = run("build", *options, "--quantize-texts", texts)
+    refused = run("prune", "--model", tiny_checkpoint.folder, *kind, "--quantize-texts", texts)
     assert refused.exit_code == 2
     assert "quantize_texts calibrates int8 only" in refused.stderr
 
@@ -170,8 +169,8 @@ def test_texts_of_the_option_calibrate_the_model(tiny_checkpoint, tmp_path):
     assert chosen.fingerprint() != default.fingerprint()
 
 
-def test_of_many_texts_300_are_used(tiny_checkpoint):
-    many = [str(number) for number in range(2991)]
+def test_of_many_texts_100_are_used(tiny_checkpoint):
+    many = [str(number) for number in range(991)]
     checkpoint = find_variant(
         str(tiny_checkpoint.folder), quantization=Quantization.INT8, quantization_texts=many
     )
