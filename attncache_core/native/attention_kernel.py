@@ -5,8 +5,8 @@
                   rotate(...)       rotary positions
 
 A level is an instruction set: avx512_bf16, avx512_vnni, avx512, avx2 or neon. The binding passes plain
-pointers, releases the interpreter lock, and uses torch's pool of threads. If the kernel was not built, or tensors
-are on another device, attention runs on torch's own operators.
+pointers, releases the interpreter lock, and uses torch's pool of threads. If the kernel was not built, or
+tensors are on another device, attention runs on torch's own operators.
 """
 
 from __future__ import annotations
