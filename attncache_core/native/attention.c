@@ -47,19 +47,27 @@ static parallel_function parallel;
 
 void set_parallel(void *function) { parallel = (parallel_function)function; }
 
-// Scratch memory for the layouts of one task. Each thread keeps its own from call to call.
-static _Thread_local char *scratch;
-static _Thread_local size_t scratch_bytes;
+// Memory that grows, and stays from call to call.
+typedef struct {
+    char *data;
+    size_t bytes;
+} growing;
 
-static char *scratch_of(size_t bytes) {
-    if (bytes > scratch_bytes) {
-        free(scratch);
+static char *grown(growing *memory, size_t bytes) {
+    if (bytes > memory->bytes) {
+        free(memory->data);
         bytes = (bytes + 4095) / 4096 * 4096;
-        scratch = aligned_alloc(4096, bytes);
-        if (!scratch) abort();
-        scratch_bytes = bytes;
+        memory->data = aligned_alloc(4096, bytes);
+        if (!memory->data) abort();
+        memory->bytes = bytes;
     }
-    return scratch;
+    return memory->data;
+}
+
+// Memory of a thread for the layouts of one task.
+static char *scratch_of(size_t bytes) {
+    static _Thread_local growing memory;
+    return grown(&memory, bytes);
 }
 
 // Rows of a map that are multiplied by V together. ROWS x 2 vectors of sums fit into the registers.

@@ -86,19 +86,10 @@ typedef struct {
     char *always, *misses, *context;
 } block;
 
-// Memory of one thread for the stack. It grows, and stays from call to call.
-static _Thread_local char *stack_memory;
-static _Thread_local size_t stack_bytes;
-
+// Memory of a thread for the units of a job.
 static char *stack_space(size_t bytes) {
-    if (bytes > stack_bytes) {
-        free(stack_memory);
-        bytes = (bytes + 4095) / 4096 * 4096;
-        stack_memory = aligned_alloc(4096, bytes);
-        if (!stack_memory) abort();
-        stack_bytes = bytes;
-    }
-    return stack_memory;
+    static _Thread_local growing memory;
+    return grown(&memory, bytes);
 }
 
 INLINE size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -250,6 +241,21 @@ static void open_part(stack_job *job, const stack_layer *layer, operand x, int r
     multiply_part(job, &layer->gate, x, rows, part, parts, end);
 }
 
+// Add the output of a half of a layer to the hidden states x: the last product of the half, with a norm of the
+// product and a norm of the sum, if there are such norms. space: as large as x.
+static void add_half(stack_job *job, const matrix *last, operand left, int rows, const norm *branch,
+                     const norm *after, float *x, float *space) {
+    const int width = job->width;
+    if (branch->kind) {
+        multiply_part(job, last, left, rows, 0, 1, to_floats(space, width, 0));
+        norm_rows(branch, space, space, rows, width);
+        for (int i = 0; i < rows * width; i++) x[i] += space[i];
+    } else {
+        multiply_part(job, last, left, rows, 0, 1, to_floats(x, width, x));
+    }
+    if (after->kind) norm_rows(after, x, x, rows, width);
+}
+
 // The output projection, the residual and the norm, for rows of a block; then the feed-forward half. The
 // block's hidden states are changed in place. space: memory of this thread.
 static void finish_rows(const block *b, const stack_layer *layer, int first, int rows, char *space) {
@@ -262,13 +268,7 @@ static void finish_rows(const block *b, const stack_layer *layer, int first, int
     if (layer->heads) {
         const char *context = b->context + (size_t)first * b->context_row * number_bytes(type);
         const operand left = prepared(&layer->output, context, type, (size_t)b->context_row, rows, rest);
-        const int branch = layer->branch.kind;
-        multiply_part(job, &layer->output, left, rows, 0, 1, to_floats(branch ? other : x, width, branch ? 0 : x));
-        if (branch) {
-            norm_rows(&layer->branch, other, other, rows, width);
-            for (int i = 0; i < rows * width; i++) x[i] += other[i];
-        }
-        if (layer->after.kind) norm_rows(&layer->after, x, x, rows, width);
+        add_half(job, &layer->output, left, rows, &layer->branch, &layer->after, x, other);
     }
     if (!layer->up.outputs) return;
     const float *input = x;
@@ -282,13 +282,7 @@ static void finish_rows(const block *b, const stack_layer *layer, int first, int
     open_part(job, layer, left, rows, 0, 1, opened);
     const operand back = prepared(&layer->down, (const char *)opened, FLOAT32, (size_t)inner, rows,
                                   (char *)opened + whole_lines((size_t)rows * inner * 4));
-    const int branch = layer->forward_branch.kind;
-    multiply_part(job, &layer->down, back, rows, 0, 1, to_floats(branch ? other : x, width, branch ? 0 : x));
-    if (branch) {
-        norm_rows(&layer->forward_branch, other, other, rows, width);
-        for (int i = 0; i < rows * width; i++) x[i] += other[i];
-    }
-    if (layer->forward_after.kind) norm_rows(&layer->forward_after, x, x, rows, width);
+    add_half(job, &layer->down, back, rows, &layer->forward_branch, &layer->forward_after, x, other);
 }
 
 // Bytes that `finish_rows` and `project_rows` use.
@@ -576,7 +570,7 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
                          (size_t)most_units * sizeof(unit_counts);
     slot *own = take_slot(bytes);
     if (!own) abort();
-    char *memory = own->memory;
+    char *memory = own->memory.data;
     columns_run *run = taken(&memory, sizeof *run);
     int32_t *units = taken(&memory, (size_t)phases * 4), *first_units = taken(&memory, (size_t)phases * 4);
     memcpy(&run->job, job, sizeof *job);
@@ -634,8 +628,8 @@ static void run_by_rows(stack_job *job, const block *widths, int rows, int threa
     slot *own = take_slot(projections + (size_t)layers * 12 + 64);
     if (!own) abort();
     stack_run run = {.whole = *widths, .parts = turns * threads};
-    place_block(&run.whole, 0, job->count, own->memory);
-    int32_t *units = (int32_t *)(own->memory + projections);
+    place_block(&run.whole, 0, job->count, own->memory.data);
+    int32_t *units = (int32_t *)(own->memory.data + projections);
     for (int n = 0; n < layers; n++) {
         const stack_layer *layer = job->layers + job->first + n;
         units[3 * n] = layer->heads ? run.parts : 0;

@@ -207,6 +207,8 @@ class CompiledStack:
         self._kept: list[Any] = [layers, embedding]  # what the structures point to
         self._embedding = None if embedding is None else self._embedding_of(embedding)
         self._angles: list[AngleTables] = []
+        biases = [half.bias for half, _ in layers if half.bias is not None]
+        self._most_positions = min(((bias.shape[1] + 1) // 2 for bias in biases), default=None)
         # A structure holds one half of each kind; a second feed-forward half has a structure of its own.
         sizes = [max(1, len(halves)) for _, halves in layers]
         self._starts = [0, *accumulate(sizes)]  # of each layer, and their end
@@ -240,16 +242,20 @@ class CompiledStack:
 
         hidden: float32 [rows, width], the input of the first of these layers, which is overwritten with the
         output; None: the stack makes it from token ids. given: the records of the first sequences. threads:
-        the most threads to use; None: as many as torch.
+        the most threads to use; None: as many as torch. Raises IndexError if a table has no row for a token
+        or a position.
         """
         hidden = torch.empty(len(rows.positions), self._width) if hidden is None else hidden
         assert hidden.dtype == torch.float32
         assert hidden.is_contiguous()
         assert hidden.shape == (rows.offsets[-1], self._width)
+        if self._most_positions is not None and rows.positions.max() >= self._most_positions:
+            raise IndexError(f"a sequence has more than {self._most_positions} tokens")
         job = _Job()
         job.layers, job.hidden = ctypes.addressof(self._layers), hidden.data_ptr()
         if rows.ids is not None:
             assert self._embedding is not None
+            self._require_rows(rows.ids, rows.places)
             job.embedding, job.ids = ctypes.addressof(self._embedding), rows.ids.ctypes.data
             job.places = None if rows.places is None else rows.places.ctypes.data
         job.offsets, job.positions = rows.offsets.ctypes.data, rows.positions.ctypes.data
@@ -272,6 +278,13 @@ class CompiledStack:
         self._run(ctypes.addressof(job))
         return hidden, Counts(job.multiplications, job.map_rows, job.attention_nanoseconds * 1e-9)
 
+    def _require_rows(self, ids: np.ndarray, places: np.ndarray | None) -> None:
+        """Raise IndexError unless the tables of the embedding have all these rows (int64)."""
+        for rows, table in zip((ids, places), self._tables, strict=True):
+            # As unsigned numbers, negative numbers are the largest.
+            if rows is not None and table is not None and rows.view(np.uint64).max() >= len(table):
+                raise IndexError(f"a token has a row outside its table of {len(table)} rows")
+
     def _described(self, given: GivenRecords) -> ctypes.Array[_Layer]:
         """Return the structures of the layers, with the places of their maps in the given records."""
         if not len(given.addresses):
@@ -283,6 +296,7 @@ class CompiledStack:
         return layers
 
     def _embedding_of(self, embedding: CompiledEmbedding) -> _Embedding:
+        self._tables = (embedding.words, embedding.added)
         made = _Embedding(type=NUMBER_TYPES[embedding.words.dtype])
         assert embedding.words.is_contiguous()
         made.words = embedding.words.data_ptr()

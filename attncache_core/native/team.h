@@ -34,8 +34,7 @@ typedef struct {
     size_t finished_bytes;
     unit_function run;
     void *data;
-    char *memory;             // of the job
-    size_t memory_bytes;
+    growing memory;           // of the job
     int32_t users, room;      // threads inside; helpers that may still join. Both under `lock`
     int32_t open;             // whether helpers may join
 } slot;
@@ -188,11 +187,7 @@ static slot *take_slot(size_t bytes) {
     }
     if (job) job->users = 1, job->open = 0;
     pthread_mutex_unlock(&lock);
-    if (!job || bytes <= job->memory_bytes) return job;
-    free(job->memory);
-    job->memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    job->memory_bytes = job->memory ? (bytes + 4095) / 4096 * 4096 : 0;
-    if (!job->memory) abort();
+    if (job) grown(&job->memory, bytes);
     return job;
 }
 

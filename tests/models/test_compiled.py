@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from core_models import attention_by, layers_output, random_sequences
@@ -13,6 +14,7 @@ from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models import load_model
 from attncache_core.native import products
+from attncache_core.native.stack import StackRows
 from attncache_core.text.token_batch import pack
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiled products on this processor")
@@ -80,3 +82,21 @@ def test_models_of_which_every_part_is_compiled_have_a_stack(tmp_path, name):
     has_caps = name == "gemma2"
     expected = not case.experts and not has_caps and not name.startswith(NOT_COMPILED)
     assert (load_model(checkpoint, torch.float32).stack is not None) == expected
+
+
+def test_tokens_and_positions_outside_the_tables_are_refused(tmp_path):
+    """C reads the tables without a check of its own."""
+    model = load_model(read_checkpoint(write_family(tmp_path, CASES["mpnet"].made())), torch.float32)
+    words, added = model.stack._tables
+    layers = range(len(model.layers))
+    rows = StackRows(np.array([0, 2]), np.arange(2), ids=np.array([1, 1]), places=np.array([0, 1]))
+    wrong = [
+        replace(rows, ids=np.array([1, len(words)])),
+        replace(rows, ids=np.array([-1, 1])),
+        replace(rows, places=np.array([0, len(added)])),
+        replace(rows, positions=np.array([0, 10**6])),
+    ]
+    for own in wrong:
+        with pytest.raises(IndexError, match=r"outside its table|more than"):
+            model.stack.run(None, own, layers)
+    assert model.stack.run(None, rows, layers)[0].isfinite().all()
