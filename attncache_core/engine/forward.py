@@ -19,7 +19,6 @@ from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.plan import ReusePlan, shared_no_reuse
 from attncache_core.reuse.storage.segment import RecordsChanged, Segment
 from attncache_core.reuse.strategy import ReuseStrategy
-from attncache_core.runtime.threads import one_thread
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -84,9 +83,7 @@ def forward_pass(
             segments.update(plan.segments[length] for length in lengths.tolist())
         first = layers.stop
     assert hidden is not None
-    # Small operators on several threads wait for the slowest of them, which may have lost its processor.
-    with one_thread() if model.stack else nullcontext():
-        outputs = model.outputs(hidden, batch)
+    outputs = model.outputs(hidden, batch)
     changed = [segment for segment in segments if not segment.is_as_checked(changes[segment.length])]
     if changed:
         raise RecordsChanged(sorted(changed, key=lambda segment: segment.length))

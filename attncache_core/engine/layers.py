@@ -12,8 +12,7 @@ slice of tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -26,17 +25,17 @@ from attncache_core.reuse.execution.fetch import Fetch, HitRecords, RecordGroup
 from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps
 from attncache_core.reuse.execution.layer_maps import layer_maps
 from attncache_core.reuse.plan import ReusePlan
+from attncache_core.runtime.threads import compiled_threads
 from attncache_core.text.token_batch import TokenBatch
 
 
-@contextmanager
 def given_by(
     plan: ReusePlan,
     model: PackedModel,
     batch: TokenBatch,
     layers: range,
     fetch: Fetch = Fetch.AUTO,
-) -> Iterator[GivenMaps]:
+) -> AbstractContextManager[GivenMaps]:
     """Open the maps that a plan gives to a batch in these layers.
 
     The sequences with records must come first in the batch. Raises ValueError if the plan's layer sources do
@@ -44,14 +43,18 @@ def given_by(
     """
     if plan.layer_sources is not None:
         _require_sources(plan, model, layers)
-        yield layer_maps(batch, model.layers[0], plan.layer_sources, model.dtype, model.device)
-        return
+        return nullcontext(layer_maps(batch, model.layers[0], plan.layer_sources, model.dtype, model.device))
+    hits = int(plan.hits.sum())
+    if not hits:
+        return nullcontext(_NO_HITS)
     groups = [
         RecordGroup(plan.segments[group.length], plan.records[group.sequences])
-        for group in batch.groups(0, int(plan.hits.sum()))
+        for group in batch.groups(0, hits)
     ]
-    with HitRecords(groups, fetch) as records:
-        yield records
+    return HitRecords(groups, fetch)
+
+
+_NO_HITS = HitRecords([])
 
 
 def _require_sources(plan: ReusePlan, model: PackedModel, layers: range) -> None:
@@ -118,8 +121,9 @@ def _run_stack(
     else:
         states = torch.empty(len(batch.ids), model.hidden_size)
         states.copy_(model.embed(batch) if hidden is None else hidden)
-    states, counts = stack.run(states, rows, layers, records)
-    return states.to(model.dtype), counts.attention_seconds
+    states, counts = stack.run(states, rows, layers, records, compiled_threads())
+    is_last = layers.stop == len(model.layers)  # PackedModel.outputs takes float32 too
+    return states if is_last else states.to(model.dtype), counts.attention_seconds
 
 
 def attention_context(

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 
@@ -38,7 +39,7 @@ from attncache_core.reuse.storage.segment import RecordsChanged
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.devices import Device, Dtype, resolve_device, resolve_dtype
 from attncache_core.runtime.memory import keep_freed_memory
-from attncache_core.runtime.threads import limit_threads, use_threads
+from attncache_core.runtime.threads import limit_threads, one_thread, use_threads
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared
@@ -332,9 +333,13 @@ class PrefillEngine:
 
     def _run(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
         """Run a batch. share: compute shared prefixes once, and let nothing be reused."""
-        started = time.perf_counter()
         # Torch and Faiss limit threads per calling thread, and another thread may have loaded the engine.
         use_threads(self.threads)
+        with one_thread() if self.model.stack else nullcontext():
+            return self._run_on_threads(requests, share=share)
+
+    def _run_on_threads(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
+        started = time.perf_counter()
         batch = self._packed(requests, share).on(self.model.device)
         reuse = np.array([request.reuse for request in requests], dtype=bool)
         lost = () if share else self._prepare(set(batch.lengths[reuse[batch.order]].tolist()))

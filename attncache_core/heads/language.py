@@ -43,7 +43,7 @@ class LanguageHead:
         [rows, vocabulary] are large.
         """
         distinct, index = rows.unique(return_inverse=True)
-        states = self._norm(hidden[distinct])
+        states = self._norm(hidden[distinct].to(self._linear.weight.dtype))
         step = max(1, _MAX_LOGITS // self._linear.out_features)
         normalizers = torch.cat(
             [self._capped(self._linear(part).float()).logsumexp(dim=1) for part in states.split(step)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -23,8 +24,8 @@ def pool(hidden: torch.Tensor, batch: TokenBatch, pooling: Pooling, prompt_token
         return hidden[torch.from_numpy(batch.last_rows)].float()
     batch, hidden = batch.apart(hidden)
     if pooling.include_prompt and (batch.lengths == batch.lengths[0]).all():
-        vectors = hidden.unflatten(0, (len(batch.lengths), -1)).float()
-        return torch.cat([_pool(vectors, mode, 0) for mode in pooling.modes], dim=1)
+        vectors = hidden.float().view(len(batch.lengths), -1, hidden.shape[1])
+        return _pool_modes(vectors, pooling.modes, 0)
     skipped = np.full(len(batch.lengths), 0 if pooling.include_prompt else prompt_tokens)
     if batch.prompt_tokens is not None and not pooling.include_prompt:
         skipped = batch.prompt_tokens
@@ -36,18 +37,22 @@ def pool(hidden: torch.Tensor, batch: TokenBatch, pooling: Pooling, prompt_token
         first = 0
         for count, run in groupby(skipped[group.sequences].tolist()):
             stop = first + len(list(run))
-            parts.append(
-                torch.cat([_pool(vectors[first:stop], mode, count) for mode in pooling.modes], dim=1)
-            )
+            parts.append(_pool_modes(vectors[first:stop], pooling.modes, count))
             first = stop
     return torch.cat(parts)
+
+
+def _pool_modes(vectors: torch.Tensor, modes: Sequence[str], skipped: int) -> torch.Tensor:
+    """Pool [n, L, hidden] to [n, modes * hidden], without the first `skipped` tokens."""
+    pooled = [_pool(vectors, mode, skipped) for mode in modes]
+    return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
 
 def _pool(vectors: torch.Tensor, mode: str, skipped: int) -> torch.Tensor:
     """Pool [n, L, hidden] to [n, hidden] by one mode, without the first `skipped` tokens."""
     if mode == "lasttoken":
         return vectors[:, -1]
-    kept = vectors[:, skipped:]
+    kept = vectors[:, skipped:] if skipped else vectors
     match mode:
         case "cls":
             return kept[:, 0]

@@ -65,10 +65,13 @@ class CompiledEmbed(Protocol):
         ...
 
 
-def compiled_stack(embed: object, layers: Sequence[object], width: int) -> CompiledStack | None:
+def compiled_stack(
+    embed: object, layers: Sequence[object], width: int, dtype: torch.dtype
+) -> CompiledStack | None:
     """Return the compiled stack of a model's layers, or None if it cannot run all of them.
 
     embed: makes the input of the first layer; the stack includes it if it can. width: of the hidden states.
+    dtype: of Q, K, V and maps.
     """
     library = products.library()
     if library is None:
@@ -77,7 +80,7 @@ def compiled_stack(embed: object, layers: Sequence[object], width: int) -> Compi
         halves = [_halves(layer) for layer in layers]
     except NotCompiled:
         return None
-    return CompiledStack(library, halves, width, _compiled_embedding(embed))
+    return CompiledStack(library, halves, width, _compiled_embedding(embed), dtype)
 
 
 def _compiled_embedding(embed: object) -> CompiledEmbedding | None:

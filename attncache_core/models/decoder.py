@@ -170,8 +170,10 @@ class _Outputs:
 
     def __init__(self, norm: nn.Module, score: nn.Module | None, pool: Pool) -> None:
         self._norm, self._score, self._pool = norm, score, pool
+        self._dtype = next(norm.parameters()).dtype
 
     def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
+        hidden = hidden.to(self._dtype)
         if self._score is None:
             return Outputs(self._pool(self._norm(hidden), batch), None)
         last = self._norm(hidden[torch.from_numpy(batch.last_rows)])

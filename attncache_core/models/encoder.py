@@ -194,7 +194,8 @@ class EncoderOutputs:
         """See PackedModel."""
         if self._head is None:
             return Outputs(self._pool(hidden, batch), None)
-        read = self._head.read(self._head.pool(hidden, batch))
+        pooled = self._head.pool(hidden, batch)
+        read = self._head.read(pooled.to(next(self._head.score.parameters()).dtype))
         return Outputs(read.float(), self._head.score(read).float())
 
 

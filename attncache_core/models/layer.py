@@ -170,7 +170,7 @@ class PackedModel:
     hidden_size: int
     embed: Embed
     layers: Sequence[AttentionLayer]  # first to last
-    # Makes the outputs from the last layer's [tokens, hidden], in packed order.
+    # Makes the outputs from the last layer's [tokens, hidden], of `dtype` or float32, in packed order.
     outputs: Callable[[torch.Tensor, TokenBatch], Outputs]
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32  # of the weights and of the hidden states
@@ -179,7 +179,9 @@ class PackedModel:
     @cached_property
     def stack(self) -> CompiledStack | None:
         """The compiled stack of the layers; None if the layers run one by one on the plain executor."""
-        return compiled_stack(self.embed, self.layers, self.hidden_size) if self.device == CPU else None
+        if self.device != CPU:
+            return None
+        return compiled_stack(self.embed, self.layers, self.hidden_size, self.dtype)
 
     def search_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the input of the feature projector: what the first layer's attention reads."""

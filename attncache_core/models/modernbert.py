@@ -106,7 +106,7 @@ def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) ->
         hidden_size=config.hidden_size,
         embed=embed,
         layers=layers,
-        outputs=lambda hidden, batch: outputs(final_norm(hidden), batch),
+        outputs=lambda hidden, batch: outputs(final_norm(hidden.to(final_norm.weight.dtype)), batch),
     )
 
 

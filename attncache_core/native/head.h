@@ -91,8 +91,7 @@ INLINE float NAME(weigh)(const float *scores, int from, int to, int columns, flo
     NAME(store_weights)(weights, 0, sum);
     NAME(store_weights)(weights, columns - LANES, sum);
     for (int at = start; at <= last; at += LANES) {
-        const floats below = (*(const floats *)(scores + at) - largest) * scale;
-        floats weight = either(below == below, exponential(below), below);
+        floats weight = exponential((*(const floats *)(scores + at) - largest) * scale);
         if (at == start) weight = either(behind, weight, every(0));
         if (at == last) weight = either(before, weight, every(0));
         sum += weight;

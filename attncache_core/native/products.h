@@ -88,15 +88,18 @@ INLINE words clamped(words x, int32_t least, int32_t most) {
     return ((x > high) & high) | (~(x > high) & x);
 }
 
-// Round a row to levels between its least and its largest number, of which one is 0 or below and the other 0
-// or above. The scale of a row with NaN or infinity is NaN.
-static void round_to_levels(const char *x, number_type type, int width, const float *smoothing,
-                            level_type *levels, float *scale_of_row, int32_t *zero_of_row) {
-    const size_t number = number_bytes(type);
+// Part of a row of `type`, times its factors, if there are any.
+INLINE floats smoothed(const char *x, number_type type, const float *smoothing, int at, int left) {
+    const floats part = load_some(x + (size_t)at * number_bytes(type), type, left);
+    return smoothing ? part * load_some((const char *)(smoothing + at), FLOAT32, left) : part;
+}
+
+// See round_to_levels. whole: whether the width is a whole number of vectors.
+INLINE void round_row(const char *x, const number_type type, int width, const float *smoothing, level_type *levels,
+                      float *scale_of_row, int32_t *zero_of_row, const int whole) {
     floats least = every(0), most = every(0), check = every(0);
     for (int i = 0; i < width; i += LANES) {
-        floats part = load_some(x + i * number, type, width - i);
-        if (smoothing) part *= load_some((const char *)(smoothing + i), FLOAT32, width - i);
+        const floats part = smoothed(x, type, smoothing, i, whole ? LANES : width - i);
         check += part - part;
         least = either(part < least, part, least);
         most = larger(part, most);
@@ -111,16 +114,25 @@ static void round_to_levels(const char *x, number_type type, int width, const fl
     // Adding 12582912 = 1.5 * 2^23 rounds to an integer and leaves the integer in the lowest bits.
     const float magic = 12582912.0f;
     for (int i = 0; i < width; i += LANES) {
-        floats part = load_some(x + i * number, type, width - i);
-        if (smoothing) part *= load_some((const char *)(smoothing + i), FLOAT32, width - i);
-        const words whole = (words)(part * steps + magic) - 0x4b400000 + zero;
-        const words level = clamped(whole, 0, 255);
+        const floats part = smoothed(x, type, smoothing, i, whole ? LANES : width - i);
+        const words level = clamped((words)(part * steps + magic) - 0x4b400000 + zero, 0, 255);
 #ifdef __AVX512VNNI__
         *(bytes_unaligned *)(levels + i) = __builtin_convertvector(level, bytes);
 #else
         *(int16s_unaligned *)(levels + i) = __builtin_convertvector(level, int16s);
 #endif
     }
+}
+
+// Round a row to levels between its least and its largest number, of which one is 0 or below and the other 0
+// or above. The scale of a row with NaN or infinity is NaN. The usual cases are compiled one by one.
+static void round_to_levels(const char *x, number_type type, int width, const float *smoothing,
+                            level_type *levels, float *scale, int32_t *zero) {
+    if (width % LANES) round_row(x, type, width, smoothing, levels, scale, zero, 0);
+    else if (type == BFLOAT16) round_row(x, BFLOAT16, width, smoothing, levels, scale, zero, 1);
+    else if (type != FLOAT32) round_row(x, type, width, smoothing, levels, scale, zero, 1);
+    else if (smoothing) round_row(x, FLOAT32, width, smoothing, levels, scale, zero, 1);
+    else round_row(x, FLOAT32, width, 0, levels, scale, zero, 1);
 }
 
 // Bring rows x [rows, inputs] of `type` into the form that `m` is multiplied with. The result is in `space`
@@ -190,6 +202,9 @@ typedef signed char sixteen_bytes __attribute__((vector_size(16)));
 #endif
 #endif
 
+// Without this, the compiler does not unroll 7 and 8 rows, and keeps their sums in memory.
+#define UNROLLED _Pragma("clang loop unroll(full)")
+
 // sums[rows][PANEL] = rows of x @ one panel; `rows` and `kind` are constants. A step of x has four bytes, and
 // so has a step of a weight in registers; only the loads of 8-bit weights differ. next: memory to load into the
 // cache meanwhile, `next_bytes` at each step.
@@ -197,27 +212,27 @@ INLINE void tile(const char *x, size_t x_bytes, const char *panel, int steps, fl
                  size_t next_bytes, const int rows, const matrix_kind kind) {
     const size_t step_bytes = kind == LEVELS ? (size_t)PANEL * LEVELS_OF_STEP : (size_t)PANEL * 4;
     vector sum[TILE][VECTORS];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) sum[r][v] = (vector){0};
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) sum[r][v] = (vector){0};
     for (int step = 0; step < steps; step++, panel += step_bytes, x += 4, next += next_bytes) {
         __builtin_prefetch(next, 0, 2);
         vector weight[VECTORS];
-        for (int v = 0; v < VECTORS; v++) {
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
             if (kind == LEVELS) LOAD_LEVELS(weight[v], panel + (size_t)v * step_bytes / VECTORS);
             else LOAD_VECTOR(weight[v], panel + (size_t)v * step_bytes / VECTORS);
         }
-        for (int r = 0; r < rows; r++) {
+        UNROLLED for (int r = 0; r < rows; r++) {
             vector left;
             BROADCAST(left, x + (size_t)r * x_bytes);
-            for (int v = 0; v < VECTORS; v++) {
+            UNROLLED for (int v = 0; v < VECTORS; v++) {
                 if (kind == LEVELS) MULTIPLY_LEVELS(sum[r][v], left, weight[v]);
                 else if (kind == WHOLE) MULTIPLY_ADD(sum[r][v], left, weight[v]);
                 else MULTIPLY_PAIRS(sum[r][v], left, weight[v]);
             }
         }
     }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) ((vector *)sums)[r * VECTORS + v] = sum[r][v];
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) ((vector *)sums)[r * VECTORS + v] = sum[r][v];
 }
 
 #define TILE_CASE(count) \
@@ -233,31 +248,42 @@ INLINE void tile_of(const char *x, size_t x_bytes, const char *panel, int steps,
     }
 }
 
-// Apply the scales, the bias and the rest of `end` to the sums of some rows of one panel.
-INLINE void finish_tile(const matrix *m, operand x, int first_row, int rows, int panel, const float *sums,
-                        const finish *end, const activation_type activation) {
-    const int first = panel * PANEL, count = smaller(PANEL, m->outputs - first);
-    const size_t bytes = number_bytes(end->type);
-    for (int r = 0; r < rows; r++) {
+// See finish_tile. whole: whether the panel has PANEL outputs. m and end are copies, which the compiler keeps in
+// registers while it writes to memory.
+INLINE void finish_panel(const matrix m, operand x, int first_row, int rows, int first, const float *sums,
+                         const finish end, const matrix_kind kind, const activation_type activation,
+                         const int whole) {
+    const int count = whole ? PANEL : m.outputs - first;
+    const size_t bytes = number_bytes(end.type);
+    for (int r = 0; r < rows; r++, sums += PANEL) {
         const size_t row = (size_t)(first_row + r);
-        char *out = end->out + (row * end->out_row + (size_t)first) * bytes;
-        for (int at = 0; at < count; at += LANES) {
-            floats sum = *(const floats *)(sums + r * PANEL + at);
-            if (m->kind == LEVELS) {
-                const words whole = (words)sum - *(const words *)(m->sums + first + at) * x.zeros[row];
-                sum = __builtin_convertvector(whole, floats) *
-                      (*(const floats *)(m->scales + first + at) * x.scales[row]);
+        const int32_t zero = kind == LEVELS ? x.zeros[row] : 0;
+        const float scale = kind == LEVELS ? x.scales[row] : 1;
+        char *out = end.out + (row * end.out_row + (size_t)first) * bytes;
+        const float *residual = end.residual ? end.residual + row * end.residual_row + first : 0;
+        UNROLLED for (int at = 0; at < PANEL; at += LANES) {
+            const int left = whole ? LANES : count - at;
+            if (left <= 0) break;
+            floats sum = *(const floats *)(sums + at);
+            if (kind == LEVELS) {
+                const words levels = (words)sum - *(const words *)(m.sums + first + at) * zero;
+                sum = __builtin_convertvector(levels, floats) * (*(const floats *)(m.scales + first + at) * scale);
             }
-            if (m->bias) sum += *(const floats *)(m->bias + first + at);
+            if (m.bias) sum += *(const floats *)(m.bias + first + at);
             sum = activated(sum, activation);
-            const int left = count - at;
-            if (end->multiply) sum *= load_some(out + at * bytes, end->type, left);
-            if (end->residual)
-                sum += load_some((const char *)(end->residual + row * end->residual_row + first + at), FLOAT32,
-                                 left);
-            store_some(out + at * bytes, end->type, sum, left);
+            if (end.multiply) sum *= load_some(out + at * bytes, end.type, left);
+            if (residual) sum += load_some((const char *)(residual + at), FLOAT32, left);
+            store_some(out + at * bytes, end.type, sum, left);
         }
     }
+}
+
+// Apply the scales, the bias and the rest of `end` to the sums of some rows of one panel.
+INLINE void finish_tile(const matrix *m, operand x, int first_row, int rows, int panel, const float *sums,
+                        const finish *end, const matrix_kind kind, const activation_type activation) {
+    const int first = panel * PANEL;
+    if (m->outputs - first >= PANEL) finish_panel(*m, x, first_row, rows, first, sums, *end, kind, activation, 1);
+    else finish_panel(*m, x, first_row, rows, first, sums, *end, kind, activation, 0);
 }
 
 INLINE void multiply_panels(const matrix *m, operand x, int rows, int from, int to, const finish *end,
@@ -275,11 +301,12 @@ INLINE void multiply_panels(const matrix *m, operand x, int rows, int from, int 
             tile_of(x.rows + (size_t)first * x.row_bytes, x.row_bytes, weights, steps, sums,
                     weights + panel_bytes + (size_t)t * steps * next_bytes, next_bytes, count, kind);
             switch (end->activation) {
-                case GELU: finish_tile(m, x, first, count, panel, sums, end, GELU); break;
-                case GELU_TANH: finish_tile(m, x, first, count, panel, sums, end, GELU_TANH); break;
-                case RELU: finish_tile(m, x, first, count, panel, sums, end, RELU); break;
-                case SILU: finish_tile(m, x, first, count, panel, sums, end, SILU); break;
-                case NO_ACTIVATION: finish_tile(m, x, first, count, panel, sums, end, NO_ACTIVATION); break;
+                case GELU: finish_tile(m, x, first, count, panel, sums, end, kind, GELU); break;
+                case GELU_TANH: finish_tile(m, x, first, count, panel, sums, end, kind, GELU_TANH); break;
+                case RELU: finish_tile(m, x, first, count, panel, sums, end, kind, RELU); break;
+                case SILU: finish_tile(m, x, first, count, panel, sums, end, kind, SILU); break;
+                case ROUNDED_GELU: finish_tile(m, x, first, count, panel, sums, end, kind, ROUNDED_GELU); break;
+                case NO_ACTIVATION: finish_tile(m, x, first, count, panel, sums, end, kind, NO_ACTIVATION); break;
             }
         }
 }

@@ -94,27 +94,36 @@ static char *stack_space(size_t bytes) {
 
 INLINE size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Write the norm of a row of `type` to a row of the same type; `to` may be `from`.
-static void norm_row(const norm *by, const char *from, char *to, int width, number_type type) {
+// See norm_row. whole: whether the width is a whole number of vectors.
+INLINE void norm_row_as(const norm by, const char *from, char *to, int width, const number_type type,
+                        const int whole) {
     const size_t bytes = number_bytes(type);
     floats sum = every(0), squares = every(0);
     float mean = 0;
-    if (by->kind == LAYER_NORM) {
-        for (int i = 0; i < width; i += LANES) sum += load_some(from + i * bytes, type, width - i);
+    if (by.kind == LAYER_NORM) {
+        for (int i = 0; i < width; i += LANES) sum += load_some(from + i * bytes, type, whole ? LANES : width - i);
         mean = sum_of_lanes(sum) / (float)width;
     }
     for (int i = 0; i < width; i += LANES) {
-        floats part = load_some(from + i * bytes, type, width - i) - mean;
-        if (width - i < LANES) part = either(lanes_below(width - i), part, every(0));
+        floats part = load_some(from + i * bytes, type, whole ? LANES : width - i) - mean;
+        if (!whole && width - i < LANES) part = either(lanes_below(width - i), part, every(0));
         squares += part * part;
     }
-    const float factor = 1.0f / __builtin_sqrtf(sum_of_lanes(squares) / (float)width + by->epsilon);
+    const float factor = 1.0f / __builtin_sqrtf(sum_of_lanes(squares) / (float)width + by.epsilon);
     for (int i = 0; i < width; i += LANES) {
-        floats part = (load_some(from + i * bytes, type, width - i) - mean) * factor;
-        part *= load_some((const char *)(by->weight + i), FLOAT32, width - i);
-        if (by->bias) part += load_some((const char *)(by->bias + i), FLOAT32, width - i);
-        store_some(to + i * bytes, type, part, width - i);
+        const int left = whole ? LANES : width - i;
+        floats part = (load_some(from + i * bytes, type, left) - mean) * factor;
+        part *= load_some((const char *)(by.weight + i), FLOAT32, left);
+        if (by.bias) part += load_some((const char *)(by.bias + i), FLOAT32, left);
+        store_some(to + i * bytes, type, part, left);
     }
+}
+
+// Write the norm of a row of `type` to a row of the same type; `to` may be `from`. The usual case is compiled
+// by itself.
+static void norm_row(const norm *by, const char *from, char *to, int width, number_type type) {
+    if (type == FLOAT32 && width % LANES == 0) norm_row_as(*by, from, to, width, FLOAT32, 1);
+    else norm_row_as(*by, from, to, width, type, 0);
 }
 
 static void norm_rows(const norm *by, const float *from, float *to, int rows, int width) {
@@ -229,14 +238,22 @@ static void attend_head(const block *b, const stack_layer *layer, int number, in
     run_task(&task, 0, 0);
 }
 
-// Write a part of the columns inside the feed-forward half to `opened` [rows, inner].
+// The type of the states inside the feed-forward half: that of the operand of the product that follows, unless
+// a gate is still to be multiplied by them.
+INLINE number_type inner_type(const stack_layer *layer) {
+    return layer->down.kind == PAIRS_OF_BFLOAT16 && !layer->gate.outputs ? BFLOAT16 : FLOAT32;
+}
+
+// Write a part of the columns inside the feed-forward half to `opened` [rows, inner] of `inner_type`.
 static void open_part(stack_job *job, const stack_layer *layer, operand x, int rows, int part, int parts,
-                      float *opened) {
-    finish end = to_floats(opened, layer->up.outputs, 0);
-    if (!layer->gate.outputs) end.activation = (activation_type)layer->activation;
+                      char *opened) {
+    finish end = {opened, 0, (size_t)layer->up.outputs, 0, inner_type(layer), NO_ACTIVATION, 0};
+    activation_type activation = (activation_type)layer->activation;
+    if (activation == GELU && layer->down.kind != WHOLE) activation = ROUNDED_GELU;
+    if (!layer->gate.outputs) end.activation = activation;
     multiply_part(job, &layer->up, x, rows, part, parts, end);
     if (!layer->gate.outputs) return;
-    end.activation = (activation_type)layer->activation;
+    end.activation = activation;
     end.multiply = 1;
     multiply_part(job, &layer->gate, x, rows, part, parts, end);
 }
@@ -278,10 +295,10 @@ static void finish_rows(const block *b, const stack_layer *layer, int first, int
     }
     const operand left = prepared(&layer->up, (const char *)input, FLOAT32, (size_t)width, rows, rest);
     const int inner = layer->up.outputs;
-    float *opened = (float *)(rest + whole_lines(operand_bytes(&layer->up, rows)));
+    char *opened = rest + whole_lines(operand_bytes(&layer->up, rows));
     open_part(job, layer, left, rows, 0, 1, opened);
-    const operand back = prepared(&layer->down, (const char *)opened, FLOAT32, (size_t)inner, rows,
-                                  (char *)opened + whole_lines((size_t)rows * inner * 4));
+    const operand back = prepared(&layer->down, opened, inner_type(layer), (size_t)inner, rows,
+                                  opened + whole_lines((size_t)rows * inner * 4));
     add_half(job, &layer->down, back, rows, &layer->forward_branch, &layer->forward_after, x, other);
 }
 
@@ -436,7 +453,8 @@ static void run_some_rows(void *data, int phase_number, int unit) {
 typedef struct {
     char *projections;            // see place_block
     float *half, *output;         // hidden states after each half, without the norm that ends the half
-    float *inner;                 // states inside the feed-forward half
+    float *before, *between;      // hidden states before each half, with the norm that ends the half before
+    char *inner;                  // states inside the feed-forward half, of `inner_type`
 } layer_memory;
 
 // What a unit computed. Every unit has its own counts, because adding to counts is not repeatable.
@@ -454,17 +472,36 @@ typedef struct {
     layer_memory *layers;         // of layer job.first, and so on; the one before it holds the input in `output`
 } columns_run;
 
-// The hidden states before a half of a layer, after the norm that ends the half before. Every unit computes
-// them for itself.
-static const float *states_before(const columns_run *run, int number, int is_second, char *space) {
-    const stack_job *job = &run->job;
+// The norm that ends the half before a half of layer `number`; null if there is none.
+static const norm *norm_before(const stack_job *job, int number, int is_second) {
     const stack_layer *layer = job->layers + number;
-    const layer_memory *memory = run->layers + (number - job->first);
     const norm *last = is_second ? &layer->after : number > job->first ? &layer[-1].forward_after : 0;
+    return last && last->kind ? last : 0;
+}
+
+// The hidden states before a half of a layer. Every unit of the half's first product computes them for itself
+// in `space`, and keeps its part of the columns for the half's last product.
+static const float *states_before(const columns_run *run, int number, int is_second, int unit, char *space) {
+    const stack_job *job = &run->job;
+    const layer_memory *memory = run->layers + (number - job->first);
     const float *states = is_second ? memory->half : memory[-1].output;
-    if (!last || !last->kind) return states;
+    const norm *last = norm_before(job, number, is_second);
+    if (!last) return states;
     norm_rows(last, states, (float *)space, run->whole.rows, job->width);
+    float *kept = is_second ? memory->between : memory->before;
+    const int from = job->width * unit / run->parts, to = job->width * (unit + 1) / run->parts;
+    for (int r = 0; r < run->whole.rows; r++) {
+        const size_t at = (size_t)r * job->width + from;
+        memcpy(kept + at, (float *)space + at, (size_t)(to - from) * 4);
+    }
     return (const float *)space;
+}
+
+// The hidden states that the last product of a half is added to.
+static const float *states_kept(const columns_run *run, int number, int is_second) {
+    const layer_memory *memory = run->layers + (number - run->job.first);
+    if (norm_before(&run->job, number, is_second)) return is_second ? memory->between : memory->before;
+    return is_second ? memory->half : memory[-1].output;
 }
 
 // Phases of a layer: project, place, attend, output, up, down.
@@ -485,7 +522,7 @@ static void run_some_columns(void *data, int phase_number, int unit) {
     char *other = space + states_bytes, *rest = other + states_bytes;
     const int64_t started = nanoseconds();
     if (part == 0 || part == 4) {
-        const float *x = states_before(run, number, part == 4, space);
+        const float *x = states_before(run, number, part == 4, unit, space);
         const norm *before = part == 4 ? &layer->forward_before : &layer->before;
         if (before->kind) {
             norm_rows(before, x, (float *)other, rows, width);
@@ -504,13 +541,13 @@ static void run_some_columns(void *data, int phase_number, int unit) {
     } else if (part == 2) {
         attend_head(&b, layer, unit / layer->heads, unit % layer->heads);
     } else if (part == 3) {
-        const float *x = states_before(run, number, 0, space);
+        const float *x = states_kept(run, number, 0);
         const operand left = prepared(&layer->output, b.context, type, (size_t)b.context_row, rows, rest);
         multiply_part(job, &layer->output, left, rows, unit, run->parts, to_floats(memory->half, width, x));
     } else {
-        const float *x = states_before(run, number, 1, space);
+        const float *x = states_kept(run, number, 1);
         const int inner = layer->up.outputs;
-        const operand left = prepared(&layer->down, (const char *)memory->inner, FLOAT32, (size_t)inner, rows, rest);
+        const operand left = prepared(&layer->down, memory->inner, inner_type(layer), (size_t)inner, rows, rest);
         multiply_part(job, &layer->down, left, rows, unit, run->parts, to_floats(memory->output, width, x));
     }
     run->counts[run->first_units[phase_number] + unit] =
@@ -558,13 +595,13 @@ static const int64_t *copied(char **to, const int64_t *numbers, int count) {
 
 // Run a job of few rows: every thread takes some columns of each product, or some heads.
 static void run_by_columns(stack_job *job, const block *widths, int rows, int threads) {
-    const int layers = job->last - job->first, phases = 6 * layers, parts = 2 * threads;
+    const int layers = job->last - job->first, phases = 6 * layers, parts = threads;
     int most_units = 0;
     for (int n = 0; n < layers; n++) most_units += 5 * parts + job->count * job->layers[job->first + n].heads;
     const int runs = job->trees ? (int)job->trees[job->count] : job->count;
     const size_t states = whole_lines((size_t)rows * job->width * 4), projections = block_space(widths, rows);
     const size_t inner = whole_lines((size_t)rows * job->widest * 4);
-    const size_t bytes = (size_t)(layers + 1) * (projections + 2 * states + inner) + 4096 +
+    const size_t bytes = (size_t)(layers + 1) * (projections + 4 * states + inner) + 4096 +
                          (size_t)(layers + 2) * sizeof(layer_memory) + sizeof(columns_run) +
                          (size_t)(rows + 2 * runs + job->count + 64) * 8 + (size_t)phases * 8 +
                          (size_t)most_units * sizeof(unit_counts);
@@ -592,6 +629,8 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
         layer->output = taken(&memory, states);
         if (n < 0) continue;
         layer->half = taken(&memory, states);
+        layer->before = taken(&memory, states);
+        layer->between = taken(&memory, states);
         layer->inner = taken(&memory, inner);
         layer->projections = taken(&memory, projections);
     }
@@ -652,8 +691,10 @@ void run_stack(stack_job *job) {
     }
     int32_t *starts = malloc((size_t)(job->count + 2) * 4);
     if (!starts) abort();
-    int64_t target = (rows + threads - 1) / threads, longest = 0;
-    if (target > rows_together * 4 / 3) target = rows_together;
+    // As many blocks as every thread can take the same number of.
+    const int turns_wanted = (rows + threads * rows_together * 4 / 3 - 1) / (threads * rows_together * 4 / 3);
+    const int64_t target = (rows + threads * turns_wanted - 1) / (threads * turns_wanted);
+    int64_t longest = 0;
     const int blocks = collect_blocks(job, target, starts);
     for (int n = 0; n < blocks; n++) {
         const int64_t own = first_row(job, starts[n + 1]) - first_row(job, starts[n]);

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from attncache_core.native.attention_kernel import NO_BOUND, NUMBER_TYPES
-from attncache_core.native.products import ACTIVATION_NUMBERS, Matrix, MatrixKind, PackedMatrix
+from attncache_core.native.products import ACTIVATION_NUMBERS, Matrix, PackedMatrix, has_pairs
 
 # Number of positions -> cosines and sines, each contiguous float32 [positions or more, half].
 AngleTables = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -194,10 +194,12 @@ class CompiledStack:
         layers: Sequence[tuple[AttentionHalf, Sequence[ForwardHalf]]],
         width: int,
         embedding: CompiledEmbedding | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """layers: the attention half of each layer, and the feed-forward halves up to the next layer.
 
-        width: of the hidden states. embedding: None if the input of the first layer must be given.
+        width: of the hidden states. embedding: None if the input of the first layer must be given. dtype: of
+        Q, K, V and maps; bfloat16 is used if the processor multiplies pairs of it.
         """
         self._run = library.run_stack
         self._run.argtypes, self._run.restype = [ctypes.c_void_p], None
@@ -220,10 +222,13 @@ class CompiledStack:
             for at, half in enumerate(halves, start):
                 self._set_forward(self._layers[at], half)
         inner = [half.up.outputs for _, halves in layers for half in halves]
-        self._widest = max(width, *(attention.output.inputs for attention, _ in layers), *inner)
-        kinds = {attention.output.kind for attention, _ in layers}
-        # Attention multiplies the numbers of the model: pairs of bfloat16, if products do.
-        self._type = torch.bfloat16 if kinds == {MatrixKind.PAIRS} else torch.float32
+        # What all jobs have in common.
+        self._job = _Job(
+            layers=ctypes.addressof(self._layers),
+            width=width,
+            type=NUMBER_TYPES[dtype if has_pairs(library) else torch.float32],
+            widest=max(width, *(attention.output.inputs for attention, _ in layers), *inner),
+        )
 
     @property
     def embeds(self) -> bool:
@@ -245,35 +250,38 @@ class CompiledStack:
         the most threads to use; None: as many as torch. Raises IndexError if a table has no row for a token
         or a position.
         """
-        hidden = torch.empty(len(rows.positions), self._width) if hidden is None else hidden
+        if hidden is None:
+            assert rows.ids is not None
+            hidden = torch.empty(len(rows.positions), self._width)
         assert hidden.dtype == torch.float32
         assert hidden.is_contiguous()
-        assert hidden.shape == (rows.offsets[-1], self._width)
+        assert hidden.shape == (len(rows.positions), self._width)
         if self._most_positions is not None and rows.positions.max() >= self._most_positions:
             raise IndexError(f"a sequence has more than {self._most_positions} tokens")
-        job = _Job()
-        job.layers, job.hidden = ctypes.addressof(self._layers), hidden.data_ptr()
+        job = _Job.from_buffer_copy(self._job)
+        job.hidden = hidden.data_ptr()
         if rows.ids is not None:
             assert self._embedding is not None
             self._require_rows(rows.ids, rows.places)
-            job.embedding, job.ids = ctypes.addressof(self._embedding), rows.ids.ctypes.data
-            job.places = None if rows.places is None else rows.places.ctypes.data
-        job.offsets, job.positions = rows.offsets.ctypes.data, rows.positions.ctypes.data
+            job.embedding, job.ids = ctypes.addressof(self._embedding), _address(rows.ids)
+            job.places = None if rows.places is None else _address(rows.places)
+        job.offsets, job.positions = _address(rows.offsets), _address(rows.positions)
         job.count = len(rows.offsets) - 1
         if rows.trees is not None:
             assert rows.starts is not None
             assert not len(given.addresses)
-            job.trees, job.starts = rows.trees.ctypes.data, rows.starts.ctypes.data
+            job.trees, job.starts = _address(rows.trees), _address(rows.starts)
             job.count = len(rows.trees) - 1
-        tables = [table for angles in self._angles for table in angles(int(rows.positions.max()) + 1)]
-        pointers = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
-        job.angles = ctypes.addressof(pointers)
-        described = self._described(given)
-        job.layers, job.hits = ctypes.addressof(described), len(given.addresses)
-        job.maps, job.map_type = given.addresses.ctypes.data, NUMBER_TYPES[given.dtype]
-        job.packed = given.packed
+        if self._angles:
+            tables = [table for angles in self._angles for table in angles(int(rows.positions.max()) + 1)]
+            pointers = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
+            job.angles = ctypes.addressof(pointers)
+        if len(given.addresses):
+            described = self._described(given)
+            job.layers, job.hits = ctypes.addressof(described), len(given.addresses)
+            job.maps, job.map_type = _address(given.addresses), NUMBER_TYPES[given.dtype]
+            job.packed = given.packed
         job.first, job.last = self._starts[layers.start], self._starts[layers.stop]
-        job.width, job.type, job.widest = self._width, NUMBER_TYPES[self._type], self._widest
         job.threads = threads or torch.get_num_threads()
         self._run(ctypes.addressof(job))
         return hidden, Counts(job.multiplications, job.map_rows, job.attention_nanoseconds * 1e-9)
@@ -287,8 +295,6 @@ class CompiledStack:
 
     def _described(self, given: GivenRecords) -> ctypes.Array[_Layer]:
         """Return the structures of the layers, with the places of their maps in the given records."""
-        if not len(given.addresses):
-            return self._layers
         layers = (_Layer * len(self._layers))()
         ctypes.memmove(layers, self._layers, ctypes.sizeof(self._layers))
         for start, heads in zip(self._starts, given.heads_before, strict=False):
@@ -356,3 +362,9 @@ class CompiledStack:
     def _integers(self, numbers: Sequence[int]) -> int:
         self._kept.append((ctypes.c_int32 * len(numbers))(*numbers))
         return ctypes.addressof(self._kept[-1])
+
+
+def _address(array: np.ndarray) -> int:
+    """Return the address of an array's numbers. (`array.ctypes.data` is several times slower.)"""
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -82,11 +82,16 @@ INLINE floats load_some(const char *at, number_type type, int count) {
 }
 
 // Round to the nearest bfloat16, ties to even. NaN stays NaN: a NaN from bfloat16 inputs or from arithmetic
-// has zeros in the lower half of its bits, so nothing carries into the upper half.
+// has zeros in the lower half of its bits, so nothing carries into the upper half. With AVX512-BF16, numbers
+// below 2^-126 become 0, as in its products.
 INLINE halves narrowed(floats x) {
+#ifdef __AVX512BF16__
+    return (halves)_mm512_cvtneps_pbh((__m512)x);
+#else
     words bits = (words)x;
     bits += 0x7fff + ((bits >> 16) & 1);
     return __builtin_convertvector(bits >> 16, halves);
+#endif
 }
 
 INLINE void store_some(char *at, number_type type, floats x, int count) {
@@ -100,23 +105,42 @@ INLINE void store_some(char *at, number_type type, floats x, int count) {
     else memcpy(at, &bits, (size_t)count * 2);
 }
 
-// e^x for x <= 0, with a relative error of 3.4e-6: 2^n times a polynomial of the remainder, |left| <= 1/2.
-// The coefficients are those of the Taylor series of 2^left, with the last one adjusted to the interval. The
-// result for a NaN whose lowest bits are set may be a number, so callers must check x themselves.
-INLINE floats exponential(floats x) {
-    const float to_integer = 12582912.0f;  // 1.5 * 2^23; adding it rounds to an integer
-    // In this order of operands, NaN stays NaN.
-    floats exponent = either(x < -87.0f, every(-87.0f), x) * 1.44269504f;
-    floats whole = exponent + to_integer;
-    words power = (words)whole << 23;
-    floats left = exponent - (whole - to_integer);
+// 2^left for |left| <= 1/2, by a polynomial. The coefficients are those of the Taylor series of
+// 2^left, with the last one adjusted to the interval.
+INLINE floats power_of_remainder(floats left) {
     floats sum = every(1.339887e-3f);
     sum = sum * left + 9.618437e-3f;
     sum = sum * left + 5.550339e-2f;
     sum = sum * left + 2.402265e-1f;
     sum = sum * left + 6.931472e-1f;
-    sum = sum * left + 1.0f;
-    return (floats)((words)sum + power);
+    return sum * left + 1.0f;
+}
+
+// e^x for x <= 0, with a relative error of 3.4e-6. NaN stays NaN.
+INLINE floats exponential(floats x) {
+    const float least = -87.0f, base = 1.44269504f;
+#ifdef __AVX512F__
+    const __m512 exponent = _mm512_max_ps((__m512)every(least), (__m512)x) * base;  // the second operand, if it is NaN
+    const __m512 whole = _mm512_roundscale_ps(exponent, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (floats)_mm512_scalef_ps((__m512)power_of_remainder((floats)(exponent - whole)), whole);
+#else
+    const float to_integer = 12582912.0f;  // 1.5 * 2^23; adding it rounds to an integer
+    const floats exponent = either(x < least, every(least), x) * base;
+    const floats whole = exponent + to_integer;
+    const words power = (words)whole << 23;
+    const floats found = (floats)((words)power_of_remainder(exponent - (whole - to_integer)) + power);
+    return either(x == x, found, x);
+#endif
+}
+
+// 1 / x for 1 <= x < 2^126, with a relative error of 1e-7.
+INLINE floats reciprocal(floats x) {
+#ifdef __AVX512F__
+    const floats near = (floats)_mm512_rcp14_ps((__m512)x);
+    return near * (2.0f - x * near);
+#else
+    return 1.0f / x;
+#endif
 }
 
 // Transpose sixteen rows of sixteen words, in four rounds that interleave rows i and i + 8.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,11 +57,26 @@ def one_thread() -> Iterator[None]:
     Several threads may be in such blocks at once if each of them has called `use_threads` before.
     """
     count = torch.get_num_threads()
+    outside = getattr(_outside, "count", None)
+    _outside.count = outside or count
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(count)
+        _outside.count = outside
+
+
+def compiled_threads() -> int:
+    """Return the number of threads for compiled code: torch's number, also inside `one_thread`.
+
+    Torch's threads stay awake for a while after each operator, and so take processors from the threads of
+    compiled code.
+    """
+    return getattr(_outside, "count", None) or torch.get_num_threads()
+
+
+_outside = threading.local()  # .count: the number of torch's threads outside of `one_thread`
 
 
 def limit_faiss(count: int) -> None:

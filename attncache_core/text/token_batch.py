@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -63,6 +63,10 @@ class TokenBatch:
         starts = 0 if self.tree is None else self.tree.starts
         positions = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1] - starts, self.lengths)
         return torch.from_numpy(positions).to(self.ids.device)
+
+    @cached_property
+    def _is_in_callers_order(self) -> bool:
+        return bool((self.order[1:] > self.order[:-1]).all())
 
     @property
     def last_rows(self) -> np.ndarray:
@@ -124,6 +128,8 @@ class TokenBatch:
 
     def in_callers_order(self, rows: np.ndarray) -> np.ndarray:
         """Reorder rows [sequences, ...] from packed order to the order of the caller's sequences."""
+        if self._is_in_callers_order:
+            return rows
         result = np.empty_like(rows)
         result[self.order] = rows
         return result
@@ -139,7 +145,8 @@ def pack(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None
     if not len(lengths) or lengths.min() < 1:
         raise ValueError("a batch needs at least one sequence, and a sequence at least one token")
     order = np.argsort(lengths, kind="stable")
-    ids = np.concatenate([np.asarray(sequences[i], dtype=np.int64) for i in order])
+    tokens = chain.from_iterable(sequences[index] for index in order.tolist())
+    ids = np.fromiter(tokens, dtype=np.int64, count=int(lengths.sum()))
     own = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[order]
     return TokenBatch(torch.from_numpy(ids), lengths[order], order, own)
 

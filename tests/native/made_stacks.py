@@ -122,7 +122,8 @@ def made_stack(library, form, kind=MatrixKind.WHOLE, reused=REUSED, seed=0):
         )
         layers.append((attention, [forward]))
     embedding = CompiledEmbedding(numbers(WORDS, HIDDEN), numbers(PLACES, HIDDEN), norm(HIDDEN))
-    return CompiledStack(library, layers, HIDDEN, embedding)
+    dtype = torch.bfloat16 if kind is MatrixKind.PAIRS else torch.float32
+    return CompiledStack(library, layers, HIDDEN, embedding, dtype)
 
 
 def made_ids(length, seed):
