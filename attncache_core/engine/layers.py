@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -111,16 +110,14 @@ def _run_stack(
     layers: range,
 ) -> tuple[torch.Tensor, float]:
     """Run layers as `run_layers` does, by compiled code."""
-    rows = StackRows(batch.offsets, batch.positions.numpy())
-    if batch.tree is not None:
-        rows = replace(rows, trees=batch.tree.trees, starts=batch.tree.starts)
-    states = None
+    ids = places = states = None
     if hidden is None and stack.embeds:
-        places = cast(CompiledEmbed, model.embed).places(batch)
-        rows = replace(rows, ids=batch.ids.numpy(), places=places)
+        ids, places = batch.ids.numpy(), cast(CompiledEmbed, model.embed).places(batch)
     else:
         states = torch.empty(len(batch.ids), model.hidden_size)
         states.copy_(model.embed(batch) if hidden is None else hidden)
+    trees, starts = (batch.tree.trees, batch.tree.starts) if batch.tree else (None, None)
+    rows = StackRows(batch.offsets, batch.positions.numpy(), trees, starts, ids, places)
     states, counts = stack.run(states, rows, layers, records, compiled_threads())
     is_last = layers.stop == len(model.layers)  # PackedModel.outputs takes float32 too
     return states if is_last else states.to(model.dtype), counts.attention_seconds

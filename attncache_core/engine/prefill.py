@@ -11,7 +11,6 @@ import json
 import threading
 import time
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 
@@ -335,7 +334,10 @@ class PrefillEngine:
         """Run a batch. share: compute shared prefixes once, and let nothing be reused."""
         # Torch and Faiss limit threads per calling thread, and another thread may have loaded the engine.
         use_threads(self.threads)
-        with one_thread() if self.model.stack else nullcontext():
+        if self.model.stack is None:
+            return self._run_on_threads(requests, share=share)
+        self.model.stack.wake(self.threads)
+        with one_thread():
             return self._run_on_threads(requests, share=share)
 
     def _run_on_threads(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:

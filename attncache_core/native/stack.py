@@ -203,6 +203,8 @@ class CompiledStack:
         """
         self._run = library.run_stack
         self._run.argtypes, self._run.restype = [ctypes.c_void_p], None
+        self._wake = library.wake_helpers
+        self._wake.argtypes, self._wake.restype = [ctypes.c_int32], None
         self._wait = library.wait_for_helpers
         self._wait.argtypes, self._wait.restype = [], None
         self._width = width
@@ -234,6 +236,10 @@ class CompiledStack:
     def embeds(self) -> bool:
         """Whether the stack can make the input of the first layer from token ids."""
         return self._embedding is not None
+
+    def wake(self, threads: int) -> None:
+        """Wake the threads that the next `run` uses, if it comes within 0.1 ms."""
+        self._wake(threads)
 
     def run(
         self,

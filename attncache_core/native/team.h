@@ -48,7 +48,7 @@ static atomic_int busy;                  // leaders and helpers that compute
 
 // How long a helper looks for the next job before it sleeps, and how often a waiting thread looks before it
 // offers its processor to others.
-static const int64_t nanoseconds_awake = 50000;
+static const int64_t nanoseconds_awake = 100000;
 static const int looks = 2000;
 
 INLINE void pause_a_moment(void) {
@@ -240,6 +240,14 @@ static void run_team(slot *job, unit_function run, void *data, const int32_t *un
     job->open = 0;
     pthread_mutex_unlock(&lock);
     atomic_fetch_sub(&busy, 1);
+}
+
+// Wake sleeping helpers for a job of this many threads that comes within `nanoseconds_awake`.
+void wake_helpers(int threads) {
+    const int wanted = free_threads(threads) - 1;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < wanted && sleepers; i++, sleepers--) sem_post(&wake);
+    pthread_mutex_unlock(&lock);
 }
 
 // Wait until no helper is inside a job that its leader has left. Called before memory that units read, and
