@@ -216,6 +216,7 @@ INLINE void tile(const char *x, size_t x_bytes, const char *panel, int steps, fl
         UNROLLED for (int v = 0; v < VECTORS; v++) sum[r][v] = (vector){0};
     for (int step = 0; step < steps; step++, panel += step_bytes, x += 4, next += next_bytes) {
         __builtin_prefetch(next, 0, 2);
+        __builtin_prefetch(next + 64, 0, 2);
         vector weight[VECTORS];
         UNROLLED for (int v = 0; v < VECTORS; v++) {
             if (kind == LEVELS) LOAD_LEVELS(weight[v], panel + (size_t)v * step_bytes / VECTORS);
