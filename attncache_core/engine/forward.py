@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from attncache_core.engine.layers import given_by, run_layers
+from attncache_core.engine.layers import first_input, given_by, run_layers
 from attncache_core.models import Outputs, PackedModel
 from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.plan import ReusePlan, shared_no_reuse
@@ -64,8 +64,8 @@ def forward_pass(
     segments: set[Segment] = set()  # whose records were used
     while first < end:
         if strategy and plan.until <= first:
-            hidden = model.embed(batch) if hidden is None else hidden
-            attended = model.layers[first].attention_input(hidden)
+            hidden = first_input(model, batch) if hidden is None else hidden
+            attended = model.layers[first].attention_input(hidden.to(model.dtype))
             started = time.perf_counter()
             with deciding:
                 plan = strategy.refine(plan, batch, attended)
@@ -73,7 +73,7 @@ def forward_pass(
             assert plan.until > first
             search_seconds += time.perf_counter() - started
         if strategy:
-            batch, hidden, plan = hits_first(batch, hidden, plan)
+            batch, hidden, plan = hits_first(batch, hidden, plan, neighbours=model.stack is None)
         layers = range(first, min(plan.until, end))
         with given_by(plan, model, batch, layers, fetch) as given:
             hidden, seconds = run_layers(model, batch, hidden, given, layers)
@@ -100,15 +100,17 @@ def _note_changes(plan: ReusePlan, batch: TokenBatch, changes: dict[int, int]) -
 
 
 def hits_first(
-    batch: TokenBatch, hidden: torch.Tensor | None, plan: ReusePlan
+    batch: TokenBatch, hidden: torch.Tensor | None, plan: ReusePlan, *, neighbours: bool = True
 ) -> tuple[TokenBatch, torch.Tensor | None, ReusePlan]:
     """Return batch, hidden states [tokens, hidden], if any, and plan with the hits moved to the front.
 
-    Hits and misses are each sorted by length, and hits of one record become neighbours.
+    Hits and misses are each sorted by length. neighbours: hits of one record become neighbours, which the
+    plain executor computes together.
     """
     if not plan.hits.any():
         return batch, hidden, plan
-    permutation = np.lexsort((plan.records, batch.lengths, ~plan.hits))
+    records = plan.records if neighbours else np.zeros_like(plan.records)
+    permutation = np.lexsort((records, batch.lengths, ~plan.hits))
     if (np.diff(permutation) == 1).all():
         return batch, hidden, plan
     batch, index = batch.reordered(permutation)

@@ -101,6 +101,30 @@ def run_layers(
     return hidden, attention_seconds
 
 
+def first_input(model: PackedModel, batch: TokenBatch) -> torch.Tensor:
+    """Return the input of the first layer, float32 or of the model's dtype [tokens, hidden]."""
+    stack = model.stack
+    if stack is None or not stack.embeds:
+        return model.embed(batch)
+    return stack.run(None, _stack_rows(model, stack, batch, embeds=True), range(0))[0]
+
+
+def _states(model: PackedModel, batch: TokenBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+    """Return the input of a layer as float32 [tokens, hidden], which the stack may overwrite."""
+    return torch.empty(len(batch.ids), model.hidden_size).copy_(
+        model.embed(batch) if hidden is None else hidden
+    )
+
+
+def _stack_rows(model: PackedModel, stack: CompiledStack, batch: TokenBatch, *, embeds: bool) -> StackRows:
+    """Return the rows of a batch. embeds: whether the stack makes the first layer's input, if it can."""
+    ids = places = None
+    if embeds and stack.embeds:
+        ids, places = batch.ids.numpy(), cast(CompiledEmbed, model.embed).places(batch)
+    trees, starts = (batch.tree.trees, batch.tree.starts) if batch.tree else (None, None)
+    return StackRows(batch.offsets, batch.positions.numpy(), trees, starts, ids, places)
+
+
 def _run_stack(
     model: PackedModel,
     stack: CompiledStack,
@@ -110,15 +134,13 @@ def _run_stack(
     layers: range,
 ) -> tuple[torch.Tensor, float]:
     """Run layers as `run_layers` does, by compiled code."""
-    ids = places = states = None
-    if hidden is None and stack.embeds:
-        ids, places = batch.ids.numpy(), cast(CompiledEmbed, model.embed).places(batch)
-    else:
-        states = torch.empty(len(batch.ids), model.hidden_size)
-        states.copy_(model.embed(batch) if hidden is None else hidden)
-    trees, starts = (batch.tree.trees, batch.tree.starts) if batch.tree else (None, None)
-    rows = StackRows(batch.offsets, batch.positions.numpy(), trees, starts, ids, places)
-    states, counts = stack.run(states, rows, layers, records, compiled_threads())
+    states, counts = stack.run(
+        None if stack.embeds and hidden is None else _states(model, batch, hidden),
+        _stack_rows(model, stack, batch, embeds=hidden is None),
+        layers,
+        records,
+        compiled_threads(),
+    )
     is_last = layers.stop == len(model.layers)  # PackedModel.outputs takes float32 too
     return states if is_last else states.to(model.dtype), counts.attention_seconds
 

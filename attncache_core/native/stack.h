@@ -685,6 +685,10 @@ static const int fewest_rows = 24;
 void run_stack(stack_job *job) {
     const block widths = widths_of(job);
     const int rows = (int)first_row(job, job->count), threads = free_threads(job->threads);
+    if (job->first == job->last) {
+        if (job->embedding) embed_rows(job, 0, rows, job->hidden);
+        return;
+    }
     if (threads > 1 && rows < fewest_rows * threads && has_plain_layers(job)) {
         run_by_columns(job, &widths, rows, threads);
         return;
