@@ -19,10 +19,11 @@ import torch
 
 from attncache_core.models import AttentionLayer, PackedModel
 from attncache_core.models.compiled import CompiledEmbed
-from attncache_core.native.stack import CompiledStack, GivenRecords, StackRows
+from attncache_core.native.stack import CompiledStack, GivenRecords, KeyValueSlots, StackRows
 from attncache_core.reuse.execution.fetch import Fetch, HitRecords, RecordGroup
 from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps
 from attncache_core.reuse.execution.layer_maps import layer_maps
+from attncache_core.reuse.execution.slots import SlotAttention
 from attncache_core.reuse.plan import ReusePlan
 from attncache_core.runtime.threads import compiled_threads
 from attncache_core.text.token_batch import TokenBatch
@@ -79,23 +80,31 @@ def run_layers(
     hidden: torch.Tensor | None,
     given: GivenMaps,
     layers: range | None = None,
+    slots: KeyValueSlots | None = None,
 ) -> tuple[torch.Tensor, float]:
     """Run a range of the model's layers; None: all layers.
 
-    hidden: input of the first layer of the range, [tokens, hidden]; None: the batch's embeddings. Returns the
-    output of the last layer of the range, and the duration of attention in seconds: projections, maps,
-    maps @ V and reading given maps.
+    hidden: input of the first layer of the range, [tokens, hidden]; None: the batch's embeddings. slots: keys
+    and values of the tokens in front of the roots of the batch's tree, and places to keep those of its rows;
+    no maps are given to such a batch. Returns the output of the last layer of the range, and the duration of
+    attention in seconds: projections, maps, maps @ V and reading given maps.
     """
     layers = range(len(model.layers)) if layers is None else layers
     records = given.records()
     if model.stack and records:
-        return _run_stack(model, model.stack, batch, hidden, records, layers)
-    hidden = model.embed(batch) if hidden is None else hidden
+        return _run_stack(model, model.stack, batch, hidden, records, layers, slots)
+    hidden = (model.embed(batch) if hidden is None else hidden).to(model.dtype)
+    in_slots = SlotAttention(batch, slots) if slots else None
     attention_seconds = 0.0
     for number in layers:
         layer = model.layers[number]
         started = time.perf_counter()
-        context = attention_context(number, layer, layer.attention_input(hidden), batch, given)
+        x = layer.attention_input(hidden)
+        context = (
+            in_slots.context(number, layer, x)
+            if in_slots
+            else attention_context(number, layer, x, batch, given)
+        )
         attention_seconds += time.perf_counter() - started
         hidden = layer.finish(hidden, context)
     return hidden, attention_seconds
@@ -132,6 +141,7 @@ def _run_stack(
     hidden: torch.Tensor | None,
     records: GivenRecords,
     layers: range,
+    slots: KeyValueSlots | None,
 ) -> tuple[torch.Tensor, float]:
     """Run layers as `run_layers` does, by compiled code."""
     states, counts = stack.run(
@@ -140,6 +150,7 @@ def _run_stack(
         layers,
         records,
         compiled_threads(),
+        slots,
     )
     is_last = layers.stop == len(model.layers)  # PackedModel.outputs takes float32 too
     return states if is_last else states.to(model.dtype), counts.attention_seconds

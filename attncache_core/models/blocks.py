@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -41,6 +41,21 @@ class QueryKeyValue(Protocol):
 # Q and K [n, L, h, d], and the slice of the layer's heads that they belong to, in the layer's order -> scores
 # [n, h, L, L] in attention.product_dtype. The caller may overwrite the scores.
 Scores = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+
+
+@runtime_checkable
+class SlotProjections(QueryKeyValue, Protocol):
+    """Projections whose keys and values can be kept in slots."""
+
+    def query_and_slots(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionLayer."""
+        ...
+
+    def keys_and_values(
+        self, slots: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionLayer."""
+        ...
 
 
 class AttentionNorms(NamedTuple):
@@ -143,6 +158,18 @@ class BaseAttentionLayer(ABC):
     def project_reused(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionLayer."""
         return self._projections.project_reused(x, positions)
+
+    def query_and_slots(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionLayer."""
+        assert isinstance(self._projections, SlotProjections)
+        return self._projections.query_and_slots(x, positions)
+
+    def keys_and_values(
+        self, slots: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionLayer."""
+        assert isinstance(self._projections, SlotProjections)
+        return self._projections.keys_and_values(slots, positions)
 
     def attention_maps(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
         """See AttentionLayer."""

@@ -51,6 +51,19 @@ class LatentProjections:
         _, query, key = self._misses(x, self._norm(self._latent(x)), positions)
         return query, key
 
+    def query_and_slots(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionLayer. A slot is the shared key before its rotation, then the latent."""
+        assert self._misses is None
+        query, shared_key = self._always.query_and_key(x, positions)
+        return query, torch.cat([shared_key, self._norm(self._latent(x))], dim=1)
+
+    def keys_and_values(
+        self, slots: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionLayer."""
+        shared_key, latent = slots.tensor_split([self._always.rotary_width], dim=1)
+        return self._always.keys_and_values(shared_key.clone(), latent, positions)
+
 
 class _QuerySource:
     """The shared key and the input of the query projections: x itself, or a latent of x.
@@ -95,7 +108,7 @@ class _Heads:
     ) -> None:
         heads, plain_dims = module.num_heads, torch.arange(module.qk_nope_head_dim)
         self._head_count = len(query_heads)
-        self._plain_width, self._rotary_width = len(plain_dims), len(rotary_dims)
+        self._plain_width, self.rotary_width = len(plain_dims), len(rotary_dims)
         self._rotate = rotate
         up = LinearWeights.from_module(module.kv_b_proj)
         value_dims = len(plain_dims) + torch.arange(module.v_head_dim)
@@ -114,17 +127,33 @@ class _Heads:
         )
 
     def __call__(self, x: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor) -> Projection:
-        count, width = self._value_shape
-        value, plain_key = self._up(latent).tensor_split([count * width], dim=1)
-        value = value.unflatten(1, self._value_shape)
         if self._project is None:
-            none = x.new_empty(len(x), 0, self._rotary_width + self._plain_width)
+            value, _ = self._expanded(latent)
+            none = x.new_empty(len(x), 0, self.rotary_width + self._plain_width)
             return Projection(value, none, none)
+        query, shared_key = self.query_and_key(x, positions)
+        key, value = self.keys_and_values(shared_key, latent, positions)
+        return Projection(value, query, key)
+
+    def query_and_key(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return Q [tokens, heads, d] and the shared key before its rotation, [tokens, r]."""
+        assert self._project is not None
         shared_key, query = self._project(x)
-        query = self._rotate(query.unflatten(1, (self._head_count, -1)), positions)
+        return self._rotate(query.unflatten(1, (self._head_count, -1)), positions), shared_key
+
+    def keys_and_values(
+        self, shared_key: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V, each [tokens, heads, d], of the shared key [tokens, r] and the latent."""
+        value, plain_key = self._expanded(latent)
         rotary_key = self._rotate(shared_key[:, None], positions).expand(-1, self._head_count, -1)
         plain_key = plain_key.unflatten(1, (self._head_count, -1))
-        return Projection(value, query, torch.cat([rotary_key, plain_key], dim=-1))
+        return torch.cat([rotary_key, plain_key], dim=-1), value
+
+    def _expanded(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count, width = self._value_shape
+        value, plain_key = self._up(latent).tensor_split([count * width], dim=1)
+        return value.unflatten(1, self._value_shape), plain_key
 
 
 def deepseek(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:

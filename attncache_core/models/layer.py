@@ -105,6 +105,20 @@ class AttentionLayer(Protocol):
         """
         ...
 
+    def query_and_slots(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project x [tokens, hidden] to Q [tokens, heads, d], and to what K and V of the tokens are made of.
+
+        The latter is a slot for each token, [tokens, n], which does not depend on the token's position. Only
+        for layers without reused heads.
+        """
+        ...
+
+    def keys_and_values(
+        self, slots: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V [tokens, heads, d] of slots [tokens, n]. positions: int64 [tokens]."""
+        ...
+
     def attention_maps(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
         """Return the maps [n, h, L, L], after the softmax, of n sequences of one length.
 

@@ -187,6 +187,25 @@ class Projections:
         assert self._misses is not None
         return self._reused.split(self._misses(x), positions)
 
+    def query_and_slots(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionLayer. A slot is K of all key heads, after their norm, then V of all value heads."""
+        assert self._misses is None
+        value, rest = self._always(x).tensor_split([self._value_width], dim=1)
+        query, key = self._computed.heads(rest)
+        query, key_norm = self._transforms[0](query, positions), getattr(self._transforms[1], "norm", None)
+        key = key if key_norm is None else key_norm(key)
+        return query, torch.cat([key.flatten(1), value], dim=1)
+
+    def keys_and_values(
+        self, slots: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionLayer."""
+        key, value = slots.tensor_split([slots.shape[1] - self._value_width], dim=1)
+        rotary = getattr(self._transforms[1], "rotary", unchanged)
+        value = value.unflatten(1, (len(self._values.chosen), -1))
+        key = rotary(key.unflatten(1, (-1, self._computed.head_dim)).clone(), positions)
+        return self._computed.expand_keys(key), self._values.expand_kv_heads(value)
+
 
 class _QueryKey:
     """Q and K of the chosen query heads."""
@@ -219,12 +238,21 @@ class _QueryKey:
 
     def split(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Split the product with the selected weights into Q and K, each [tokens, chosen heads, d]."""
-        heads = x.unflatten(1, (len(self._chosen) + len(self._keys.chosen), self.head_dim))
-        query, key = heads.tensor_split([len(self._chosen)], dim=1)
+        query, key = self.heads(x)
         if not self._chosen:
             return query, key
         query, key = self._transform_query(query, positions), self._transform_key(key, positions)
-        return query, self._keys.expand_kv_heads(key)
+        return query, self.expand_keys(key)
+
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Split the product into heads of Q and heads of K, before their transforms."""
+        heads = x.unflatten(1, (len(self._chosen) + len(self._keys.chosen), self.head_dim))
+        query, key = heads.tensor_split([len(self._chosen)], dim=1)
+        return query, key
+
+    def expand_keys(self, key: torch.Tensor) -> torch.Tensor:
+        """Copy heads of K to the query heads: [tokens, key heads, d] -> [tokens, chosen heads, d]."""
+        return self._keys.expand_kv_heads(key)
 
 
 def joined_linear(parts: Sequence[LinearWeights]) -> Linear:

@@ -70,6 +70,12 @@ static char *scratch_of(size_t bytes) {
     return grown(&memory, bytes);
 }
 
+// Memory of a thread for rotated keys of one block of given tokens.
+static char *given_space(size_t bytes) {
+    static _Thread_local growing memory;
+    return grown(&memory, bytes);
+}
+
 // Rows of a map that are multiplied by V together. ROWS x 2 vectors of sums fit into the registers.
 #ifdef __AVX512F__
 #define ROWS 8
@@ -95,6 +101,19 @@ INLINE size_t map_row(const attention *job, size_t head, size_t row, size_t leng
     if (job->packed) return (head * length * (length + 1) + row * (row + 1)) / 2;
     return (head * length + row) * length;
 }
+
+#include "rotary.h"
+
+// Keys and values of the tokens in front of a tree, which are given in blocks. A token has a slot in each block:
+// K of its heads before their rotation, then V of its heads.
+typedef struct {
+    const char *const *blocks;     // the first slot of each block
+    size_t slot;                   // bytes from one slot to the next
+    size_t key, value;             // of the head that is computed: bytes from the first slot of a block
+    const float *cosine, *sine;    // [positions, half], or null
+    int32_t tokens, block_tokens;  // all tokens, and the tokens of one block
+    int32_t half;
+} given_tokens;
 
 #define PAIRS 0
 #include "head.h"
@@ -124,14 +143,15 @@ static void run_task(const attention *job, int run, int head) {
 }
 
 // One head of the runs from .. to - 1 of a tree; see head_of_tree.
-static void run_tree(const attention *job, const int64_t *starts, int from, int to, int head) {
+static void run_tree(const attention *job, const given_tokens *given, const int64_t *starts, int from, int to,
+                     int head) {
 #ifdef __AVX512BF16__
     if (multiplies_pairs(job)) {
-        head_of_tree_of_pairs(job, starts, from, to, head);
+        head_of_tree_of_pairs(job, given, starts, from, to, head);
         return;
     }
 #endif
-    head_of_tree_of_floats(job, starts, from, to, head);
+    head_of_tree_of_floats(job, given, starts, from, to, head);
 }
 
 static void work(void *data) {
@@ -171,7 +191,6 @@ void attend(attention *job) {
     parallel(work, job, (unsigned)job->threads, 0);
 }
 
-#include "rotary.h"
 #include "rows.h"
 #include "products.h"
 #include "team.h"

@@ -254,16 +254,38 @@ static void NAME(head)(const attention *job, int run, int head) {
     NAME(context_from)(job, &task, 0);
 }
 
+// Lay out the given tokens in front of a tree. K is rotated in a copy.
+static void NAME(lay_out_given)(const attention *job, NAME(task) *task, const given_tokens *given) {
+    const size_t bytes = number_bytes(job->type), key_bytes = (size_t)job->key_width * bytes;
+    char *const turned = given->half ? given_space((size_t)given->block_tokens * key_bytes) : 0;
+    for (int start = 0, block = 0; start < given->tokens; start += given->block_tokens, block++) {
+        const int count = smaller(given->block_tokens, given->tokens - start);
+        const char *key = given->blocks[block] + given->key, *value = given->blocks[block] + given->value;
+        for (int token = 0; turned && token < count; token++) {
+            const size_t angles = (size_t)(start + token) * given->half;
+            char *own = memcpy(turned + token * key_bytes, key + token * given->slot, key_bytes);
+            rotate_head(own, given->cosine + angles, given->sine + angles, given->half, job->type);
+        }
+        NAME(lay_out_key)(turned ? turned : key, turned ? key_bytes : given->slot, job->type, count,
+                          job->key_width, task->key + start, task->columns);
+        NAME(lay_out_value)(value, given->slot, job->type, start, count, job->width, task->value,
+                            task->value_columns);
+    }
+}
+
 // One head of the runs from .. to - 1, in which every run continues its parent or is a root. The order is
 // depth first, so when a run is reached, the layouts hold its ancestors in front of it: their tokens keep their
-// places, and a run takes the places of the last run that began at its position.
-static void NAME(head_of_tree)(const attention *job, const int64_t *starts, int from, int to, int head) {
+// places, and a run takes the places of the last run that began at its position. given: the tokens in front of
+// the root, or null.
+static void NAME(head_of_tree)(const attention *job, const given_tokens *given, const int64_t *starts, int from,
+                               int to, int head) {
     int64_t most = 0;
     for (int run = from; run < to; run++) {
         const int64_t end = starts[run] + job->offsets[run + 1] - job->offsets[run];
         if (end > most) most = end;
     }
     NAME(task) task = NAME(task_for)(job, head, (int)most + LANES, 1);
+    if (given) NAME(lay_out_given)(job, &task, given);
     for (int run = from; run < to; run++) {
         const int start = (int)starts[run], count = (int)(job->offsets[run + 1] - job->offsets[run]);
         NAME(lay_out)(job, &task, 0, start, count, job->offsets[run]);

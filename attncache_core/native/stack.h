@@ -41,6 +41,7 @@ typedef struct {
     int32_t reach_before, reach_after, bias_positions;
     int32_t activation;
     int32_t maps_before;          // heads of earlier layers in a record
+    int32_t number;               // of the layer, in the slots of its keys and values
 } stack_layer;
 
 // The input of the first layer: norm(words[id] + added[place]).
@@ -67,6 +68,16 @@ typedef struct {
     int32_t type, map_type;       // number_type of Q, K, V and context, and of given maps
     int32_t packed, threads;
     int32_t widest;               // the largest width of an operand or of a feed-forward half
+    // Keys and values of the tokens in front of the roots of trees, and places for the keys and values of rows,
+    // in slots of one layer and token (attention.c). Every layer has the same heads of K and V, and no reused
+    // heads.
+    int32_t block_tokens;         // tokens of a block
+    const char *const *given;     // [blocks] first slot of each block in layer 0; or null
+    const int64_t *given_blocks;  // [trees + 1] first block of each tree
+    char *const *kept;            // [rows] slot of each row in layer 0, null for a row that is not kept; or null
+    int64_t slot_bytes, layer_bytes;  // from a slot to that of the next token, and of the next layer
+    atomic_int *ready;            // the number of layers whose given slots are filled; or null: all
+    atomic_int *written;          // [layers] the number of rows whose keys and values are kept; or null
     // Results.
     atomic_llong multiplications, map_rows, attention_nanoseconds;
 } stack_job;
@@ -169,7 +180,15 @@ static void project_part(const block *b, const stack_layer *layer, operand x, in
     multiply_part(job, &layer->misses, from_row(x, skipped), rows - skipped, part, parts, end);
 }
 
-// Norm and rotate the heads of Q and K in rows of one product, of which `at` is the first number.
+// The slot of a row of a block in a layer; null if the row is not kept.
+static char *slot_of(const block *b, const stack_layer *layer, int row) {
+    const stack_job *job = b->job;
+    char *slot = job->kept ? job->kept[b->first_row + row] : 0;
+    return slot ? slot + layer->number * job->layer_bytes : 0;
+}
+
+// Norm and rotate the heads of Q and K in rows of one product, of which `at` is the first number. Normed keys
+// are kept before they are rotated.
 static void place_heads(const block *b, const stack_layer *layer, char *at, int row_elements, int queries, int keys,
                         int first, int rows) {
     const number_type type = (number_type)b->job->type;
@@ -177,24 +196,53 @@ static void place_heads(const block *b, const stack_layer *layer, char *at, int 
     const float *const *table = layer->angles < 0 ? 0 : b->job->angles + 2 * layer->angles;
     for (int r = first; r < first + rows; r++) {
         const int64_t angles = b->job->positions[b->first_row + r] * layer->half;
-        char *head = at + (size_t)r * row_elements * bytes;
+        char *head = at + (size_t)r * row_elements * bytes, *slot = slot_of(b, layer, r);
         for (int h = 0; h < queries + keys; h++, head += head_bytes) {
             const norm *own = h < queries ? &layer->query : &layer->key;
             if (own->kind) norm_row(own, head, head, layer->width, type);
+            if (slot && h >= queries) memcpy(slot + (size_t)(h - queries) * head_bytes, head, head_bytes);
             if (table) rotate_head(head, table[0] + angles, table[1] + angles, layer->half, type);
         }
     }
 }
 
+// Whether rows of a layer are changed or copied between the projections and attention.
+static int has_places(const stack_job *job, const stack_layer *layer) {
+    return job->kept || layer->angles >= 0 || layer->query.kind || layer->key.kind;
+}
+
 static void place_rows(const block *b, const stack_layer *layer, int first, int rows) {
-    if (layer->angles < 0 && !layer->query.kind && !layer->key.kind) return;
+    if (!has_places(b->job, layer)) return;
     const size_t bytes = number_bytes((number_type)b->job->type);
-    place_heads(b, layer, b->always + (size_t)layer->values * layer->value_width * bytes, b->always_row,
-                layer->heads - layer->reused, layer->keys_always, first, rows);
+    const size_t value_bytes = (size_t)layer->values * layer->value_width * bytes;
+    place_heads(b, layer, b->always + value_bytes, b->always_row, layer->heads - layer->reused, layer->keys_always,
+                first, rows);
+    for (int r = first; b->job->kept && r < first + rows; r++) {
+        char *slot = slot_of(b, layer, r);
+        if (slot) memcpy(slot + (size_t)layer->keys_always * layer->width * bytes,
+                         b->always + (size_t)r * b->always_row * bytes, value_bytes);
+    }
+    if (b->job->written) atomic_fetch_add(b->job->written + layer->number, rows);
     const int skipped = b->miss > first ? smaller(b->miss - first, rows) : 0;
     if (layer->misses.outputs)
         place_heads(b, layer, b->misses, b->misses_row, layer->reused, layer->keys_misses, first + skipped,
                     rows - skipped);
+}
+
+// The keys and values of a head for the `tokens` tokens in front of a tree. Waits until they are there.
+static given_tokens given_to(const stack_job *job, const stack_layer *layer, int tree, int head, int tokens) {
+    if (!tokens) return (given_tokens){0};
+    while (job->ready && atomic_load_explicit(job->ready, memory_order_acquire) <= layer->number)
+        nanosleep(&(struct timespec){0, 20000}, 0);
+    const size_t bytes = number_bytes((number_type)job->type);
+    const size_t of_layer = (size_t)(layer->number * job->layer_bytes);
+    const size_t keys = (size_t)layer->keys_always * layer->width * bytes;
+    const float *const *table = layer->angles < 0 ? 0 : job->angles + 2 * layer->angles;
+    return (given_tokens){.blocks = job->given + job->given_blocks[tree], .slot = (size_t)job->slot_bytes,
+                          .key = of_layer + (size_t)layer->key_heads[head] * layer->width * bytes,
+                          .value = of_layer + keys + (size_t)layer->value_heads[head] * layer->value_width * bytes,
+                          .cosine = table ? table[0] : 0, .sine = table ? table[1] : 0, .tokens = tokens,
+                          .block_tokens = job->block_tokens, .half = table ? layer->half : 0};
 }
 
 // Compute the context of one head of one tree of a block.
@@ -226,7 +274,9 @@ static void attend_head(const block *b, const stack_layer *layer, int number, in
         .bias_positions = layer->bias_positions};
     if (!is_given) atomic_fetch_add(&job->map_rows, length);
     if (job->trees) {
-        run_tree(&task, job->starts, (int)job->trees[tree], (int)job->trees[tree + 1], 0);
+        const int first = (int)job->trees[tree];
+        const given_tokens given = given_to(job, layer, tree, head, (int)job->starts[first]);
+        run_tree(&task, given.tokens ? &given : 0, job->starts, first, (int)job->trees[tree + 1], 0);
         return;
     }
     const char *map = 0;
@@ -566,7 +616,7 @@ static int has_plain_layers(const stack_job *job) {
 // Whether a unit of columns may be computed twice. Rotations, norms of heads and gates change numbers in place,
 // and given maps may be unmapped after the call.
 static int is_repeatable(const stack_job *job) {
-    if (job->hits) return 0;
+    if (job->hits || job->given || job->kept) return 0;
     for (int n = job->first; n < job->last; n++) {
         const stack_layer *layer = job->layers + n;
         if (layer->angles >= 0 || layer->query.kind || layer->key.kind || layer->gate.outputs) return 0;
@@ -639,7 +689,7 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
     for (int n = 0; n < layers; n++) {
         const stack_layer *layer = job->layers + job->first + n;
         for (int p = 0; p < 6; p++) units[6 * n + p] = parts;
-        if (layer->angles < 0 && !layer->query.kind && !layer->key.kind) units[6 * n + 1] = 0;
+        if (!has_places(job, layer)) units[6 * n + 1] = 0;
         units[6 * n + 2] = job->count * layer->heads;
     }
     int total = 0;

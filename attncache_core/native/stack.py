@@ -119,6 +119,27 @@ class StackRows:
     places: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class KeyValueSlots:
+    """Keys and values of the tokens in front of trees, and places for the keys and values of rows.
+
+    A slot has what a token has in one layer: in the compiled stack K of all key heads, before their rotation,
+    then V of all value heads. A block holds slots [layers, block_tokens]. Tokens fill the blocks of a tree in
+    order, from position 0 to the position at which the root of the tree starts.
+    """
+
+    block_tokens: int
+    layer_bytes: int  # from a slot to the slot of the same token in the next layer
+    given: np.ndarray  # uint64 [blocks], address of the first slot of each given block
+    given_blocks: np.ndarray  # int64 [trees + 1], first block of each tree
+    # uint64 [rows], address of the slot of each row in the first layer; 0: the row is not kept. None: none is
+    kept: np.ndarray | None = None
+    # int32 [1], the number of layers whose given slots are filled; the stack waits for the others. None: all
+    ready: np.ndarray | None = None
+    # int32 [layers], to which the rows are added whose keys and values are kept. None: nobody asks.
+    written: np.ndarray | None = None
+
+
 NO_RECORDS = GivenRecords(np.zeros(0, dtype=np.uint64))
 
 
@@ -155,7 +176,7 @@ _NORMS = ("before", "branch", "after", "query", "key")
 _FORWARD_NORMS = ("forward_before", "forward_branch", "forward_after")
 _LAYER_COUNTS = (
     *("heads", "reused", "keys_always", "keys_misses", "values", "width", "value_width", "half", "angles"),
-    *("reach_before", "reach_after", "bias_positions", "activation", "maps_before"),
+    *("reach_before", "reach_after", "bias_positions", "activation", "maps_before", "number"),
 )
 
 
@@ -180,7 +201,10 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("layers", "hidden", "embedding", "ids", "places")),
         *((name, ctypes.c_void_p) for name in ("offsets", "trees", "starts", "positions", "angles", "maps")),
         *((name, ctypes.c_int32) for name in ("first", "last", "width", "count", "hits", "type")),
-        *((name, ctypes.c_int32) for name in ("map_type", "packed", "threads", "widest")),
+        *((name, ctypes.c_int32) for name in ("map_type", "packed", "threads", "widest", "block_tokens")),
+        *((name, ctypes.c_void_p) for name in ("given", "given_blocks", "kept")),
+        *((name, ctypes.c_int64) for name in ("slot_bytes", "layer_bytes")),
+        *((name, ctypes.c_void_p) for name in ("ready", "written")),
         *((name, ctypes.c_int64) for name in ("multiplications", "map_rows", "attention_nanoseconds")),
     )
 
@@ -219,16 +243,19 @@ class CompiledStack:
         self._layers = (_Layer * self._starts[-1])()
         for own in self._layers:
             own.angles = -1
-        for start, (attention, halves) in zip(self._starts, layers, strict=False):
+        for number, (start, (attention, halves)) in enumerate(zip(self._starts, layers, strict=False)):
+            self._layers[start].number = number
             self._set_attention(self._layers[start], attention)
             for at, half in enumerate(halves, start):
                 self._set_forward(self._layers[at], half)
         inner = [half.up.outputs for _, halves in layers for half in halves]
+        self.dtype = dtype if has_pairs(library) else torch.float32  # of Q, K, V and maps
+        self.slot_bytes = _slot_bytes([attention for attention, _ in layers], self.dtype)
         # What all jobs have in common.
         self._job = _Job(
             layers=ctypes.addressof(self._layers),
             width=width,
-            type=NUMBER_TYPES[dtype if has_pairs(library) else torch.float32],
+            type=NUMBER_TYPES[self.dtype],
             widest=max(width, *(attention.output.inputs for attention, _ in layers), *inner),
         )
 
@@ -248,13 +275,15 @@ class CompiledStack:
         layers: range,
         given: GivenRecords = NO_RECORDS,
         threads: int | None = None,
+        slots: KeyValueSlots | None = None,
     ) -> tuple[torch.Tensor, Counts]:
         """Run a range of layers. Return their output, float32 [rows, width], and what was computed.
 
         hidden: float32 [rows, width], the input of the first of these layers, which is overwritten with the
         output; None: the stack makes it from token ids. given: the records of the first sequences. threads:
-        the most threads to use; None: as many as torch. Raises IndexError if a table has no row for a token
-        or a position.
+        the most threads to use; None: as many as torch. slots: keys and values that are given and kept, if
+        the rows have trees; the root of a tree starts behind the tokens that are given to the tree. Raises
+        IndexError if a table has no row for a token or a position.
         """
         if hidden is None:
             assert rows.ids is not None
@@ -287,6 +316,8 @@ class CompiledStack:
             job.layers, job.hits = ctypes.addressof(described), len(given.addresses)
             job.maps, job.map_type = _address(given.addresses), NUMBER_TYPES[given.dtype]
             job.packed = given.packed
+        if slots is not None:
+            self._set_slots(job, rows, slots)
         job.first, job.last = self._starts[layers.start], self._starts[layers.stop]
         job.threads = threads or torch.get_num_threads()
         self._run(ctypes.addressof(job))
@@ -298,6 +329,24 @@ class CompiledStack:
             # As unsigned numbers, negative numbers are the largest.
             if rows is not None and table is not None and rows.view(np.uint64).max() >= len(table):
                 raise IndexError(f"a token has a row outside its table of {len(table)} rows")
+
+    def _set_slots(self, job: _Job, rows: StackRows, slots: KeyValueSlots) -> None:
+        assert self.slot_bytes is not None
+        assert rows.trees is not None
+        assert rows.starts is not None
+        tokens = np.diff(slots.given_blocks) * slots.block_tokens - rows.starts[rows.trees[:-1]]
+        assert ((tokens >= 0) & (tokens < slots.block_tokens)).all()
+        assert len(slots.given) == slots.given_blocks[-1]
+        job.block_tokens, job.slot_bytes = slots.block_tokens, self.slot_bytes
+        job.layer_bytes = slots.layer_bytes
+        job.given, job.given_blocks = _address(slots.given), _address(slots.given_blocks)
+        if slots.kept is not None:
+            assert slots.kept.shape == (len(rows.positions),)
+            job.kept = _address(slots.kept)
+        if slots.ready is not None:
+            job.ready = _address(slots.ready)
+        if slots.written is not None:
+            job.written = _address(slots.written)
 
     def _described(self, given: GivenRecords) -> ctypes.Array[_Layer]:
         """Return the structures of the layers, with the places of their maps in the given records."""
@@ -374,3 +423,14 @@ def _address(array: np.ndarray) -> int:
     """Return the address of an array's numbers. (`array.ctypes.data` is several times slower.)"""
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def _slot_bytes(halves: Sequence[AttentionHalf], dtype: torch.dtype) -> int | None:
+    """Return the bytes of K and V of a token in a layer; None if slots cannot hold them.
+
+    Slots need the same key and value heads in all layers, and layers without reused heads.
+    """
+    sizes = {half.always.keys * half.width + half.values * half.value_width for half in halves}
+    if len(sizes) != 1 or any(half.reused for half in halves):
+        return None
+    return sizes.pop() * dtype.itemsize

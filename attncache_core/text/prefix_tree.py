@@ -72,6 +72,32 @@ class PrefixTree:
                 ends[parent] = max(ends[parent], ends[run])
         return np.array(ends, dtype=np.int64)
 
+    def with_given_tokens(self) -> tuple[PrefixTree, np.ndarray]:
+        """Return the tree with a run for the tokens in front of each root, and where each row went.
+
+        The root of a tree may start behind tokens that are no rows of this tree, because their keys and
+        values are given. The second result is the new index of each row, int64 [rows].
+        """
+        parents: list[int] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        runs: list[int] = []  # the new index of each run
+        for first, end in pairwise(self.trees.tolist()):
+            if given := int(self.starts[first]):
+                parents.append(-1)
+                starts.append(0)
+                lengths.append(given)
+            for run in range(first, end):
+                parent = int(self.parents[run])
+                parents.append(runs[parent] if parent >= 0 else len(parents) - 1 if given else -1)
+                starts.append(int(self.starts[run]))
+                lengths.append(int(self.offsets[run + 1] - self.offsets[run]))
+                runs.append(len(parents) - 1)
+        index = np.array(runs, dtype=np.int64)
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        whole = PrefixTree(np.array(parents), np.array(starts), offsets, index[self.ends])
+        return whole, _counted(np.diff(self.offsets)) + np.repeat(offsets[index], np.diff(self.offsets))
+
     def rows(self, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the row of the token at positions[i] of sequence sequences[i], int64 [n]."""
         runs = self.ends[sequences]

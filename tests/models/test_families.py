@@ -22,14 +22,18 @@ from attncache_core.calibration.substitution import collect_maps
 from attncache_core.checkpoints.checkpoint import DroppedLayers
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.forward import hits_first
+from attncache_core.engine.layers import run_layers
 from attncache_core.models import LayerHeads, load, load_model, with_heads
 from attncache_core.models.rotary import Rotary
+from attncache_core.native.stack import KeyValueSlots
+from attncache_core.reuse.execution.fetch import HitRecords
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.layout import RecordKind, RecordLayout, segment_path
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.segment_writer import SegmentWriter
 from attncache_core.text import prefix_tree
-from attncache_core.text.token_batch import pack, pack_shared
+from attncache_core.text.prefix_tree import PrefixTree
+from attncache_core.text.token_batch import TokenBatch, pack, pack_shared
 
 # float32 sums in another order, in layers with large weights and intermediate values of magnitude 10.
 FLOAT32 = 1e-4
@@ -145,7 +149,6 @@ def test_sixteen_bit_activations_keep_the_direction_of_most_hidden_states(family
     sequences = random_sequences([5, 17, 90, 40])
     expected = torch.cat([family.reference.hidden(ids) for ids in sequences])
     found = torch.cat(last_hidden(family.model(dtype=torch.bfloat16), sequences))
-    assert found.dtype is torch.bfloat16
     # Rounding occasionally routes a token to another expert than in float32.
     assert torch.cosine_similarity(found.float(), expected, dim=1).median() >= 0.999
 
@@ -358,3 +361,68 @@ def spied_run(model, sequences, served):
     with mock.patch.object(model, "layers", spies), attention_by("kernel"):
         last_hidden(model, sequences, served)
     return spies
+
+
+class Slots:
+    """Blocks of four slots for one tree of each sequence of a batch."""
+
+    TOKENS = 4
+
+    def __init__(self, model, lengths):
+        layer, x = model.layers[0], torch.zeros(1, model.hidden_size, dtype=model.dtype)
+        _, own = layer.query_and_slots(x, torch.zeros(1, dtype=torch.int64))
+        self.bytes = own.shape[1] * own.element_size()
+        size = (len(model.layers), self.TOKENS, self.bytes)
+        self.blocks = [[np.zeros(size, np.uint8) for _ in range(length)] for length in lengths]
+        self.written = np.zeros(len(model.layers), np.int32)
+
+    def plan(self, known, lengths, *, keep):
+        given = [own[: -(-count // self.TOKENS)] for own, count in zip(self.blocks, known, strict=True)]
+        kept = [
+            own[at // self.TOKENS].ctypes.data + at % self.TOKENS * self.bytes
+            for own, first, end in zip(self.blocks, known, lengths, strict=True)
+            for at in range(first, end)
+        ]
+        return KeyValueSlots(
+            self.TOKENS,
+            self.TOKENS * self.bytes,
+            np.array([block.ctypes.data for own in given for block in own], dtype=np.uint64),
+            np.concatenate(([0], np.cumsum([len(own) for own in given]))),
+            np.array(kept, dtype=np.uint64) if keep else None,
+            written=self.written if keep else None,
+        )
+
+
+def rows_behind(known, sequences):
+    """Return a batch of the tokens behind the first `known` tokens of each sequence, a tree for each one."""
+    own = [ids[count:] for ids, count in zip(sequences, known, strict=True)]
+    offsets, count = np.concatenate(([0], np.cumsum([len(ids) for ids in own]))), len(own)
+    tree = PrefixTree(np.full(count, -1), np.array(known), offsets, np.arange(count))
+    ids = torch.tensor([token for part in own for token in part])
+    return TokenBatch(ids, np.diff(offsets), np.arange(count), tree=tree)
+
+
+@pytest.mark.parametrize("computing", COMPUTING)
+@settings(max_examples=4)
+@given(cases=st.lists(st.tuples(st.integers(1, 40), st.floats(0, 1)), min_size=1, max_size=4))
+@example([(30, 0.7), (17, 0.0), (80, 0.95), (5, 0.8)])
+@torch.inference_mode()
+def test_hidden_states_behind_kept_keys_and_values_are_those_of_whole_sequences(family, computing, cases):
+    model = family.model()
+    if not all(layer.attention_mask.is_causal for layer in model.layers):
+        pytest.skip("only a causal model can continue a prefix")
+    sequences = random_sequences([length for length, _ in cases], seed=len(cases))
+    lengths, none = [length for length, _ in cases], [0] * len(cases)
+    known = [min(int(share * length), length - 1) for length, share in cases]
+    slots = Slots(model, lengths)
+    with attention_by(computing):
+        expected = last_hidden(model, sequences)
+        for before, keep in ((none, True), (known, False)):
+            batch = rows_behind(before, sequences)
+            plan = slots.plan(before, lengths, keep=keep)
+            hidden, _ = run_layers(model, batch, None, HitRecords([]), slots=plan)
+            # The outputs of a family without its pooling are the last hidden states, with the last norm.
+            found = model.outputs(hidden, batch).rows.split(batch.lengths.tolist())
+            behind = [rows[count:] for rows, count in zip(expected, before, strict=True)]
+            assert_near(found, behind, FLOAT32)
+    assert (slots.written == sum(lengths)).all()

@@ -459,7 +459,7 @@ def test_another_batch_that_notices_the_change_first_does_not_hide_it(
         return changed
 
     if place == "before the search":
-        monkeypatch.setattr(engine.model, "embed", once(engine.model.embed))
+        monkeypatch.setattr(forward, "first_input", once(forward.first_input))
     else:
         monkeypatch.setattr(forward, "run_layers", once(forward.run_layers))
     result = prefill(engine, recorded)

@@ -1,0 +1,80 @@
+"""Attention with keys and values in slots, by torch's operators: what the compiled stack does with them.
+
+    x -> Q, slots of the rows -> kept
+    given slots + slots of the rows -> K and V of all tokens -> context of the rows
+
+The tokens in front of a tree become a run of the tree, of which only K and V are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from attncache_core.models import AttentionLayer
+from attncache_core.native.stack import KeyValueSlots
+from attncache_core.text.token_batch import TokenBatch
+
+
+class SlotAttention:
+    """The attention of all layers over a batch whose tree continues given tokens."""
+
+    def __init__(self, batch: TokenBatch, slots: KeyValueSlots) -> None:
+        assert batch.tree is not None
+        self._batch, self._slots = batch, slots
+        self._tree, rows = batch.tree.with_given_tokens()
+        self._rows = torch.from_numpy(rows)
+        count = int(self._tree.offsets[-1])
+        is_given = np.ones(count, dtype=bool)
+        is_given[rows] = False
+        self._given_rows = torch.from_numpy(np.flatnonzero(is_given))
+        runs = np.repeat(np.arange(len(self._tree.parents)), np.diff(self._tree.offsets))
+        positions = np.arange(count) + (self._tree.starts - self._tree.offsets[:-1])[runs]
+        self._positions = torch.from_numpy(positions).to(batch.ids.device)
+
+    def context(self, number: int, layer: AttentionLayer, x: torch.Tensor) -> torch.Tensor:
+        """Return maps @ V of the rows in layer `number`, and keep the slots of the rows.
+
+        x: the input of attention, [tokens, hidden]. Result: [tokens, heads, head_dim].
+        """
+        own_query, own = layer.query_and_slots(x, self._batch.positions)
+        self._keep(number, own)
+        slots = own.new_zeros(len(self._positions), own.shape[1])
+        slots[self._rows] = own
+        slots[self._given_rows] = self._given(number, own)
+        query = own_query.new_zeros(len(slots), *own_query.shape[1:])
+        query[self._rows] = own_query
+        key, value = layer.keys_and_values(slots, self._positions)
+        context = torch.empty_like(value)
+        whole = slice(0, layer.heads)
+        layer.attend(query, key, value, self._tree.offsets, whole, context, self._tree)
+        return context[self._rows]
+
+    def _given(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the given slots of a layer in the order of their rows, [given tokens, n]."""
+        slots, tree = self._slots, self._batch.tree
+        assert tree is not None
+        width = like.shape[1] * like.element_size()
+        parts = []
+        for at, first in enumerate(tree.trees[:-1].tolist()):
+            left = int(tree.starts[first])
+            for address in slots.given[slots.given_blocks[at] : slots.given_blocks[at + 1]].tolist():
+                count = min(left, slots.block_tokens)
+                parts.append(ctypes.string_at(address + number * slots.layer_bytes, count * width))
+                left -= count
+        numbers = bytearray().join(parts)
+        found = torch.frombuffer(numbers, dtype=like.dtype) if numbers else like.new_zeros(0)
+        return found.view(-1, like.shape[1]).to(like.device)
+
+    def _keep(self, number: int, own: torch.Tensor) -> None:
+        if self._slots.kept is not None:
+            rows = own.cpu().contiguous()
+            width = rows.shape[1] * rows.element_size()
+            for row, address in enumerate(self._slots.kept.tolist()):
+                if address:
+                    to = address + number * self._slots.layer_bytes
+                    ctypes.memmove(to, rows[row].data_ptr(), width)
+        if self._slots.written is not None:
+            self._slots.written[number] += len(own)
