@@ -38,6 +38,10 @@ class RequestQueue:
     exclude each other.
     """
 
+    # Fewer tokens are not divided among free threads, and wait while a batch is computed: small batches cost
+    # more of Python's time than they save, because a batch in compiled code also uses all threads.
+    least_part = 1024
+
     def __init__(self, limits: Limits, threads: int = 1) -> None:
         """threads: the most engine threads that may run at once."""
         self._limits = limits
@@ -49,6 +53,7 @@ class RequestQueue:
         self._tokens_per_second = 0.0
         self._running = 0  # engine threads in a turn, which ends when nothing waits
         self._computing = 0  # of them, the threads that compute
+        self._idle_work = 0  # of these, the threads that began an idle turn and have no batch yet
 
     def __len__(self) -> int:
         """Return the number of tokenised requests that wait."""
@@ -82,6 +87,7 @@ class RequestQueue:
             self._waiting_tokens += sum(request.added_tokens)
             self._requests.append(request)
             starting = max(0, min(self._threads - self._running, len(request.sequences)))
+            starting = starting if self._may_begin_batch() else 0
             self._running += starting
         return starting
 
@@ -108,6 +114,7 @@ class RequestQueue:
             begins = not self._requests and not self._running
             self._running += begins
             self._computing += begins
+            self._idle_work += begins
         return begins
 
     @property
@@ -119,22 +126,30 @@ class RequestQueue:
         """Count the engine thread that has begun an idle turn as free for a batch."""
         with self._lock:
             self._computing -= 1
+            self._idle_work -= 1
+
+    def _may_begin_batch(self) -> bool:
+        """Return whether a free thread should begin a batch now. The caller must hold the lock."""
+        if self._computing == self._idle_work:
+            return True
+        return self._waiting_tokens >= self.least_part // max(1, self._threads - 1)
 
     def _take_batch(self) -> list[Share]:
         """Take the next batch, oldest requests first.
 
         A batch holds at most the part of the waiting tokens that this thread would get if all free threads
-        took equal parts, but at least one text. An empty batch ends the turn of the engine thread: nothing
-        waits, or more threads run than may.
+        took equal parts, or `least_part` tokens if these are more, but at least one text. An empty batch ends
+        the turn of the engine thread: nothing waits, too little waits beside a batch that is computed, or more
+        threads run than may.
         """
         shares: list[Share] = []
         tokens_left, texts_left = self._limits.batch_tokens, self._limits.batch_sequences
         with self._lock:
-            if self._running > self._threads:
+            if self._running > self._threads or not self._may_begin_batch():
                 self._running -= 1
                 return shares
             free = max(1, self._threads - self._computing)
-            part_left = math.ceil(self._waiting_tokens / free)
+            part_left = max(self.least_part, math.ceil(self._waiting_tokens / free))
             while self._requests:
                 request = self._requests[0]
                 start = request.taken

@@ -29,10 +29,15 @@ from attncache_core import NotFinite, PrefillRequest, PrefillResult
 from service.batcher import Batcher
 from service.errors import InternalError
 from service.metrics import Metrics
-from service.request_queue import Limits
+from service.request_queue import Limits, RequestQueue
 from service.verifier import Verifier
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestQueue, "least_part", 1)
 
 
 class ParallelEngine(FakeEngine):
@@ -126,6 +131,33 @@ async def test_as_many_batches_run_at_once_as_the_engine_allows(threads: int) ->
         for text, result in zip("abcde", await asyncio.gather(*pending), strict=True):
             assert_result_of([text], result)
     assert engine.most_running == threads
+
+
+async def test_few_tokens_of_one_request_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    engine = ParallelEngine(2)
+    texts = ["x" * (RequestQueue.least_part // 50)] * 50
+    async with batching(engine, tokens=10**6) as batcher:
+        await submit(batcher, texts)
+    assert engine.batches == [texts]
+
+
+async def test_few_tokens_wait_for_the_batch_that_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    engine = ParallelEngine(2)
+    async with batching(engine, tokens=10**6) as batcher:
+        engine.may_run.clear()
+        first = submit(batcher, ["first"])
+        await running(engine, 1)
+        few = [submit(batcher, [text]) for text in ("a", "b", "c")]
+        await queued(batcher, 3)
+        await asyncio.sleep(0.05)
+        assert engine.running == 1
+        many = submit(batcher, ["x" * RequestQueue.least_part])
+        await running(engine, 2)
+        engine.may_run.set()
+        await asyncio.gather(first, many, *few)
+    assert engine.most_running == 2
 
 
 async def test_texts_of_one_request_are_divided_among_the_free_threads() -> None:
