@@ -139,8 +139,8 @@ class RequestQueue:
 
         A batch holds at most the part of the waiting tokens that this thread would get if all free threads
         took equal parts, or `least_part` tokens if these are more, but at least one text. An empty batch ends
-        the turn of the engine thread: nothing waits, too little waits beside a batch that is computed, or more
-        threads run than may.
+        the turn of the engine thread: nothing waits, too little waits beside a computed batch, or more threads
+        run than may.
         """
         shares: list[Share] = []
         tokens_left, texts_left = self._limits.batch_tokens, self._limits.batch_sequences
