@@ -138,9 +138,9 @@ class RequestQueue:
         """Take the next batch, oldest requests first.
 
         A batch holds at most the part of the waiting tokens that this thread would get if all free threads
-        took equal parts, or `least_part` tokens if these are more, but at least one text. An empty batch ends
-        the turn of the engine thread: nothing waits, too little waits beside a computed batch, or more threads
-        run than may.
+        took equal parts, or `least_part` tokens if that is more, but at least one text. An empty batch ends
+        the turn of the engine thread, for one of three reasons: nothing waits; too little waits beside a
+        computed batch; more threads run than may.
         """
         shares: list[Share] = []
         tokens_left, texts_left = self._limits.batch_tokens, self._limits.batch_sequences

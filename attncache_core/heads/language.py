@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from attncache_core.checkpoints.hugging_face import declared
+from attncache_core.native.products import PackedMatrix, packed_products
+from attncache_core.runtime.threads import compiled_threads
 
 # `log_probabilities` holds at most this many logits at a time: 64 MB in float32.
 _MAX_LOGITS = 2**24
@@ -44,10 +47,7 @@ class LanguageHead:
         """
         distinct, index = rows.unique(return_inverse=True)
         states = self._norm(hidden[distinct].to(self._linear.weight.dtype))
-        step = max(1, _MAX_LOGITS // self._linear.out_features)
-        normalizers = torch.cat(
-            [self._capped(self._linear(part).float()).logsumexp(dim=1) for part in states.split(step)]
-        )
+        normalizers = self._normalizers(states)
         # These logits are computed again in float32, because rounding to the compute dtype makes close logits
         # equal.
         weight = self._linear.weight[tokens].float()
@@ -55,6 +55,20 @@ class LanguageHead:
         if self._linear.bias is not None:
             logits = logits + self._linear.bias[tokens].float()
         return self._capped(logits) - normalizers[index]
+
+    def _normalizers(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the log-sum-exp of all logits of each row of states [rows, hidden], float32 [rows]."""
+        if self._packed is not None:
+            return self._packed.log_normalizers(states, compiled_threads())
+        step = max(1, _MAX_LOGITS // self._linear.out_features)
+        return torch.cat(
+            [self._capped(self._linear(part).float()).logsumexp(dim=1) for part in states.split(step)]
+        )
+
+    @cached_property
+    def _packed(self) -> PackedMatrix | None:
+        """The linear layer for compiled code, packed at first use, because most models never score labels."""
+        return None if self._cap is not None else packed_products(self._linear.weight, self._linear.bias)
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self._cap is None else (logits / self._cap).tanh() * self._cap

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from attncache_core.native import products
-from attncache_core.native.products import MatrixKind, PackedMatrix
+from attncache_core.native.products import packed_products
 
 # Activation -> oneDNN's name and algorithm. relu is not included, because oneDNN's relu turns NaN into 0.
 _FUSED = {
@@ -49,7 +48,7 @@ class PackedLinear:
     ) -> None:
         self.outputs, self.inputs = weight.shape
         self._dtype, self._activation = weight.dtype, activation
-        self.packed = _pack(weight, bias)
+        self.packed = packed_products(weight, bias)
         if self.packed:
             return
         self._bias = None if bias is None else bias.detach().contiguous()
@@ -79,15 +78,6 @@ class PackedLinear:
         if self.packed:
             return self.packed.multiply(x, self._activation, residual)
         return fused_linear(x, self._weight, self._bias, self._activation, residual)
-
-
-def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix | None:
-    """Return the weights packed for the products of native/products.h, or None if these do not serve here."""
-    library = products.library()
-    if library is None or weight.device.type != "cpu":
-        return None
-    pairs = weight.dtype == torch.bfloat16 and products.has_pairs(library)
-    return PackedMatrix(library, MatrixKind.PAIRS if pairs else MatrixKind.WHOLE, weight, bias)
 
 
 def runs_on_onednn(x: torch.Tensor) -> bool:

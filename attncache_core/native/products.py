@@ -57,6 +57,16 @@ class _Product(ctypes.Structure):
     )
 
 
+class _Normalizers(ctypes.Structure):
+    """The structure `normalizer_job` of stack.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "x", "largest", "sums")),
+        *((name, ctypes.c_int64) for name in ("x_row", "rows")),
+        *((name, ctypes.c_int32) for name in ("type", "threads")),
+    )
+
+
 @cache
 def _packing(library: ctypes.CDLL) -> _Packing:
     form = _Packing()
@@ -159,6 +169,28 @@ class PackedMatrix:
         self._run(ctypes.addressof(job))
         return out
 
+    def log_normalizers(self, x: torch.Tensor, threads: int) -> torch.Tensor:
+        """Return log(sum over outputs of e^(x @ weight.T + bias)) of each row of x, float32 [rows].
+
+        x: [rows, inputs], float32 or bfloat16, on the CPU. The outputs are never in memory together.
+        """
+        x = x if x.stride(1) == 1 else x.contiguous()
+        largest, sums = torch.empty(2, len(x))
+        job = _Normalizers(
+            weights=ctypes.addressof(self.matrix),
+            x=x.data_ptr(),
+            largest=largest.data_ptr(),
+            sums=sums.data_ptr(),
+            x_row=x.stride(0),
+            rows=len(x),
+            type=_TYPES[x.dtype],
+            threads=threads,
+        )
+        run = self._library.run_normalizers
+        run.argtypes, run.restype = [ctypes.c_void_p], None
+        run(ctypes.addressof(job))
+        return largest + sums.log()
+
     def _padded(self, row: torch.Tensor) -> torch.Tensor:
         """Return a row [outputs] with zeros up to whole panels, aligned."""
         return aligned(functional.pad(row, (0, -self.outputs % self._panel)))
@@ -168,6 +200,15 @@ class PackedMatrix:
         padding = (0, -self.inputs % self._step, 0, -self.outputs % self._panel)
         steps = functional.pad(weight, padding).unflatten(1, (-1, self._step))
         return aligned(steps.unflatten(0, (-1, self._panel)).transpose(1, 2))
+
+
+def packed_products(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix | None:
+    """Return a weight [outputs, inputs] packed in its dtype; None without products for it here."""
+    found = library() if weight.device.type == "cpu" else None
+    if found is None:
+        return None
+    pairs = weight.dtype == torch.bfloat16 and has_pairs(found)
+    return PackedMatrix(found, MatrixKind.PAIRS if pairs else MatrixKind.WHOLE, weight, bias)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

@@ -243,3 +243,34 @@ def test_pairs_are_refused_where_the_processor_has_none(kernel):
     else:
         with pytest.raises(ValueError, match="no products of bfloat16 pairs"):
             PackedMatrix(kernel.library, MatrixKind.PAIRS, numbers(5, 4))
+
+
+@settings(max_examples=15)
+@given(
+    rows=st.integers(1, 70),
+    outputs=st.sampled_from([1, 15, 47, 48, 49, 383, 385, 1000]),
+    size=st.sampled_from([0.1, 5.0, 200.0]),
+    threads=st.integers(1, 4),
+    dtype=dtypes,
+    biased=st.booleans(),
+)
+@example(33, 800, 5.0, 4, torch.float32, True)
+def test_normalizers_are_those_of_a_softmax_over_all_outputs(
+    kernel, kind, rows, outputs, size, threads, dtype, biased
+):
+    weight, x = numbers(outputs, 70), (numbers(rows, 70, seed=1) * size).to(dtype)
+    bias = numbers(outputs, seed=2) * size if biased else None
+    packed = PackedMatrix(kernel.library, kind, weight, bias)
+    found = packed.log_normalizers(x, threads)
+    logits, terms = plain_product(kind, weight, x, None)
+    logits = logits if bias is None else logits + bias.double()
+    allowed = FLOAT32 * (terms.amax(dim=1) + (0 if bias is None else bias.abs().max())) + 1e-5
+    assert ((found - logits.logsumexp(dim=1)).abs() <= allowed).all()
+    assert torch.equal(found, packed.log_normalizers(x, 1))
+
+
+def test_normalizers_of_rows_with_nan_or_infinity_are_not_finite(kernel, kind):
+    x = numbers(40, 70)
+    x[3, 5], x[35, 6] = torch.nan, torch.inf
+    found = PackedMatrix(kernel.library, kind, numbers(100, 70)).log_normalizers(x, 2)
+    assert (~found.isfinite()).nonzero().flatten().tolist() == [3, 35]
