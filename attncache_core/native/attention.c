@@ -195,3 +195,5 @@ void attend(attention *job) {
 #include "products.h"
 #include "team.h"
 #include "stack.h"
+#include "ways.h"
+#include "normalizers.h"

@@ -58,7 +58,7 @@ class _Product(ctypes.Structure):
 
 
 class _Normalizers(ctypes.Structure):
-    """The structure `normalizer_job` of stack.h."""
+    """The structure `normalizer_job` of normalizers.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weights", "x", "largest", "sums")),
