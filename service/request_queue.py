@@ -101,9 +101,11 @@ class RequestQueue:
     def batches(self) -> Iterator[list[Share]]:
         """Yield the batches of an engine thread's turn, until nothing waits. The caller runs each batch."""
         while shares := self._take_batch():
-            yield shares
-            with self._lock:
-                self._computing -= 1
+            try:
+                yield shares
+            finally:  # a thread that counts as computing for ever would keep small batches waiting
+                with self._lock:
+                    self._computing -= 1
 
     def begin_idle_turn(self) -> bool:
         """Begin a turn of an engine thread, without a batch, if nothing waits and no engine thread runs.

@@ -291,6 +291,7 @@ class CompiledStack:
         assert hidden.dtype == torch.float32
         assert hidden.is_contiguous()
         assert hidden.shape == (len(rows.positions), self._width)
+        assert rows.offsets[-1] == len(rows.positions)
         if self._most_positions is not None and rows.positions.max() >= self._most_positions:
             raise IndexError(f"a sequence has more than {self._most_positions} tokens")
         job = _Job.from_buffer_copy(self._job)
@@ -318,6 +319,9 @@ class CompiledStack:
             job.packed = given.packed
         if slots is not None:
             self._set_slots(job, rows, slots)
+        elif rows.trees is not None:
+            assert rows.starts is not None
+            assert not rows.starts[rows.trees[:-1]].any()  # nothing is given in front of a root
         job.first, job.last = self._starts[layers.start], self._starts[layers.stop]
         job.threads = threads or torch.get_num_threads()
         self._run(ctypes.addressof(job))

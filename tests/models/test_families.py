@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -376,7 +377,7 @@ class Slots:
         self.blocks = [[np.zeros(size, np.uint8) for _ in range(length)] for length in lengths]
         self.written = np.zeros(len(model.layers), np.int32)
 
-    def plan(self, known, lengths, *, keep):
+    def plan(self, known, lengths, *, keep, ready=None):
         given = [own[: -(-count // self.TOKENS)] for own, count in zip(self.blocks, known, strict=True)]
         kept = [
             own[at // self.TOKENS].ctypes.data + at % self.TOKENS * self.bytes
@@ -389,6 +390,7 @@ class Slots:
             np.array([block.ctypes.data for own in given for block in own], dtype=np.uint64),
             np.concatenate(([0], np.cumsum([len(own) for own in given]))),
             np.array(kept, dtype=np.uint64) if keep else None,
+            ready=ready,
             written=self.written if keep else None,
         )
 
@@ -426,3 +428,22 @@ def test_hidden_states_behind_kept_keys_and_values_are_those_of_whole_sequences(
             behind = [rows[count:] for rows, count in zip(expected, before, strict=True)]
             assert_near(found, behind, FLOAT32)
     assert (slots.written == sum(lengths)).all()
+
+
+@torch.inference_mode()
+def test_plain_executor_waits_for_slots_that_are_not_filled_yet(family):
+    model, (ids,) = family.model(), random_sequences([12])
+    if not all(layer.attention_mask.is_causal for layer in model.layers):
+        pytest.skip("only a causal model can continue a prefix")
+    slots, ready = Slots(model, [12]), np.zeros(1, np.int32)
+    loader = threading.Timer(0.05, ready.fill, [len(model.layers)])
+    with attention_by("kernel"):
+        run_layers(
+            model, rows_behind([0], [ids]), None, HitRecords([]), slots=slots.plan([0], [12], keep=True)
+        )
+        plan = slots.plan([9], [12], keep=False, ready=ready)
+        loader.start()
+        found, _ = run_layers(model, rows_behind([9], [ids]), None, HitRecords([]), slots=plan)
+        assert ready[0] == len(model.layers)
+        batch = rows_behind([9], [ids])
+        assert_near([model.outputs(found, batch).rows], [last_hidden(model, [ids])[0][9:]], FLOAT32)

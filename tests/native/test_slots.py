@@ -141,3 +141,11 @@ def test_stack_waits_for_a_layer_whose_slots_are_not_filled_yet(stack):
 
 def test_layers_that_differ_or_have_reused_heads_have_no_slots(kernel):
     assert made_stack(kernel.library, FORMS["decoder"]).slot_bytes is None
+
+
+def test_a_root_behind_tokens_that_are_not_given_is_refused(kernel):
+    stack = made_stack(kernel.library, FORMS["decoder"], reused=(0,) * LAYERS)
+    ids, trees = made_ids(4, 0), np.arange(2)
+    rows = StackRows(np.array([0, 4]), np.arange(3, 7), trees, np.array([3]), ids, ids % PLACES)
+    with pytest.raises(AssertionError):
+        stack.run(None, rows, range(LAYERS))

@@ -9,6 +9,7 @@ The tokens in front of a tree become a run of the tree, of which only K and V ar
 from __future__ import annotations
 
 import ctypes
+import time
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ import torch
 from attncache_core.models import AttentionLayer
 from attncache_core.native.stack import KeyValueSlots
 from attncache_core.text.token_batch import TokenBatch
+
+_SECONDS_BETWEEN_LOOKS = 20e-6  # at the number of layers that are loaded
 
 
 class SlotAttention:
@@ -53,9 +56,11 @@ class SlotAttention:
         return context[self._rows]
 
     def _given(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the given slots of a layer in the order of their rows, [given tokens, n]."""
+        """Wait until the given slots of a layer are filled. Return them in order of rows, [given tokens, n]."""
         slots, tree = self._slots, self._batch.tree
         assert tree is not None
+        while slots.ready is not None and slots.ready[0] <= number:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
         width = like.shape[1] * like.element_size()
         parts = []
         for at, first in enumerate(tree.trees[:-1].tolist()):
