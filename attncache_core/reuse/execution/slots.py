@@ -56,7 +56,7 @@ class SlotAttention:
         return context[self._rows]
 
     def _given(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Wait until the given slots of a layer are filled. Return them in order of rows, [given tokens, n]."""
+        """Wait for the given slots of a layer. Return them in the order of rows, [given tokens, n]."""
         slots, tree = self._slots, self._batch.tree
         assert tree is not None
         while slots.ready is not None and slots.ready[0] <= number:
