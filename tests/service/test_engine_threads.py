@@ -252,6 +252,9 @@ async def test_number_of_threads_follows_the_engine(before: int, after: int) -> 
         batcher.replace_engine(second, None)
         first.may_run.set()
         await asyncio.gather(*pending, *waiting)
+        async with asyncio.timeout(10):
+            while batcher._queue._running:  # a thread that has just answered still counts as computing
+                await asyncio.sleep(0.0005)
         second.may_run.clear()
         pending = [submit(batcher, [text]) for text in "mnopq"]
         await running(second, after)
