@@ -41,6 +41,7 @@ from attncache_core.heads.decisions import class_scores
 from attncache_core.heads.vectors import normalize
 from attncache_core.models.variant import find_variant
 from attncache_core.reuse.execution.fetch import Fetch
+from attncache_core.reuse.kv.opening import KeyValueOptions
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.manifest import Manifest
@@ -62,6 +63,7 @@ __all__ = [
     "Fetch",
     "InputTooLong",
     "InvalidInput",
+    "KeyValueOptions",
     "LinearClassifier",
     "Manifest",
     "Measure",

@@ -84,7 +84,12 @@ class BatchRunner:
         # Hits belong to the policy before the batch, because another thread may tighten it meanwhile.
         policy = verifier.policy if verifier else None
         requests = [
-            PrefillRequest(request.sequences[index], request.reuse, request.prompt.sequence_plan(index))
+            PrefillRequest(
+                request.sequences[index],
+                request.reuse,
+                request.prompt.sequence_plan(index),
+                request.wanted[index],
+            )
             for request, start, stop in shares
             for index in range(start, stop)
         ]
@@ -146,9 +151,13 @@ def _parts(shares: list[Share], result: PrefillResult) -> list[RequestResult]:
     probabilities = result.log_probabilities or ()
     return [
         RequestResult(
-            result.outputs[first:last], result.outcomes[first:last], tuple(probabilities[first:last])
+            result.outputs[first:last],
+            result.outcomes[first:last],
+            tuple(probabilities[first:last]),
+            sum(map(len, share.request.sequences[share.start : share.stop])),
+            int(result.cached_tokens[first:last].sum()),
         )
-        for first, last in zip([0, *stops], stops, strict=False)
+        for share, first, last in zip(shares, [0, *stops], stops, strict=False)
     ]
 
 

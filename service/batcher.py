@@ -79,23 +79,25 @@ class Batcher:
         counted: bool = True,
         prompt: Prompt | None = None,
         labels: LabelTokens | None = None,
+        salt: bytes = b"",
     ) -> asyncio.Future[RequestResult]:
         """Queue texts and return a future of their result.
 
         prompt: None for the checkpoint's prompt. labels: the labels to score, if `prompt` is the prompt of
-        labels. reuse: reuse attention maps if the engine allows reuse for this prompt. counted: whether the
-        metric of outcomes counts the sequences. Cancelling the future removes from the queue what still
-        waits. Raises QueueFull at once if the texts do not fit into the queue. The future fails with
-        InputTooLong, NotFinite (naming a text) or InternalError.
+        labels. reuse: reuse stored keys and values of this salt, and attention maps if the engine allows it
+        for this prompt. counted: whether the metric of outcomes counts the sequences. Cancelling the future
+        removes from the queue what still waits. Raises QueueFull at once if the texts do not fit into the
+        queue. The future fails with InputTooLong, NotFinite (naming a text) or InternalError.
         """
         engine = self._runner.engine
         own = prompt or engine.default_prompt
-        reuse = reuse and engine.may_reuse(own, labels)
-        shares = engine.shares_prefixes(reuse)
-        # Where prefixes are shared, nothing is reused, also if another engine computes the request later.
-        reuse = reuse and not shares
+        maps = reuse and engine.may_reuse(own, labels)
+        shares = engine.shares_prefixes(maps)
+        # Where prefixes are shared, no maps are reused, also if another engine computes the request later.
+        maps = maps and not shares
         future: asyncio.Future[RequestResult] = self._loop.create_future()
-        request = PendingRequest(texts, own, truncate, reuse, counted, future, shares)
+        stored = salt if reuse and shares else None
+        request = PendingRequest(texts, own, truncate, maps, counted, future, shares, stored)
         self._queue.admit(request.count)
         request.future.add_done_callback(lambda _: self._queue.withdraw(request))
         self._tokenize_threads.submit(self._tokenize, request)
@@ -127,11 +129,9 @@ class Batcher:
         started = time.perf_counter()
         try:
             if not request.future.done():
-                request.tokenized(
-                    self._runner.engine.tokenize(
-                        request.texts, request.truncate, request.prompt, self._limits.request_tokens
-                    )
-                )
+                engine, most_tokens = self._runner.engine, self._limits.request_tokens
+                sequences = engine.tokenize(request.texts, request.truncate, request.prompt, most_tokens)
+                request.tokenized(sequences, engine)
         # A panic in a compiled tokenizer is not an Exception, and the client must be answered all the same.
         except BaseException as error:
             self._queue.release(request)

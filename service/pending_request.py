@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attncache_core import Outcome
+from attncache_core import Outcome, PrefillEngine
+from attncache_core.reuse.kv.store import Wanted
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
 
@@ -21,6 +22,8 @@ class RequestResult:
     outputs: np.ndarray  # float32 [sequences, dimensions]
     outcomes: tuple[Outcome, ...]
     log_probabilities: tuple[np.ndarray, ...] = ()  # per sequence float32 [targets]; empty without targets
+    asked_tokens: int = 0  # tokens of all sequences
+    cached_tokens: int = 0  # tokens of them whose keys and values were stored
 
     @property
     def hits(self) -> int:
@@ -41,6 +44,8 @@ class RequestResult:
             np.concatenate([part.outputs for part in parts]),
             tuple(outcome for part in parts for outcome in part.outcomes),
             tuple(own for part in parts for own in part.log_probabilities),
+            sum(part.asked_tokens for part in parts),
+            sum(part.cached_tokens for part in parts),
         )
 
 
@@ -59,7 +64,11 @@ class PendingRequest:
     future: asyncio.Future[RequestResult]
     # Whether the engine computes the sequences as trees of shared prefixes.
     shares_prefixes: bool = False
+    # Sequences of one salt share stored keys and values; None: nothing is given, and nothing is stored.
+    salt: bytes | None = None
     sequences: list[list[int]] = field(default_factory=list)
+    wanted: list[Wanted | None] = field(default_factory=list)  # how each sequence is looked up
+    stored_tokens: list[int] = field(default_factory=list)  # of each sequence, when it was tokenised
     # For each sequence the tokens that it adds to a batch that holds the sequence before it.
     added_tokens: list[int] = field(default_factory=list)
     queued_at: float = 0.0  # seconds, perf_counter
@@ -72,10 +81,17 @@ class PendingRequest:
         """The number of sequences that the texts become."""
         return len(self.texts) * len(self.prompt.sequence_plans)
 
-    def tokenized(self, sequences: list[list[int]]) -> None:
+    def tokenized(self, sequences: list[list[int]], engine: PrefillEngine) -> None:
         """Keep the token sequences of the texts, and count the tokens that each of them adds to a batch."""
         self.sequences = sequences
-        self.added_tokens = added_tokens(sequences) if self.shares_prefixes else list(map(len, sequences))
+        self.wanted = [
+            engine.wanted(ids, self.prompt.sequence_plan(index), self.salt)
+            for index, ids in enumerate(sequences)
+        ]
+        self.stored_tokens = list(map(engine.stored_tokens, self.wanted))
+        lengths = [len(ids) - stored for ids, stored in zip(sequences, self.stored_tokens, strict=True)]
+        added = added_tokens(sequences) if self.shares_prefixes else lengths
+        self.added_tokens = list(map(min, added, lengths))
 
     def add_part(self, start: int, part: RequestResult) -> RequestResult | None:
         """Keep the result of sequences[start:...]. Returns the whole result once it is complete, else None.
@@ -112,7 +128,9 @@ class PendingRequest:
         """Return `before` with sequence `index` added, which follows the sequences of `before`."""
         is_first = index == self.taken
         begins_text = not self.shares_prefixes or index % len(self.prompt.sequence_plans) == 0
-        tokens = len(self.sequences[index]) if is_first else self.added_tokens[index]
+        tokens = self.added_tokens[index]
+        if is_first:
+            tokens = len(self.sequences[index]) - self.stored_tokens[index]
         return Fitting(index + 1, before.tokens + tokens, before.texts + (is_first or begins_text))
 
 

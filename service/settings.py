@@ -25,6 +25,9 @@ ChosenTask = Literal["label-logits"]
 ENVIRONMENT_PREFIX = "ATTNCACHE_"
 # Fields whose options are accepted but not shown: --fetch selects the baselines of the benchmark.
 HIDDEN_FIELDS = frozenset({"fetch"})
+# Fields that say how attention maps, or keys and values, are reused.
+_OF_MAPS = ("database", "threshold", "heads", "fetch", "search_always", "min_gain", "verify_rate")
+_OF_KEY_VALUES = ("kv_memory_bytes", "kv_eviction")
 # Former field -> what to use instead. The option and its variable are refused.
 REMOVED_FIELDS = {
     "policy": "use --threshold 0.995 (conservative), 0.99 (moderate) or 0.95 (aggressive)",
@@ -82,7 +85,30 @@ class Settings(BaseModel):
         description="Folder of the attention database. Default: the default database of the model, which "
         "the first start builds.",
     )
-    reuse: bool = Field(True, description="Reuse attention maps. With --no-reuse no database is opened.")
+    reuse: bool = Field(
+        True,
+        description="Reuse anything. --no-reuse switches off every kind of reuse, and opens no database.",
+    )
+    maps: bool = Field(
+        True,
+        description="Reuse attention maps, from --database or the default database. A causal model has no "
+        "default database.",
+    )
+    kv: bool = Field(
+        True,
+        description="Store keys and values and reuse them: exactly, and only for causal models.",
+    )
+    kv_memory_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Most bytes of memory for stored keys and values. Default: a quarter of the memory that "
+        "is available at the start.",
+    )
+    kv_eviction: Literal["look-ahead", "lru", "fifo"] = Field(
+        "look-ahead",
+        description="Which keys and values leave first when there is no room: those that no waiting request "
+        "will use (look-ahead), the least recently used, or the oldest.",
+    )
     threshold: float | None = Field(
         None,
         allow_inf_nan=False,
@@ -182,10 +208,16 @@ class Settings(BaseModel):
             raise _refused("--max-request-inputs must be at most --max-queue-sequences, which is smaller")
         if self.classifier and self.labels:
             raise _refused("--classifier and --labels both set the labels; leave one of them out")
-        for name in ("database", "threshold", "heads", "fetch", "search_always", "min_gain", "verify_rate"):
-            if not self.reuse and getattr(self, name) != type(self).model_fields[name].default:
-                raise _refused(f"{option_name(name)} has no effect with --no-reuse; leave one of them out")
+        self._refuse_without("maps", _OF_MAPS)
+        self._refuse_without("kv", _OF_KEY_VALUES)
+        self._refuse_without("reuse", ("maps", *_OF_MAPS, "kv", *_OF_KEY_VALUES))
         return self
+
+    def _refuse_without(self, switch: str, options: Iterable[str]) -> None:
+        """Refuse options that have no effect because a switch is off."""
+        for name in options:
+            if not getattr(self, switch) and getattr(self, name) != type(self).model_fields[name].default:
+                raise _refused(f"{option_name(name)} has no effect with --no-{switch}; leave one of them out")
 
 
 def option_name(field: str) -> str:

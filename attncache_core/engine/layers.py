@@ -46,7 +46,7 @@ def given_by(
         return nullcontext(layer_maps(batch, model.layers[0], plan.layer_sources, model.dtype, model.device))
     hits = int(plan.hits.sum())
     if not hits:
-        return nullcontext(_NO_HITS)
+        return nullcontext(NO_GIVEN_MAPS)
     groups = [
         RecordGroup(plan.segments[group.length], plan.records[group.sequences])
         for group in batch.groups(0, hits)
@@ -54,7 +54,7 @@ def given_by(
     return HitRecords(groups, fetch)
 
 
-_NO_HITS = HitRecords([])
+NO_GIVEN_MAPS = HitRecords([])
 
 
 def _require_sources(plan: ReusePlan, model: PackedModel, layers: range) -> None:

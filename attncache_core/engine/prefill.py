@@ -20,10 +20,12 @@ import torch
 from attncache_core import native
 from attncache_core.checkpoints.checkpoint import Checkpoint, Task
 from attncache_core.checkpoints.template import Template
+from attncache_core.engine.continued import run_continued
 from attncache_core.engine.decisions import Decisions
 from attncache_core.engine.forward import forward_pass
 from attncache_core.engine.info import EngineInfo
 from attncache_core.engine.request import PrefillRequest, PrefillResult, joined_results
+from attncache_core.engine.targets import log_probabilities
 from attncache_core.errors import InvalidInput, NoClassifier, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure, OutputComparator
@@ -31,6 +33,8 @@ from attncache_core.heads.vectors import finite_sequences, require_finite
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.models import PackedModel, load_model
 from attncache_core.reuse.execution.fetch import Fetch
+from attncache_core.reuse.kv.opening import KeyValueOptions, KeyValueReuse, NotReusable, open_key_values
+from attncache_core.reuse.kv.store import Wanted
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import ReusePolicy
@@ -40,7 +44,7 @@ from attncache_core.runtime.devices import Device, Dtype, resolve_device, resolv
 from attncache_core.runtime.memory import keep_freed_memory
 from attncache_core.runtime.threads import limit_threads, one_thread, use_threads
 from attncache_core.text.labels import LabelTokens
-from attncache_core.text.prompts import Prompt
+from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared
 from attncache_core.text.tokenizer import TextTokenizer
 
@@ -73,6 +77,8 @@ class PrefillEngine:
         self.decisions = Decisions(checkpoint, model, tokenizer, classifier)
         self.fetch = fetch
         self.share_prefixes = share_prefixes
+        self.key_values: KeyValueReuse | None = None
+        self.key_values_off = "switched off"  # why, if `key_values` is None
         self._reuse_off: list[str] = []
         self._deciding = threading.Lock()  # held while the strategy is called
         self.task: Task = checkpoint.task
@@ -92,6 +98,7 @@ class PrefillEngine:
         fetch: Fetch = Fetch.AUTO,
         max_tokens: int | None = None,
         share_prefixes: bool = True,
+        key_values: KeyValueOptions | None = None,
     ) -> PrefillEngine:
         """Load a checkpoint and pack its weights.
 
@@ -101,7 +108,8 @@ class PrefillEngine:
         threads: number of threads of torch and Faiss in the whole process; None: all available threads.
         fetch: the way to read the maps of hits. max_tokens: truncate texts to this number of tokens, if it is
         below the model's maximum. share_prefixes: compute a prefix that several sequences of a batch share
-        once, if the model is causal; see `shares_prefixes`.
+        once, if the model is causal; see `shares_prefixes`. key_values: store keys and values, and reuse
+        them, if the model allows it; `key_values_off` says why not. None: do not.
         Raises InvalidInput if the device does not exist, UnsupportedModel, DatabaseRefused if database or
         classifier belong to another model, and NotFinite if the embedding of a label is not finite.
         """
@@ -140,6 +148,11 @@ class PrefillEngine:
             fetch=fetch,
             share_prefixes=share_prefixes,
         )
+        if key_values:
+            try:
+                engine.key_values = open_key_values(model, checkpoint.fingerprint(), key_values)
+            except NotReusable as reason:
+                engine.key_values_off = str(reason)
         if checkpoint.task == "embed" and checkpoint.labels:
             try:
                 embeddings = engine.embed(checkpoint.labels, reuse=False)
@@ -263,17 +276,47 @@ class PrefillEngine:
         labels: LabelTokens | None = None,
         *,
         reuse: bool = True,
+        salt: bytes = b"",
     ) -> list[PrefillRequest]:
         """Return the requests for token sequences that `tokenize` returned for this prompt.
 
         prompt: None for the checkpoint's template. labels: the labels to score, if the prompt is the prompt
-        of labels. reuse: let the sequences reuse what they can, if `may_reuse` allows it for the prompt.
+        of labels. reuse: let the sequences reuse what they can: stored keys and values of the same salt, and
+        attention maps if `may_reuse` allows it for the prompt.
         """
         prompt = prompt or self.default_prompt
-        reuse = reuse and self.may_reuse(prompt, labels)
+        maps = reuse and self.may_reuse(prompt, labels)
         return [
-            PrefillRequest(ids, reuse, prompt.sequence_plan(index)) for index, ids in enumerate(sequences)
+            PrefillRequest(ids, maps, plan, self.wanted(ids, plan, salt if reuse else None))
+            for index, ids in enumerate(sequences)
+            for plan in [prompt.sequence_plan(index)]
         ]
+
+    def wanted(self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes | None) -> Wanted | None:
+        """Return how stored keys and values of a sequence are looked up; None if nothing may be stored.
+
+        salt: sequences of one salt share what is stored; None: nothing is given, and nothing is stored.
+        """
+        if self.key_values is None or salt is None:
+            return None
+        return self.key_values.wanted(
+            ids,
+            salt,
+            skipped=self._skipped(plan),
+            computed=max((target.back + 1 for target in plan.targets), default=0) if plan else 0,
+            passing=len(plan.continuation) if plan else 0,
+        )
+
+    def stored_tokens(self, wanted: Wanted | None) -> int:
+        """Return how many tokens of a sequence are stored now."""
+        return self.key_values.store.lookup(wanted) if self.key_values and wanted else 0
+
+    def _skipped(self, plan: SequencePlan | None) -> int:
+        """Return the tokens at the front of a sequence that pooling leaves out."""
+        pooling = self.checkpoint.pooling
+        if pooling.include_prompt or set(pooling.modes) == {"lasttoken"} or self.task == "classify":
+            return 0
+        return plan.prompt_tokens if plan else self.tokenizer.prompt_tokens
 
     def may_reuse(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
         """Return whether the quality budget covers sequences of this prompt.
@@ -341,6 +384,10 @@ class PrefillEngine:
             return self._run_on_threads(requests, share=share)
 
     def _run_on_threads(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
+        if share and self.key_values:
+            skipped = [self._skipped(request.sequence_plan) for request in requests]
+            store, modes = self.key_values.store, self.checkpoint.pooling.modes
+            return run_continued(self.model, store, requests, skipped, modes)
         started = time.perf_counter()
         batch = self._packed(requests, share).on(self.model.device)
         reuse = np.array([request.reuse for request in requests], dtype=bool)
@@ -360,9 +407,9 @@ class PrefillEngine:
         batch, plan = done.batch, done.plan
         outputs = done.outputs.rows.cpu().numpy()
         finite = batch.in_callers_order(finite_sequences(batch, done.hidden, outputs))
-        log_probabilities = self._log_probabilities(batch, done.hidden, requests)
-        if log_probabilities is not None:
-            finite &= [bool(np.isfinite(own).all()) for own in log_probabilities]
+        found = log_probabilities(self.model, batch, done.hidden, requests)
+        if found is not None:
+            finite &= [bool(np.isfinite(own).all()) for own in found]
         return PrefillResult(
             outputs=batch.in_callers_order(outputs),
             finite=finite,
@@ -370,12 +417,14 @@ class PrefillEngine:
             similarities=batch.in_callers_order(plan.similarities),
             strangeness=batch.in_callers_order(plan.strangeness),
             tokens=int(batch.offsets[-1]),
+            asked_tokens=sum(len(request.ids) for request in requests),
+            cached_tokens=np.zeros(len(requests), dtype=np.int64),
             search_seconds=done.search_seconds,
             forward_seconds=time.perf_counter() - started - done.search_seconds,
             attention_seconds=done.attention_seconds,
             corrupt_records=plan.corrupt_records,
             lost_lengths=lost,
-            log_probabilities=log_probabilities,
+            log_probabilities=found,
         )
 
     @cached_property
@@ -456,32 +505,6 @@ class PrefillEngine:
             gain=reuse.gain.info(reuse.policy.names()) if reuse and reuse.gain else None,
             database=reuse.info() if reuse else None,
         )
-
-    def _log_probabilities(
-        self, batch: TokenBatch, hidden: torch.Tensor, requests: Sequence[PrefillRequest]
-    ) -> list[np.ndarray] | None:
-        """Return the log-probabilities of each request's targets; None if no request has targets.
-
-        hidden: output of the last layer, [tokens, hidden].
-        """
-        targets = [request.sequence_plan.targets if request.sequence_plan else () for request in requests]
-        counts = [len(own) for own in targets]
-        if not any(counts) or self.model.language_head is None:
-            return None
-        backs, tokens = np.array([target for own in targets for target in own], dtype=np.int64).T
-        lengths = np.array([len(request.ids) for request in requests], dtype=np.int64)
-        sequences = np.repeat(np.arange(len(requests)), counts)
-        rows = batch.rows(sequences, lengths[sequences] - 1 - backs)
-        found = (
-            self.model.language_head.log_probabilities(
-                hidden,
-                torch.from_numpy(rows).to(hidden.device),
-                torch.from_numpy(np.ascontiguousarray(tokens)).to(hidden.device),
-            )
-            .cpu()
-            .numpy()
-        )
-        return np.split(found, np.cumsum(counts)[:-1])
 
 
 def _map_reuse(database: AttentionDatabase, checkpoint: Checkpoint) -> MapReuse:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from attncache_core.reuse.kv.store import Wanted
 from attncache_core.reuse.plan import Outcome
 from attncache_core.text.prompts import SequencePlan
 
@@ -19,6 +20,8 @@ class PrefillRequest:
     reuse: bool = True  # whether this sequence may reuse anything
     # Which outputs to read from this sequence; None: the outputs of the default prompt.
     sequence_plan: SequencePlan | None = None
+    # How stored keys and values are looked up; None: none are used, and none are stored.
+    wanted: Wanted | None = None
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class PrefillResult:
     outcomes: tuple[Outcome, ...]
     similarities: np.ndarray  # float32 [sequences], nan if the sequence was not compared with records
     tokens: int  # number of tokens that were computed; a shared prefix counts once
+    asked_tokens: int  # tokens of all sequences
+    cached_tokens: np.ndarray  # int64 [sequences], tokens of each sequence whose keys and values were stored
     search_seconds: float  # of planning: familiarity, projector, index and checks
     forward_seconds: float  # of everything else
     attention_seconds: float  # of attention, without the output projections; part of forward_seconds
@@ -65,6 +70,8 @@ def joined_results(parts: Sequence[PrefillResult], indices: Sequence[np.ndarray]
         outcomes=tuple(outcomes[index] for index in order.tolist()),
         similarities=rows("similarities"),
         tokens=sum(part.tokens for part in parts),
+        asked_tokens=sum(part.asked_tokens for part in parts),
+        cached_tokens=rows("cached_tokens"),
         search_seconds=sum(part.search_seconds for part in parts),
         forward_seconds=sum(part.forward_seconds for part in parts),
         attention_seconds=sum(part.attention_seconds for part in parts),

@@ -156,11 +156,13 @@ def assemble_decoder(
         lambda module: _FeedForward(module, base.config),
         build,
     )
+    outputs = _Outputs(base.norm, getattr(model, "score", None), pool)
     return PackedModel(
         hidden_size=base.config.hidden_size,
         embed=embed,
         layers=layers,
-        outputs=_Outputs(base.norm, getattr(model, "score", None), pool),
+        outputs=outputs,
+        final=outputs,
         language_head=language_head(model, base.norm),
     )
 
@@ -173,11 +175,18 @@ class _Outputs:
         self._dtype = next(norm.parameters()).dtype
 
     def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
-        hidden = hidden.to(self._dtype)
         if self._score is None:
-            return Outputs(self._pool(self._norm(hidden), batch), None)
-        last = self._norm(hidden[torch.from_numpy(batch.last_rows)])
-        return Outputs(last.float(), self._score(last).float())
+            return Outputs(self._pool(self._norm(hidden.to(self._dtype)), batch), None)
+        last = self.states(hidden[torch.from_numpy(batch.last_rows)])
+        return Outputs(last, self.logits(last))
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See FinalStates."""
+        return self._norm(hidden.to(self._dtype)).float()
+
+    def logits(self, last: torch.Tensor) -> torch.Tensor | None:
+        """See FinalStates."""
+        return None if self._score is None else self._score(last.to(self._dtype)).float()
 
 
 def capped_scores(scale: float, cap: float) -> Scores:

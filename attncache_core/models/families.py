@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.models.bert import bert, roberta
 from attncache_core.models.deberta import deberta
 from attncache_core.models.decoder import decoder
@@ -52,3 +53,10 @@ DECODERS: dict[str, Family] = dict.fromkeys(
 
 
 FAMILIES = ENCODERS | DECODERS
+
+
+def is_causal(checkpoint: Checkpoint) -> bool:
+    """Return whether no token depends on a later token, as far as config.json says."""
+    config = checkpoint.config
+    is_bidirectional = config.get("use_bidirectional_attention") or not config.get("is_causal", True)
+    return config.get("model_type") in DECODERS and not is_bidirectional

@@ -169,6 +169,18 @@ class Outputs(NamedTuple):
         return self.representation if self.logits is None else self.logits
 
 
+class FinalStates(Protocol):
+    """The parts of a causal model's outputs, for sequences whose first tokens are not computed."""
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what pooling reads, float32 [n, hidden], from the last layer's output [n, hidden]."""
+        ...
+
+    def logits(self, last: torch.Tensor) -> torch.Tensor | None:
+        """Return the class logits [n, classes] of last tokens' states [n, hidden]; None without classes."""
+        ...
+
+
 # Makes one float32 vector per sequence from the last layer's [tokens, hidden], in packed order.
 Pool = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
 
@@ -188,6 +200,7 @@ class PackedModel:
     outputs: Callable[[torch.Tensor, TokenBatch], Outputs]
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32  # of the weights and of the hidden states
+    final: FinalStates | None = None  # of a causal model
     language_head: LanguageHead | None = None  # if a decoder was loaded with its language head
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
@@ -47,3 +48,16 @@ def release_mapped_weights() -> None:
             first, last = (int(address, 16) for address in mapping.split()[0].split("-"))
             # Unlike MADV_DONTNEED, MADV_PAGEOUT keeps changes if a page has been written to.
             library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_PAGEOUT)
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that the process can still use: of the machine, and of its control group."""
+    available = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = [1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])]
+    with contextlib.suppress(OSError, ValueError):  # a limit may be the word "max"
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
+        available.append(limit - int((group / "memory.current").read_text(encoding="ascii")))
+    return max(0, min(available))

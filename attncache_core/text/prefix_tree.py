@@ -10,7 +10,7 @@ depends on a later token, so all sequences that begin with the same tokens can s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise
 
@@ -215,14 +215,38 @@ def shared_prefixes(sequences: Sequence[Sequence[int]]) -> SharedPrefixes | None
 
     A sequence that begins another sequence, or equals it, is a path of the tree without rows of its own.
     """
+    found = _forest(sequences, np.zeros(len(sequences), dtype=np.int64))
+    return found if len(found.tree.trees) <= len(sequences) else None
+
+
+def continued_prefixes(
+    sequences: Sequence[Sequence[int]], groups: Sequence[int], given: Sequence[int]
+) -> SharedPrefixes:
+    """Return the tree of sequences of which the first given[i] tokens are no rows of the tree.
+
+    sequences: the other tokens of each sequence, at least one. groups: sequences share prefixes only inside a
+    group, and all sequences of a group have the same given tokens.
+    """
+    found = _forest(sequences, np.asarray(groups, dtype=np.int64))
+    tree = found.tree
+    starts = np.zeros(len(tree.parents), dtype=np.int64)
+    starts[tree.ends] = np.asarray(given, dtype=np.int64)[found.order]
+    # A root has the given tokens of any sequence that ends below it, and passes them on to its descendants.
+    roots = tree.trees[:-1]
+    of_trees = np.maximum.reduceat(starts, roots)
+    return replace(found, tree=replace(tree, starts=tree.starts + np.repeat(of_trees, np.diff(tree.trees))))
+
+
+def _forest(sequences: Sequence[Sequence[int]], groups: np.ndarray) -> SharedPrefixes:
+    """Return the tree of sequences, which share prefixes where it pays, inside their groups (int64 [n])."""
     lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
     flat = np.fromiter(chain.from_iterable(sequences), dtype=np.int64, count=int(lengths.sum()))
     firsts = np.cumsum(lengths) - lengths
-    order = _sorted(flat, firsts, lengths)
-    lengths, firsts = lengths[order], firsts[order]
-    shared = _worthwhile(_common_with_previous(flat, firsts, lengths), lengths)
-    if not shared.any():
-        return None
+    order = _sorted(flat, firsts, lengths, groups)
+    lengths, firsts, groups = lengths[order], firsts[order], groups[order]
+    common = _common_with_previous(flat, firsts, lengths)
+    common[1:][groups[1:] != groups[:-1]] = 0
+    shared = _worthwhile(common, lengths)
     added = lengths - shared
     sources = np.repeat(firsts + shared, added) + _counted(added)
     return SharedPrefixes(flat[sources], order, _tree(shared, added))
@@ -239,14 +263,14 @@ def added_tokens(sequences: Sequence[Sequence[int]]) -> list[int]:
     return added
 
 
-def _sorted(flat: np.ndarray, firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the lexicographic order of sequences in `flat`, int64 [sequences]."""
+def _sorted(flat: np.ndarray, firsts: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return the lexicographic order of sequences in `flat`, group by group: int64 [sequences]."""
     # The bytes of big-endian numbers have the order of the numbers.
     numbers = flat.astype(">i8").tobytes()
     width = 8
     keys = [
-        numbers[width * first : width * (first + length)]
-        for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)
+        (group, numbers[width * first : width * (first + length)])
+        for first, length, group in zip(firsts.tolist(), lengths.tolist(), groups.tolist(), strict=True)
     ]
     return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
 

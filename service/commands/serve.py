@@ -16,6 +16,7 @@ from attncache_core import (
     AttnCacheError,
     Checkpoint,
     CorruptDatabase,
+    KeyValueOptions,
     LinearClassifier,
     PrefillEngine,
     build_default_database,
@@ -23,6 +24,7 @@ from attncache_core import (
     set_damaged_aside,
 )
 from attncache_core.calibration.gain import require_gain
+from attncache_core.models.families import is_causal
 from service.commands.database_report import why_exact
 from service.commands.options import checkpoint_of, removed_settings_options, settings_options
 from service.commands.progress import shown_progress
@@ -66,19 +68,21 @@ def load_engines(settings: Settings, checkpoint: Checkpoint) -> Iterator[Prefill
         if settings.database is not None:
             raise
         logger.warning("%s; every text is computed in full until there is a new database", error)
-        engine = load_engine(settings.model_copy(update={"reuse": False}), checkpoint)
+        engine = load_engine(settings.model_copy(update={"maps": False}), checkpoint)
         engine.reuse_off.append("the default database is damaged, and a new one is being built")
-    yield engine
-    if settings.reuse and engine.database is None:
-        try:
-            rebuilt = _with_new_database(settings, checkpoint)
-        except Exception as error:
-            expected = isinstance(error, AttnCacheError | OSError)
-            logger.warning("there is no new default database: %s", error, exc_info=not expected)
-            engine.reuse_off[:] = ["the default database is damaged, and no new one could be built"]
-        else:
-            logger.info("the new default database is ready: attention maps are reused from now on")
-            yield rebuilt
+        yield engine
+    else:
+        yield engine
+        return
+    try:
+        rebuilt = _with_new_database(settings, checkpoint)
+    except Exception as error:
+        expected = isinstance(error, AttnCacheError | OSError)
+        logger.warning("there is no new default database: %s", error, exc_info=not expected)
+        engine.reuse_off[:] = ["the default database is damaged, and no new one could be built"]
+    else:
+        logger.info("the new default database is ready: attention maps are reused from now on")
+        yield rebuilt
 
 
 def _with_new_database(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
@@ -101,13 +105,14 @@ def load_engine(settings: Settings, checkpoint: Checkpoint, *, keep_gain: bool =
     """
     engine = PrefillEngine.load(
         checkpoint,
-        database=_open_database(settings, checkpoint) if settings.reuse else None,
+        database=_open_database(settings, checkpoint),
         dtype=settings.dtype,
         device=settings.device,
         threads=settings.threads,
         classifier=LinearClassifier.load(settings.classifier) if settings.classifier else None,
         fetch=settings.fetch,
         max_tokens=settings.max_tokens,
+        key_values=_key_value_options(settings),
     )
     if engine.map_reuse:
         if settings.search_always:
@@ -124,6 +129,9 @@ def load_engine(settings: Settings, checkpoint: Checkpoint, *, keep_gain: bool =
 def _what_reuse_does(engine: PrefillEngine) -> str:
     """Return a line for the log: what reuse saves, at which quality, or why nothing is reused."""
     reuse = engine.map_reuse
+    if engine.key_values:
+        most = engine.key_values.store.pool.places * engine.key_values.store.layout.block_bytes
+        return f"serving exactly: keys and values are stored in up to {most / 2**30:.1f} GiB of memory"
     if reuse is None:
         return "serving exactly: there is no database"
     if reuse.reuse_off:
@@ -144,10 +152,21 @@ def _what_reuse_does(engine: PrefillEngine) -> str:
     return f"serving exactly: reuse would save {saved}, too little for --min-gain {reuse.gain.min_gain}"
 
 
-def _open_database(settings: Settings, checkpoint: Checkpoint) -> AttentionDatabase:
+def _key_value_options(settings: Settings) -> KeyValueOptions | None:
+    if not (settings.reuse and settings.kv):
+        return None
+    return KeyValueOptions(settings.kv_memory_bytes, settings.kv_eviction)
+
+
+def _open_database(settings: Settings, checkpoint: Checkpoint) -> AttentionDatabase | None:
     overrides: dict[str, Any] = {"threshold": settings.threshold, "heads": settings.heads}
+    if not (settings.reuse and settings.maps):
+        return None
     if settings.database is not None:
         return AttentionDatabase.open(settings.database, **overrides)
+    # Maps save a tenth of a causal model's time at best, and keys and values of prefixes save a multiple.
+    if is_causal(checkpoint):
+        return None
     with shown_progress() as progress:
         build_default_database(
             checkpoint,

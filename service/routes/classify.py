@@ -91,7 +91,7 @@ async def classify(request: Request) -> Response:
     pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse)
     result = await result_unless_gone(request, pending)
     scores = choice.scores(result.outputs, serving, body.temperature)
-    return answer([_best_first(choice.labels, row) for row in scores], result, state.settings)
+    return answer([_best_first(choice.labels, row) for row in scores], result, state)
 
 
 async def _by_tokens(
@@ -120,7 +120,7 @@ async def _by_tokens(
     # The outputs are finite, so a NaN here comes from a label's row of the language head.
     require_finite(np.isfinite(logits).T, "labels")
     scores = class_scores(logits, body.temperature or _CLASSIFIER_TEMPERATURE)
-    return answer([_best_first(list(labels.labels), row) for row in scores], result, state.settings)
+    return answer([_best_first(list(labels.labels), row) for row in scores], result, state)
 
 
 def _among_known(requested: list[str] | None, known: tuple[str, ...]) -> _Choice:

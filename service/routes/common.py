@@ -14,11 +14,11 @@ from service.bodies import REQUIRE_MODEL_HEADER
 from service.errors import ClientGone, ModelMismatch, TooManyInputs
 from service.pending_request import RequestResult
 from service.schemas import ErrorBody
-from service.settings import Settings
 from service.state import ServiceState, Serving
 
 HITS_HEADER = "X-AttnCache-Hits"
 PROTOTYPE_HITS_HEADER = "X-AttnCache-Prototype-Hits"
+CACHED_TOKENS_HEADER = "X-AttnCache-Cached-Tokens"
 MODEL_HEADER = "X-AttnCache-Model"
 # Key in a request's ASGI scope: the fingerprint that the response has in MODEL_HEADER.
 ANSWERED_BY = "attncache.answered_by"
@@ -45,6 +45,12 @@ ANSWER_HEADERS = {
         "description": "Number of sequences that took attention maps from a prototype, of all sequences of "
         "the request. Absent with --no-reuse-headers.",
         "schema": {"type": "string", "examples": ["1/4"]},
+    },
+    CACHED_TOKENS_HEADER: {
+        "description": "Number of tokens whose keys and values were stored and not computed again, of all "
+        "tokens of the request. Absent with --no-reuse-headers, and if the model's keys and values cannot be "
+        "reused; /info says why.",
+        "schema": {"type": "string", "examples": ["480/560"]},
     },
     MODEL_HEADER: {
         "description": "Fingerprint of the model that answers, as in /info. Error responses have the header "
@@ -110,12 +116,14 @@ async def _give_up_when_gone(request: Request, pending: asyncio.Future[RequestRe
         pending.set_exception(ClientGone("the client left before its answer"))
 
 
-def answer(content: Any, result: RequestResult, settings: Settings) -> Response:
-    """Return a response with status 200, the content as JSON and, if enabled, the hits in headers."""
+def answer(content: Any, result: RequestResult, state: ServiceState) -> Response:
+    """Return a response with status 200, the content as JSON and, if enabled, what was reused in headers."""
     headers = {}
-    if settings.reuse_headers:
+    if state.settings.reuse_headers:
         sequences = len(result.outcomes)
         headers[HITS_HEADER] = f"{result.hits}/{sequences}"
         headers[PROTOTYPE_HITS_HEADER] = f"{result.prototype_hits}/{sequences}"
+        if state.serving().engine.key_values:
+            headers[CACHED_TOKENS_HEADER] = f"{result.cached_tokens}/{result.asked_tokens}"
     dumped = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(dumped, headers=headers, media_type="application/json")

@@ -45,4 +45,4 @@ async def embed(request: Request) -> Response:
     pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse, prompt=prompt)
     result = await result_unless_gone(request, pending)
     embeddings = serving.engine.embeddings(result.outputs, normalize=body.normalize)
-    return answer(np.ascontiguousarray(embeddings), result, state.settings)
+    return answer(np.ascontiguousarray(embeddings), result, state)

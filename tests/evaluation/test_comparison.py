@@ -49,6 +49,8 @@ class Fake:
             outcomes=tuple(self.outcomes[index] for index in indices),
             similarities=self.similarities[indices],
             tokens=len(indices),
+            asked_tokens=len(indices),
+            cached_tokens=np.zeros(len(indices), np.int64),
             search_seconds=seconds / 8,
             forward_seconds=seconds / 2,
             attention_seconds=seconds / 4,

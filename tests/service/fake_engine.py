@@ -102,6 +102,8 @@ class FakeEngine:
     multi_label = False
     database = None
     parallel_runs = 1
+    key_values = None
+    key_values_off = "the engine is fake"
 
     def __init__(
         self,
@@ -146,6 +148,12 @@ class FakeEngine:
     def shares_prefixes(self, reuse: bool) -> bool:  # noqa: ARG002
         return self.sharing
 
+    def wanted(self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes | None) -> None:
+        """Nothing is stored."""
+
+    def stored_tokens(self, wanted: None) -> int:  # noqa: ARG002
+        return 0
+
     def tokenize(
         self,
         texts: list[str],
@@ -186,6 +194,8 @@ class FakeEngine:
             outcomes=outcomes,
             similarities=np.array([_SIMILARITY[outcome] for outcome in outcomes], np.float32),
             tokens=sum(map(len, texts)),
+            asked_tokens=sum(map(len, texts)),
+            cached_tokens=np.zeros(len(texts), np.int64),
             search_seconds=0.001,
             forward_seconds=0.002,
             attention_seconds=0.0,

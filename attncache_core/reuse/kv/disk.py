@@ -1,0 +1,394 @@
+"""Keep blocks of keys and values on disk, in a folder that several processes may use at once.
+
+    folder/usage                bytes of all other files; its lock is held to create, rename or remove them
+    folder/ab/abcdef....kv      the block with the key abcdef..., see record_file.py
+    folder/0123....unfinished   a file that a process is writing, locked by its writer
+
+No lock is held while content is written or read: a writer first reserves the size of its file, by creating
+an unfinished file of this size, and then fills and renames it. So after a kill at any time, each block is
+whole, and the sum of all file sizes never exceeds the limit. The usage may be too high after a kill. Every
+scan of the folder corrects it, and removes the unfinished files that nobody locks.
+
+The lock of `usage` also keeps the threads of one process apart, because each use opens the file anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import operator
+import os
+import re
+import secrets
+import stat
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from attncache_core.reuse.kv.blocks import BlockName
+from attncache_core.reuse.kv.record_file import BlockFormat, DamagedBlock, OpenBlock, read_all, write_all
+from attncache_core.runtime.files import PRIVATE
+
+# Eviction goes on down to this part of the limit, so that the next writes need none.
+_LOW_WATERMARK = 0.95
+# An opened block is marked as used at most this often.
+_TOUCH_SECONDS = 1.0
+_MEASURED_BYTES = 16 << 20
+_USAGE = struct.Struct("<q")
+_UNFINISHED = ".unfinished"
+_BLOCK_FILE = re.compile(r"([0-9a-f]{64})\.kv")
+
+
+class DiskCounts(NamedTuple):
+    """What a tier has done since it was created. Other processes and tiers count for themselves."""
+
+    evictions: int = 0  # blocks removed because the tier was full
+    damaged: int = 0  # times that a file was not the whole, unchanged block of its name
+    failed_writes: int = 0  # blocks without space on the disk or under the limit, or with an error
+    written_bytes: int = 0
+    read_bytes: int = 0  # of parts that were read and found unchanged
+
+
+class _Usage:
+    """The bytes of all blocks and unfinished files, in a file that the caller has locked."""
+
+    def __init__(self, descriptor: int, used: int) -> None:
+        self._descriptor, self.used = descriptor, used
+
+    def set(self, used: int) -> None:
+        """Change the number of bytes. Raises OSError."""
+        self.used = max(0, used)
+        os.pwrite(self._descriptor, _USAGE.pack(self.used), 0)
+
+
+class _Listed(NamedTuple):
+    """A block as the last scan found it."""
+
+    modified: int  # when it was last used (LRU) or written (FIFO), ns
+    key: bytes
+    size: int  # bytes
+
+
+class DiskTier:
+    """A folder of blocks that all have parts of the same sizes.
+
+    folder: is created if it is missing, and made private to its owner, because blocks hold token ids.
+    part_sizes: bytes of each part of a block. most_bytes: limit for the sum of the sizes of all files in the
+    folder, whichever process writes them; a folder above the limit is reduced at once. eviction: a full tier
+    first removes the block whose last use ("lru") or writing ("fifo") is the longest ago. protected: returns
+    the keys that this tier must not evict for a write. It is called without any lock held.
+
+    All methods may be called by several threads at once.
+    Raises OSError if the folder cannot be created, made private, read and written to. Raises ValueError if
+    there are no parts, or parts without content.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        part_sizes: Sequence[int],
+        most_bytes: int,
+        *,
+        eviction: Literal["lru", "fifo"] = "lru",
+        protected: Callable[[], Container[bytes]] = lambda: (),
+    ) -> None:
+        self._folder, self._format = folder, BlockFormat(tuple(part_sizes))
+        self._most_bytes = most_bytes - _USAGE.size
+        self._touches, self._protected = eviction == "lru", protected
+        self._counting = threading.Lock()
+        self.counts = DiskCounts()
+        # Blocks in the order of eviction. The list is used only while the lock of `usage` is held.
+        self._oldest: deque[_Listed] = deque()
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        if stat.S_IMODE(folder.stat().st_mode) != PRIVATE:
+            folder.chmod(PRIVATE)
+        with self._locked() as usage:
+            usage.set(self._scan())
+            # An earlier start may have had a higher limit.
+            self._evict(usage, self._most_bytes, ())
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of all blocks and unfinished files in the folder, as the processes account for them.
+
+        The number may be too high after a process was killed, until a scan corrects it.
+        """
+        try:
+            with open(self._folder / "usage", "rb", buffering=0) as file:
+                return _stored_usage(file.fileno()) or 0
+        except OSError:
+            return 0
+
+    def contains(self, key: bytes) -> bool:
+        """Return whether there is a file for this block, of whichever process. The file is not checked."""
+        return os.path.exists(self._path(key))
+
+    def open(self, name: BlockName) -> OpenBlock | None:
+        """Open a block, or return None if the tier does not have the block.
+
+        A file that is not this block with parts of this tier's sizes is removed and counted as damaged.
+        Raises ValueError if key, parent or tokens have a wrong size.
+        """
+        identity = self._format.identity(name)
+        try:
+            file = open(self._path(name.key), "rb", buffering=0)  # noqa: SIM115 - OpenBlock closes it
+        except OSError:
+            return None
+        try:
+            checksums = self._format.read_checksums(file.fileno(), identity)
+            self._touch(file.fileno())
+        except DamagedBlock:
+            file.close()
+            self._drop_damaged(name.key)
+            return None
+        on_damage = partial(self._drop_damaged, name.key)
+        return OpenBlock(file, self._format, checksums, self._count_read, on_damage)
+
+    def write(
+        self,
+        name: BlockName,
+        parts: Sequence[memoryview | bytes],
+        on_part: Callable[[int], None] = lambda _: None,
+    ) -> bool:
+        """Write a block, and return whether the tier has it now.
+
+        A block that the tier has already is not written again. If the tier is full, other blocks are evicted.
+        Return False if there is no space, on the disk or under the limit, or if writing fails. Nothing of the
+        block stays in this case.
+        parts: contiguous content of each part, of the tier's part sizes; nobody may change it meanwhile.
+        on_part: is called with the index of each part after the part was written, without any lock held. An
+        exception that it raises ends the write.
+        Raises ValueError if the name or the parts have wrong sizes.
+        """
+        if self.contains(name.key):
+            return True
+        try:
+            with self._unfinished(self._format.file_bytes) as (path, descriptor):
+                self._format.write(descriptor, name, parts, on_part)
+                self._finish(path, name.key)
+        except OSError:
+            self._count(DiskCounts(failed_writes=1))
+            return False
+        self._count(DiskCounts(written_bytes=self._format.file_bytes))
+        return True
+
+    def remove(self, key: bytes) -> None:
+        """Remove a block if the tier has it. Raises OSError if the file cannot be removed."""
+        self._remove(self._path(key))
+
+    def clear(self) -> None:
+        """Remove all blocks, of all processes. A block that is just being written may appear afterwards.
+
+        Raises OSError if a file cannot be removed.
+        """
+        with self._locked() as usage:
+            self._scan()
+            for block in self._oldest:
+                self._path(block.key).unlink(missing_ok=True)
+            usage.set(self._scan())
+
+    def measure_read_bytes_per_second(self, size: int = _MEASURED_BYTES) -> float:
+        """Return how fast the tier reads and checks parts that are not in the page cache, bytes per second.
+
+        Write a test file of about `size` bytes, drop it from the page cache, read it part by part and remove
+        it. The test file counts towards the limit, so blocks may be evicted. Return 0.0 if the file cannot be
+        written or read.
+        """
+        part = memoryview(bytearray(secrets.token_bytes(max(self._format.part_sizes))))
+        offsets = range(0, max(size, part.nbytes), part.nbytes)
+        try:
+            with self._unfinished(len(offsets) * part.nbytes) as (_, descriptor):
+                for offset in offsets:
+                    write_all(descriptor, part, offset)
+                # Only pages that have reached the disk can be dropped.
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                started = time.perf_counter()
+                for offset in offsets:
+                    read_all(descriptor, part, offset)
+                    zlib.crc32(part)
+                return len(offsets) * part.nbytes / (time.perf_counter() - started)
+        except (OSError, DamagedBlock):
+            return 0.0
+
+    def _path(self, key: bytes) -> Path:
+        """Return the file of a block."""
+        name = key.hex()
+        return self._folder / name[:2] / f"{name}.kv"
+
+    def _touch(self, descriptor: int) -> None:
+        """Mark an open block as used now, unless that was done just before."""
+        if self._touches and abs(time.time() - os.fstat(descriptor).st_mtime) > _TOUCH_SECONDS:
+            # Blocks of a folder that cannot be changed are still readable.
+            with suppress(OSError):
+                os.utime(descriptor)
+
+    def _drop_damaged(self, key: bytes) -> None:
+        """Count and remove a damaged block."""
+        self._count(DiskCounts(damaged=1))
+        with suppress(OSError):
+            self.remove(key)
+
+    def _count_read(self, count: int) -> None:
+        self._count(DiskCounts(read_bytes=count))
+
+    def _count(self, more: DiskCounts) -> None:
+        """Add to the counts."""
+        with self._counting:
+            self.counts = DiskCounts(*map(operator.add, self.counts, more))
+
+    @contextmanager
+    def _locked(self) -> Iterator[_Usage]:
+        """Hold the lock of the folder while the `with` block runs. Raises OSError."""
+        with open(self._folder / "usage", "r+b", buffering=0, opener=_private_opener) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                used = _stored_usage(file.fileno())
+                usage = _Usage(file.fileno(), self._scan() if used is None else used)
+                yield usage
+            finally:
+                # Closing would not unlock the file if the process was forked meanwhile.
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+    @contextmanager
+    def _unfinished(self, size: int) -> Iterator[tuple[Path, int]]:
+        """Create a file of `size` zeros; yield its path and descriptor.
+
+        At the end of the `with` block, remove the file unless it was renamed.
+        Raises OSError, also if there is not enough space under the limit.
+        """
+        path = self._folder / f"{secrets.token_hex(16)}{_UNFINISHED}"
+        try:
+            with self._reserve(path, size) as file:
+                yield path, file.fileno()
+        finally:
+            if os.path.exists(path):
+                with suppress(OSError):
+                    self._remove(path)
+
+    def _reserve(self, path: Path, size: int) -> FileIO:
+        """Make room for a file of `size` zeros and create it. Raises OSError."""
+        protected = self._protected()
+        with self._locked() as usage, ExitStack() as on_error:
+            self._make_room(usage, size, protected)
+            file = on_error.enter_context(open(path, "x+b", buffering=0, opener=_private_opener))
+            # Scans recognize by this lock that the writer is alive.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # In this order, a kill leaves the usage too high, never too low.
+            usage.set(usage.used + size)
+            file.truncate(size)
+            on_error.pop_all()
+        return file
+
+    def _finish(self, path: Path, key: bytes) -> None:
+        """Give a written file its place, unless another writer was faster. Raises OSError."""
+        target = self._path(key)
+        # There is no fsync. A power failure may leave a torn block, but its checksums reveal it.
+        with self._locked():
+            if not target.exists():
+                target.parent.mkdir(mode=PRIVATE, exist_ok=True)
+                path.rename(target)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a file if it exists. Raises OSError."""
+        with self._locked() as usage, suppress(FileNotFoundError):
+            size = path.stat().st_size
+            path.unlink()
+            usage.set(usage.used - size)
+
+    def _make_room(self, usage: _Usage, size: int, protected: Container[bytes]) -> None:
+        """Evict blocks if a file of `size` bytes does not fit. Raises OSError if it still does not fit."""
+        if usage.used + size <= self._most_bytes:
+            return
+        goal = min(self._most_bytes - size, int(self._most_bytes * _LOW_WATERMARK))
+        if goal >= 0:
+            self._evict(usage, goal, protected)
+            # If the list accounts for all bytes, a scan would find nothing that could be evicted.
+            if usage.used > goal and usage.used != sum(block.size for block in self._oldest):
+                usage.set(self._scan())
+                self._evict(usage, goal, protected)
+        if usage.used + size > self._most_bytes:
+            raise OSError(errno.ENOSPC, "no space under the limit of the tier")
+
+    def _evict(self, usage: _Usage, goal: int, protected: Container[bytes]) -> None:
+        """Remove listed blocks, the oldest first, until `goal` bytes are used or the rest is protected."""
+        used, evictions, kept = usage.used, 0, []
+        while used > goal and self._oldest:
+            block = self._oldest.popleft()
+            if block.key in protected:
+                kept.append(block)
+            elif self._remove_unused(block):
+                used, evictions = used - block.size, evictions + 1
+        self._oldest.extendleft(reversed(kept))
+        usage.set(used)
+        self._count(DiskCounts(evictions=evictions))
+
+    def _remove_unused(self, block: _Listed) -> bool:
+        """Remove a block unless it was used after the last scan; return whether the block was removed.
+
+        Blocks that were used or written after the scan are younger than the rest of the list, so they can
+        wait for the next scan.
+        """
+        path = self._path(block.key)
+        try:
+            if path.stat().st_mtime_ns != block.modified:
+                return False
+            path.unlink()
+        except OSError:
+            return False
+        return True
+
+    def _scan(self) -> int:
+        """List the blocks in the order of eviction, and return the bytes of all blocks and unfinished files.
+
+        Remove the unfinished files of processes that are gone. Raises OSError.
+        """
+        blocks, unfinished = [], 0
+        for path in self._folder.iterdir():
+            if path.suffix == _UNFINISHED:
+                unfinished += _bytes_of_writer(path)
+            elif len(path.name) == 2 and path.is_dir():
+                blocks += _blocks_in(path)
+        self._oldest = deque(sorted(blocks))
+        return unfinished + sum(block.size for block in blocks)
+
+
+def _private_opener(path: str, flags: int) -> int:
+    """Open a file that only its owner may read, and create it if it is missing."""
+    return os.open(path, flags | os.O_CREAT, 0o600)
+
+
+def _stored_usage(descriptor: int) -> int | None:
+    """Return the number in the open file `usage`, or None if the file is new."""
+    content = os.pread(descriptor, _USAGE.size, 0)
+    return _USAGE.unpack(content)[0] if len(content) == _USAGE.size else None
+
+
+def _bytes_of_writer(path: Path) -> int:
+    """Return the size of an unfinished file. If its writer is gone, remove the file and return 0."""
+    try:
+        with path.open("r+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+    except BlockingIOError:
+        return path.stat().st_size
+    return 0
+
+
+def _blocks_in(folder: Path) -> list[_Listed]:
+    """Return the blocks in a subfolder. Other files are skipped."""
+    blocks = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(folder.name) and (match := _BLOCK_FILE.fullmatch(entry.name)):
+                state = entry.stat(follow_symlinks=False)
+                blocks.append(_Listed(state.st_mtime_ns, bytes.fromhex(match[1]), state.st_size))
+    return blocks

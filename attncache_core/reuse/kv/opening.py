@@ -1,0 +1,94 @@
+"""The reuse of keys and values for one model: whether it can be, how blocks lie, and what names them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attncache_core import native
+from attncache_core.models import PackedModel
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, STATE_ROWS, BlockLayout, root_key
+from attncache_core.reuse.kv.eviction import EVICTION
+from attncache_core.reuse.kv.store import KeyValueStore, Wanted
+from attncache_core.runtime.memory import available_memory
+
+# A change of what blocks hold is a new format.
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class KeyValueOptions:
+    """What an operator may choose about stored keys and values."""
+
+    memory_bytes: int | None = None  # None: a quarter of the memory that is available
+    eviction: str = "look-ahead"  # a key of eviction.EVICTION
+
+
+class KeyValueReuse:
+    """The store of one model's keys and values, and the roots of its sequences."""
+
+    def __init__(self, store: KeyValueStore, fingerprint: bytes) -> None:
+        """fingerprint: see values_fingerprint."""
+        self.store = store
+        self._fingerprint = fingerprint
+
+    def wanted(
+        self, ids: Sequence[int], salt: bytes, *, skipped: int = 0, computed: int = 0, passing: int = 0
+    ) -> Wanted:
+        """Return how the store is asked for a sequence.
+
+        salt: sequences of one salt share blocks. skipped: tokens at the front that pooling leaves out.
+        computed: tokens at the end that must be computed, because their hidden states are read. passing:
+        tokens at the end that are not worth keeping.
+        """
+        root = root_key(self._fingerprint, salt, skipped)
+        return Wanted.of(root, ids[: len(ids) - passing], len(ids) - computed)
+
+
+def open_key_values(
+    model: PackedModel, checkpoint_fingerprint: str, options: KeyValueOptions
+) -> KeyValueReuse:
+    """Return the reuse of keys and values of a model. Raises NotReusable."""
+    layout = block_layout(model)
+    memory = available_memory() // 4 if options.memory_bytes is None else options.memory_bytes
+    store = KeyValueStore(layout, memory, EVICTION[options.eviction]())
+    return KeyValueReuse(store, values_fingerprint(model, checkpoint_fingerprint, layout))
+
+
+class NotReusable(Exception):
+    """The keys and values of the model cannot be reused; the message says why."""
+
+
+@torch.inference_mode()
+def block_layout(model: PackedModel) -> BlockLayout:
+    """Return how the blocks of a model lie in memory. Raises NotReusable."""
+    if not all(layer.attention_mask.is_causal for layer in model.layers) or model.final is None:
+        raise NotReusable("attention is bidirectional, so every token depends on all tokens of its text")
+    if any(layer.reused_heads for layer in model.layers):
+        raise NotReusable("the model is loaded for the attention maps of a database")
+    if model.stack is not None:
+        if model.stack.slot_bytes is None:
+            raise NotReusable("layers have keys and values of different sizes")
+        return BlockLayout(len(model.layers), model.stack.slot_bytes, model.hidden_size)
+    one = torch.zeros(1, model.hidden_size, dtype=model.dtype, device=model.device)
+    position = torch.zeros(1, dtype=torch.int64, device=model.device)
+    slots = [layer.query_and_slots(one, position)[1] for layer in model.layers]
+    sizes = {slot.shape[1] * slot.element_size() for slot in slots}
+    if len(sizes) > 1:
+        raise NotReusable("layers have keys and values of different sizes")
+    return BlockLayout(len(model.layers), sizes.pop(), model.hidden_size)
+
+
+def values_fingerprint(model: PackedModel, checkpoint_fingerprint: str, layout: BlockLayout) -> bytes:
+    """Return the SHA-256 of all that could change the keys and values of given tokens, 32 bytes.
+
+    checkpoint_fingerprint: covers weights, architecture, tokenizer and variant. Rounding depends on the dtype
+    and on the code that computes, so they are covered too.
+    """
+    computed_by = [str(model.device), native.level() if model.stack else "torch", str(model.dtype)]
+    stored_as = [FORMAT, BLOCK_TOKENS, STATE_ROWS, layout.layers, layout.slot_bytes, layout.width]
+    return hashlib.sha256(json.dumps([checkpoint_fingerprint, computed_by, stored_as]).encode()).digest()

@@ -1,0 +1,75 @@
+"""The memory of blocks: places of equal size in one mapping, taken and given back."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+from attncache_core.reuse.kv.blocks import STATE_ROWS, BlockLayout
+
+
+class BlockPool:
+    """Places for blocks. The system gives memory to a place when the place is first written.
+
+    Not thread safe: the store calls it under its lock. Free and used places always sum to `places`.
+    """
+
+    def __init__(self, layout: BlockLayout, most_bytes: int) -> None:
+        """most_bytes: the places together take at most this many bytes; less than one place: no place."""
+        self.layout = layout
+        self.places = most_bytes // layout.block_bytes
+        self._mapping = mmap.mmap(-1, max(1, self.places) * layout.block_bytes)
+        self._bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+        self._first: int = self._bytes.__array_interface__["data"][0]
+        self._free: list[int] = []
+        self._never_used = 0  # places from here on were never taken
+
+    @property
+    def used(self) -> int:
+        """The number of places that are taken."""
+        return self._never_used - len(self._free)
+
+    @property
+    def free(self) -> int:
+        """The number of places that can be taken."""
+        return self.places - self.used
+
+    def take(self) -> int | None:
+        """Take a place. Returns its number, or None if all places are taken."""
+        if self._free:
+            return self._free.pop()
+        if self._never_used == self.places:
+            return None
+        self._never_used += 1
+        return self._never_used - 1
+
+    def give_back(self, place: int) -> None:
+        """Give back a place that was taken."""
+        self._free.append(place)
+
+    def address(self, place: int) -> int:
+        """Return the address of a place's first slot."""
+        return self._first + place * self.layout.block_bytes
+
+    def slots(self, place: int) -> np.ndarray:
+        """Return a place's slots, uint8 [layers, BLOCK_TOKENS, slot_bytes], which may be written."""
+        layout = self.layout
+        return self._part(place, 0, layout.state_first).reshape(layout.layers, -1, layout.slot_bytes)
+
+    def state(self, place: int) -> np.ndarray:
+        """Return a place's pooled state, float32 [STATE_ROWS, width], which may be written."""
+        size = STATE_ROWS * self.layout.width * 4
+        return self._part(place, self.layout.state_first, size).view(np.float32).reshape(STATE_ROWS, -1)
+
+    def parts(self, place: int) -> list[memoryview]:
+        """Return a place's parts as in BlockLayout.part_bytes, which may be written."""
+        first, parts = 0, []
+        for size in self.layout.part_bytes:
+            parts.append(self._part(place, first, size).data)
+            first += size
+        return parts
+
+    def _part(self, place: int, first: int, size: int) -> np.ndarray:
+        first += place * self.layout.block_bytes
+        return self._bytes[first : first + size]
