@@ -28,6 +28,7 @@ from service.errors import InternalError, log_failure
 from service.metrics import Metrics
 from service.pending_request import PendingRequest, RequestResult
 from service.request_queue import Limits, RequestQueue
+from service.sources import Source
 from service.verifier import Verifier
 
 logger = logging.getLogger(__name__)
@@ -72,16 +73,15 @@ class Batcher:
 
     def submit(
         self,
-        texts: list[str],
+        source: Source,
         *,
-        truncate: bool,
         reuse: bool,
         counted: bool = True,
         prompt: Prompt | None = None,
         labels: LabelTokens | None = None,
         salt: bytes = b"",
     ) -> asyncio.Future[RequestResult]:
-        """Queue texts and return a future of their result.
+        """Queue the texts of a source and return a future of their result.
 
         prompt: None for the checkpoint's prompt. labels: the labels to score, if `prompt` is the prompt of
         labels. reuse: reuse stored keys and values of this salt, and attention maps if the engine allows it
@@ -97,7 +97,7 @@ class Batcher:
         maps = maps and not shares
         future: asyncio.Future[RequestResult] = self._loop.create_future()
         stored = salt if reuse and shares else None
-        request = PendingRequest(texts, own, truncate, maps, counted, future, shares, stored)
+        request = PendingRequest(source, own, maps, counted, future, shares, stored)
         self._queue.admit(request.count)
         request.future.add_done_callback(lambda _: self._queue.withdraw(request))
         self._tokenize_threads.submit(self._tokenize, request)
@@ -129,9 +129,7 @@ class Batcher:
         started = time.perf_counter()
         try:
             if not request.future.done():
-                engine, most_tokens = self._runner.engine, self._limits.request_tokens
-                sequences = engine.tokenize(request.texts, request.truncate, request.prompt, most_tokens)
-                request.tokenized(sequences, engine)
+                request.tokenize(self._runner.engine, self._limits.request_tokens)
         # A panic in a compiled tokenizer is not an Exception, and the client must be answered all the same.
         except BaseException as error:
             self._queue.release(request)

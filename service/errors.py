@@ -3,6 +3,7 @@
     bytes           BodyTooLarge, MalformedBody        the client must correct its body
     valid JSON      InvalidInput (core), TooManyInputs, NoEmbedding
     headers         ModelMismatch                      the client requires another model
+    session         UnknownSession                     the client can send the whole conversation
     queue           QueueFull, NotReady                the client may retry after `Retry-After`
     engine          InternalError                      a fixed sentence; the details are in the log
                     NotFinite (core)                   the client can omit the text that the error names
@@ -62,6 +63,13 @@ class NotFound(AttnCacheError):
     """The server has no such path."""
 
     code = "not_found"
+    status = 404
+
+
+class UnknownSession(AttnCacheError):
+    """The server has no history of this session: there never was one, or the history has expired."""
+
+    code = "unknown_session"
     status = 404
 
 

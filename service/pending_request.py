@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from attncache_core import Outcome, PrefillEngine
-from attncache_core.reuse.kv.store import Wanted
+from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
+from service.sources import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,8 @@ class PendingRequest:
     If the future is done before the result is complete, the client has gone and the rest is not computed.
     """
 
-    texts: list[str]
+    source: Source
     prompt: Prompt
-    truncate: bool
     reuse: bool
     counted: bool  # whether the metric of outcomes counts the sequences
     future: asyncio.Future[RequestResult]
@@ -79,13 +79,17 @@ class PendingRequest:
     @property
     def count(self) -> int:
         """The number of sequences that the texts become."""
-        return len(self.texts) * len(self.prompt.sequence_plans)
+        return self.source.count * len(self.prompt.sequence_plans)
 
-    def tokenized(self, sequences: list[list[int]], engine: PrefillEngine) -> None:
-        """Keep the token sequences of the texts, and count the tokens that each of them adds to a batch."""
+    def tokenize(self, engine: PrefillEngine, most_tokens: int) -> None:
+        """Make the token sequences of the texts, and count the tokens that each of them adds to a batch.
+
+        Raises InputTooLong, as Source.tokenize.
+        """
+        sequences, salt, passing = self.source.tokenize(engine, self.prompt, self.salt, most_tokens)
         self.sequences = sequences
         self.wanted = [
-            engine.wanted(ids, self.prompt.sequence_plan(index), self.salt)
+            engine.wanted(ids, self.prompt.sequence_plan(index), salt, passing=passing)
             for index, ids in enumerate(sequences)
         ]
         self.stored_tokens = list(map(engine.stored_tokens, self.wanted))

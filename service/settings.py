@@ -27,7 +27,7 @@ ENVIRONMENT_PREFIX = "ATTNCACHE_"
 HIDDEN_FIELDS = frozenset({"fetch"})
 # Fields that say how attention maps, or keys and values, are reused.
 _OF_MAPS = ("database", "threshold", "heads", "fetch", "search_always", "min_gain", "verify_rate")
-_OF_KEY_VALUES = ("kv_memory_bytes", "kv_eviction")
+_OF_KEY_VALUES = ("kv_memory_bytes", "kv_dir", "kv_disk_bytes", "kv_eviction", "warm")
 # Former field -> what to use instead. The option and its variable are refused.
 REMOVED_FIELDS = {
     "policy": "use --threshold 0.995 (conservative), 0.99 (moderate) or 0.95 (aggressive)",
@@ -104,10 +104,28 @@ class Settings(BaseModel):
         description="Most bytes of memory for stored keys and values. Default: a quarter of the memory that "
         "is available at the start.",
     )
+    kv_dir: Path | None = Field(
+        None,
+        description="Folder where keys and values are saved, for restarts and for more than memory holds. It "
+        "holds the tokens of texts. Default: keys and values are kept in memory only.",
+    )
+    kv_disk_bytes: int = Field(
+        16 * 2**30, ge=1, description="Most bytes of saved keys and values in --kv-dir, of all servers."
+    )
     kv_eviction: Literal["look-ahead", "lru", "fifo"] = Field(
         "look-ahead",
         description="Which keys and values leave first when there is no room: those that no waiting request "
         "will use (look-ahead), the least recently used, or the oldest.",
+    )
+    warm: Path | None = Field(
+        None,
+        description="File of texts whose keys and values are computed before the server is ready: .txt, one "
+        'text per line, or .jsonl, one {"text" or "template", "salt", "pin"} per line. Default: none.',
+    )
+    admin: bool = Field(
+        False,
+        description="Serve the routes under /cache, which show and change the stored keys and values of all "
+        "clients.",
     )
     threshold: float | None = Field(
         None,

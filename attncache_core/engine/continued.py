@@ -17,6 +17,7 @@ from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, pooled
 from attncache_core.heads.vectors import finite_sequences
 from attncache_core.models import PackedModel
+from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.continuation import Continuation, Continued
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.reuse.plan import shared_no_reuse
@@ -35,17 +36,14 @@ def run_continued(
     model has classes.
     """
     started = time.perf_counter()
-    plan = Continuation(
-        store,
-        [
-            Continued(request.ids, request.wanted, count)
-            for request, count in zip(requests, skipped, strict=True)
-        ],
-    )
+    sequences = [
+        Continued(request.ids, request.wanted, count)
+        for request, count in zip(requests, skipped, strict=True)
+    ]
     try:
-        return _run(model, plan, requests, modes, started)
-    finally:
-        plan.abandon()
+        return _run(model, Continuation(store, sequences), requests, modes, started)
+    except DamagedBlock:
+        return _run(model, Continuation(store, sequences, load=False), requests, modes, started)
 
 
 def _run(
@@ -55,7 +53,20 @@ def _run(
     modes: Sequence[str],
     started: float,
 ) -> PrefillResult:
-    """Run what is not given, and store it."""
+    """Run what is not given, and store it. Raises DamagedBlock if a block that was loaded is damaged."""
+    try:
+        return _computed(model, plan, requests, modes, started)
+    finally:
+        plan.abandon()
+
+
+def _computed(
+    model: PackedModel,
+    plan: Continuation,
+    requests: Sequence[PrefillRequest],
+    modes: Sequence[str],
+    started: float,
+) -> PrefillResult:
     final, batch = model.final, plan.batch
     assert final is not None
     finite = np.ones(len(requests), dtype=bool)
@@ -65,6 +76,7 @@ def _run(
         batch = batch.on(model.device)
         rows, attention_seconds = run_layers(model, batch, None, NO_GIVEN_MAPS, slots=plan.slots())
         hidden = final.states(rows).cpu().numpy()
+    plan.wait_until_loaded()
     states, new_states = plan.states(hidden)
     outputs = _outputs(model, states, plan, modes)
     if batch is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attncache_core.reuse.kv.info import KeyValueInfo
 from attncache_core.reuse.maps.info import DatabaseInfo, GainInfo
 
 
@@ -33,3 +34,5 @@ class EngineInfo:
     reuse_off: list[str]  # reasons why reuse is off although a database is set
     gain: GainInfo | None  # None: not measured
     database: DatabaseInfo | None
+    key_values: KeyValueInfo | None  # None: no keys and values are stored
+    key_values_off: str | None  # why, if `key_values` is None

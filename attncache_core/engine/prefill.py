@@ -33,8 +33,9 @@ from attncache_core.heads.vectors import finite_sequences, require_finite
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.models import PackedModel, load_model
 from attncache_core.reuse.execution.fetch import Fetch
+from attncache_core.reuse.kv.info import key_value_info
+from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.reuse.kv.opening import KeyValueOptions, KeyValueReuse, NotReusable, open_key_values
-from attncache_core.reuse.kv.store import Wanted
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import ReusePolicy
@@ -151,6 +152,7 @@ class PrefillEngine:
         if key_values:
             try:
                 engine.key_values = open_key_values(model, checkpoint.fingerprint(), key_values)
+                engine._measure_prefill()
             except NotReusable as reason:
                 engine.key_values_off = str(reason)
         if checkpoint.task == "embed" and checkpoint.labels:
@@ -236,6 +238,10 @@ class PrefillEngine:
             raise InvalidInput(f"prompt_name is none of the model's prompts; {known}", field="prompt_name")
         return self.tokenizer.prompt(Template(prefix=prompts[name]), field="prompt_name")
 
+    def front(self, template: Template) -> Prompt:
+        """Return a prompt of the tokens that all texts in a template begin with; see TextTokenizer.front."""
+        return self.tokenizer.front(template)
+
     def embed(
         self,
         texts: Sequence[str],
@@ -292,10 +298,13 @@ class PrefillEngine:
             for plan in [prompt.sequence_plan(index)]
         ]
 
-    def wanted(self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes | None) -> Wanted | None:
+    def wanted(
+        self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes | None, *, passing: int = 0
+    ) -> Wanted | None:
         """Return how stored keys and values of a sequence are looked up; None if nothing may be stored.
 
         salt: sequences of one salt share what is stored; None: nothing is given, and nothing is stored.
+        passing: tokens before the plan's continuation that are not worth keeping either.
         """
         if self.key_values is None or salt is None:
             return None
@@ -304,12 +313,21 @@ class PrefillEngine:
             salt,
             skipped=self._skipped(plan),
             computed=max((target.back + 1 for target in plan.targets), default=0) if plan else 0,
-            passing=len(plan.continuation) if plan else 0,
+            passing=passing + (len(plan.continuation) if plan else 0),
         )
 
+    def _measure_prefill(self) -> None:
+        """Measure how fast the model computes keys and values, to decide whether loading them pays."""
+        transfers = self.key_values.store.transfers if self.key_values else None
+        if transfers:
+            tokens = min(256, self.max_tokens)
+            text = [PrefillRequest([0] * tokens, reuse=False)]
+            self.run(text)  # the first pass also prepares what later passes share
+            transfers.prefill_speed = tokens / self.run(text).forward_seconds
+
     def stored_tokens(self, wanted: Wanted | None) -> int:
-        """Return how many tokens of a sequence are stored now."""
-        return self.key_values.store.lookup(wanted) if self.key_values and wanted else 0
+        """Return how many tokens at the front of a sequence are stored now, in memory or on disk."""
+        return sum(self.key_values.store.lookup(wanted)) if self.key_values and wanted else 0
 
     def _skipped(self, plan: SequencePlan | None) -> int:
         """Return the tokens at the front of a sequence that pooling leaves out."""
@@ -504,6 +522,8 @@ class PrefillEngine:
             reuse_off=list(self.reuse_off),
             gain=reuse.gain.info(reuse.policy.names()) if reuse and reuse.gain else None,
             database=reuse.info() if reuse else None,
+            key_values=key_value_info(self.key_values.store) if self.key_values else None,
+            key_values_off=None if self.key_values else self.key_values_off,
         )
 
 

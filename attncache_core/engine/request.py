@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from attncache_core.reuse.kv.store import Wanted
+from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.reuse.plan import Outcome
 from attncache_core.text.prompts import SequencePlan
 

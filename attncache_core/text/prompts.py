@@ -3,10 +3,13 @@
     Template -> TextTokenizer.prompt -> Prompt -> for each text one sequence per SequencePlan
 
 The prompts of sentence-transformers are templates too: they have a prefix and an empty suffix.
+
+    Prompt -> TextTokenizer.frame -> Frame, for texts that are tokenised one by one: the turns of a conversation
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,3 +42,16 @@ class Prompt:
     def sequence_plan(self, index: int) -> SequencePlan:
         """Return the plan of a sequence; index: position in the sequences of all texts, text by text."""
         return self.sequence_plans[index % len(self.sequence_plans)]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The tokens of a prompt around tokens that are known already."""
+
+    before: list[int]  # token ids of the template's prefix, behind the special tokens that open a sequence
+    after: list[int]  # token ids of the template's suffix and special tokens, before the plan's continuation
+    room: int  # most tokens that fit into the frame, at least 1
+
+    def around(self, ids: Sequence[int]) -> list[int]:
+        """Return the token ids of a sequence without the plan's continuation."""
+        return [*self.before, *ids, *self.after]

@@ -6,6 +6,7 @@ the tokenizer runs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from tokenizers import Tokenizer, normalizers
@@ -15,12 +16,16 @@ from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.checkpoints.template import Template
 from attncache_core.errors import InputTooLong, InvalidInput, UnsupportedModel
-from attncache_core.text.prompts import Prompt, SequencePlan
+from attncache_core.text.prompts import Frame, Prompt, SequencePlan
 
 # transformers reports a limit of 10^30 tokens for a tokenizer without a limit.
 _NO_LIMIT = 10**9
 # A sample text, for questions about a template whose answer does not depend on the text.
 _ANY_TEXT = "text"
+# Texts whose first tokens differ, also where a tokenizer joins a token with the text before it.
+_DIFFERENT_TEXTS = ("text", "7", "(", " a", "\n")
+# The end of a template's prefix that may belong to the first token of a text.
+_MOST_SPANNED_CHARACTERS = 64
 # A text with more characters per allowed token is refused before tokenisation. Prose has fewer on average.
 _CHARACTERS_PER_TOKEN = 16
 # A tokenizer takes up to 430 bytes per character while it works, so it gets at most this many at a time.
@@ -83,6 +88,23 @@ class TextTokenizer:
                 raise _no_room(self.max_tokens, "labels")
         return Prompt(template, (SequencePlan(self._front_tokens(template.prefix)),))
 
+    def front(self, template: Template) -> Prompt:
+        """Return a prompt in which an empty text becomes the tokens that texts in a template begin with.
+
+        A token may span the end of the template's prefix and a text, so the prompt's prefix may lack the last
+        characters of the template's prefix. Raises InvalidInput if the template leaves no room for a text, or
+        if texts in the template share no token of its prefix.
+        """
+        plans = self.prompt(template).sequence_plans
+        sequences = [self._tokenizer.encode(template.around(text)).ids for text in _DIFFERENT_TEXTS]
+        shared = os.path.commonprefix(sequences)
+        for end in range(len(template.prefix), max(0, len(template.prefix) - _MOST_SPANNED_CHARACTERS), -1):
+            prefix = template.prefix[:end]
+            tokens = self._front_tokens(prefix)
+            if self._tokenizer.encode(prefix).ids[:tokens] == shared[:tokens]:
+                return Prompt(Template(prefix), plans)
+        raise InvalidInput("template has no text of its own in front of {}", field="template")
+
     def tokenize(
         self,
         texts: Sequence[str],
@@ -106,22 +128,40 @@ class TextTokenizer:
         if most_tokens is not None:
             _require_few_characters(template, len(texts), most_tokens)
         room = self.max_tokens - max(len(plan.continuation) for plan in plans)
-        continuation_tokens = sum(len(plan.continuation) for plan in plans)
-        sequences: list[list[int]] = []
-        tokens = 0  # of all sequences; every plan repeats the text
-        for index, ids in enumerate(self._encoded(template.around(text) for text in texts)):
-            if len(ids) > room:
-                if not truncate:
+
+        def of_texts() -> Iterator[list[int]]:
+            for index, ids in enumerate(self._encoded(template.around(text) for text in texts)):
+                if len(ids) > room and not truncate:
                     raise InputTooLong(
                         f"the text has more than {room} tokens; shorten the text or allow truncation",
                         field=f"inputs[{index}]",
                     )
-                ids = self._cut(texts[index], template, len(ids) - room)
-            tokens += len(plans) * len(ids) + continuation_tokens
-            if most_tokens is not None and tokens > most_tokens:
-                raise _too_many(tokens, most_tokens, "labels" if continuation_tokens else "inputs")
-            sequences.append(ids)
-        return [[*ids, *plan.continuation] for ids in sequences for plan in plans]
+                yield ids if len(ids) <= room else self._cut(texts[index], template, len(ids) - room)
+
+        return continued(of_texts(), plans, most_tokens)
+
+    def turns(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of each text by itself, without a template and without special tokens.
+
+        The tokens of a text do not depend on the texts around it, so they stay the same in a conversation
+        that grows. A text may have no token.
+        """
+        return list(self._encoded(texts, special=False))
+
+    def frame(self, prompt: Prompt) -> Frame:
+        """Return the tokens that a prompt puts around the tokens of `turns`.
+
+        Raises InvalidInput if the prompt leaves no room.
+        """
+        template, sample = prompt.template, self._tokenizer.encode(_ANY_TEXT)
+        own = [index for index, special in enumerate(sample.special_tokens_mask) if not special]
+        prefix, suffix = self.turns([template.prefix, template.suffix])
+        before, after = [*sample.ids[: own[0]], *prefix], [*suffix, *sample.ids[own[-1] + 1 :]]
+        continuation_tokens = max(len(plan.continuation) for plan in prompt.sequence_plans)
+        room = self.max_tokens - len(before) - len(after) - continuation_tokens
+        if room < 1:
+            raise _no_room(self.max_tokens, "template")
+        return Frame(before, after, room)
 
     def require_open_end(self) -> None:
         """Raise UnsupportedModel if the tokenizer ends every text with a special token, before any label."""
@@ -217,6 +257,25 @@ class TextTokenizer:
         encoded = self._tokenizer.encode(prefix)
         # A special token at the end closes the sequence and does not belong to the prefix.
         return len(encoded.ids) - encoded.special_tokens_mask[-1]
+
+
+def continued(
+    sequences: Iterable[list[int]], plans: Sequence[SequencePlan], most_tokens: int | None = None
+) -> list[list[int]]:
+    """Return each sequence of token ids once per plan, followed by the plan's continuation.
+
+    Raises InputTooLong, before the following sequences are read, if the result has more than `most_tokens`
+    tokens.
+    """
+    continuation_tokens = sum(len(plan.continuation) for plan in plans)
+    read: list[list[int]] = []
+    tokens = 0  # of the result; every plan repeats a sequence
+    for ids in sequences:
+        tokens += len(plans) * len(ids) + continuation_tokens
+        if most_tokens is not None and tokens > most_tokens:
+            raise _too_many(tokens, most_tokens, "labels" if continuation_tokens else "inputs")
+        read.append(ids)
+    return [[*ids, *plan.continuation] for ids in read for plan in plans]
 
 
 def _parts(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""`attncache bench`: measure the speed of the engine, the index and a server."""
+"""`attncache bench`: measure the speed of the engine, the index, a server, and the reuse of keys and values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import click
 from service.commands.bench_engine import engine
 from service.commands.bench_http import bench_http
 from service.commands.bench_index import bench_index
+from service.commands.bench_prefix import bench_prefix
+from service.commands.bench_sessions import bench_sessions
 
 
 @click.group("bench")
@@ -17,3 +19,5 @@ def bench() -> None:
 bench.add_command(engine)
 bench.add_command(bench_http)
 bench.add_command(bench_index)
+bench.add_command(bench_prefix)
+bench.add_command(bench_sessions)

@@ -130,7 +130,7 @@ def _what_reuse_does(engine: PrefillEngine) -> str:
     """Return a line for the log: what reuse saves, at which quality, or why nothing is reused."""
     reuse = engine.map_reuse
     if engine.key_values:
-        most = engine.key_values.store.pool.places * engine.key_values.store.layout.block_bytes
+        most = engine.key_values.store.memory.pool.places * engine.key_values.store.layout.block_bytes
         return f"serving exactly: keys and values are stored in up to {most / 2**30:.1f} GiB of memory"
     if reuse is None:
         return "serving exactly: there is no database"
@@ -155,7 +155,9 @@ def _what_reuse_does(engine: PrefillEngine) -> str:
 def _key_value_options(settings: Settings) -> KeyValueOptions | None:
     if not (settings.reuse and settings.kv):
         return None
-    return KeyValueOptions(settings.kv_memory_bytes, settings.kv_eviction)
+    return KeyValueOptions(
+        settings.kv_memory_bytes, settings.kv_eviction, settings.kv_dir, settings.kv_disk_bytes
+    )
 
 
 def _open_database(settings: Settings, checkpoint: Checkpoint) -> AttentionDatabase | None:

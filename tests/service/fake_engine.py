@@ -148,7 +148,9 @@ class FakeEngine:
     def shares_prefixes(self, reuse: bool) -> bool:  # noqa: ARG002
         return self.sharing
 
-    def wanted(self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes | None) -> None:
+    def wanted(
+        self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes | None, *, passing: int = 0
+    ) -> None:
         """Nothing is stored."""
 
     def stored_tokens(self, wanted: None) -> int:  # noqa: ARG002
@@ -241,6 +243,8 @@ class FakeEngine:
             reuse_off=self.map_reuse.reuse_off if self.map_reuse else [],
             gain=None,
             database=self.map_reuse.info() if self.map_reuse else None,
+            key_values=None,
+            key_values_off=self.key_values_off,
         )
 
     def _outcome(self, text: str, reuse: bool) -> Outcome:

@@ -16,7 +16,8 @@ import torch
 from attncache_core.heads.running import empty_states, running_states
 from attncache_core.native.stack import KeyValueSlots
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
-from attncache_core.reuse.kv.store import Block, KeyValueStore, Wanted
+from attncache_core.reuse.kv.memory import Block, Wanted
+from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.text.prefix_tree import PrefixTree, continued_prefixes
 from attncache_core.text.token_batch import TokenBatch
 
@@ -32,10 +33,13 @@ class Continued(NamedTuple):
 class Continuation:
     """One batch that continues what the store gives to it."""
 
-    def __init__(self, store: KeyValueStore, sequences: Sequence[Continued]) -> None:
-        """Look the sequences up. The caller runs `batch`, and calls `finish` or `abandon`."""
+    def __init__(self, store: KeyValueStore, sequences: Sequence[Continued], load: bool = True) -> None:
+        """Look the sequences up. The caller runs `batch`, and calls `finish` or `abandon`.
+
+        load: whether saved blocks may be loaded.
+        """
         asked = [index for index, own in enumerate(sequences) if own.wanted]
-        reservation = store.begin([own.wanted for own in sequences if own.wanted])
+        reservation = store.begin([own.wanted for own in sequences if own.wanted], load)
         self._store, self._reservation = store, reservation
         self.lengths = np.array([len(own.ids) for own in sequences], dtype=np.int64)
         self.skipped = np.array([own.skipped for own in sequences], dtype=np.int64)
@@ -81,7 +85,7 @@ class Continuation:
 
     def slots(self) -> KeyValueSlots:
         """Return where the given keys and values are, and where those of the rows are to be written."""
-        pool, layout = self._store.pool, self._store.layout
+        pool, layout = self._store.memory.pool, self._store.layout
         given = [self._given[index] for index in self._of_trees]
         addresses = [pool.address(block.place) for own in given for block in own]
         return KeyValueSlots(
@@ -90,14 +94,19 @@ class Continuation:
             np.array(addresses, dtype=np.uint64),
             np.concatenate(([0], np.cumsum([len(own) for own in given]))),
             self._kept(),
+            self._reservation.loading.ready if self._reservation.loading else None,
         )
+
+    def wait_until_loaded(self) -> None:
+        """Wait for given blocks that are being loaded. Raises DamagedBlock: nothing of the batch is right."""
+        self._store.wait_until_loaded(self._reservation)
 
     def _kept(self) -> np.ndarray | None:
         """Return the address of each row's slot, uint64 [rows]. Notes the slots that need a copy of it."""
         self._copies: list[tuple[Block, Block, slice]] = []
         if not self._new:
             return None
-        pool, size = self._store.pool, self._store.layout.slot_bytes
+        pool, size = self._store.memory.pool, self._store.layout.slot_bytes
         firsts = np.array([max(first, self.given_tokens[of]) for _, of, first in self._new], dtype=np.int64)
         ends = np.array([first + block.name.length for block, _, first in self._new], dtype=np.int64)
         counts = ends - firsts
@@ -148,7 +157,7 @@ class Continuation:
 
         hidden: what pooling reads of the batch's rows, float32 [rows, width]; None without a batch.
         """
-        pool, width = self._store.pool, self._store.layout.width
+        pool, width = self._store.memory.pool, self._store.layout.width
         states = empty_states(len(self.lengths), width)
         for index, given in enumerate(self._given):
             if given:
@@ -167,7 +176,7 @@ class Continuation:
 
     def finish(self, states: np.ndarray, finite: np.ndarray) -> None:
         """Store what was computed. states: of the new blocks. finite: bool [sequences], what may be kept."""
-        pool = self._store.pool
+        pool = self._store.memory.pool
         for source, to, slots in self._copies if self._new else ():
             pool.slots(to.place)[:, slots] = pool.slots(source.place)[:, slots]
         for new, own in zip(self._new, states, strict=True):

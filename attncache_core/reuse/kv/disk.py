@@ -1,7 +1,7 @@
 """Keep blocks of keys and values on disk, in a folder that several processes may use at once.
 
     folder/usage                bytes of all other files; its lock is held to create, rename or remove them
-    folder/ab/abcdef....kv      the block with the key abcdef..., see record_file.py
+    folder/ab/abcdef....kv      the block with the key abcdef..., see block_file.py
     folder/0123....unfinished   a file that a process is writing, locked by its writer
 
 No lock is held while content is written or read: a writer first reserves the size of its file, by creating
@@ -33,8 +33,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from attncache_core.reuse.kv.block_file import BlockFormat, DamagedBlock, OpenBlock, read_all, write_all
 from attncache_core.reuse.kv.blocks import BlockName
-from attncache_core.reuse.kv.record_file import BlockFormat, DamagedBlock, OpenBlock, read_all, write_all
 from attncache_core.runtime.files import PRIVATE
 
 # Eviction goes on down to this part of the limit, so that the next writes need none.
@@ -101,6 +101,7 @@ class DiskTier:
         protected: Callable[[], Container[bytes]] = lambda: (),
     ) -> None:
         self._folder, self._format = folder, BlockFormat(tuple(part_sizes))
+        self.most_bytes = most_bytes
         self._most_bytes = most_bytes - _USAGE.size
         self._touches, self._protected = eviction == "lru", protected
         self._counting = threading.Lock()

@@ -6,14 +6,20 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 
 from attncache_core import native
+from attncache_core.errors import InvalidInput
 from attncache_core.models import PackedModel
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, STATE_ROWS, BlockLayout, root_key
+from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.eviction import EVICTION
-from attncache_core.reuse.kv.store import KeyValueStore, Wanted
+from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.store import KeyValueStore
+from attncache_core.reuse.kv.transfer import Transfers
 from attncache_core.runtime.memory import available_memory
 
 # A change of what blocks hold is a new format.
@@ -26,6 +32,9 @@ class KeyValueOptions:
 
     memory_bytes: int | None = None  # None: a quarter of the memory that is available
     eviction: str = "look-ahead"  # a key of eviction.EVICTION
+    folder: Path | None = None  # of the disk tier; None: there is none
+    disk_bytes: int = 16 * 2**30  # most bytes on disk
+    write_buffer_bytes: int = 256 * 2**20  # most bytes of blocks that wait to be saved
 
 
 class KeyValueReuse:
@@ -52,11 +61,34 @@ class KeyValueReuse:
 def open_key_values(
     model: PackedModel, checkpoint_fingerprint: str, options: KeyValueOptions
 ) -> KeyValueReuse:
-    """Return the reuse of keys and values of a model. Raises NotReusable."""
+    """Return the reuse of keys and values of a model.
+
+    Raises NotReusable, and InvalidInput if the folder of the disk tier cannot be used.
+    """
     layout = block_layout(model)
     memory = available_memory() // 4 if options.memory_bytes is None else options.memory_bytes
-    store = KeyValueStore(layout, memory, EVICTION[options.eviction]())
-    return KeyValueReuse(store, values_fingerprint(model, checkpoint_fingerprint, layout))
+    fingerprint = values_fingerprint(model, checkpoint_fingerprint, layout)
+    transfers = None
+    if options.folder is not None:
+        order: Literal["lru", "fifo"] = "fifo" if options.eviction == "fifo" else "lru"
+        try:
+            disk = DiskTier(
+                options.folder,
+                layout.part_bytes,
+                options.disk_bytes,
+                eviction=order,
+                protected=lambda: store.expected,
+            )
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise InvalidInput(
+                f"the folder for keys and values, {options.folder}, cannot be used: {reason}", field="kv_dir"
+            ) from error
+        transfers = Transfers(disk, max(1, options.write_buffer_bytes // layout.block_bytes))
+    store = KeyValueStore(layout, memory, EVICTION[options.eviction](), transfers)
+    if transfers:
+        transfers.load_speed = transfers.disk.measure_read_bytes_per_second()
+    return KeyValueReuse(store, fingerprint)
 
 
 class NotReusable(Exception):

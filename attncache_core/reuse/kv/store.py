@@ -1,10 +1,10 @@
-"""The store of keys and values: which blocks of a batch are known, and which it computes.
+"""The store of keys and values: which blocks of a batch are given to it, and which it computes.
 
     begin     for each sequence the blocks that are given, and places for the blocks that the batch computes
-    finish    the batch was computed: its blocks are found from now on
+    finish    the batch was computed: its blocks are found from now on, and saved if there is a disk tier
     abandon   the batch failed: its places are free again
 
-A block is computed once: if another batch is computing the next block of a sequence, `begin` waits for it.
+A block is computed or loaded once: if another batch does so with the next block of a sequence, `begin` waits.
 """
 
 from __future__ import annotations
@@ -12,50 +12,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
-from attncache_core.reuse.kv.blocks import (
-    BLOCK_TOKENS,
-    TOKEN_BYTES,
-    BlockLayout,
-    BlockName,
-    chain,
-    child,
-    token_bytes,
-)
+from attncache_core.reuse.kv.block_file import DamagedBlock, OpenBlock
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES, BlockLayout, BlockName
+from attncache_core.reuse.kv.capacity import window_length
 from attncache_core.reuse.kv.eviction import EvictionPolicy, LookAhead
-from attncache_core.reuse.kv.pool import BlockPool
+from attncache_core.reuse.kv.memory import Block, Known, MemoryTier, Wanted
+from attncache_core.reuse.kv.transfer import Loading, Transfers
 
 # `begin` computes blocks itself if the batch that computes them takes longer.
 _MOST_WAITING_SECONDS = 30.0
-
-
-class Wanted(NamedTuple):
-    """A sequence whose blocks are looked up and kept."""
-
-    root: bytes  # see blocks.root_key
-    tokens: bytes  # the tokens whose blocks are kept; see blocks.token_bytes
-    most_given: int  # tokens at the front that may be given
-    names: list[BlockName]  # of all blocks of `tokens`
-
-    @classmethod
-    def of(cls, root: bytes, ids: Sequence[int], most_given: int) -> Wanted:
-        """Return how a sequence of token ids is looked up behind a root."""
-        tokens = token_bytes(ids)
-        return cls(root, tokens, min(most_given, len(ids)), chain(root, tokens))
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """A block in memory."""
-
-    name: BlockName
-    place: int  # in the pool
-    users: int = 1  # batches that read or write the block, and the saver
-    pinned: bool = False  # by the operator: never evicted
-    is_stored: bool = False  # whether the block is found; if not, the last user frees its place
 
 
 class NewBlock(NamedTuple):
@@ -72,211 +42,302 @@ class Reservation:
 
     given: list[list[Block]]  # for each sequence, the blocks in front of what is computed
     given_tokens: list[int]
-    new: list[NewBlock]
+    new: list[NewBlock] = field(default_factory=list)
+    loading: Loading | None = None  # of the blocks `loaded`, which are given too
+    loaded: list[Block] = field(default_factory=list)
     is_open: bool = True
+
+
+class StoredTokens(NamedTuple):
+    """How many tokens at the front of a sequence are stored."""
+
+    memory: int
+    disk: int  # behind the tokens in memory
 
 
 @dataclass
 class Counts:
-    """What happened since the store was opened. Numbers of blocks, unless the name says otherwise."""
+    """What happened since the store was opened."""
 
-    lookups: int = 0  # sequences
-    given_tokens: int = 0
-    stored: int = 0
-    evicted: Counter[str] = field(default_factory=Counter)  # by reason: full, cleared
-    not_kept: int = 0  # there was no place: all blocks in memory were in use
+    sequences: int = 0  # that were looked up
+    asked_tokens: int = 0  # of these sequences, as far as they may be stored
+    given_tokens: int = 0  # of these tokens
+    given_blocks: Counter[str] = field(default_factory=Counter)  # by tier; each block once per batch
+    stored_blocks: int = 0  # computed and stored
+    not_kept_blocks: int = 0  # there was no place: all blocks in memory were in use
+    recomputed_tokens: int = 0  # found damaged on disk, and computed after all
 
 
 class KeyValueStore:
-    """Blocks of one model in memory. Thread safe."""
+    """Blocks of one model, in memory and on disk. Thread safe."""
 
     def __init__(
         self,
         layout: BlockLayout,
         memory_bytes: int,
         policy: EvictionPolicy[bytes] | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
-        """memory_bytes: the most bytes of blocks. policy: which block leaves memory first."""
-        self.layout = layout
-        self.pool = BlockPool(layout, memory_bytes)
-        self.counts = Counts()
-        self._policy = policy or LookAhead()
-        self._blocks: dict[bytes, Block] = {}
-        self._partial: dict[bytes, Counter[int]] = {}  # parent -> how many of its short blocks have n tokens
-        self._computing: dict[bytes, Reservation] = {}
-        self._changed = threading.Condition()
-        self._pinned = _Pinned(self._blocks)
+        """memory_bytes: the most bytes of blocks in memory. policy: which block leaves memory first.
 
-    def begin(self, sequences: Sequence[Wanted]) -> Reservation:
-        """Look sequences up, and reserve places for the blocks that are not known yet."""
-        deadline = time.monotonic() + _MOST_WAITING_SECONDS
+        transfers: to and from the disk tier; None: there is none.
+        """
+        self.layout = layout
+        self.memory = MemoryTier(layout, memory_bytes, policy or LookAhead())
+        self.transfers = transfers
+        self.counts = Counts()
+        self.expected: frozenset[bytes] = frozenset()  # the keys that waiting requests will use
+        self._claimed: set[bytes] = set()  # blocks that are being computed or loaded
+        self._changed = threading.Condition()
+
+    def begin(self, sequences: Sequence[Wanted], load: bool = True) -> Reservation:
+        """Look sequences up, and reserve places for the blocks that are not known yet.
+
+        load: load blocks that are saved but not in memory, if this is faster than computing them.
+        """
         with self._changed:
-            while True:
-                found = [self._known(own) for own in sequences]
-                awaited = [name for _, _, name in found if name is not None and name.key in self._computing]
-                if not awaited or not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    break
-            reservation = Reservation([given for given, _, _ in found], [count for _, count, _ in found], [])
-            self.counts.lookups += len(sequences)
-            self.counts.given_tokens += sum(reservation.given_tokens)
-            for block in (block for given in reservation.given for block in given):
-                block.users += 1
-            # From the end, so that the blocks at the front of sequences are the last to be evicted.
-            for own in sequences:
-                for name in reversed(own.names):
-                    if name.key in self._blocks:
-                        self._policy.used(name.key)
+            known = self._known_after_waiting(sequences)
+            reservation = Reservation([own.blocks for own in known], [own.tokens for own in known])
+            for own, found in zip(sequences, known, strict=True):
+                self.memory.use(found.blocks)
+                self.memory.touch(own, found)
             for index, own in enumerate(sequences):
                 self._reserve(reservation, index, own.names)
+        if load and self.transfers and reservation.new and self.transfers.pays(self.layout.token_bytes):
+            loading = self._open_saved(self.transfers, reservation, sequences)
+            if loading:
+                self.transfers.load(loading)
+        self.counts.sequences += len(sequences)
+        self.counts.asked_tokens += sum(len(own.tokens) // TOKEN_BYTES for own in sequences)
+        self.counts.given_tokens += sum(reservation.given_tokens)
+        given = {block for own in reservation.given for block in own}
+        self.counts.given_blocks["disk"] += len(reservation.loaded)
+        self.counts.given_blocks["memory"] += len(given) - len(reservation.loaded)
         return reservation
 
+    def wait_until_loaded(self, reservation: Reservation) -> None:
+        """Wait for the given blocks that are being loaded.
+
+        Raises DamagedBlock if a block is not what was saved. The caller then abandons the reservation and
+        begins again without loading.
+        """
+        if self.transfers and reservation.loading:
+            try:
+                self.transfers.wait(reservation.loading)
+            except DamagedBlock:
+                self.counts.recomputed_tokens += sum(block.name.length for block in reservation.loaded)
+                raise
+
     def finish(self, reservation: Reservation, keep: Callable[[NewBlock], bool] = lambda _: True) -> None:
-        """Store the blocks of a batch that was computed. keep: whether a block may be stored."""
+        """Store the blocks of a batch that was computed. keep: whether a new block may be stored."""
         with self._changed:
+            for block in reservation.loaded:
+                self.memory.add(block)
             for new in reservation.new:
                 if keep(new):
-                    self._store(new.block)
+                    self.memory.add(new.block)
+                    self.counts.stored_blocks += 1
+                    self._save(new.block)
             self._close(reservation)
 
     def abandon(self, reservation: Reservation) -> None:
-        """Free what a batch reserved. Does nothing after `finish`."""
+        """Free what a batch reserved. Does nothing after `finish`. Waits for blocks that are being loaded."""
+        if reservation.is_open and reservation.loading:
+            reservation.loading.done.wait()
         with self._changed:
             self._close(reservation)
 
-    def lookup(self, wanted: Wanted) -> int:
+    def lookup(self, wanted: Wanted) -> StoredTokens:
         """Return how many tokens of a sequence are stored. Changes nothing."""
         with self._changed:
-            return self._known(wanted)[1]
+            tokens = self.memory.known(wanted).tokens
+        saved = 0
+        if self.transfers:
+            behind = wanted.names[tokens // BLOCK_TOKENS : wanted.most_given // BLOCK_TOKENS]
+            for name in behind:
+                if not (self.transfers.disk.contains(name.key) or name.key in self.memory):
+                    break
+                saved += BLOCK_TOKENS
+        return StoredTokens(tokens, max(0, saved - tokens % BLOCK_TOKENS))
 
     def pin(self, wanted: Wanted, pinned: bool = True) -> int:
         """Keep the blocks of a sequence in memory, or let them go. Returns how many tokens they hold."""
         with self._changed:
-            given, tokens, _ = self._known(wanted)
-            for block in given:
-                block.pinned = pinned
-        return tokens
+            known = self.memory.known(wanted)
+            for block in known.blocks:
+                block.is_pinned = pinned
+        return known.tokens
 
-    def expect(self, sequences: Iterable[Wanted]) -> None:
-        """Take note of the sequences that wait for a batch, soonest first, to evict their blocks last."""
-        keys = [name.key for own in sequences for name in own.names]
+    @property
+    def pinned_blocks(self) -> int:
+        """The number of blocks in memory that are pinned."""
         with self._changed:
-            self._policy.expect(keys)
+            return self.memory.pinned
+
+    def expect(self, sequences: Sequence[Wanted]) -> None:
+        """Take note of the sequences that wait for a batch, soonest first.
+
+        Their blocks leave last, and saved blocks of the first sequences are fetched into memory, as far as
+        memory has room (CachedAttention, section 3.3).
+        """
+        blocks = max(1, sum(len(own.names) for own in sequences) // max(1, len(sequences)))
+        size = blocks * self.layout.block_bytes
+        memory = self.memory.pool.places * self.layout.block_bytes
+        disk = self.transfers.disk.most_bytes if self.transfers else 0
+        keys = [name.key for own in sequences[: window_length(memory + disk, size)] for name in own.names]
+        with self._changed:
+            self.memory.expect(keys)
+        self.expected = frozenset(keys)
+        if self.transfers and self.transfers.pays(self.layout.token_bytes):
+            for own in sequences[: window_length(memory, size)]:
+                if self.lookup(own).disk:
+                    self.transfers.in_loading_thread(partial(self.fetch, own))
+
+    def fetch(self, wanted: Wanted) -> None:
+        """Load the saved blocks of a sequence into memory, and return when they are loaded."""
+        with self._changed:
+            known = self.memory.known(wanted)
+            if self.transfers is None or known.following is None or known.following.key in self._claimed:
+                return
+            reservation = Reservation([known.blocks], [known.tokens])
+            self.memory.use(known.blocks)
+            self._reserve(reservation, 0, wanted.names)
+        loading = self._open_saved(self.transfers, reservation, [wanted])
+        if loading:
+            self.transfers.run(loading)
+        if loading is None or loading.is_damaged:
+            self.abandon(reservation)
+        else:
+            self.finish(reservation, lambda _: False)
 
     def clear(self) -> int:
-        """Drop all blocks, pinned blocks too. Returns their number. Blocks in use are dropped after use."""
+        """Drop all blocks, pinned blocks too, from memory and from disk. Returns the number in memory.
+
+        Blocks in use are dropped from memory after use. Raises OSError if a file cannot be removed.
+        """
         with self._changed:
-            dropped = list(self._blocks.values())
-            for block in dropped:
-                self._drop(block, "cleared")
-        return len(dropped)
+            dropped = self.memory.clear()
+        if self.transfers:
+            self.transfers.disk.clear()
+        return dropped
 
-    @property
-    def blocks(self) -> int:
-        """The number of blocks that are found."""
-        return len(self._blocks)
+    def close(self) -> None:
+        """Save what waits to be saved, and end the threads."""
+        if self.transfers:
+            self.transfers.close()
 
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of all places that are taken."""
-        return self.pool.used * self.layout.block_bytes
+    # The caller of the methods below holds the lock, unless they say otherwise.
 
-    # The caller of the methods below holds the lock.
+    def _known_after_waiting(self, sequences: Sequence[Wanted]) -> list[Known]:
+        """Return what is known of sequences, once no other batch computes or loads what comes next."""
+        deadline = time.monotonic() + _MOST_WAITING_SECONDS
+        while True:
+            known = [self.memory.known(own) for own in sequences]
+            awaited = any(own.following and own.following.key in self._claimed for own in known)
+            if not awaited or not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                return known
 
-    def _known(self, wanted: Wanted) -> tuple[list[Block], int, BlockName | None]:
-        """Return the stored blocks at the front of a sequence, their tokens, and the block that follows."""
-        given: list[Block] = []
-        following = None
-        for name in wanted.names[: wanted.most_given // BLOCK_TOKENS]:
-            if (block := self._find(name)) is None:
-                following = name
-                break
-            given.append(block)
-        tokens = BLOCK_TOKENS * len(given)
-        parent = given[-1].name.key if given else wanted.root
-        for count in sorted(self._partial.get(parent, ()), reverse=True):
-            own = wanted.tokens[tokens * TOKEN_BYTES : (tokens + count) * TOKEN_BYTES]
-            if tokens + count <= wanted.most_given and len(own) == count * TOKEN_BYTES:
-                block = self._find(child(parent, own))
-                if block is not None:
-                    return [*given, block], tokens + count, following
-        return given, tokens, following
-
-    def _find(self, name: BlockName) -> Block | None:
-        block = self._blocks.get(name.key)
-        return block if block is not None and block.name == name else None
-
-    def _reserve(self, reservation: Reservation, sequence: int, names: list[BlockName]) -> None:
-        """Reserve places for the blocks of a sequence that nobody has or computes."""
+    def _reserve(self, reservation: Reservation, sequence: int, names: Sequence[BlockName]) -> None:
+        """Reserve places for the blocks of a sequence that nobody has, computes or loads."""
         for index, name in enumerate(names):
-            if name.key in self._blocks or name.key in self._computing:
+            if name.key not in self.memory and name.key not in self._claimed:
+                block = self._claim(name)
+                if block is None:
+                    self.counts.not_kept_blocks += 1
+                    return
+                reservation.new.append(NewBlock(block, sequence, index * BLOCK_TOKENS))
+
+    def _claim(self, name: BlockName) -> Block | None:
+        block = self.memory.take(name)
+        if block:
+            self._claimed.add(name.key)
+        return block
+
+    def _open_saved(
+        self, transfers: Transfers, reservation: Reservation, sequences: Sequence[Wanted]
+    ) -> Loading | None:
+        """Give the saved blocks of sequences to a reservation. The caller does not hold the lock."""
+        claimed = {new.block.name.key: new.block for new in reservation.new}
+        opened: dict[bytes, tuple[OpenBlock, Block]] = {}
+        for own in sequences:
+            parent, walked = own.root, 0
+            for name in own.names[: own.most_given // BLOCK_TOKENS]:
+                if name.key not in opened and name.key not in self.memory:
+                    block = claimed.get(name.key)
+                    file = transfers.disk.open(name) if block else None
+                    if block is None or file is None:
+                        break
+                    opened[name.key] = file, block
+                parent, walked = name.key, walked + BLOCK_TOKENS
+            self._open_short(transfers, own, parent, walked, claimed, opened)
+        if not opened:
+            return None
+        pool = self.memory.pool
+        loading = Loading([(file, pool.parts(block.place)) for file, block in opened.values()])
+        with self._changed:
+            self._give_opened(reservation, sequences, {key: block for key, (_, block) in opened.items()})
+        reservation.loading = loading
+        return loading
+
+    def _open_short(
+        self,
+        transfers: Transfers,
+        own: Wanted,
+        parent: bytes,
+        first: int,
+        claimed: dict[bytes, Block],
+        opened: dict[bytes, tuple[OpenBlock, Block]],
+    ) -> None:
+        """Open the longest saved block with fewer than BLOCK_TOKENS tokens, without holding the lock."""
+        for length in range(BLOCK_TOKENS - 1, 0, -1):
+            name = own.short_block(parent, first, length)
+            if name is None or name.key in opened:
                 continue
-            place = self._place()
-            if place is None:
-                self.counts.not_kept += 1
-                return
-            block = Block(name, place)
-            self._computing[name.key] = reservation
-            reservation.new.append(NewBlock(block, sequence, index * BLOCK_TOKENS))
+            file = transfers.disk.open(name)
+            if file is None:
+                continue
+            with self._changed:
+                block = claimed.get(name.key)
+                if block is None and name.key not in self._claimed and name.key not in self.memory:
+                    block = self._claim(name)
+            if block is None:
+                file.close()
+            else:
+                opened[name.key] = file, block
+            return
 
-    def _place(self) -> int | None:
-        place = self.pool.take()
-        if place is None and (victim := self._policy.victim(self._pinned)) is not None:
-            self._drop(self._blocks[victim], "full")
-            place = self.pool.take()
-        return place
+    def _give_opened(
+        self, reservation: Reservation, sequences: Sequence[Wanted], opened: Mapping[bytes, Block]
+    ) -> None:
+        """Move opened blocks from the new blocks of a reservation to the given ones."""
+        reservation.new = [new for new in reservation.new if new.block.name.key not in opened]
+        reservation.loaded = list(opened.values())
+        known = [self.memory.known(own, opened) for own in sequences]
+        for own, before in zip(known, reservation.given, strict=True):
+            self.memory.use(own.blocks)
+            self.memory.release(before)
+        reservation.given = [own.blocks for own in known]
+        reservation.given_tokens = [own.tokens for own in known]
 
-    def _store(self, block: Block) -> None:
-        name = block.name
-        block.is_stored = True
-        self._blocks[name.key] = block
-        self._policy.added(name.key)
-        self.counts.stored += 1
-        if name.length < BLOCK_TOKENS:
-            self._partial.setdefault(name.parent, Counter())[name.length] += 1
+    def _save(self, block: Block) -> None:
+        if self.transfers:
+            self.memory.use([block])
+            parts = self.memory.pool.parts(block.place)
+            if not self.transfers.save(block.name, parts, partial(self._saved, block)):
+                self.memory.release([block])
 
-    def _drop(self, block: Block, reason: str) -> None:
-        """Let a block be found no more. Its place is free once nobody uses it."""
-        name = block.name
-        del self._blocks[name.key]
-        self._policy.removed(name.key)
-        self.counts.evicted[reason] += 1
-        block.is_stored = False
-        if name.length < BLOCK_TOKENS:
-            counts = self._partial[name.parent]
-            counts[name.length] -= 1
-            if not counts[name.length]:
-                del counts[name.length]
-            if not counts:
-                del self._partial[name.parent]
-        self._free_if_unused(block)
+    def _saved(self, block: Block) -> None:
+        """Give up the use of a block that was saved. The caller does not hold the lock."""
+        with self._changed:
+            self.memory.release([block])
 
     def _close(self, reservation: Reservation) -> None:
         if not reservation.is_open:
             return
         reservation.is_open = False
-        for block, _, _ in reservation.new:
-            del self._computing[block.name.key]
-            self._release(block)
+        own = [*(new.block for new in reservation.new), *reservation.loaded]
+        self._claimed.difference_update(block.name.key for block in own)
+        self.memory.release(own)
         for given in reservation.given:
-            for block in given:
-                self._release(block)
+            self.memory.release(given)
         self._changed.notify_all()
-
-    def _release(self, block: Block) -> None:
-        block.users -= 1
-        self._free_if_unused(block)
-
-    def _free_if_unused(self, block: Block) -> None:
-        if not block.users and not block.is_stored:
-            self.pool.give_back(block.place)
-
-
-class _Pinned:
-    """The keys of the blocks that must stay in memory."""
-
-    def __init__(self, blocks: dict[bytes, Block]) -> None:
-        self._blocks = blocks
-
-    def __contains__(self, key: object) -> bool:
-        block = self._blocks[key]  # type: ignore[index]
-        return bool(block.users or block.pinned)

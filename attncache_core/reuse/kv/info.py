@@ -1,0 +1,101 @@
+"""What a store of keys and values holds and has done, as plain data for people, for /info and for metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
+from attncache_core.reuse.kv.store import KeyValueStore
+from attncache_core.reuse.kv.transfer import Transfers
+
+TIERS = ("memory", "disk")
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """What the memory tier holds now."""
+
+    bytes: int  # of all places that are taken
+    most_bytes: int
+    blocks: int  # that are found
+    pinned_blocks: int  # of them, blocks that are never evicted
+
+
+@dataclass(frozen=True)
+class DiskInfo:
+    """What the disk tier holds now, and what was counted since the start."""
+
+    bytes: int
+    most_bytes: int
+    damaged_blocks: int  # whose file was not what was saved; they were removed
+    failed_writes: int  # blocks that the disk did not take
+    dropped_writes: int  # blocks that did not fit into the write buffer
+    loaded_blocks: int
+    load_stall_seconds: float  # that batches waited for blocks
+    loading_pays: bool  # whether loading a token is faster than computing it, as far as known
+    load_bytes_per_second: float  # 0: not measured
+    prefill_tokens_per_second: float  # 0: not measured
+
+
+@dataclass(frozen=True)
+class KeyValueInfo:
+    """A store of keys and values: what it holds now, and what was counted since the start."""
+
+    token_bytes: int  # keys and values of one token in all layers
+    block_tokens: int
+    block_bytes: int
+    memory: MemoryInfo
+    disk: DiskInfo | None  # None: there is no disk tier
+    lookups: int  # sequences
+    asked_tokens: int  # of these sequences
+    given_tokens: int  # of these tokens, the tokens whose keys and values were stored
+    given_blocks: Mapping[str, int]  # by tier
+    stored_blocks: int  # that were computed and stored
+    not_kept_blocks: int  # that were computed and not stored: all blocks in memory were in use
+    recomputed_tokens: int  # that were given from disk, found damaged, and computed after all
+    evicted_blocks: Mapping[str, Mapping[str, int]]  # by tier and reason
+
+
+def key_value_info(store: KeyValueStore) -> KeyValueInfo:
+    """Return what a store holds and has done."""
+    layout, counts, memory, transfers = store.layout, store.counts, store.memory, store.transfers
+    evicted = {"memory": dict(memory.evicted)}
+    if transfers:
+        evicted["disk"] = {"full": transfers.disk.counts.evictions}
+    return KeyValueInfo(
+        token_bytes=layout.token_bytes,
+        block_tokens=BLOCK_TOKENS,
+        block_bytes=layout.block_bytes,
+        memory=MemoryInfo(
+            bytes=memory.pool.used * layout.block_bytes,
+            most_bytes=memory.pool.places * layout.block_bytes,
+            blocks=len(memory),
+            pinned_blocks=store.pinned_blocks,
+        ),
+        disk=_disk_info(transfers, transfers.pays(layout.token_bytes)) if transfers else None,
+        lookups=counts.sequences,
+        asked_tokens=counts.asked_tokens,
+        given_tokens=counts.given_tokens,
+        given_blocks={tier: counts.given_blocks[tier] for tier in TIERS},
+        stored_blocks=counts.stored_blocks,
+        not_kept_blocks=counts.not_kept_blocks,
+        recomputed_tokens=counts.recomputed_tokens,
+        evicted_blocks=evicted,
+    )
+
+
+def _disk_info(transfers: Transfers, loading_pays: bool) -> DiskInfo:
+    disk, counts = transfers.disk, transfers.counts
+    return DiskInfo(
+        bytes=disk.bytes_used,
+        most_bytes=disk.most_bytes,
+        damaged_blocks=disk.counts.damaged,
+        failed_writes=disk.counts.failed_writes,
+        dropped_writes=counts.dropped_writes,
+        loaded_blocks=counts.loaded_blocks,
+        load_stall_seconds=counts.stall_seconds,
+        loading_pays=loading_pays,
+        load_bytes_per_second=transfers.load_speed,
+        prefill_tokens_per_second=transfers.prefill_speed,
+    )

@@ -1,0 +1,183 @@
+"""The memory tier: the blocks that are found, and which of them leaves when there is no place.
+
+Not thread safe: the store calls it under its lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from attncache_core.reuse.kv.blocks import (
+    BLOCK_TOKENS,
+    TOKEN_BYTES,
+    BlockLayout,
+    BlockName,
+    chain,
+    child,
+    token_bytes,
+)
+from attncache_core.reuse.kv.eviction import EvictionPolicy
+from attncache_core.reuse.kv.pool import BlockPool
+
+
+class Wanted(NamedTuple):
+    """A sequence whose blocks are looked up and kept."""
+
+    root: bytes  # see blocks.root_key
+    tokens: bytes  # the tokens whose blocks are kept; see blocks.token_bytes
+    most_given: int  # tokens at the front that may be given
+    names: list[BlockName]  # of all blocks of `tokens`
+
+    @classmethod
+    def of(cls, root: bytes, ids: Sequence[int], most_given: int) -> Wanted:
+        """Return how a sequence of token ids is looked up behind a root."""
+        tokens = token_bytes(ids)
+        return cls(root, tokens, min(most_given, len(ids)), chain(root, tokens))
+
+    def short_block(self, parent: bytes, first: int, length: int) -> BlockName | None:
+        """Return the name of the block of `length` tokens from token `first`, if it may be given."""
+        if first + length > self.most_given:
+            return None
+        return child(parent, self.tokens[first * TOKEN_BYTES : (first + length) * TOKEN_BYTES])
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A block in memory."""
+
+    name: BlockName
+    place: int  # in the pool
+    users: int = 1  # batches that read or write the block, and the saver
+    is_pinned: bool = False  # by the operator: never evicted
+    is_found: bool = False  # if not, the last user frees its place
+
+
+class Known(NamedTuple):
+    """The beginning of a sequence that is in memory."""
+
+    blocks: list[Block]
+    tokens: int
+    following: BlockName | None  # the next whole block that may be given, if it is not in memory
+
+
+class MemoryTier:
+    """Blocks by their keys, their places, and the order in which they are evicted."""
+
+    def __init__(self, layout: BlockLayout, most_bytes: int, policy: EvictionPolicy[bytes]) -> None:
+        self.pool = BlockPool(layout, most_bytes)
+        self.evicted: Counter[str] = Counter({"full": 0, "cleared": 0})  # blocks by reason
+        self._policy = policy
+        self._blocks: dict[bytes, Block] = {}
+        self._short: dict[bytes, Counter[int]] = {}  # parent -> how many of its short blocks have n tokens
+        self._staying = _Staying(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._blocks
+
+    @property
+    def pinned(self) -> int:
+        """The number of blocks that the operator has pinned."""
+        return sum(block.is_pinned for block in self._blocks.values())
+
+    def known(self, wanted: Wanted, more: Mapping[bytes, Block] | None = None) -> Known:
+        """Return the beginning of a sequence that may be given. more: blocks that count as found, by key."""
+        more = more or {}
+        blocks: list[Block] = []
+        following = None
+        for name in wanted.names[: wanted.most_given // BLOCK_TOKENS]:
+            block = self._blocks.get(name.key) or more.get(name.key)
+            if block is None or block.name != name:
+                following = name
+                break
+            blocks.append(block)
+        tokens = BLOCK_TOKENS * len(blocks)
+        parent = blocks[-1].name.key if blocks else wanted.root
+        lengths = {*self._short.get(parent, ())}
+        lengths.update(block.name.length for block in more.values() if block.name.parent == parent)
+        for length in sorted(lengths - {BLOCK_TOKENS}, reverse=True):
+            short = wanted.short_block(parent, tokens, length)
+            block = short and (self._blocks.get(short.key) or more.get(short.key))
+            if block and block.name == short:
+                return Known([*blocks, block], tokens + length, following)
+        return Known(blocks, tokens, following)
+
+    def touch(self, wanted: Wanted, known: Known) -> None:
+        """Note that a sequence was used. Its last block becomes the oldest, so that it leaves first."""
+        found = [name.key for name in wanted.names if name.key in self._blocks]
+        for key in reversed(dict.fromkeys([*found, *(block.name.key for block in known.blocks)])):
+            self._policy.used(key)
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """Take note of the keys that waiting requests will use, soonest first."""
+        self._policy.expect(keys)
+
+    def take(self, name: BlockName) -> Block | None:
+        """Return a new block with a place, which is not found yet. None: all blocks must stay."""
+        place = self.pool.take()
+        if place is None and (victim := self._policy.victim(self._staying)) is not None:
+            self.drop(self._blocks[victim], "full")
+            place = self.pool.take()
+        return None if place is None else Block(name, place)
+
+    def add(self, block: Block) -> None:
+        """Let a block be found."""
+        name = block.name
+        block.is_found = True
+        self._blocks[name.key] = block
+        self._policy.added(name.key)
+        if name.length < BLOCK_TOKENS:
+            self._short.setdefault(name.parent, Counter())[name.length] += 1
+
+    def drop(self, block: Block, reason: str) -> None:
+        """Let a block be found no more. Its place is free once nobody uses it."""
+        name = block.name
+        del self._blocks[name.key]
+        self._policy.removed(name.key)
+        self.evicted[reason] += 1
+        block.is_found = False
+        if name.length < BLOCK_TOKENS:
+            lengths = self._short[name.parent]
+            lengths[name.length] -= 1
+            lengths += Counter()  # without the lengths that no block has
+            if not lengths:
+                del self._short[name.parent]
+        self._free_if_unused(block)
+
+    def clear(self) -> int:
+        """Drop all blocks. Returns their number."""
+        blocks = list(self._blocks.values())
+        for block in blocks:
+            self.drop(block, "cleared")
+        return len(blocks)
+
+    def use(self, blocks: Iterable[Block]) -> None:
+        """Keep blocks from leaving, until they are released as often."""
+        for block in blocks:
+            block.users += 1
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """Give up the use of blocks."""
+        for block in blocks:
+            block.users -= 1
+            self._free_if_unused(block)
+
+    def _free_if_unused(self, block: Block) -> None:
+        if not block.users and not block.is_found:
+            self.pool.give_back(block.place)
+
+
+class _Staying:
+    """The keys of the blocks that must stay in memory."""
+
+    def __init__(self, blocks: Mapping[bytes, Block]) -> None:
+        self._blocks = blocks
+
+    def __contains__(self, key: object) -> bool:
+        block = self._blocks[key]  # type: ignore[index]
+        return bool(block.users or block.is_pinned)

@@ -1,0 +1,144 @@
+"""Blocks on their way between memory and disk: a thread that loads, and a thread that saves.
+
+    load    layer after layer, so that a batch computes a layer while the next layer is loaded
+    save    after the answer; a block that does not fit into the write buffer is dropped and counted
+
+Source of both: CachedAttention, section 3.2 (layer-wise pre-loading, asynchronous saving).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from attncache_core.reuse.kv.block_file import DamagedBlock, OpenBlock
+from attncache_core.reuse.kv.blocks import BlockName
+from attncache_core.reuse.kv.disk import DiskTier
+
+
+@dataclass(eq=False)
+class Loading:
+    """Blocks that are loaded together, for one batch."""
+
+    blocks: Sequence[tuple[OpenBlock, list[memoryview]]]  # each with the parts to fill
+    # int32 [1], the number of layers that are loaded; see KeyValueSlots.ready
+    ready: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int32))
+    is_damaged: bool = False  # a part was not what was saved: nothing of these blocks may be used
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """Fill all parts, the layers in order. After damage, all layers count as loaded: nobody waits."""
+        layers = len(self.blocks[0][1]) - 1
+        try:
+            for layer in range(layers):
+                self._read(layer)
+                self.ready[0] = layer + 1
+            self._read(layers)
+        except DamagedBlock:
+            self.is_damaged = True
+        finally:
+            for block, _ in self.blocks:
+                block.close()
+            self.ready[0] = layers
+            self.done.set()
+
+    def _read(self, part: int) -> None:
+        for block, parts in self.blocks:
+            block.read_part(part, parts[part])
+
+
+@dataclass
+class TransferCounts:
+    """What was transferred since the start."""
+
+    loaded_blocks: int = 0
+    load_seconds: float = 0.0
+    stall_seconds: float = 0.0  # that batches waited for their last layers
+    dropped_writes: int = 0  # blocks that did not fit into the write buffer
+
+
+class Transfers:
+    """The threads between the memory and the disk tier of one store."""
+
+    def __init__(self, disk: DiskTier, write_buffer_blocks: int) -> None:
+        """write_buffer_blocks: the most blocks that wait to be saved."""
+        self.disk = disk
+        self.counts = TransferCounts()
+        self.load_speed = 0.0  # bytes per second; 0: not measured
+        self.prefill_speed = 0.0  # tokens per second; 0: not measured
+        self._buffer = write_buffer_blocks
+        self._saves: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._loads: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._threads = [
+            threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
+            for name, jobs in (("kv-save", self._saves), ("kv-load", self._loads))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def pays(self, token_bytes: int) -> bool:
+        """Return whether loading a token's keys and values is faster than computing them, as far as known."""
+        if not (self.load_speed and self.prefill_speed):
+            return True
+        return token_bytes / self.load_speed < 1 / self.prefill_speed
+
+    def load(self, loading: Loading) -> None:
+        """Load blocks in the loading thread."""
+        self._loads.put(lambda: self.run(loading))
+
+    def run(self, loading: Loading) -> None:
+        """Load blocks in this thread."""
+        started = time.perf_counter()
+        loading.run()
+        self.counts.load_seconds += time.perf_counter() - started
+        self.counts.loaded_blocks += 0 if loading.is_damaged else len(loading.blocks)
+
+    def in_loading_thread(self, work: Callable[[], None]) -> None:
+        """Call a function in the loading thread."""
+        self._loads.put(work)
+
+    def wait(self, loading: Loading) -> None:
+        """Wait until blocks are loaded. Raises DamagedBlock if a part was not what was saved."""
+        started = time.perf_counter()
+        loading.done.wait()
+        self.counts.stall_seconds += time.perf_counter() - started
+        if loading.is_damaged:
+            raise DamagedBlock("a block was changed on disk")
+
+    def save(self, name: BlockName, parts: Sequence[memoryview], saved: Callable[[], None]) -> bool:
+        """Save a block in the saving thread, and then call `saved`. Returns False if the buffer is full."""
+        if self._saves.qsize() >= self._buffer:
+            self.counts.dropped_writes += 1
+            return False
+
+        def work() -> None:
+            try:
+                self.disk.write(name, parts)
+            finally:
+                saved()
+
+        self._saves.put(work)
+        return True
+
+    def flush(self) -> None:
+        """Wait until everything that waits to be saved was written, or could not be written."""
+        done = threading.Event()
+        self._saves.put(done.set)
+        done.wait()
+
+    def close(self) -> None:
+        """Save what waits, and end the threads."""
+        for jobs in (self._saves, self._loads):
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def _work(jobs: queue.Queue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()

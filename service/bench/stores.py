@@ -1,0 +1,115 @@
+"""Stores of keys and values for measurements: opened for a loaded engine, and read from the disk itself."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attncache_core import InvalidInput, PrefillEngine
+from attncache_core.heads.vectors import cosines
+from attncache_core.reuse.kv.opening import KeyValueOptions, KeyValueReuse, NotReusable, open_key_values
+
+_TEST_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+
+
+def open_store(engine: PrefillEngine, **options: Any) -> KeyValueReuse:
+    """Return an empty store for an engine's model, or the store that is in `folder`.
+
+    options: of KeyValueOptions. Raises InvalidInput if keys and values of the model cannot be reused.
+    """
+    try:
+        return open_key_values(engine.model, engine.checkpoint.fingerprint(), KeyValueOptions(**options))
+    except NotReusable as reason:
+        raise InvalidInput(
+            f"keys and values of model {engine.checkpoint.name} cannot be reused: {reason}; "
+            "choose a decoder like Llama",
+            field="model",
+        ) from reason
+
+
+def has_disk_tier() -> bool:
+    """Return whether stores may have a disk tier."""
+    return {"folder", "disk_bytes"} <= {field.name for field in fields(KeyValueOptions)}
+
+
+def settle(key_values: KeyValueReuse | None) -> None:
+    """Wait until a store has saved what it was given and loaded what it was told to expect."""
+    transfers = getattr(key_values and key_values.store, "transfers", None)
+    if transfers is not None:
+        transfers.flush()
+        loaded = threading.Event()
+        transfers.in_loading_thread(loaded.set)
+        loaded.wait()
+
+
+def close_store(key_values: KeyValueReuse) -> None:
+    """Save what waits, and end the threads of a store."""
+    transfers = getattr(key_values.store, "transfers", None)
+    if transfers is not None:
+        transfers.close()
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """Let the next reader of the files in a folder read them from the disk itself."""
+    for path in _files(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # only pages that have reached the disk can be dropped
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_bytes_per_second(folder: Path) -> float:
+    """Measure how fast one thread reads a file of the folder that is not in the page cache."""
+    path = folder / f"{secrets.token_hex(8)}.speed"
+    try:
+        with path.open("wb", buffering=0) as file:
+            for _ in range(_TEST_BYTES // _READ_BYTES):
+                file.write(secrets.token_bytes(_READ_BYTES))
+            os.fsync(file.fileno())
+        drop_from_page_cache(folder)
+        started = time.perf_counter()
+        with path.open("rb", buffering=0) as file:
+            while file.read(_READ_BYTES):
+                pass
+        return _TEST_BYTES / (time.perf_counter() - started)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class Exactness:
+    """How far results are from those of computing everything."""
+
+    def __init__(self) -> None:
+        self.difference = 0.0  # the largest difference, relative to the largest number of the expected row
+        self.cosine = 1.0  # the least
+
+    def add(self, found: np.ndarray, expected: np.ndarray) -> None:
+        """Compare rows, float32 [n, d] each."""
+        scale = np.abs(expected).max(axis=1)
+        self.difference = max(self.difference, float((np.abs(found - expected).max(axis=1) / scale).max()))
+        self.cosine = min(self.cosine, float(cosines(found, expected).min()))
+
+
+def alternating(names: Sequence[str], number: int) -> list[str]:
+    """Return the names in the order of one round: each round begins with another name."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds of an action and its result."""
+    started = time.perf_counter()
+    result = action()
+    return time.perf_counter() - started, result
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
