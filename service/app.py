@@ -19,7 +19,7 @@ from attncache_core import AttnCacheError, PrefillEngine
 from service import __version__
 from service.errors import InternalError, error_response, log_failure, on_attncache_error, on_http_exception
 from service.metrics import Metrics
-from service.routes import classify, embed, health
+from service.routes import cache, classify, embed, health
 from service.routes.common import ANSWERED_BY, MODEL_HEADER
 from service.settings import Settings
 from service.state import ServiceState
@@ -51,7 +51,7 @@ def create_app(
         title="AttnCache", version=__version__, lifespan=lifespan, redoc_url=None, redirect_slashes=False
     )
     app.state.service = state
-    for routes in (embed, classify, health):
+    for routes in (embed, classify, health, *([cache] if settings.admin else [])):
         app.include_router(routes.router)
     app.add_exception_handler(AttnCacheError, on_attncache_error)
     app.add_exception_handler(HTTPException, on_http_exception)

@@ -25,6 +25,7 @@ _SENTENCES = {
     "string_type": "must be a string",
     "list_type": "must be a list of strings",
     "too_short": "must not be empty",
+    "string_too_long": "must have at most 256 characters",
     "bool_type": "must be true or false",
     "float_type": "must be a number",
     "greater_than": "must be greater than 0",

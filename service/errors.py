@@ -3,6 +3,7 @@
     bytes           BodyTooLarge, MalformedBody        the client must correct its body
     valid JSON      InvalidInput (core), TooManyInputs, NoEmbedding
     headers         ModelMismatch                      the client requires another model
+    /cache          NoKeyValues                        the server stores no keys and values
     session         UnknownSession                     the client can send the whole conversation
     queue           QueueFull, NotReady                the client may retry after `Retry-After`
     engine          InternalError                      a fixed sentence; the details are in the log
@@ -56,6 +57,13 @@ class ModelMismatch(AttnCacheError):
     """The request requires a model that this server does not serve. Nothing was computed."""
 
     code = "model_mismatch"
+    status = 409
+
+
+class NoKeyValues(AttnCacheError):
+    """The server stores no keys and values, which the request is about. The message says why."""
+
+    code = "no_key_values"
     status = 409
 
 

@@ -1,4 +1,4 @@
-"""The metrics at /metrics: requests, queue, batches, reuse, and the content of the database.
+"""The metrics at /metrics: requests, queue, batches, reuse, and what is recorded and stored.
 
 Every name starts with attncache_ and contains its unit. Every label value exists, with the value zero, before
 the first request. Label values come from fixed lists, so that nothing that a client sends can become a label.
@@ -18,21 +18,28 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from attncache_core import Outcome, PrefillResult
 from attncache_core.engine.info import EngineInfo
-from attncache_core.reuse.maps.info import GroupInfo
+from attncache_core.reuse.kv.info import TIERS, KeyValueInfo
+from attncache_core.reuse.maps.info import DatabaseInfo, GroupInfo
 from service import __version__
 
 # By default, every counter and histogram has a second series with the time of its creation. Here that would
 # always be the time when the server started.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-ROUTES = ("/embed", "/classify", "/health", "/ready", "/info", "/metrics")
+ROUTES = (
+    *("/embed", "/classify", "/health", "/ready", "/info", "/metrics"),
+    *("/cache", "/cache/stats", "/cache/warm", "/cache/pin", "/cache/lookup", "/cache/capacity"),
+)
 OTHER_ROUTE = "other"
 STATUSES = (200, 400, 404, 405, 409, 413, 422, 429, 499, 500, 503)
+
+_TOKEN_STATES = ("asked", "cached", "computed")
+_EVICTIONS = (("memory", "full"), ("memory", "cleared"), ("disk", "full"))
 
 _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -65,6 +72,12 @@ class Metrics:
         self._similarity = self._histogram(
             "similarity", "Similarity of the nearest record of a sequence that was searched", _SIMILARITIES
         )
+        self._tokens = self._counter(
+            "tokens",
+            "Tokens of all sequences (asked), of them those whose keys and values were stored (cached), and "
+            "those that were computed; what sequences of a batch share is computed once",
+            ("state",),
+        )
         self._tokenize_seconds = self._histogram(
             "tokenize_seconds", "Seconds to tokenise a request", _SECONDS
         )
@@ -91,8 +104,8 @@ class Metrics:
             "verify_dropped",
             "Hits chosen for verification but not verified: too many waited, or it failed",
         )
-        self._database = _DatabaseNumbers()
-        self.registry.register(self._database)
+        self._engine = _EngineNumbers()
+        self.registry.register(self._engine)
         self._touch_labels()
 
     def observe_request(self, path: str, status: int, seconds: float) -> None:
@@ -114,6 +127,9 @@ class Metrics:
         """Count a batch that the engine has run."""
         self._batch_sequences.observe(len(result.outcomes))
         self._batch_tokens.observe(result.tokens)
+        counts = (result.asked_tokens, int(result.cached_tokens.sum()), result.tokens)
+        for state, count in zip(_TOKEN_STATES, counts, strict=True):
+            self._tokens.labels(state).inc(count)
         self._search_seconds.observe(result.search_seconds)
         self._forward_seconds.observe(result.forward_seconds)
         self._corrupt.inc(result.corrupt_records)
@@ -148,7 +164,7 @@ class Metrics:
     def watch(self, queue_sequences: Callable[[], int], engine_info: Callable[[], EngineInfo]) -> None:
         """Set the server ready, and read queue and engine from now on whenever metrics are read."""
         self._queue_sequences.set_function(queue_sequences)
-        self._database.engine_info = engine_info
+        self._engine.engine_info = engine_info
         self._ready.set(1)
 
     def render(self) -> bytes:
@@ -162,6 +178,8 @@ class Metrics:
                 self._requests.labels(route, str(status))
         for outcome in Outcome:
             self._sequences.labels(outcome)
+        for state in _TOKEN_STATES:
+            self._tokens.labels(state)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(name, text, labels, namespace="attncache", registry=self.registry)
@@ -175,10 +193,11 @@ class Metrics:
         return Histogram(name, text, labels, namespace="attncache", registry=self.registry, buckets=buckets)
 
 
-class _DatabaseNumbers(Collector):
-    """Collects the content and the policy of the database from the engine whenever metrics are read.
+class _EngineNumbers(Collector):
+    """Collects from the engine, whenever metrics are read, what is recorded and stored.
 
-    Without a database, its size is zero and there are no length groups.
+    Without a database, its size is zero and there are no length groups. Without a store of keys and values,
+    or without a disk tier, their numbers are zero.
     """
 
     def __init__(self) -> None:
@@ -186,23 +205,71 @@ class _DatabaseNumbers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         info = self.engine_info()
-        database = info.database if info else None
         yield GaugeMetricFamily(
             "attncache_reuse_off_reasons",
             "Number of reasons why no text reuses anything; /info lists the reasons",
             value=len(info.reuse_off) if info else 0,
         )
-        yield GaugeMetricFamily(
-            "attncache_database_records",
-            "Records in the database",
-            value=database.records if database else 0,
-        )
-        yield GaugeMetricFamily(
-            "attncache_database_bytes",
-            "Size of the database in bytes",
-            value=database.bytes if database else 0,
-        )
-        yield from _of_length_groups(database.policy.groups if database else ())
+        yield from _of_database(info.database if info else None)
+        yield from _of_key_values(info.key_values if info else None)
+
+
+def _of_database(database: DatabaseInfo | None) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "attncache_database_records",
+        "Records in the database",
+        value=database.records if database else 0,
+    )
+    yield GaugeMetricFamily(
+        "attncache_database_bytes",
+        "Size of the database in bytes",
+        value=database.bytes if database else 0,
+    )
+    yield from _of_length_groups(database.policy.groups if database else ())
+
+
+def _of_key_values(info: KeyValueInfo | None) -> Iterator[Metric]:
+    disk = info.disk if info else None
+    given = CounterMetricFamily(
+        "attncache_kv_blocks_given",
+        "Blocks of keys and values that were given to a batch, by the tier that held them",
+        labels=("tier",),
+    )
+    used = GaugeMetricFamily("attncache_kv_bytes", "Bytes of stored keys and values", labels=("tier",))
+    most = GaugeMetricFamily(
+        "attncache_kv_max_bytes", "Most bytes that keys and values may take", labels=("tier",)
+    )
+    for tier, held in zip(TIERS, (info.memory if info else None, disk), strict=True):
+        given.add_metric((tier,), info.given_blocks[tier] if info else 0)
+        used.add_metric((tier,), held.bytes if held else 0)
+        most.add_metric((tier,), held.most_bytes if held else 0)
+    evictions = CounterMetricFamily(
+        "attncache_kv_evictions", "Blocks of keys and values that were dropped", labels=("tier", "reason")
+    )
+    for tier, reason in _EVICTIONS:
+        evicted = info.evicted_blocks.get(tier, {}) if info else {}
+        evictions.add_metric((tier, reason), evicted.get(reason, 0))
+    yield from (given, used, most, evictions)
+    yield CounterMetricFamily(
+        "attncache_kv_recomputed_tokens",
+        "Tokens that were given from disk, found damaged, and computed after all",
+        value=info.recomputed_tokens if info else 0,
+    )
+    yield CounterMetricFamily(
+        "attncache_kv_load_stall_seconds",
+        "Seconds that batches waited for keys and values from disk",
+        value=disk.load_stall_seconds if disk else 0,
+    )
+    yield CounterMetricFamily(
+        "attncache_kv_dropped_writes",
+        "Blocks that were not saved on disk: the write buffer was full, or the disk did not take them",
+        value=disk.dropped_writes + disk.failed_writes if disk else 0,
+    )
+    yield CounterMetricFamily(
+        "attncache_kv_damaged_blocks",
+        "Blocks on disk that were found damaged and removed",
+        value=disk.damaged_blocks if disk else 0,
+    )
 
 
 def _of_length_groups(groups: Iterable[GroupInfo]) -> Iterator[Metric]:

@@ -44,14 +44,41 @@ Truncate = Annotated[
 ]
 
 
-class _Request(BaseModel):
+# Salts and session ids are compared and kept, so they are short.
+Name = Annotated[Text, Field(max_length=256)]
+
+
+class InferenceRequest(BaseModel):
+    """The fields that the bodies of all inference requests have: `inputs`, or a turn of a conversation."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    inputs: Inputs = Field(description="One text or a list of texts.")
+    inputs: Inputs | None = Field(
+        None, description="One text or a list of texts. Required, unless session_id is given."
+    )
     truncate: Truncate = None
+    session_id: Name | None = Field(
+        None,
+        description="Id of a conversation that the server keeps, chosen by the client. Give append or "
+        "transcript with it, and no inputs.",
+    )
+    append: Text | None = Field(
+        None,
+        description="One new turn of the session. Status 404 if the server has no history of the session.",
+    )
+    transcript: Inputs | None = Field(
+        None,
+        description="All turns of the session. The server computes only what differs from the turns that it "
+        "knows. A string is one turn.",
+    )
+    cache_salt: Name | None = Field(
+        None,
+        description="Requests with different salts share no stored keys and values and no sessions. "
+        "Default: requests without a salt share theirs.",
+    )
 
 
-class EmbedRequest(_Request):
+class EmbedRequest(InferenceRequest):
     """The body of POST /embed."""
 
     normalize: bool | None = Field(
@@ -66,7 +93,7 @@ class EmbedRequest(_Request):
     )
 
 
-class ClassifyRequest(_Request):
+class ClassifyRequest(InferenceRequest):
     """The body of POST /classify."""
 
     labels: Texts | None = Field(

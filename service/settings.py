@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from attncache_core import DEFAULT_MODEL, Fetch, Quantization
 from attncache_core.checkpoints.checkpoint import PoolingMode
 from attncache_core.runtime.devices import Device, Dtype
+from service.conversation import OverflowWay
 from service.errors import InvalidSettings
 
 ChosenTask = Literal["label-logits"]
@@ -212,6 +213,27 @@ class Settings(BaseModel):
         "sequences of each text.",
     )
     max_body_bytes: int = Field(2 * 1024 * 1024, ge=1, description="Most bytes in the body of one request.")
+    max_sessions: int = Field(
+        10_000, ge=1, description="Most sessions; beyond this number, the least recently used are dropped."
+    )
+    session_ttl_seconds: float = Field(
+        3600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Drop the history of a session this long after its last request.",
+    )
+    session_overflow: OverflowWay = Field(
+        "recompute",
+        description="What to do if a conversation does not fit into the model's window: cut the oldest tokens "
+        "and compute the rest again (recompute), refuse the request, or cut and use the stored keys and values "
+        "of the rest, which is approximate (truncate; keep-sinks keeps the first 4 tokens too).",
+    )
+    session_keep_ratio: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the window that a conversation fills after it was cut.",
+    )
     cache_dir: Path | None = Field(
         None, description="Folder of default databases. Default: a folder in the user's cache folder."
     )

@@ -21,6 +21,7 @@ from service.labels import LabelMemory
 from service.metrics import Metrics
 from service.request_queue import Limits
 from service.scrubber import Scrubber
+from service.sessions import Sessions
 from service.settings import Settings
 from service.verifier import Verifier
 
@@ -40,7 +41,7 @@ class Serving:
 
 
 class ServiceState:
-    """Owns one app's settings and metrics and, once the engine is loaded, the parts that serve."""
+    """Owns one app's settings, metrics and sessions and, once the engine is loaded, the parts that serve."""
 
     def __init__(
         self,
@@ -50,6 +51,11 @@ class ServiceState:
     ) -> None:
         self.settings = settings
         self.metrics = Metrics()
+        self.sessions = Sessions(
+            ttl_seconds=settings.session_ttl_seconds,
+            most_sessions=settings.max_sessions,
+            most_waiting=settings.max_queue_sequences,
+        )
         self._load_engines = load_engines
         self._on_failure = on_failure
         self._serving: Serving | None = None

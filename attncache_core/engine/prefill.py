@@ -238,9 +238,12 @@ class PrefillEngine:
             raise InvalidInput(f"prompt_name is none of the model's prompts; {known}", field="prompt_name")
         return self.tokenizer.prompt(Template(prefix=prompts[name]), field="prompt_name")
 
-    def front(self, template: Template) -> Prompt:
-        """Return a prompt of the tokens that all texts in a template begin with; see TextTokenizer.front."""
-        return self.tokenizer.front(template)
+    def front(self, template: Template) -> tuple[Prompt, list[int]]:
+        """Return the prompt of a template, and the token ids that all texts in the template begin with.
+
+        Raises InvalidInput; see TextTokenizer.front.
+        """
+        return self.tokenizer.prompt(template), self.tokenizer.front(template)
 
     def embed(
         self,

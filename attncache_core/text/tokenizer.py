@@ -6,8 +6,8 @@ the tokenizer runs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
@@ -24,8 +24,6 @@ _NO_LIMIT = 10**9
 _ANY_TEXT = "text"
 # Texts whose first tokens differ, also where a tokenizer joins a token with the text before it.
 _DIFFERENT_TEXTS = ("text", "7", "(", " a", "\n")
-# The end of a template's prefix that may belong to the first token of a text.
-_MOST_SPANNED_CHARACTERS = 64
 # A text with more characters per allowed token is refused before tokenisation. Prose has fewer on average.
 _CHARACTERS_PER_TOKEN = 16
 # A tokenizer takes up to 430 bytes per character while it works, so it gets at most this many at a time.
@@ -88,22 +86,18 @@ class TextTokenizer:
                 raise _no_room(self.max_tokens, "labels")
         return Prompt(template, (SequencePlan(self._front_tokens(template.prefix)),))
 
-    def front(self, template: Template) -> Prompt:
-        """Return a prompt in which an empty text becomes the tokens that texts in a template begin with.
+    def front(self, template: Template) -> list[int]:
+        """Return the token ids that texts in a template begin with.
 
-        A token may span the end of the template's prefix and a text, so the prompt's prefix may lack the last
-        characters of the template's prefix. Raises InvalidInput if the template leaves no room for a text, or
-        if texts in the template share no token of its prefix.
+        A token may span the end of the template's prefix and a text, so these may be fewer tokens than the
+        prefix alone has. Raises InvalidInput if the template has no prefix, or leaves no room for a text.
         """
-        plans = self.prompt(template).sequence_plans
+        self.prompt(template)
+        if not template.prefix:
+            raise InvalidInput("template has no text in front of {}", field="template")
         sequences = [self._tokenizer.encode(template.around(text)).ids for text in _DIFFERENT_TEXTS]
-        shared = os.path.commonprefix(sequences)
-        for end in range(len(template.prefix), max(0, len(template.prefix) - _MOST_SPANNED_CHARACTERS), -1):
-            prefix = template.prefix[:end]
-            tokens = self._front_tokens(prefix)
-            if self._tokenizer.encode(prefix).ids[:tokens] == shared[:tokens]:
-                return Prompt(Template(prefix), plans)
-        raise InvalidInput("template has no text of its own in front of {}", field="template")
+        columns = zip(*sequences, strict=False)
+        return [column[0] for column in takewhile(lambda tokens: len(set(tokens)) == 1, columns)]
 
     def tokenize(
         self,

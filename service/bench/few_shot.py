@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -56,14 +56,10 @@ def shared_prefixes(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
     These are the tokens that a store has of a sequence after it has seen all the others.
     """
     ordered = sorted(map(list, sequences))
-    common = [
-        0,
-        *(_common(left, right) for left, right in zip(ordered, ordered[1:], strict=False)),
-        0,
-    ]
+    common = [0, *(_common(left, right) for left, right in pairwise(ordered)), 0]
     found = {
         tuple(ids[: max(before, after) // BLOCK_TOKENS * BLOCK_TOKENS])
-        for ids, before, after in zip(ordered, common, common[1:], strict=False)
+        for ids, (before, after) in zip(ordered, pairwise(common), strict=True)
     }
     return [list(ids) for ids in sorted(found) if ids]
 
@@ -71,4 +67,6 @@ def shared_prefixes(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many tokens two sequences have in common at the front."""
     pairs = zip(left, right, strict=False)
-    return next((number for number, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
+    return next(
+        (number for number, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right))
+    )

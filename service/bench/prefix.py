@@ -21,7 +21,6 @@ from service.bench.few_shot import distinct_prompts, shared_prefixes
 from service.bench.stores import (
     Exactness,
     alternating,
-    close_store,
     drop_from_page_cache,
     open_store,
     settle,
@@ -89,6 +88,7 @@ class Stored(Method):
 
     def prepare(self, texts: Ids) -> None:
         """See Method."""
+        del texts
         assert self.key_values
         self.key_values.store.clear()
 
@@ -143,7 +143,7 @@ class OnDisk(Method):
     def close(self) -> None:
         """End the threads of the store."""
         if self.key_values:
-            close_store(self.key_values)
+            self.key_values.store.close()
             self.key_values = None
 
     def _open(self) -> None:
@@ -151,25 +151,26 @@ class OnDisk(Method):
 
 
 def methods(
-    engine: PrefillEngine, prefixes: Ids, memory_bytes: int | None, disk: tuple[Path, int] | None
+    engine: PrefillEngine, prefixes: Ids, memory_bytes: int | None, folder: Path, disk_bytes: int
 ) -> dict[str, Method]:
-    """Return the methods by name. disk: a folder that does not exist, and the most bytes in it.
+    """Return the methods by name. folder: does not exist; the disk tier is written there.
 
     Raises InvalidInput if keys and values of the model cannot be reused.
     """
     memory = open_store(engine, memory_bytes=memory_bytes)
-    found = {
+    return {
         RECOMPUTED: Recomputed(engine),
         "shared in the batch": Method(engine),
         "first visit, stored": Stored(engine, memory),
         "from memory": Warm(engine, memory, prefixes),
-        "from disk": OnDisk(engine, prefixes, *disk) if disk else None,
+        "from disk": OnDisk(engine, prefixes, folder, disk_bytes),
         "known texts": Known(engine, memory),
     }
-    return {name: method for name, method in found.items() if method}
 
 
-def measure(chosen: dict[str, Method], rounds: Sequence[Ids], sizes: Sequence[int], report: Progress) -> list[Row]:
+def measure(
+    chosen: dict[str, Method], rounds: Sequence[Ids], sizes: Sequence[int], report: Progress
+) -> list[Row]:
     """Measure the methods on the texts of each round, in batches of each size.
 
     chosen: with RECOMPUTED. report: called with the stage and (done, total) rounds.

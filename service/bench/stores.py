@@ -7,7 +7,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +35,14 @@ def open_store(engine: PrefillEngine, **options: Any) -> KeyValueReuse:
         ) from reason
 
 
-def has_disk_tier() -> bool:
-    """Return whether stores may have a disk tier."""
-    return {"folder", "disk_bytes"} <= {field.name for field in fields(KeyValueOptions)}
-
-
 def settle(key_values: KeyValueReuse | None) -> None:
     """Wait until a store has saved what it was given and loaded what it was told to expect."""
-    transfers = getattr(key_values and key_values.store, "transfers", None)
-    if transfers is not None:
+    transfers = key_values and key_values.store.transfers
+    if transfers:
         transfers.flush()
         loaded = threading.Event()
         transfers.in_loading_thread(loaded.set)
         loaded.wait()
-
-
-def close_store(key_values: KeyValueReuse) -> None:
-    """Save what waits, and end the threads of a store."""
-    transfers = getattr(key_values.store, "transfers", None)
-    if transfers is not None:
-        transfers.close()
 
 
 def drop_from_page_cache(folder: Path) -> None:

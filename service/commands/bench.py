@@ -1,4 +1,4 @@
-"""`attncache bench`: measure the speed of the engine, the index, a server, and the reuse of keys and values."""
+"""`attncache bench`: measure the engine, the index, a server, and what stored keys and values save."""
 
 from __future__ import annotations
 

@@ -17,9 +17,11 @@ from attncache_core.runtime.devices import Dtype
 from service.bench import prefix as bench
 from service.bench.few_shot import mmlu_prompts, synthetic_prompts
 from service.bench.report import machine, show_machine, show_table, write_json
-from service.bench.stores import has_disk_tier, read_bytes_per_second
+from service.bench.stores import read_bytes_per_second
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
+
+_DISK_BYTES = 16 << 30
 
 
 @click.command("prefix")
@@ -130,12 +132,12 @@ def bench_prefix(
     }
     show_machine(facts)
     with ExitStack() as stack:
-        disk, read_speed = None, None
-        if has_disk_tier():
-            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="attncache-bench-", dir=folder))
-            read_speed = read_bytes_per_second(Path(temporary))
-            disk = (Path(temporary) / "kv", _DISK_BYTES)
-        chosen = bench.methods(engine, bench.prefixes_of(parts), memory_bytes, disk)
+        temporary = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="attncache-bench-", dir=folder))
+        )
+        read_speed = read_bytes_per_second(temporary)
+        prefixes_found = bench.prefixes_of(parts)
+        chosen = bench.methods(engine, prefixes_found, memory_bytes, temporary / "kv", _DISK_BYTES)
         progress = stack.enter_context(shown_progress())
         rows = bench.measure(chosen, parts, sizes, progress)
         overheads = bench.measure_overhead(
@@ -155,9 +157,6 @@ def bench_prefix(
             "overhead": [asdict(overhead) for overhead in overheads],
         },
     )
-
-
-_DISK_BYTES = 16 << 30
 
 
 def _vocabulary(checkpoint: Checkpoint) -> int:
@@ -187,7 +186,7 @@ def _require(sequences: Sequence[Sequence[int]], needed: int, limit: int | None)
 
 
 def _show(
-    rows: Sequence[bench.Row], overheads: Sequence[bench.Overhead], tokens: float, read_speed: float | None
+    rows: Sequence[bench.Row], overheads: Sequence[bench.Overhead], tokens: float, read_speed: float
 ) -> None:
     for size in dict.fromkeys(row.batch for row in rows):
         show_table(
@@ -217,8 +216,7 @@ def _show(
                 if row.batch == size
             ],
         )
-    if read_speed:
-        click.echo(f"The disk was read at {read_speed / 1e6:,.0f} MB/s.")
+    click.echo(f"The disk was read at {read_speed / 1e6:,.0f} MB/s.")
     for overhead in overheads:
         texts = f"batches of {overhead.batch}" if overhead.batch > 1 else "single texts"
         click.echo(

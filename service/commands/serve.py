@@ -31,6 +31,7 @@ from service.commands.progress import shown_progress
 from service.rebuild import build_while_serving
 from service.server import bind, run_server
 from service.settings import Settings, read_settings, refuse_unknown_variables
+from service.warming import read_warm_file, warm
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ def load_engine(settings: Settings, checkpoint: Checkpoint, *, keep_gain: bool =
 
     keep_gain: keep the measured gain of reuse with the database for later starts.
     """
+    lines = read_warm_file(settings.warm) if settings.warm else []
     engine = PrefillEngine.load(
         checkpoint,
         database=_open_database(settings, checkpoint),
@@ -123,6 +125,8 @@ def load_engine(settings: Settings, checkpoint: Checkpoint, *, keep_gain: bool =
         if not settings.search_always:
             require_gain(engine, settings.min_gain, keep=keep_gain)
     logger.info("%s", _what_reuse_does(engine))
+    if settings.warm:
+        warm(engine, lines, settings)
     return engine
 
 

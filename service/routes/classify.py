@@ -20,6 +20,7 @@ from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
 from attncache_core.heads.vectors import require_finite
 from service.bodies import body_documentation, read_body, reuse_wanted
 from service.errors import TooManyInputs
+from service.routes.asked import asked, salt_of
 from service.routes.common import (
     ANSWER_HEADERS,
     ERRORS,
@@ -30,6 +31,7 @@ from service.routes.common import (
     state_of,
 )
 from service.schemas import ClassifyRequest, LabelScore
+from service.sources import Source, Texts
 from service.state import Serving
 
 router = APIRouter()
@@ -71,10 +73,17 @@ async def classify(request: Request) -> Response:
     serving = serving_of(request)
     reuse = reuse_wanted(request)
     body = await read_body(request, ClassifyRequest, state.settings.max_body_bytes)
-    check_count(body.inputs, "inputs", state.settings.max_request_inputs)
-    truncate = state.settings.truncate if body.truncate is None else body.truncate
-    if serving.engine.task == "label-logits":
-        return await _by_tokens(request, serving, body, truncate, reuse)
+    async with asked(request, body, state) as source:
+        if serving.engine.task == "label-logits":
+            return await _by_tokens(request, serving, body, source, reuse)
+        return await _by_output(request, serving, body, source, reuse)
+
+
+async def _by_output(
+    request: Request, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
+) -> Response:
+    """Score classes, or labels that are compared by embedding."""
+    state = state_of(request)
     if body.template is not None:
         raise InvalidInput(
             "template is accepted only by a server with --task label-logits, which scores labels by tokens",
@@ -86,33 +95,34 @@ async def classify(request: Request) -> Response:
         if body.labels is None:
             raise NoClassifier("the server has no classifier; give labels to choose from", field="labels")
         labels = body.labels
-        _check_labels(labels, len(body.inputs), state.settings.max_request_inputs)
+        _check_labels(labels, source.count, state.settings.max_request_inputs)
+        truncate = state.settings.truncate if body.truncate is None else body.truncate
         choice = _Choice(labels, None, await _label_embeddings(request, serving, labels, truncate))
-    pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse)
+    pending = serving.batcher.submit(source, reuse=reuse, salt=salt_of(body))
     result = await result_unless_gone(request, pending)
     scores = choice.scores(result.outputs, serving, body.temperature)
-    return answer([_best_first(choice.labels, row) for row in scores], result, state)
+    return answer([_best_first(choice.labels, row) for row in scores], result, state, source)
 
 
 async def _by_tokens(
-    request: Request, serving: Serving, body: ClassifyRequest, truncate: bool, reuse: bool
+    request: Request, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
 ) -> Response:
     """Score labels by the logits of their tokens after the template."""
     state, engine = state_of(request), serving.engine
     if body.labels is not None:
-        _check_labels(body.labels, len(body.inputs), state.settings.max_request_inputs)
+        _check_labels(body.labels, source.count, state.settings.max_request_inputs)
     template = None if body.template is None else Template.parse(body.template)
     # In a thread, because the template may be long and the labels many.
     labels = await asyncio.to_thread(engine.labels_in, template, body.labels)
     per_input, limit = len(labels.prompt.sequence_plans), state.settings.max_queue_sequences
-    sequences = len(body.inputs) * per_input
+    sequences = source.count * per_input
     if sequences > limit:
         raise TooManyInputs(
             f"inputs make {sequences} sequences with these labels, and at most {limit} may wait",
             field="inputs" if per_input <= limit else "labels",
         )
     pending = serving.batcher.submit(
-        body.inputs, truncate=truncate, reuse=reuse, prompt=labels.prompt, labels=labels
+        source, reuse=reuse, prompt=labels.prompt, labels=labels, salt=salt_of(body)
     )
     result = await result_unless_gone(request, pending)
     # In a thread, because many labels have many log-probabilities to add.
@@ -120,7 +130,7 @@ async def _by_tokens(
     # The outputs are finite, so a NaN here comes from a label's row of the language head.
     require_finite(np.isfinite(logits).T, "labels")
     scores = class_scores(logits, body.temperature or _CLASSIFIER_TEMPERATURE)
-    return answer([_best_first(list(labels.labels), row) for row in scores], result, state)
+    return answer([_best_first(list(labels.labels), row) for row in scores], result, state, source)
 
 
 def _among_known(requested: list[str] | None, known: tuple[str, ...]) -> _Choice:
@@ -171,7 +181,7 @@ async def _label_embeddings(
     missing = [label for label in labels if label not in known]
     if missing:
         # Labels are not inputs, so neither the response header nor the metric of outcomes counts them.
-        pending = serving.batcher.submit(missing, truncate=truncate, reuse=False, counted=False)
+        pending = serving.batcher.submit(Texts(missing, truncate), reuse=False, counted=False)
         try:
             result = await result_unless_gone(request, pending)
         except NotFinite as error:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import orjson
 from fastapi import Request, Response
 
 from attncache_core import InvalidInput
 from service.bodies import REQUIRE_MODEL_HEADER
+from service.conversation import Conversation
 from service.errors import ClientGone, ModelMismatch, TooManyInputs
 from service.pending_request import RequestResult
 from service.schemas import ErrorBody
+from service.sources import Source
 from service.state import ServiceState, Serving
 
 HITS_HEADER = "X-AttnCache-Hits"
 PROTOTYPE_HITS_HEADER = "X-AttnCache-Prototype-Hits"
 CACHED_TOKENS_HEADER = "X-AttnCache-Cached-Tokens"
+HISTORY_TOKENS_HEADER = "X-AttnCache-History-Tokens"
+APPROXIMATE_HEADER = "X-AttnCache-Approximate"
 MODEL_HEADER = "X-AttnCache-Model"
 # Key in a request's ASGI scope: the fingerprint that the response has in MODEL_HEADER.
 ANSWERED_BY = "attncache.answered_by"
 
 _WHAT_HAPPENED = {
     400: "The body, a field or a header is not accepted.",
+    404: "The session is unknown or has expired.",
     409: "The request requires a model that this server does not serve.",
     413: "The body has too many bytes.",
     422: "There are too many inputs, or an input is too long and must not be truncated.",
@@ -52,12 +57,23 @@ ANSWER_HEADERS = {
         "reused; /info says why.",
         "schema": {"type": "string", "examples": ["480/560"]},
     },
+    HISTORY_TOKENS_HEADER: {
+        "description": "Number of tokens of the session's conversation that the answer is about, of all its "
+        "tokens. Only if the conversation did not fit into the model's window and was cut.",
+        "schema": {"type": "string", "examples": ["250/612"]},
+    },
+    APPROXIMATE_HEADER: {
+        "description": "truncated: the session's history was cut, and keys and values that depend on the "
+        "tokens that were cut were used. Only with --session-overflow truncate or keep-sinks.",
+        "schema": {"type": "string", "enum": ["truncated"]},
+    },
     MODEL_HEADER: {
         "description": "Fingerprint of the model that answers, as in /info. Error responses have the header "
         "too.",
         "schema": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
     },
 }
+T = TypeVar("T")
 # A shorter beginning could be the beginning of another model's fingerprint too.
 _PINNED = re.compile("[0-9a-f]{8,64}")
 
@@ -100,7 +116,7 @@ def check_count(texts: list[str], field: str, limit: int) -> None:
         raise TooManyInputs(f"{field} must have at most {limit} texts per request", field=field)
 
 
-async def result_unless_gone(request: Request, pending: asyncio.Future[RequestResult]) -> RequestResult:
+async def result_unless_gone(request: Request, pending: asyncio.Future[T]) -> T:
     """Wait for a result. If the client leaves before, cancel the work and raise ClientGone."""
     watch = asyncio.ensure_future(_give_up_when_gone(request, pending))
     try:
@@ -109,16 +125,19 @@ async def result_unless_gone(request: Request, pending: asyncio.Future[RequestRe
         watch.cancel()
 
 
-async def _give_up_when_gone(request: Request, pending: asyncio.Future[RequestResult]) -> None:
+async def _give_up_when_gone(request: Request, pending: asyncio.Future[T]) -> None:
     # The body has been read, so the next message can only say that the client has disconnected.
     await request.receive()
     if not pending.done():
         pending.set_exception(ClientGone("the client left before its answer"))
 
 
-def answer(content: Any, result: RequestResult, state: ServiceState) -> Response:
-    """Return a response with status 200, the content as JSON and, if enabled, what was reused in headers."""
-    headers = {}
+def answer(content: Any, result: RequestResult, state: ServiceState, source: Source) -> Response:
+    """Return a response with status 200, the content as JSON and, if enabled, what was reused in headers.
+
+    source: what was computed; headers say what was cut from a conversation.
+    """
+    headers = _of_conversation(source) if isinstance(source, Conversation) else {}
     if state.settings.reuse_headers:
         sequences = len(result.outcomes)
         headers[HITS_HEADER] = f"{result.hits}/{sequences}"
@@ -127,3 +146,13 @@ def answer(content: Any, result: RequestResult, state: ServiceState) -> Response
             headers[CACHED_TOKENS_HEADER] = f"{result.cached_tokens}/{result.asked_tokens}"
     dumped = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(dumped, headers=headers, media_type="application/json")
+
+
+def _of_conversation(conversation: Conversation) -> dict[str, str]:
+    """Return the headers that say how the answer differs from an answer about the whole conversation."""
+    headers = {}
+    if conversation.following.dropped:
+        headers[HISTORY_TOKENS_HEADER] = f"{conversation.kept_tokens}/{conversation.following.tokens}"
+    if conversation.approximate:
+        headers[APPROXIMATE_HEADER] = "truncated"
+    return headers

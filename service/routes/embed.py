@@ -7,11 +7,11 @@ from fastapi import APIRouter, Request, Response
 
 from service.bodies import body_documentation, read_body, reuse_wanted
 from service.errors import NoEmbedding
+from service.routes.asked import asked, salt_of
 from service.routes.common import (
     ANSWER_HEADERS,
     ERRORS,
     answer,
-    check_count,
     result_unless_gone,
     serving_of,
     state_of,
@@ -39,10 +39,9 @@ async def embed(request: Request) -> Response:
         )
     reuse = reuse_wanted(request)
     body = await read_body(request, EmbedRequest, state.settings.max_body_bytes)
-    check_count(body.inputs, "inputs", state.settings.max_request_inputs)
-    truncate = state.settings.truncate if body.truncate is None else body.truncate
     prompt = None if body.prompt_name is None else serving.engine.named_prompt(body.prompt_name)
-    pending = serving.batcher.submit(body.inputs, truncate=truncate, reuse=reuse, prompt=prompt)
-    result = await result_unless_gone(request, pending)
-    embeddings = serving.engine.embeddings(result.outputs, normalize=body.normalize)
-    return answer(np.ascontiguousarray(embeddings), result, state)
+    async with asked(request, body, state) as source:
+        pending = serving.batcher.submit(source, reuse=reuse, prompt=prompt, salt=salt_of(body))
+        result = await result_unless_gone(request, pending)
+        embeddings = serving.engine.embeddings(result.outputs, normalize=body.normalize)
+        return answer(np.ascontiguousarray(embeddings), result, state, source)

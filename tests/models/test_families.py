@@ -20,14 +20,22 @@ from hypothesis import strategies as st
 
 from attncache_core.build.recording import smallest_form
 from attncache_core.calibration.substitution import collect_maps
-from attncache_core.checkpoints.checkpoint import DroppedLayers
+from attncache_core.checkpoints.checkpoint import DroppedLayers, Pooling
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.continued import run_continued
 from attncache_core.engine.forward import hits_first
 from attncache_core.engine.layers import run_layers
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.heads.pooling import pool
 from attncache_core.models import LayerHeads, load, load_model, with_heads
 from attncache_core.models.rotary import Rotary
 from attncache_core.native.stack import KeyValueSlots
 from attncache_core.reuse.execution.fetch import HitRecords
+from attncache_core.reuse.kv.disk import DiskTier
+from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.opening import block_layout
+from attncache_core.reuse.kv.store import KeyValueStore
+from attncache_core.reuse.kv.transfer import Transfers
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.layout import RecordKind, RecordLayout, segment_path
 from attncache_core.reuse.storage.segment import Segment
@@ -428,6 +436,40 @@ def test_hidden_states_behind_kept_keys_and_values_are_those_of_whole_sequences(
             behind = [rows[count:] for rows, count in zip(expected, before, strict=True)]
             assert_near(found, behind, FLOAT32)
     assert (slots.written == sum(lengths)).all()
+
+
+@pytest.mark.parametrize("computing", COMPUTING)
+@torch.inference_mode()
+def test_stored_keys_and_values_give_hugging_faces_pooled_vectors(family, computing, tmp_path):
+    model = family.model()
+    if not all(layer.attention_mask.is_causal for layer in model.layers):
+        pytest.skip("only a causal model can continue a prefix")
+    modes = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+    prefix = random_sequences([37])[0]
+    first = [prefix, *random_sequences([16, 5, 80])]
+    longer = [ids + own for ids, own in zip(first, random_sequences([3, 20, 1, 9], seed=1), strict=True)]
+    branches = [prefix[:32] + own for own in random_sequences([1, 30], seed=2)]
+    requests = [
+        PrefillRequest(ids, False, None, Wanted.of(bytes(32), ids, len(ids)))
+        for ids in (*longer, *branches, *first)
+    ]
+    hidden = [family.reference.hidden(request.ids) for request in requests]
+    pooling = Pooling(modes, include_prompt=False)
+    expected = [
+        pool(rows, pack([request.ids]), pooling, 4) for rows, request in zip(hidden, requests, strict=True)
+    ]
+    with attention_by(computing):
+        layout = block_layout(model)
+        for opened in range(2):  # the second time, blocks come from disk
+            disk = DiskTier(tmp_path / computing, layout.part_bytes, 2**24)
+            store = KeyValueStore(layout, 2**24, transfers=Transfers(disk, 1000))
+            for batch in (slice(6, None), slice(6), slice(None), slice(None)):
+                own = requests[batch]
+                result = run_continued(model, store, own, [4] * len(own), modes)
+                assert_near(list(map(torch.from_numpy, result.outputs[:, None])), expected[batch], FLOAT32)
+            assert result.tokens == 0
+            assert bool(store.transfers.counts.loaded_blocks) == bool(opened)
+            store.close()
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ from service.errors import InternalError, QueueFull
 from service.metrics import Metrics
 from service.pending_request import RequestResult
 from service.request_queue import Limits
+from service.sources import Texts
 
 pytestmark = pytest.mark.anyio
 
@@ -43,7 +44,7 @@ async def batching(
 
 
 def submit(batcher: Batcher, texts: list[str], reuse: bool = True) -> asyncio.Future[RequestResult]:
-    return batcher.submit(texts, truncate=True, reuse=reuse)
+    return batcher.submit(Texts(texts, truncate=True), reuse=reuse)
 
 
 async def hold(engine: FakeEngine, batcher: Batcher) -> asyncio.Future[RequestResult]:
@@ -136,7 +137,7 @@ async def test_tokens_that_sequences_share_count_once_and_sequences_of_one_text_
     engine = LabelledEngine()
     engine.sharing = sharing
     async with batching(engine, tokens, sequences) as batcher:
-        await batcher.submit(["aaaaa", "bbbbb"], truncate=True, reuse=True, prompt=LABELLED)
+        await batcher.submit(Texts(["aaaaa", "bbbbb"], truncate=True), reuse=True, prompt=LABELLED)
         assert batcher._queue._waiting_tokens == 0
     assert engine.batches == expected
 
@@ -154,7 +155,7 @@ def test_every_text_gets_the_results_of_all_its_labels_however_batches_are_cut(
         async with batching(engine, tokens, sequences) as batcher:
             await hold(engine, batcher)
             pending = [
-                batcher.submit(texts, truncate=True, reuse=True, prompt=LABELLED) for texts in requests
+                batcher.submit(Texts(texts, truncate=True), reuse=True, prompt=LABELLED) for texts in requests
             ]
             await queued(batcher, len(requests))
             engine.may_run.set()
@@ -349,8 +350,7 @@ async def test_error_names_the_index_of_a_text_of_several_sequences(sequences: i
     async with batching(Labelled(), sequences=sequences) as batcher:
         with pytest.raises(NotFinite) as refused:
             await batcher.submit(
-                ["a", "b", NOT_FINITE, "c"],
-                truncate=True,
+                Texts(["a", "b", NOT_FINITE, "c"], truncate=True),
                 reuse=True,
                 prompt=Prompt(Template(), sequence_plans),
             )
@@ -401,7 +401,7 @@ async def test_text_that_is_too_long_fails_its_request_before_the_queue() -> Non
     engine = FakeEngine()
     async with batching(engine) as batcher:
         with pytest.raises(InputTooLong) as refused:
-            await batcher.submit(["a", "b" * 100], truncate=False, reuse=True)
+            await batcher.submit(Texts(["a", "b" * 100], truncate=False), reuse=True)
         assert refused.value.field == "inputs[1]"
     assert engine.batches == []
 

@@ -30,6 +30,7 @@ from service.batcher import Batcher
 from service.errors import InternalError
 from service.metrics import Metrics
 from service.request_queue import Limits, RequestQueue
+from service.sources import Texts
 from service.verifier import Verifier
 
 pytestmark = pytest.mark.anyio
@@ -189,7 +190,7 @@ async def test_labels_of_one_text_that_share_a_prefix_stay_in_one_batch() -> Non
     engine = LabelledEngine()
     engine.sharing, engine.parallel_runs = True, 4
     async with batching(engine) as batcher:
-        await batcher.submit(["aaaaa", "bbbbb"], truncate=True, reuse=True, prompt=LABELLED)
+        await batcher.submit(Texts(["aaaaa", "bbbbb"], truncate=True), reuse=True, prompt=LABELLED)
     assert sorted(engine.batches) == [["aaaaax", "aaaaay", "aaaaaz"], ["bbbbbx", "bbbbby", "bbbbbz"]]
 
 

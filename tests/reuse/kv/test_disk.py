@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.blocks import BlockName
 from attncache_core.reuse.kv.disk import DiskTier
-from attncache_core.reuse.kv.block_file import DamagedBlock
 
 SIZES = (48, 48, 20)
 HEAD_BYTES = 4096

@@ -1,0 +1,180 @@
+"""A conversation: turns that are tokenised one by one, and the sequence that they make together.
+
+    History before + one new turn, or a whole transcript
+      -> token ids of the turns -> what fits into the model's window -> sequence, and the History that follows
+
+Adding a turn changes no token of the turns before it, so their stored keys and values can be reused. If a
+conversation does not fit into the window, its oldest tokens are cut, as far as `Overflow` says.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from attncache_core import InputTooLong, PrefillEngine
+from attncache_core.text.prompts import Frame, Prompt
+from attncache_core.text.tokenizer import continued
+from service.sources import Tokenized
+
+OverflowWay = Literal["recompute", "refuse", "truncate", "keep-sinks"]
+# Models give much attention to the first tokens, whatever they are (StreamingLLM keeps four).
+_SINKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """What happens if a conversation does not fit into the model's window."""
+
+    way: OverflowWay = "recompute"
+    keep_ratio: float = 0.5  # share of the window that the conversation has after a cut
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The turns of a session until now, and which of their tokens are cut."""
+
+    turns: tuple[array[int], ...] = ()  # token ids of each turn, also of what is cut
+    sinks: int = 0  # tokens in front of the tokens that are cut
+    dropped: int = 0  # tokens that are cut
+    # The salt of the keys and values that were truncated and not computed again; None: all are exact.
+    namespace: bytes | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all turns."""
+        return sum(map(len, self.turns))
+
+    def kept(self) -> list[int]:
+        """Return the token ids that are not cut."""
+        ids = [token for turn in self.turns for token in turn]
+        return ids[: self.sinks] + ids[self.sinks + self.dropped :]
+
+    def followed_by(self, turn: array[int]) -> History:
+        """Return this history with one more turn."""
+        return replace(self, turns=(*self.turns, turn))
+
+    def edited(self, turns: Iterable[array[int]], room: int) -> History:
+        """Return the history with these turns instead.
+
+        The cut stays where it is if the turns agree with the former turns until there, and if they would not
+        fit into `room` tokens without a cut.
+        """
+        following = History(tuple(turns))
+        common = 0  # tokens of the turns in front that are equal
+        for former, turn in zip(self.turns, following.turns, strict=False):
+            if former != turn:
+                break
+            common += len(turn)
+        if following.tokens > room and 0 < self.sinks + self.dropped <= common:
+            return replace(self, turns=following.turns)
+        return following
+
+
+class Conversation:
+    """One request of a session: a source of the sequence of all turns (see service/sources)."""
+
+    count = 1
+
+    def __init__(
+        self,
+        history: History,
+        turns: Sequence[str],
+        field: Literal["append", "transcript"],
+        *,
+        truncate: bool,
+        overflow: Overflow,
+    ) -> None:
+        """history: before the request. turns: the new turn if `field` is append, else all turns.
+
+        truncate: whether a new turn that is too long by itself may be cut too.
+        """
+        self.field = field
+        self.following = history  # what `history` becomes if the request succeeds; set by `tokenize`
+        self.approximate = False  # whether truncated keys and values are used; set by `tokenize`
+        self._history = history
+        self._turns = turns
+        self._truncate = truncate
+        self._overflow = overflow
+
+    @property
+    def kept_tokens(self) -> int:
+        """The tokens of the conversation that are not cut, the new turn included."""
+        return self.following.tokens - self.following.dropped
+
+    def tokenize(
+        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, most_tokens: int
+    ) -> Tokenized:
+        """Return the sequence of the conversation in the prompt; see Source.
+
+        Raises InputTooLong, which names `field`, if the conversation does not fit and must not be cut.
+        """
+        frame = engine.tokenizer.frame(prompt)
+        turns = [array("i", ids) for ids in engine.tokenizer.turns(self._turns)]
+        is_append = self.field == "append"
+        whole = self._history.followed_by(*turns) if is_append else self._history.edited(turns, frame.room)
+        following, kept = whole, whole.kept()
+        if len(kept) > frame.room:
+            self._require_cutting(len(turns[-1]), frame.room)
+            following = self._cut(whole, len(turns[-1]), frame.room)
+            namespace = self._truncated(engine, prompt, frame, salt, whole, following)
+            following = replace(following, namespace=namespace)
+            kept = following.kept()
+        self.following = following
+        self.approximate = salt is not None and following.namespace is not None
+        sequences = continued([frame.around(kept)], prompt.sequence_plans, most_tokens)
+        own_salt = following.namespace if self.approximate else salt
+        return Tokenized(sequences, own_salt, passing=len(frame.after))
+
+    def _require_cutting(self, new: int, room: int) -> None:
+        """Raise InputTooLong if the conversation must not be cut. new: tokens of the last turn."""
+        if self._overflow.way == "refuse":
+            raise InputTooLong(
+                f"the conversation has more than {room} tokens; begin a new session, or send a transcript "
+                "with fewer or shorter turns",
+                field=self.field,
+            )
+        if new > room and not self._truncate:
+            raise InputTooLong(
+                f"the last turn has more than {room} tokens; shorten the turn or allow truncation",
+                field=self.field,
+            )
+
+    def _cut(self, whole: History, new: int, room: int) -> History:
+        """Return the history with as many tokens cut as the overflow says, at least as many as necessary.
+
+        The last turn, of `new` tokens, is cut only if it does not fit by itself.
+        """
+        sinks = min(_SINKS, room // 2) if self._overflow.way == "keep-sinks" else 0
+        if whole.dropped:
+            sinks = min(sinks, whole.sinks)
+        kept = min(room, max(int(room * self._overflow.keep_ratio), new + sinks, 1))
+        return replace(whole, sinks=sinks, dropped=whole.tokens - kept)
+
+    def _truncated(
+        self,
+        engine: PrefillEngine,
+        prompt: Prompt,
+        frame: Frame,
+        salt: bytes | None,
+        whole: History,
+        cut: History,
+    ) -> bytes | None:
+        """Keep the stored keys and values of tokens that are not cut, for their new positions.
+
+        Returns the salt under which they are found; None if they are to be computed again.
+        """
+        if salt is None or self._overflow.way == "recompute":
+            return None
+        before = whole.kept()[: -len(whole.turns[-1]) or None]
+        sinks = min(cut.sinks, len(before))
+        newest = cut.tokens - cut.dropped - cut.sinks - len(cut.turns[-1])
+        newest = max(0, min(newest, len(before) - sinks))
+        if not sinks + newest:
+            return None
+        front, plan = len(frame.before), prompt.sequence_plans[0]
+        positions = [*range(front + sinks), *range(front + len(before) - newest, front + len(before))]
+        ids = [*frame.around(before), *plan.continuation]
+        return engine.keep_key_values(ids, plan, whole.namespace or salt, positions, passing=len(frame.after))

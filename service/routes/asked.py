@@ -1,0 +1,124 @@
+"""What the body of an inference request asks for: independent inputs, or a turn of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Literal
+
+from fastapi import Request
+
+from attncache_core import InputTooLong, InvalidInput, NotFinite
+from service.conversation import Conversation, History, Overflow
+from service.errors import UnknownSession
+from service.routes.common import check_count, result_unless_gone
+from service.schemas import InferenceRequest
+from service.sessions import Session
+from service.sources import Source, Texts
+from service.state import ServiceState
+
+_Field = Literal["append", "transcript"]
+
+
+def salt_of(body: InferenceRequest) -> bytes:
+    """Return the salt of a request: requests of different salts share nothing."""
+    return (body.cache_salt or "").encode()
+
+
+@asynccontextmanager
+async def asked(request: Request, body: InferenceRequest, state: ServiceState) -> AsyncIterator[Source]:
+    """Yield what the body asks for. For a session, wait until no earlier request of the session runs.
+
+    If the block ends without an error, the session's history has become what the conversation says. After an
+    error it is as before. Raises InvalidInput, TooManyInputs, UnknownSession, QueueFull and ClientGone.
+    """
+    settings = state.settings
+    truncate = settings.truncate if body.truncate is None else body.truncate
+    if body.session_id is None:
+        inputs = _inputs(body)
+        check_count(inputs, "inputs", settings.max_request_inputs)
+        yield Texts(inputs, truncate)
+        return
+    field, turns = _turns(body)
+    check_count(turns, field, settings.max_request_inputs)
+    overflow = Overflow(settings.session_overflow, settings.session_keep_ratio)
+    session = salt_of(body), body.session_id
+    turn = state.sessions.begin(session)
+    try:
+        await result_unless_gone(request, turn)
+        history = _history(state, session, field)
+        conversation = Conversation(history, turns, field, truncate=truncate, overflow=overflow)
+        with _names(field):
+            yield conversation
+        state.sessions.keep(session, conversation.following)
+    finally:
+        state.sessions.end(session, turn)
+
+
+def _inputs(body: InferenceRequest) -> list[str]:
+    """Return the inputs of a request without a session. Raises InvalidInput."""
+    for field in ("append", "transcript"):
+        if getattr(body, field) is not None:
+            raise InvalidInput(
+                f"{field} is accepted only with session_id; give session_id, or send inputs", field=field
+            )
+    if body.inputs is None:
+        raise InvalidInput("inputs is required, unless session_id is given", field="inputs")
+    return body.inputs
+
+
+def _turns(body: InferenceRequest) -> tuple[_Field, list[str]]:
+    """Return the field with the turns of a session's request, and the turns. Raises InvalidInput."""
+    if body.inputs is not None:
+        raise InvalidInput(
+            "inputs is not accepted with session_id; send the new turn as append, or the whole conversation "
+            "as transcript",
+            field="inputs",
+        )
+    if body.append is not None and body.transcript is not None:
+        raise InvalidInput(
+            "transcript is not accepted with append; send the whole conversation, or only the new turn",
+            field="transcript",
+        )
+    if body.append is not None:
+        return "append", [body.append]
+    if body.transcript is not None:
+        return "transcript", body.transcript
+    raise InvalidInput(
+        "append is required with session_id, or the whole conversation as transcript", field="append"
+    )
+
+
+def _history(state: ServiceState, session: Session, field: _Field) -> History:
+    """Return the history of a session. Raises UnknownSession if a turn has nothing to be appended to."""
+    history = state.sessions.history(session)
+    if history is None and field == "append":
+        raise UnknownSession(
+            "the server has no history of this session, or the history has expired; send the whole "
+            "conversation as transcript",
+            field="session_id",
+        )
+    return history or History()
+
+
+@contextmanager
+def _names(field: _Field) -> Iterator[None]:
+    """Let errors about the text of a request name the field of the conversation."""
+    try:
+        yield
+    except NotFinite as error:
+        if error.field != "inputs[0]":
+            raise
+        raise NotFinite(
+            f"the model computes NaN or infinity for the conversation, and the session is as before; send other "
+            f"text as {field}, or have the model's weights and dtype checked",
+            field=field,
+        ) from error
+    except InputTooLong as error:
+        if error.field != "inputs":
+            raise
+        raise InputTooLong(
+            "the conversation has more tokens than a request may have (--max-request-tokens); begin a new "
+            "session, or send a shorter transcript",
+            field=field,
+        ) from error

@@ -1,0 +1,71 @@
+"""A tiny causal model in memory, requests to it, and what a store should hold: shared by the tests of kv."""
+
+from __future__ import annotations
+
+import torch
+
+from attncache_core.engine.continued import run_continued
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.models import PackedModel
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, root_key
+from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.opening import block_layout
+from attncache_core.reuse.kv.store import KeyValueStore
+
+MEMORY = 2**24
+
+
+def store_of(model: PackedModel, memory=MEMORY, **more) -> KeyValueStore:
+    return KeyValueStore(block_layout(model), memory, **more)
+
+
+def wanted(ids, salt=b"", *, skipped=0, most_given=None):
+    return Wanted.of(root_key(b"model", salt, skipped), ids, len(ids) if most_given is None else most_given)
+
+
+@torch.inference_mode()
+def run(model, store, sequences, *, salts=None, modes=("mean",), skipped=0):
+    """Run sequences of given salts; salt None: nothing is given and nothing is stored."""
+    salts = [b""] * len(sequences) if salts is None else salts
+    requests = [
+        PrefillRequest(ids, False, None, None if salt is None else wanted(ids, salt, skipped=skipped))
+        for ids, salt in zip(sequences, salts, strict=True)
+    ]
+    return run_continued(model, store, requests, [skipped] * len(sequences), modes)
+
+
+class Remembered:
+    """What a store that never evicts has: every prefix that ends with a block, or with a sequence."""
+
+    def __init__(self):
+        self.prefixes = set()
+
+    def given(self, ids, salt=b""):
+        """The tokens of a sequence that are given."""
+        blocks = 0
+        while len(ids) >= (end := (blocks + 1) * BLOCK_TOKENS) and (salt, *ids[:end]) in self.prefixes:
+            blocks += 1
+        first = blocks * BLOCK_TOKENS
+        ends = range(min(len(ids), first + BLOCK_TOKENS - 1), first, -1)
+        return next((end for end in ends if (salt, *ids[:end]) in self.prefixes), first)
+
+    def add(self, ids, salt=b""):
+        for end in (*range(BLOCK_TOKENS, len(ids), BLOCK_TOKENS), len(ids)):
+            self.prefixes.add((salt, *ids[:end]))
+
+    def computed(self, sequences, salts):
+        """The tokens that a batch computes: each distinct prefix of what is not given once."""
+        rows = set()
+        for ids, salt in zip(sequences, salts, strict=True):
+            given = 0 if salt is None else self.given(ids, salt)
+            rows |= {(salt, *ids[:end]) for end in range(given + 1, len(ids) + 1)}
+        return len(rows)
+
+
+def assert_nothing_is_in_use(store):
+    """All places are free or hold a block that is found, nothing is claimed, and no block has a user."""
+    pool = store.memory.pool
+    assert pool.free + pool.used == pool.places
+    assert pool.used == len(store.memory)
+    assert not store._claimed
+    assert all(block.users == 0 for block in store.memory._blocks.values())

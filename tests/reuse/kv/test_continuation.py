@@ -1,0 +1,220 @@
+"""Batches behind stored keys and values: results, what is computed, and what is stored."""
+
+import threading
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from core_decoders import write_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_models import Remembered, assert_nothing_is_in_use, run, store_of, wanted
+
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine import continued
+from attncache_core.models import load_model
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
+from attncache_core.text import prefix_tree
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(read_checkpoint(write_llama(tmp_path_factory.mktemp("llama"))), torch.float32)
+
+
+def random_ids(length, seed=0):
+    return np.random.default_rng(seed).integers(3, 400, length).tolist()
+
+
+def plain(model, sequences, **more):
+    return run(model, store_of(model), sequences, salts=[None] * len(sequences), **more)
+
+
+# Prompts that branch off each other at any token.
+@st.composite
+def trees_of_prompts(draw):
+    prompts = [random_ids(draw(st.integers(1, 50)), 0)]
+    for seed in range(1, draw(st.integers(2, 7))):
+        parent = draw(st.sampled_from(prompts))
+        kept = parent[: draw(st.integers(0, len(parent)))]
+        prompts.append(kept + random_ids(draw(st.integers(0 if kept else 1, 40)), seed))
+    return prompts
+
+
+batches = trees_of_prompts().flatmap(
+    lambda prompts: st.lists(
+        st.lists(
+            st.tuples(st.sampled_from(prompts), st.sampled_from([b"", b"other", None])),
+            min_size=1,
+            max_size=6,
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches=batches, mode=st.sampled_from(["mean", "max", "lasttoken"]), skipped=st.sampled_from([0, 5]))
+def test_results_and_computed_tokens_are_those_of_the_tree(model, batches, mode, skipped):
+    store, remembered = store_of(model), Remembered()
+    for batch in batches:
+        sequences, salts = [ids for ids, _ in batch], [salt for _, salt in batch]
+        # Every common prefix is shared, even if this saves little.
+        with mock.patch.object(prefix_tree, "_LEAST_SAVING", 10**9):
+            result = run(model, store, sequences, salts=salts, modes=(mode,), skipped=skipped)
+            expected = plain(model, sequences, modes=(mode,), skipped=skipped)
+        assert np.array_equal(result.outputs, expected.outputs)
+        given = [0 if salt is None else remembered.given(ids, salt) for ids, salt in batch]
+        assert result.cached_tokens.tolist() == given
+        assert result.tokens == remembered.computed(sequences, salts)
+        for ids, salt in batch:
+            if salt is not None:
+                remembered.add(ids, salt)
+    assert len(store.memory) == len(remembered.prefixes)
+    assert_nothing_is_in_use(store)
+
+
+def test_a_sequence_that_is_known_whole_runs_no_layer(model):
+    store, sequences = store_of(model), [random_ids(40), random_ids(7, 1)]
+    first = run(model, store, sequences)
+    with mock.patch.object(continued, "run_layers", side_effect=AssertionError):
+        again = run(model, store, sequences)
+    assert again.tokens == 0
+    assert np.array_equal(again.outputs, first.outputs)
+
+
+def test_a_conversation_computes_only_its_new_tokens(model):
+    store, history = store_of(model), []
+    for turn in range(6):
+        new = random_ids(11 + turn, turn)
+        history = history + new
+        result = run(model, store, [history])
+        assert result.tokens == len(new)
+        assert np.array_equal(result.outputs, plain(model, [history]).outputs)
+
+
+def test_how_many_tokens_are_computed_depends_on_the_own_salt_only(model):
+    store, ids = store_of(model), random_ids(50)
+    assert run(model, store, [ids], salts=[b"one"]).tokens == 50
+    assert run(model, store, [ids], salts=[b"two"]).tokens == 50
+    assert run(model, store, [ids], salts=[b"one"]).tokens == 0
+    assert run(model, store, [ids, ids], salts=[b"three", b"four"]).tokens == 100
+
+
+def test_what_pooling_leaves_out_is_part_of_the_key(model):
+    store, ids = store_of(model), random_ids(40)
+    run(model, store, [ids], skipped=3)
+    found = run(model, store, [ids], skipped=8)
+    assert found.tokens == 40
+    assert np.array_equal(found.outputs, plain(model, [ids], skipped=8).outputs)
+
+
+def test_tokens_are_compared_not_only_keys(model):
+    store, ids = store_of(model), random_ids(BLOCK_TOKENS)
+    run(model, store, [ids])
+    other = wanted(random_ids(BLOCK_TOKENS, 1))
+    key = wanted(ids).names[0].key
+    forged = other._replace(names=[other.names[0]._replace(key=key)])  # as if the hash collided
+    assert store.lookup(wanted(ids)).memory == BLOCK_TOKENS
+    assert store.lookup(forged).memory == 0
+
+
+def test_sequences_that_are_not_finite_are_not_stored(model):
+    store, sequences = store_of(model), [random_ids(33, 5), random_ids(20, 6)]
+    one_is_not = mock.patch.object(continued, "finite_sequences", return_value=np.array([False, True]))
+    with one_is_not:
+        finite = run(model, store, sequences).finite.tolist()
+    assert sorted(finite) == [False, True]
+    for ids, is_finite in zip(sequences, finite, strict=True):
+        assert store.lookup(wanted(ids)).memory == (len(ids) if is_finite else 0)
+    assert_nothing_is_in_use(store)
+
+
+def test_a_batch_that_fails_frees_what_it_reserved(model):
+    store, ids = store_of(model), random_ids(40)
+    with (
+        mock.patch.object(continued, "run_layers", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
+        run(model, store, [ids])
+    assert store.memory.pool.used == 0
+    assert_nothing_is_in_use(store)
+    assert run(model, store, [ids]).tokens == 40
+
+
+@pytest.mark.parametrize("places", [0, 1, 3])
+def test_little_memory_changes_no_result(model, places):
+    store = store_of(model, memory=places * store_of(model).layout.block_bytes)
+    for seed in (0, 1, 0, 2, 1):
+        sequences = [random_ids(60, seed), random_ids(60, seed)[:30] + random_ids(9, seed + 9)]
+        found = run(model, store, sequences)
+        assert np.array_equal(found.outputs, plain(model, sequences).outputs)
+        assert store.memory.pool.used <= places
+        assert_nothing_is_in_use(store)
+    assert store.counts.not_kept_blocks
+
+
+def test_pinned_blocks_stay(model):
+    store = store_of(model, memory=4 * store_of(model).layout.block_bytes)
+    ids = random_ids(32)
+    run(model, store, [ids])
+    assert store.pin(wanted(ids)) == 32
+    for seed in range(1, 5):
+        run(model, store, [random_ids(60, seed)])
+    assert store.lookup(wanted(ids)).memory == 32
+    store.pin(wanted(ids), pinned=False)
+    for seed in range(1, 5):
+        run(model, store, [random_ids(60, seed)])
+    assert store.lookup(wanted(ids)).memory == 0
+
+
+def test_clearing_frees_all_places_even_of_blocks_in_use(model):
+    store, ids = store_of(model), random_ids(40)
+    run(model, store, [ids])
+    reservation = store.begin([wanted(ids)])
+    assert store.clear() == 3
+    assert store.memory.pool.used == 3
+    store.finish(reservation)
+    assert store.memory.pool.used == 0
+    assert run(model, store, [ids]).tokens == 40
+
+
+def test_two_batches_with_the_same_new_prefix_compute_it_once(model):
+    store, prefix = store_of(model), random_ids(48)
+    first, second = prefix + random_ids(5, 1), prefix + random_ids(9, 2)
+    entered, may_go_on, results = threading.Event(), threading.Event(), {}
+    run_layers = continued.run_layers
+
+    def slow(*arguments, **more):
+        entered.set()
+        assert may_go_on.wait(10)
+        return run_layers(*arguments, **more)
+
+    def compute(name, ids):
+        results[name] = run(model, store, [ids])
+
+    with mock.patch.object(continued, "run_layers", slow):
+        one = threading.Thread(target=compute, args=("first", first))
+        one.start()
+        assert entered.wait(10)
+        entered.clear()
+        two = threading.Thread(target=compute, args=("second", second))
+        two.start()
+        assert not entered.wait(0.1)  # the second batch waits for the first
+        may_go_on.set()
+        one.join()
+        two.join()
+    assert results["first"].tokens == len(first)
+    assert results["second"].tokens == 9
+    assert np.array_equal(results["second"].outputs, plain(model, [second]).outputs)
+
+
+def test_a_batch_does_not_wait_for_ever(model, monkeypatch):
+    monkeypatch.setattr("attncache_core.reuse.kv.store._MOST_WAITING_SECONDS", 0.01)
+    store, ids = store_of(model), random_ids(40)
+    stuck = store.begin([wanted(ids)])
+    assert run(model, store, [ids]).tokens == 40
+    store.abandon(stuck)
+    assert_nothing_is_in_use(store)
