@@ -86,6 +86,7 @@ class Metrics:
             "forward_seconds", "Seconds of the model's pass over one batch", _SECONDS
         )
         self._queue_sequences = self._gauge("queue_sequences", "Sequences that wait for the engine")
+        self._sessions = self._gauge("sessions", "Sessions whose history is kept")
         self._ready = self._gauge("ready", "1 if model and database are loaded, else 0")
         self._gauge("build_info", "The version of the server", ("version",)).labels(__version__).set(1)
         self._corrupt = self._counter("database_corrupt_records", "Records that were damaged and not used")
@@ -160,6 +161,10 @@ class Metrics:
     def observe_budget_failure(self) -> None:
         """Count one failure of the budget by verified hits of usual or unusual texts of a length group."""
         self._budget_failures.inc()
+
+    def observe_sessions(self, count: int) -> None:
+        """Set the number of sessions that are kept."""
+        self._sessions.set(count)
 
     def watch(self, queue_sequences: Callable[[], int], engine_info: Callable[[], EngineInfo]) -> None:
         """Set the server ready, and read queue and engine from now on whenever metrics are read."""

@@ -21,6 +21,8 @@ from service.errors import QueueFull
 Session = tuple[bytes, str]  # salt and id: clients of one salt never meet the sessions of another salt
 # Room for 16 million tokens.
 CAPACITY_BYTES = 64 * 2**20
+# One session may have this share of the capacity, so that it does not push out all others.
+_MOST_OF_ONE = 1 / 16
 
 
 class Sessions:
@@ -104,9 +106,14 @@ class Sessions:
         return history
 
     def keep(self, session: Session, history: History) -> None:
-        """Keep what the history of a session has become. Counts as an access."""
+        """Keep what the history of a session has become. Counts as an access.
+
+        A history that is too long is dropped.
+        """
         if session in self._histories:
             self._drop(session)
+        if _bytes_of(session, history) > self._capacity_bytes * _MOST_OF_ONE:
+            return
         self._histories[session] = self._clock(), history
         self._bytes += _bytes_of(session, history)
         # The hash, because ids may be long, and the count of distinct sessions remembers them.

@@ -224,9 +224,9 @@ class Settings(BaseModel):
     )
     session_overflow: OverflowWay = Field(
         "recompute",
-        description="What to do if a conversation does not fit into the model's window: cut the oldest tokens "
-        "and compute the rest again (recompute), refuse the request, or cut and use the stored keys and values "
-        "of the rest, which is approximate (truncate; keep-sinks keeps the first 4 tokens too).",
+        description="What to do if a conversation does not fit into the model's window: cut its oldest "
+        "tokens and compute the rest again (recompute), refuse the request, or cut and use the stored keys "
+        "and values of the rest, which is approximate (truncate; keep-sinks keeps the first 4 tokens too).",
     )
     session_keep_ratio: float = Field(
         0.5,

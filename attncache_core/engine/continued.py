@@ -69,7 +69,6 @@ def _computed(
 ) -> PrefillResult:
     final, batch = model.final, plan.batch
     assert final is not None
-    finite = np.ones(len(requests), dtype=bool)
     found: list[np.ndarray] | None = None
     hidden, attention_seconds = None, 0.0
     if batch is not None:
@@ -79,6 +78,7 @@ def _computed(
     plan.wait_until_loaded()
     states, new_states = plan.states(hidden)
     outputs = _outputs(model, states, plan, modes)
+    finite = np.isfinite(outputs).all(axis=1)
     if batch is not None:
         own = finite_sequences(batch, rows, outputs[plan.computed[batch.order]])
         finite[plan.computed] = batch.in_callers_order(own)

@@ -36,6 +36,7 @@ from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.kv.info import key_value_info
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.reuse.kv.opening import KeyValueOptions, KeyValueReuse, NotReusable, open_key_values
+from attncache_core.reuse.kv.truncation import store_truncated, truncated_salt
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import ReusePolicy
@@ -318,6 +319,33 @@ class PrefillEngine:
             computed=max((target.back + 1 for target in plan.targets), default=0) if plan else 0,
             passing=passing + (len(plan.continuation) if plan else 0),
         )
+
+    def keep_key_values(
+        self,
+        ids: Sequence[int],
+        plan: SequencePlan | None,
+        salt: bytes,
+        kept: Sequence[int],
+        *,
+        passing: int = 0,
+    ) -> bytes | None:
+        """Store the keys and values of the tokens at positions `kept` (rising) as a sequence of their own.
+
+        Returns the salt under which they are found, for an approximate continuation of these tokens. Returns
+        None if not all of them are stored, or if pooling reads other tokens than the last one: what it reads
+        of the kept tokens is not stored. ids, plan, salt, passing: as for `wanted`.
+        """
+        source = self.wanted(ids, plan, salt, passing=passing)
+        reads_last = self.task != "embed" or set(self.checkpoint.pooling.modes) == {"lasttoken"}
+        if self.key_values is None or source is None or not kept or not reads_last:
+            return None
+        truncated = truncated_salt(source, kept)
+
+        def wanted_with(own: Sequence[int]) -> Wanted:
+            assert self.key_values
+            return self.key_values.wanted(own, truncated, skipped=self._skipped(plan))
+
+        return truncated if store_truncated(self.key_values.store, source, kept, wanted_with) else None
 
     def _measure_prefill(self) -> None:
         """Measure how fast the model computes keys and values, to decide whether loading them pays."""

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from attncache_core.native.states import run_states
 from attncache_core.text.prefix_tree import PrefixTree
 
 # The rows of a state, each [width].
@@ -36,23 +37,32 @@ def running_states(
     each tree, float32 [trees, 5, width]. skipped: for each tree, the first position that pooling includes;
     LAST includes all positions. rows: int64 [n].
     """
-    found = np.empty((len(rows), 5, hidden.shape[1]), dtype=np.float32)
-    wanted: dict[int, list[int]] = {}
-    for index, row in enumerate(rows.tolist()):
-        wanted.setdefault(row, []).append(index)
-    ends = np.empty((len(tree.parents), 5, hidden.shape[1]), dtype=np.float32)
-    parents, starts = tree.parents.tolist(), tree.starts.tolist()
-    offsets = tree.offsets.tolist()
-    for number, (first_run, end_run) in enumerate(pairwise(tree.trees.tolist())):
-        for run in range(first_run, end_run):
-            begin = ends[parents[run]] if parents[run] >= 0 else before[number]
-            own = hidden[offsets[run] : offsets[run + 1]]
-            states = _states_of_run(own, begin, starts[run], int(skipped[number]))
-            ends[run] = states[-1]
-            for at in range(len(own)):
-                for index in wanted.get(offsets[run] + at, ()):
-                    found[index] = states[at]
-    return found
+    distinct, index = np.unique(rows, return_inverse=True)
+    width = hidden.shape[1]
+    found = np.empty((len(distinct), 5, width), dtype=np.float32)
+    ends = np.empty((len(tree.parents), 5, width), dtype=np.float32)
+    chosen = np.full(len(hidden), -1, dtype=np.int64)
+    chosen[distinct] = np.arange(len(distinct))
+    of_runs = np.repeat(skipped, np.diff(tree.trees))
+    arrays = {"before": np.ascontiguousarray(before), "chosen": chosen, "ends": ends, "found": found}
+    runs = {"offsets": tree.offsets, "parents": tree.parents, "starts": tree.starts, "skipped": of_runs}
+    if not run_states(hidden=hidden, **runs, **arrays):
+        _run_states(hidden, tree, arrays, of_runs)
+    return found[index]
+
+
+def _run_states(
+    hidden: np.ndarray, tree: PrefixTree, arrays: dict[str, np.ndarray], skipped: np.ndarray
+) -> None:
+    """Do what native.states.run_states does. skipped: of each run."""
+    roots = iter(arrays["before"])
+    for run, (first, end) in enumerate(pairwise(tree.offsets.tolist())):
+        parent = int(tree.parents[run])
+        begin = arrays["ends"][parent] if parent >= 0 else next(roots)
+        states = _states_of_run(hidden[first:end], begin, int(tree.starts[run]), int(skipped[run]))
+        arrays["ends"][run] = states[-1]
+        own = arrays["chosen"][first:end]
+        arrays["found"][own[own >= 0]] = states[own >= 0]
 
 
 def _states_of_run(own: np.ndarray, begin: np.ndarray, start: int, skipped: int) -> np.ndarray:

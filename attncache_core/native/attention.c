@@ -197,3 +197,4 @@ void attend(attention *job) {
 #include "stack.h"
 #include "ways.h"
 #include "normalizers.h"
+#include "states.h"

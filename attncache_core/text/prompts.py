@@ -4,7 +4,7 @@
 
 The prompts of sentence-transformers are templates too: they have a prefix and an empty suffix.
 
-    Prompt -> TextTokenizer.frame -> Frame, for texts that are tokenised one by one: the turns of a conversation
+    Prompt -> TextTokenizer.frame -> Frame, for turns of a conversation, which are tokenised one by one
 """
 
 from __future__ import annotations

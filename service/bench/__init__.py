@@ -1,4 +1,5 @@
-"""`attncache bench`: measure the engine, the index and a server beside other engines and servers.
+"""`attncache bench`: measure the engine, the index, a server and stored keys and values, beside others.
 
-report.py describes the machine; peers.py and worker.py run other engines in separate processes.
+report.py describes the machine; peers.py, prefix_peers.py and worker.py run other engines in separate
+processes; few_shot.py and conversations.py make the work for stored keys and values.
 """

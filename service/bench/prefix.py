@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from attncache_core import PrefillEngine, Progress
+from attncache_core import InvalidInput, PrefillEngine, Progress
 from attncache_core.engine.request import PrefillResult
 from attncache_core.reuse.kv.opening import KeyValueReuse
 from service.bench.few_shot import distinct_prompts, shared_prefixes
@@ -26,6 +26,7 @@ from service.bench.stores import (
     settle,
     timed,
 )
+from service.bench.worker import Worker
 
 Ids = Sequence[Sequence[int]]
 
@@ -41,10 +42,11 @@ class Row:
     texts_per_second: float  # median over all rounds
     speed_up: float  # median of the rounds' ratios to RECOMPUTED with the same batch
     least_speed_up: float  # of all rounds
-    computed_tokens: float  # mean of a text
-    cached_tokens: float  # mean of a text
-    difference: float  # see Exactness
-    cosine: float
+    # None of another engine:
+    computed_tokens: float | None  # mean of a text
+    cached_tokens: float | None  # mean of a text
+    difference: float | None  # see Exactness
+    cosine: float | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,14 @@ class Overhead:
     batch: int
     ratio: float  # median of the pairs' ratios: seconds with storing / seconds without a store
     pairs: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """A batch that was run."""
+
+    seconds: float
+    result: PrefillResult | None  # None: of another engine
 
 
 class Method:
@@ -70,6 +80,10 @@ class Method:
 
     def before_batch(self) -> None:
         """Called before each batch of a pass."""
+
+    def timed(self, texts: Ids) -> Done:
+        """Run texts as one batch."""
+        return Done(*timed(lambda: self.run(texts)))
 
     def run(self, texts: Ids) -> PrefillResult:
         """Run texts as one batch."""
@@ -127,6 +141,7 @@ class OnDisk(Method):
 
     def prepare(self, texts: Ids) -> None:
         """See Method."""
+        del texts
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._open()
@@ -150,13 +165,27 @@ class OnDisk(Method):
         self.key_values = open_store(self.engine, folder=self._folder, disk_bytes=self._disk_bytes)
 
 
+class Peer(Method):
+    """Another engine in a process of its own, which has kept the prefixes."""
+
+    def __init__(self, engine: PrefillEngine, worker: Worker, prefixes: Ids) -> None:
+        super().__init__(engine)
+        self._worker = worker
+        for prefix in prefixes:
+            worker.embeddings(tokens=[prefix])
+
+    def timed(self, texts: Ids) -> Done:
+        """See Method. Raises InvalidInput if the engine fails."""
+        seconds = self._worker.seconds(1, tokens=texts)
+        if not seconds:
+            raise InvalidInput(f"{self._worker.peer} failed: {self._worker.absent}", field="peer")
+        return Done(seconds[0], None)
+
+
 def methods(
     engine: PrefillEngine, prefixes: Ids, memory_bytes: int | None, folder: Path, disk_bytes: int
 ) -> dict[str, Method]:
-    """Return the methods by name. folder: does not exist; the disk tier is written there.
-
-    Raises InvalidInput if keys and values of the model cannot be reused.
-    """
+    """Return the methods by name. folder: does not exist; the disk tier is written there."""
     memory = open_store(engine, memory_bytes=memory_bytes)
     return {
         RECOMPUTED: Recomputed(engine),
@@ -179,7 +208,7 @@ def measure(
     for method in chosen.values():
         method.prepare(rounds[0])
         method.before_batch()
-        method.run(rounds[0][:2])  # warms up
+        method.timed(rounds[0][:2])  # warms up
     for number, texts in enumerate(rounds):
         for size in sizes:
             for name in alternating(list(chosen), number):
@@ -217,52 +246,48 @@ class _Pass:
 
     texts: int
     seconds: float
-    outputs: np.ndarray  # float32 [texts, d]
-    computed_tokens: int
-    cached_tokens: int
+    results: list[PrefillResult]  # of all batches; none of another engine
 
     @property
     def speed(self) -> float:
         return self.texts / self.seconds
 
+    @property
+    def outputs(self) -> np.ndarray:
+        """The outputs of all texts, float32 [texts, d]."""
+        return np.concatenate([result.outputs for result in self.results])
+
 
 def _run(method: Method, texts: Ids, size: int) -> _Pass:
     """Run texts in batches of one size. What prepares a batch is not timed."""
     method.prepare(texts)
-    seconds, results = 0.0, []
+    batches = []
     for first in range(0, len(texts), size):
         method.before_batch()
-        taken, result = timed(_later(method, texts[first : first + size]))
-        seconds += taken
-        results.append(result)
-    return _Pass(
-        len(texts),
-        seconds,
-        np.concatenate([result.outputs for result in results]),
-        sum(result.tokens for result in results),
-        sum(int(result.cached_tokens.sum()) for result in results),
-    )
-
-
-def _later(method: Method, texts: Ids) -> Callable[[], PrefillResult]:
-    return lambda: method.run(texts)
+        batches.append(method.timed(texts[first : first + size]))
+    results = [done.result for done in batches if done.result]
+    return _Pass(len(texts), sum(done.seconds for done in batches), results)
 
 
 def _row(name: str, size: int, passes: dict[tuple[str, int], list[_Pass]]) -> Row:
     own, recomputed = passes[name, size], passes[RECOMPUTED, size]
+    ratios = [found.speed / expected.speed for found, expected in zip(own, recomputed, strict=True)]
+    speed = statistics.median(found.speed for found in own)
+    results = [result for found in own for result in found.results]
+    if not results:
+        return Row(name, size, speed, statistics.median(ratios), min(ratios), None, None, None, None)
+    texts = sum(found.texts for found in own)
     exactness = Exactness()
     for found, expected in zip(own, recomputed, strict=True):
         exactness.add(found.outputs, expected.outputs)
-    ratios = [found.speed / expected.speed for found, expected in zip(own, recomputed, strict=True)]
-    texts = sum(found.texts for found in own)
     return Row(
         name,
         size,
-        statistics.median(found.speed for found in own),
+        speed,
         statistics.median(ratios),
         min(ratios),
-        sum(found.computed_tokens for found in own) / texts,
-        sum(found.cached_tokens for found in own) / texts,
+        sum(result.tokens for result in results) / texts,
+        sum(int(result.cached_tokens.sum()) for result in results) / texts,
         exactness.difference,
         exactness.cosine,
     )
@@ -272,7 +297,7 @@ def _ratio(plain: Method, stored: Method, texts: Ids, number: int) -> float:
     """Return seconds with storing / seconds without. number: an even one begins without."""
     seconds = {}
     for method in (plain, stored) if number % 2 == 0 else (stored, plain):
-        seconds[method], _ = timed(_later(method, texts))
+        seconds[method] = method.timed(texts).seconds
     return seconds[stored] / seconds[plain]
 
 

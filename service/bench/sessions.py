@@ -16,11 +16,11 @@ import numpy as np
 
 from attncache_core import PrefillEngine, Progress
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
-from attncache_core.reuse.kv.opening import KeyValueReuse
 from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.opening import KeyValueReuse
 from service.bench.conversations import Turn, arrived_until, most_at_once
 from service.bench.prefix import RECOMPUTED
-from service.bench.stores import Exactness, alternating, open_store, settle, timed
+from service.bench.stores import Exactness, alternating, layout_of, open_store, settle, timed
 
 # A first token that most vocabularies do not use as a special token.
 _FIRST_TOKEN = 3
@@ -103,9 +103,9 @@ class Runner:
 def runners(
     engine: PrefillEngine, policies: Sequence[str], memory_bytes: int, disk_bytes: int, folder: Path
 ) -> list[Runner]:
-    """Return what is compared: recomputing, and each policy with memory only and with a disk tier in a folder.
+    """Return what is compared: recomputing, and each policy with memory only and with a disk tier.
 
-    Raises InvalidInput if keys and values of the model cannot be reused.
+    folder: of the disk tiers.
     """
     found = [Runner(RECOMPUTED, engine, None)]
     for policy in policies:
@@ -125,7 +125,7 @@ def store_bytes(engine: PrefillEngine, turns: Sequence[Turn]) -> int:
 
     Raises InvalidInput if keys and values of the model cannot be reused.
     """
-    layout = open_store(engine, memory_bytes=0).store.layout
+    layout = layout_of(engine)
     return most_at_once(turns, lambda tokens: -(-tokens // BLOCK_TOKENS) * layout.block_bytes)
 
 

@@ -14,19 +14,34 @@ import numpy as np
 
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.heads.vectors import cosines
-from attncache_core.reuse.kv.opening import KeyValueOptions, KeyValueReuse, NotReusable, open_key_values
+from attncache_core.reuse.kv.blocks import BlockLayout
+from attncache_core.reuse.kv.opening import (
+    KeyValueOptions,
+    KeyValueReuse,
+    NotReusable,
+    block_layout,
+    open_key_values,
+)
 
 _TEST_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 
 
 def open_store(engine: PrefillEngine, **options: Any) -> KeyValueReuse:
-    """Return an empty store for an engine's model, or the store that is in `folder`.
+    """Return an empty store for a model with a layout, or the store that is in `folder`.
 
-    options: of KeyValueOptions. Raises InvalidInput if keys and values of the model cannot be reused.
+    options: of KeyValueOptions.
+    """
+    return open_key_values(engine.model, engine.checkpoint.fingerprint(), KeyValueOptions(**options))
+
+
+def layout_of(engine: PrefillEngine) -> BlockLayout:
+    """Return the layout of a model's blocks.
+
+    Raises InvalidInput if keys and values of the model cannot be reused.
     """
     try:
-        return open_key_values(engine.model, engine.checkpoint.fingerprint(), KeyValueOptions(**options))
+        return block_layout(engine.model)
     except NotReusable as reason:
         raise InvalidInput(
             f"keys and values of model {engine.checkpoint.name} cannot be reused: {reason}; "

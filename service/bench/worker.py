@@ -109,11 +109,12 @@ def main() -> None:
     try:
         from attncache_core import Quantization, find_variant
         from service.bench.peers import PEERS
+        from service.bench.prefix_peers import PREFIX_PEERS
 
         shapes = [tuple(shape) for shape in task["shapes"]]
         kind = task["variant"].pop("quantization")
         checkpoint = find_variant(**task["variant"], quantization=kind and Quantization(kind))
-        peer = PEERS[task["peer"]](checkpoint, task["threads"], shapes)
+        peer = {**PEERS, **PREFIX_PEERS}[task["peer"]](checkpoint, task["threads"], shapes)
     except ModuleNotFoundError as error:
         say({"absent": f"{error}; install it with: pip install 'attncache[bench]'"})
         return

@@ -109,7 +109,7 @@ def engine(
         return
     chosen = peers or _DEFAULT_PEERS
     with (
-        bench.started(chosen, variant, threads, bench.SHAPES, _report_absent) as workers,
+        bench.started(chosen, variant, threads, bench.SHAPES, report_absent) as workers,
         shown_progress() as progress,
     ):
         rows = bench.measure(
@@ -135,7 +135,8 @@ def _show_breakdown(parts: list[Breakdown]) -> None:
         )
 
 
-def _report_absent(peer: str, reason: str) -> None:
+def report_absent(peer: str, reason: str) -> None:
+    """Say why an engine is not measured."""
     click.echo(f"{peer} is left out: {reason}", err=True)
 
 

@@ -15,9 +15,12 @@ from attncache_core.corpus.reading import read_texts
 from attncache_core.evaluation.mmlu import read_questions
 from attncache_core.runtime.devices import Dtype
 from service.bench import prefix as bench
+from service.bench.engine import started
 from service.bench.few_shot import mmlu_prompts, synthetic_prompts
+from service.bench.prefix_peers import LIBRARIES, short_name
 from service.bench.report import machine, show_machine, show_table, write_json
-from service.bench.stores import read_bytes_per_second
+from service.bench.stores import layout_of, read_bytes_per_second
+from service.commands.bench_engine import report_absent
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
 
@@ -85,6 +88,13 @@ _DISK_BYTES = 16 << 30
     help="Folder on the disk to measure; what is written there is removed. Default: the folder for temporary "
     "files.",
 )
+@click.option(
+    "--peer",
+    "peers",
+    type=click.Choice(LIBRARIES),
+    multiple=True,
+    help="Other engine to measure, with its own cache of the prefixes. May be repeated. Default: none.",
+)
 @json_option
 def bench_prefix(
     checkpoint: Checkpoint,
@@ -102,6 +112,7 @@ def bench_prefix(
     rounds: int,
     memory_bytes: int | None,
     folder: Path | None,
+    peers: tuple[str, ...],
     json_file: Path | None,
 ) -> None:
     """Measure few-shot prompts: how many texts per second, with and without stored keys and values.
@@ -111,6 +122,7 @@ def bench_prefix(
     "from disk" on disk outside the page cache. "known texts" were seen as a whole.
     """
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
+    layout_of(engine)
     needed = count * rounds
     if prompts:
         sequences = _tokenized(engine, read_texts(prompts))
@@ -138,6 +150,16 @@ def bench_prefix(
         read_speed = read_bytes_per_second(temporary)
         prefixes_found = bench.prefixes_of(parts)
         chosen = bench.methods(engine, prefixes_found, memory_bytes, temporary / "kv", _DISK_BYTES)
+        workers = stack.enter_context(
+            started(
+                [f"{peer} cache {short_name(engine.dtype)}" for peer in peers],
+                {"model": str(checkpoint.folder), "quantization": None},
+                engine.threads,
+                [],
+                report_absent,
+            )
+        )
+        chosen |= {worker.peer: bench.Peer(engine, worker, prefixes_found) for worker in workers}
         progress = stack.enter_context(shown_progress())
         rows = bench.measure(chosen, parts, sizes, progress)
         overheads = bench.measure_overhead(
@@ -197,7 +219,7 @@ def _show(
                 "speed-up",
                 "least",
                 "tokens computed",
-                "stored",
+                "given",
                 "difference",
                 "cosine",
             ],
@@ -207,10 +229,10 @@ def _show(
                     f"{row.texts_per_second:.2f}",
                     f"{row.speed_up:.2f}",
                     f"{row.least_speed_up:.2f}",
-                    f"{row.computed_tokens:.0f}",
-                    f"{row.cached_tokens:.0f}",
-                    f"{row.difference:.1e}",
-                    f"{row.cosine:.6f}",
+                    _figure(row.computed_tokens, ".0f"),
+                    _figure(row.cached_tokens, ".0f"),
+                    _figure(row.difference, ".1e"),
+                    _figure(row.cosine, ".6f"),
                 ]
                 for row in rows
                 if row.batch == size
@@ -223,3 +245,7 @@ def _show(
             f"Storing {texts} that share nothing took {overhead.ratio - 1:+.1%} of the time "
             f"(median of {overhead.pairs} pairs)."
         )
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -25,7 +25,7 @@ from service.bench.conversations import (
     waiting,
 )
 from service.bench.report import machine, show_machine, show_table, write_json
-from service.bench.stores import read_bytes_per_second
+from service.bench.stores import layout_of, read_bytes_per_second
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
 
@@ -162,6 +162,7 @@ def bench_sessions(
         ]
     else:
         engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
+        layout_of(engine)
         if checkpoint.position_limit:
             drawn = replace(drawn, context=min(context, checkpoint.position_limit))
         facts = {

@@ -110,8 +110,8 @@ def _names(field: _Field) -> Iterator[None]:
         if error.field != "inputs[0]":
             raise
         raise NotFinite(
-            f"the model computes NaN or infinity for the conversation, and the session is as before; send other "
-            f"text as {field}, or have the model's weights and dtype checked",
+            "the model computes NaN or infinity for the conversation, and the session is as before; send "
+            f"another {field}, or have the model's weights and dtype checked",
             field=field,
         ) from error
     except InputTooLong as error:

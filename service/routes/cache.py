@@ -20,14 +20,18 @@ from attncache_core.reuse.kv.capacity import CapacityPlan
 from attncache_core.reuse.kv.info import key_value_info
 from service.bodies import body_documentation, read_body
 from service.routes.common import ERRORS, check_count, result_unless_gone, serving_of, state_of
-from service.schemas import Inputs, Text
+from service.schemas import Inputs, Name, Text
 from service.state import Serving
 from service.warming import Chosen, store_of
 
 router = APIRouter(prefix="/cache")
 
 _NO_STORE = "The server stores no keys and values, or the request requires another model."
-_ERRORS: dict[int | str, dict[str, Any]] = {**ERRORS, 409: {**ERRORS[409], "description": _NO_STORE}}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {**documented, "description": _NO_STORE} if status == 409 else documented
+    for status, documented in ERRORS.items()
+    if status != 404
+}
 _ERRORS_WITHOUT_BODY: dict[int | str, dict[str, Any]] = {
     status: _ERRORS[status] for status in (400, 409, 500, 503)
 }
@@ -50,7 +54,7 @@ class _About(BaseModel):
         description="Instead of texts: a template that holds {} once. The request is about the tokens that "
         "all texts in this template begin with.",
     )
-    cache_salt: Text | None = Field(
+    cache_salt: Name | None = Field(
         None, description="Requests of one salt share stored keys and values. Default: no salt."
     )
 
@@ -101,9 +105,10 @@ class Dropped(BaseModel):
 
 @router.get("/stats", response_model=dict[str, Any], responses=_ERRORS_WITHOUT_BODY)
 async def stats(request: Request) -> Response:
-    """Return what the store holds, and what was looked up, stored and evicted since the start."""
-    store = store_of(serving_of(request).engine)
-    return _json(asdict(await asyncio.to_thread(key_value_info, store)))
+    """Return what the store holds, what happened to it since the start, and the number of sessions."""
+    store, sessions = store_of(serving_of(request).engine), state_of(request).sessions
+    info = await asyncio.to_thread(key_value_info, store)
+    return _json({**asdict(info), "sessions": sessions.count, "distinct_sessions": sessions.distinct})
 
 
 @router.post(
@@ -125,14 +130,16 @@ async def warm(request: Request) -> Response:
         result = await result_unless_gone(request, pending)
     except NotFinite as error:
         raise NotFinite.of(error.index, "texts") from error
-    wanted = await asyncio.to_thread(chosen.wanted, serving.engine)
-    if body.pin:
-        for own in wanted:
+
+    def stored_tokens() -> int:
+        wanted = chosen.wanted(serving.engine)
+        for own in wanted if body.pin else ():
             store.pin(own)
-    stored = sum(sum(store.lookup(own)) for own in wanted)
-    return _json(
-        Warmed(tokens=chosen.tokens, cached_tokens=result.cached_tokens, stored_tokens=stored).model_dump()
-    )
+        return sum(sum(store.lookup(own)) for own in wanted)
+
+    stored = await asyncio.to_thread(stored_tokens)
+    warmed = Warmed(tokens=chosen.tokens, cached_tokens=result.cached_tokens, stored_tokens=stored)
+    return _json(warmed.model_dump())
 
 
 @router.post(
@@ -214,7 +221,7 @@ async def capacity(request: Request) -> Response:
     serving = serving_of(request)
     info = key_value_info(store_of(serving.engine))
     planned = _numbers(request.query_params)
-    sessions = planned.get("distinct_sessions", 0)
+    sessions = planned.get("distinct_sessions", state_of(request).sessions.distinct)
     plan = CapacityPlan(
         # With the pooled state of each block.
         bytes_per_token=-(-info.block_bytes // info.block_tokens),

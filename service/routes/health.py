@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -70,8 +71,11 @@ async def info(request: Request) -> Response:
     return Response(dumped, media_type="application/json")
 
 
-# Not async, so that FastAPI writes the hundreds of lines in a thread and does not block the event loop.
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-def metrics(request: Request) -> Response:
+async def metrics(request: Request) -> Response:
     """Return all metrics in Prometheus' text format."""
-    return Response(state_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    state = state_of(request)
+    state.metrics.observe_sessions(state.sessions.count)
+    # In a thread, because writing hundreds of lines would block the event loop.
+    content = await asyncio.to_thread(state.metrics.render)
+    return Response(content, media_type=CONTENT_TYPE_LATEST)

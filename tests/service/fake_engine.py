@@ -38,7 +38,7 @@ from attncache_core.reuse.maps.policy_state import ServedPolicy, Tightened
 from attncache_core.reuse.maps.verification import Window
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.text.labels import LabelTokens
-from attncache_core.text.prompts import Prompt, SequencePlan
+from attncache_core.text.prompts import Frame, Prompt, SequencePlan
 from service.app import create_app
 from service.settings import Settings
 
@@ -95,7 +95,17 @@ class FakeMapReuse:
         return DatabaseInfo(7, 0, 4096, [1, 64], [], "float32", [1], 1, self.policy.info(), {})
 
 
+class FakeTokenizer:
+    def turns(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[ord(character) for character in text] for text in texts]
+
+    def frame(self, prompt: Prompt) -> Frame:
+        before, after = self.turns([prompt.template.prefix, prompt.template.suffix])
+        return Frame(before, after, FakeEngine.max_tokens - len(before) - len(after))
+
+
 class FakeEngine:
+    tokenizer = FakeTokenizer()
     fingerprint = "0123456789abcdef" * 4
     max_tokens = 64
     default_prompt = OWN_PROMPT

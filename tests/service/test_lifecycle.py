@@ -87,10 +87,9 @@ async def test_full_queue_answers_429_with_a_time_to_retry() -> None:
         assert [(await task).status_code for task in (busy, waiting)] == [200, 200]
 
 
-async def request_and_leave(app: Any, text: str, leave: asyncio.Event) -> list[dict[str, Any]]:
+async def request_and_leave(app: Any, content: dict[str, Any], leave: asyncio.Event) -> list[dict[str, Any]]:
     """Send POST /embed to the app as a server does; the client disconnects when `leave` is set."""
-    body = orjson.dumps({"inputs": text})
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    messages = [{"type": "http.request", "body": orjson.dumps(content), "more_body": False}]
     answered: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -128,7 +127,7 @@ async def test_client_that_left_is_not_computed() -> None:
         engine.may_run.clear()
         busy = asyncio.create_task(client.post("/embed", json={"inputs": "busy"}))
         await asyncio.to_thread(engine.runs.acquire)
-        gone = asyncio.create_task(request_and_leave(app, "gone", leave))
+        gone = asyncio.create_task(request_and_leave(app, {"inputs": "gone"}, leave))
         while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.001)
         leave.set()

@@ -8,6 +8,8 @@ from fake_engine import FakeEngine
 from service.app import create_app
 from service.settings import Settings
 
+OF_BOTH_ROUTES = {"inputs", "truncate", "session_id", "append", "transcript", "cache_salt"}
+
 
 @pytest.fixture(scope="module")
 def description() -> dict[str, Any]:
@@ -17,8 +19,8 @@ def description() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/embed", {"inputs", "normalize", "prompt_name", "truncate"}),
-        ("/classify", {"inputs", "labels", "template", "temperature", "truncate"}),
+        ("/embed", {"normalize", "prompt_name"}),
+        ("/classify", {"labels", "template", "temperature"}),
     ],
 )
 def test_inference_routes_document_body_header_answer_and_errors(
@@ -26,7 +28,7 @@ def test_inference_routes_document_body_header_answer_and_errors(
 ) -> None:
     route = description["paths"][path]["post"]
     body = route["requestBody"]["content"]["application/json"]["schema"]
-    assert set(body["properties"]) == fields
+    assert set(body["properties"]) == fields | OF_BOTH_ROUTES
     assert body["properties"]["inputs"]["anyOf"][0] == {"type": "string"}
     assert [parameter["name"] for parameter in route["parameters"]] == [
         "X-AttnCache-Reuse",
@@ -35,10 +37,13 @@ def test_inference_routes_document_body_header_answer_and_errors(
     assert set(route["responses"]["200"]["headers"]) == {
         "X-AttnCache-Hits",
         "X-AttnCache-Prototype-Hits",
+        "X-AttnCache-Cached-Tokens",
+        "X-AttnCache-History-Tokens",
+        "X-AttnCache-Approximate",
         "X-AttnCache-Model",
     }
     assert route["responses"]["200"]["content"]["application/json"]["schema"]["type"] == "array"
-    for status in ("400", "409", "413", "422", "429", "500", "503"):
+    for status in ("400", "404", "409", "413", "422", "429", "500", "503"):
         schema = route["responses"][status]["content"]["application/json"]["schema"]
         assert schema == {"$ref": "#/components/schemas/ErrorBody"}
 

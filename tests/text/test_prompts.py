@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from core_decoders import write_llama
+from core_decoders import write_decoder_tokenizer, write_llama
 from core_models import PLAIN_WORDS, prefill, random_text, write_modules, write_sentence_transformer
 from core_reference import FLOAT32
 from hypothesis import given
@@ -196,3 +196,30 @@ def test_template_and_pooling_change_the_embedding_fingerprint_but_not_the_map_f
 def test_pooling_of_a_classifier_is_refused(tiny_classifier_checkpoint):
     with pytest.raises(InvalidInput, match="pooling is for embeddings"):
         tiny_classifier_checkpoint.adapted(pooling="mean")
+
+
+@pytest.mark.parametrize("prefix", ["the bank: ", "the bank:", "ask\n", "\n\n", 'This "'])
+@given(text=st.lists(st.sampled_from([*PLAIN_WORDS, "zebra", "7", "("]), min_size=1).map(" ".join))
+def test_front_of_a_template_begins_every_text_in_it(llama, prefix, text):
+    tokenizer, template = TextTokenizer(llama), Template(prefix, " means")
+    front = tokenizer.front(template)
+    assert (
+        tokenizer.tokenize([text], truncate=True, prompt=tokenizer.prompt(template))[0][: len(front)] == front
+    )
+    # The first token <s>, and all tokens of the prefix but one that may span its end.
+    assert len(front) >= max(1, len(tokenizer.tokenize([prefix], truncate=True)[0]) - 1)
+
+
+def test_front_does_not_hold_the_special_token_at_the_end(tmp_path):
+    folder = write_llama(tmp_path)
+    write_decoder_tokenizer(folder, closing=True)
+    tokenizer = TextTokenizer(read_checkpoint(folder))
+    *prefix, closing = tokenizer.tokenize(["the bank:"], truncate=True)[0]
+    assert tokenizer.front(Template("the bank:")) == prefix
+    assert closing not in prefix
+
+
+def test_template_without_a_prefix_has_no_front(llama):
+    with pytest.raises(InvalidInput, match=r"no text in front of \{\}") as refused:
+        TextTokenizer(llama).front(Template("", " means"))
+    assert refused.value.field == "template"

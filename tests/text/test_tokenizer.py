@@ -1,6 +1,7 @@
 """TextTokenizer gives the same tokens as the library that made the checkpoint."""
 
 import pytest
+from core_decoders import write_decoder_tokenizer, write_llama
 from core_models import (
     CLS,
     PLAIN_WORDS,
@@ -16,8 +17,10 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.errors import InputTooLong, UnsupportedModel
+from attncache_core.errors import InputTooLong, InvalidInput, UnsupportedModel
+from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.tokenizer import TextTokenizer
 
 PROMPT = {"prompts": {"ask": "query: ", "other": "my "}, "default_prompt_name": "ask"}
@@ -171,3 +174,39 @@ def test_tokenizer_that_is_not_fast_is_refused_with_the_models_name(tmp_path):
     write_json(tmp_path / "slow-model/tokenizer_config.json", {"tokenizer_class": "CTRLTokenizer"})
     with pytest.raises(UnsupportedModel, match="slow-model has no fast tokenizer"):
         TextTokenizer(read_checkpoint(tmp_path / "slow-model"))
+
+
+@pytest.mark.parametrize("closing", [True, False])
+def test_turns_in_a_frame_are_the_tokens_of_the_text_between_prefix_and_suffix(tmp_path, closing):
+    folder = write_llama(tmp_path)
+    write_decoder_tokenizer(folder, closing=closing)
+    tokenizer = TextTokenizer(read_checkpoint(folder), max_tokens=40)
+    prompt = tokenizer.prompt(Template("ask:\n", "\nanswer:"))
+    frame = tokenizer.frame(prompt)
+    turns = ["where is my card", " money"]
+    ids = [token for turn in tokenizer.turns(turns) for token in turn]
+    # A line break ends the words on both sides, so here the text has the same tokens as a whole.
+    assert tokenizer.tokenize(["".join(turns)], truncate=False, prompt=prompt) == [frame.around(ids)]
+    assert frame.before[0] == 0
+    assert (frame.after[-1] == 1) == closing
+    assert len(frame.before) == prompt.sequence_plans[0].prompt_tokens
+    assert len(frame.before) + frame.room + len(frame.after) == 40
+
+
+def test_turn_has_the_same_tokens_whatever_surrounds_it(tiny_checkpoint):
+    tokenizer = TextTokenizer(tiny_checkpoint)
+    turns = ["my lost card", "Cards", " ", "help"]
+    assert tokenizer.turns(turns) == [tokenizer.turns([turn])[0] for turn in turns]
+    assert tokenizer.turns([" "]) == [[]]
+    frame = tokenizer.frame(tokenizer.default_prompt)
+    assert (frame.before, frame.after) == ([CLS], [SEP])
+
+
+def test_frame_without_room_for_a_text_is_refused(tmp_path):
+    tokenizer = TextTokenizer(read_checkpoint(write_llama(tmp_path)), max_tokens=12)
+    prompt = tokenizer.prompt(Template("", " card"), continuation_tokens=9)
+    plan = SequencePlan(0, continuation=(5,) * 9)
+    assert tokenizer.frame(Prompt(prompt.template, (plan,))).room == 1
+    with pytest.raises(InvalidInput) as refused:
+        tokenizer.frame(Prompt(Template("card", " card"), (plan,)))
+    assert refused.value.field == "template"

@@ -1,0 +1,82 @@
+"""Truncated keys and values: exact in the first layer, approximate behind it, and never found as a text's."""
+
+import numpy as np
+import pytest
+import torch
+from core_decoders import write_llama
+from kv_models import assert_nothing_is_in_use, run, store_of, wanted
+
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.models import load_model
+from attncache_core.reuse.kv.truncation import store_truncated, truncated_salt
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(read_checkpoint(write_llama(tmp_path_factory.mktemp("llama"))), torch.float32)
+
+
+def random_ids(length, seed=0):
+    return np.random.default_rng(seed).integers(3, 400, length).tolist()
+
+
+def slots_of(store, sequence):
+    """The slots of all tokens of a stored sequence, uint8 [layers, tokens, slot_bytes]."""
+    known = store.memory.known(sequence)
+    parts = [store.memory.pool.slots(block.place)[:, : block.name.length] for block in known.blocks]
+    return np.concatenate(parts, axis=1)
+
+
+def truncate(store, ids, positions):
+    salt = truncated_salt(wanted(ids), positions)
+    stored = store_truncated(store, wanted(ids), positions, lambda own: wanted(own, salt))
+    return salt if stored else None
+
+
+@pytest.mark.parametrize(
+    "positions", [list(range(40, 100)), [0, 1, 2, 3, *range(50, 100)], [3, 17, 99], list(range(100))]
+)
+def test_slots_are_those_of_the_kept_tokens_and_exact_in_the_first_layer(model, positions):
+    store, ids = store_of(model), random_ids(100)
+    run(model, store, [ids])
+    kept = [ids[position] for position in positions]
+    salt = truncate(store, ids, positions)
+    found = slots_of(store, wanted(kept, salt))
+    assert np.array_equal(found, slots_of(store, wanted(ids))[:, positions])
+    other = store_of(model)
+    run(model, other, [kept])
+    recomputed = slots_of(other, wanted(kept))
+    assert np.array_equal(found[0], recomputed[0])
+    whole = positions == list(range(100))
+    assert np.array_equal(found[1:], recomputed[1:]) == whole
+    assert_nothing_is_in_use(store)
+
+
+def test_new_tokens_continue_the_kept_ones_and_only_they_are_computed(model):
+    store, ids, new = store_of(model), random_ids(100), random_ids(7, 1)
+    run(model, store, [ids], modes=("lasttoken",))
+    positions = list(range(50, 100))
+    kept = [ids[position] for position in positions]
+    salt = truncate(store, ids, positions)
+    truncated = run(model, store, [kept + new], salts=[salt], modes=("lasttoken",))
+    assert (truncated.tokens, truncated.cached_tokens.tolist()) == (7, [50])
+    exact = run(model, store, [kept + new], modes=("lasttoken",))
+    assert exact.tokens == 57  # what was truncated does not stand for these tokens
+    assert not np.array_equal(truncated.outputs, exact.outputs)
+    assert truncated.finite.all()
+
+
+def test_a_vector_of_truncated_tokens_alone_is_unknown_and_not_answered(model):
+    store, ids = store_of(model), random_ids(40)
+    run(model, store, [ids])
+    salt = truncate(store, ids, list(range(8, 40)))
+    assert not run(model, store, [ids[8:]], salts=[salt]).finite.any()
+
+
+def test_tokens_that_are_not_stored_cannot_be_kept(model):
+    store, ids = store_of(model), random_ids(40)
+    assert truncate(store, ids, [1, 2]) is None
+    run(model, store, [ids[:32]])
+    assert truncate(store, ids, [1, 31]) is not None
+    assert truncate(store, ids, [1, 32]) is None
+    assert_nothing_is_in_use(store)

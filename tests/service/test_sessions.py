@@ -1,0 +1,595 @@
+"""Conversations: whose history is found, what is computed, and what happens if the window overflows."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from core_decoders import write_llama
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_lifecycle import request_and_leave
+
+from attncache_core import KeyValueOptions, PrefillEngine, PrefillRequest
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.text.prompts import SequencePlan
+from service.conversation import History
+from service.errors import QueueFull
+from service.sessions import Session, Sessions
+
+pytestmark = pytest.mark.anyio
+
+TTL = 100.0
+WINDOW = 64  # tokens of the fake engine; a token is a character
+REUSE_OFF = {"X-AttnCache-Reuse": "off"}
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def app_of(client: httpx.AsyncClient) -> Any:
+    return client._transport.app  # type: ignore[attr-defined]
+
+
+def use_clock(client: httpx.AsyncClient) -> Clock:
+    """Let the sessions of the app expire by a clock of the test."""
+    clock = Clock()
+    app_of(client).state.service.sessions = Sessions(
+        ttl_seconds=TTL, most_sessions=100, most_waiting=100, clock=clock
+    )
+    return clock
+
+
+async def ask(client: httpx.AsyncClient, session: str = "s", salt: str | None = None, **turn: Any) -> Any:
+    headers = turn.pop("headers", {})
+    body = {"session_id": session, "cache_salt": salt, "normalize": False, **turn}
+    return await client.post("/embed", json=body, headers=headers)
+
+
+def assert_is_about(response: httpx.Response, text: str) -> None:
+    assert response.status_code == 200, response.text
+    expected = embedding_of([ord(character) for character in text])
+    np.testing.assert_array_equal(response.json(), [expected])
+
+
+def assert_failed(response: httpx.Response, status: int, code: str, field: str | None) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert (error["code"], error["field"]) == (code, field)
+
+
+texts = st.text("abc", min_size=1, max_size=3)
+operations = st.one_of(
+    st.tuples(st.just("append"), texts),
+    st.tuples(st.just("transcript"), st.lists(texts, min_size=1, max_size=4)),
+    st.tuples(st.just("edit"), texts),  # the last turn, by a transcript of all turns
+    st.tuples(st.just("fail"), st.sampled_from([FAILING, NOT_FINITE])),
+    st.tuples(st.just("wait"), st.sampled_from([1.0, TTL / 2, TTL])),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["x", "y"]), operations), max_size=14))
+def test_histories_are_those_of_a_dictionary(steps: list[tuple[str, str, tuple[str, Any]]]) -> None:
+    asyncio.run(scenario_of(steps))
+
+
+async def scenario_of(steps: list[tuple[str, str, tuple[str, Any]]]) -> None:
+    known: dict[tuple[str, str], tuple[float, list[str]]] = {}
+    async with serving() as client:
+        clock = use_clock(client)
+        for session, salt, (operation, value) in steps:
+            if operation == "wait":
+                clock.seconds += value
+                continue
+            key = salt, session
+            last, turns = known.pop(key, (-TTL, []))
+            turns = turns if clock.seconds - last < TTL else []
+            if operation == "fail":
+                response = await ask(client, session, salt, transcript=[value])
+                assert response.status_code == 500
+            elif operation == "append":
+                response = await ask(client, session, salt, append=value)
+                if not turns:
+                    assert_failed(response, 404, "unknown_session", "session_id")
+                    continue
+                turns = [*turns, value]
+                assert_is_about(response, "".join(turns))
+            else:
+                turns = [*turns[:-1], value] if operation == "edit" else value
+                assert_is_about(await ask(client, session, salt, transcript=turns), "".join(turns))
+            if turns:
+                known[key] = clock.seconds, turns
+        alive = sum(clock.seconds - last < TTL for last, _ in known.values())
+        assert app_of(client).state.service.sessions.count == alive
+
+
+async def test_string_as_transcript_is_one_turn_and_starts_a_session() -> None:
+    async with serving() as client:
+        assert_is_about(await ask(client, transcript="ab"), "ab")
+        assert_is_about(await ask(client, append="c"), "abc")
+
+
+async def test_unknown_session_says_what_to_send() -> None:
+    async with serving() as client:
+        response = await ask(client, "Sesam", append="a")
+        assert_failed(response, 404, "unknown_session", "session_id")
+        assert "transcript" in response.json()["error"]["message"]
+        assert "Sesam" not in response.text
+        metrics = (await client.get("/metrics")).text
+    assert 'attncache_requests_total{route="/embed",status="404"} 1.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "inputs"),
+        ({"inputs": "a", "append": "b"}, "append"),
+        ({"transcript": ["b"]}, "transcript"),
+        ({"session_id": "s"}, "append"),
+        ({"session_id": "s", "inputs": "a"}, "inputs"),
+        ({"session_id": "s", "inputs": "a", "append": "b"}, "inputs"),
+        ({"session_id": "s", "append": "a", "transcript": ["a"]}, "transcript"),
+        ({"session_id": "s", "append": ["a"]}, "append"),
+        ({"session_id": "s", "append": ""}, "append"),
+        ({"session_id": "s", "transcript": []}, "transcript"),
+        ({"session_id": "s", "transcript": ["a", ""]}, "transcript[1]"),
+        ({"session_id": "s", "transcript": 7}, "transcript"),
+        ({"session_id": "", "append": "a"}, "session_id"),
+        ({"session_id": "s" * 257, "append": "a"}, "session_id"),
+        ({"session_id": 7, "append": "a"}, "session_id"),
+        ({"inputs": "a", "cache_salt": ""}, "cache_salt"),
+        ({"inputs": "a", "cache_salt": "s" * 257}, "cache_salt"),
+    ],
+)
+@pytest.mark.parametrize("route", ["/embed", "/classify"])
+async def test_wrong_body_is_refused_with_the_field(route: str, body: dict[str, Any], field: str) -> None:
+    async with serving(FakeEngine(labels=("no", "yes"))) as client:
+        assert_failed(await client.post(route, json=body), 400, "invalid_input", field)
+        accepted = await client.post(route, json={"session_id": "s" * 256, "transcript": "a"})
+        assert accepted.status_code == 200
+
+
+async def test_transcript_of_too_many_turns_is_refused() -> None:
+    async with serving(max_request_inputs=2) as client:
+        response = await ask(client, transcript=["a", "b", "c"])
+        assert_failed(response, 422, "too_many_inputs", "transcript")
+
+
+async def test_classify_answers_about_the_conversation() -> None:
+    async with serving(FakeEngine(labels=("no", "yes"))) as client:
+        best = []
+        for turn in ({"transcript": ["a"]}, {"append": "b"}, {"append": "cc"}, {"append": "d"}):
+            response = await client.post("/classify", json={"session_id": "s", **turn})
+            best.append(response.json()[0][0]["label"])
+    # The winner is the label whose index is the length modulo 2; the lengths are 1, 2, 4 and 5.
+    assert best == ["yes", "no", "no", "yes"]
+
+
+@pytest.mark.parametrize(
+    ("turn", "status", "code", "field"),
+    [
+        ({"transcript": [FAILING]}, 500, "internal_error", None),
+        ({"transcript": [NOT_FINITE]}, 500, "not_finite", "transcript"),
+        ({"append": NOT_FINITE[1:]}, 500, "not_finite", "append"),
+    ],
+)
+async def test_failed_request_leaves_the_history_as_before(
+    turn: dict[str, Any], status: int, code: str, field: str | None
+) -> None:
+    async with serving() as client:
+        await ask(client, transcript=[NOT_FINITE[:1]])
+        assert_failed(await ask(client, **turn), status, code, field)
+        assert_is_about(await ask(client, append="!"), NOT_FINITE[:1] + "!")
+
+
+async def test_requests_of_one_session_wait_for_each_other_and_other_sessions_do_not() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        await ask(client, transcript=["a"])
+        engine.may_run.clear()
+        first = asyncio.create_task(ask(client, append="b"))
+        await asyncio.to_thread(engine.runs.acquire)
+        second = asyncio.create_task(ask(client, append="c"))
+        other = asyncio.create_task(ask(client, "other", transcript=["z"]))
+        while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.001)
+        engine.may_run.set()
+        for task, text in ((first, "ab"), (second, "abc"), (other, "z")):
+            assert_is_about(await task, text)
+    assert engine.batches == [["a"], ["ab"], ["z"], ["abc"]]
+
+
+@pytest.mark.parametrize("leaving", ["the one that runs", "one that waits"])
+async def test_client_that_leaves_releases_its_session(leaving: str) -> None:
+    engine, leave = FakeEngine(), asyncio.Event()
+    async with serving(engine) as client:
+        sessions = app_of(client).state.service.sessions
+        await ask(client, transcript=["a"])
+        engine.may_run.clear()
+        gone_body = {"session_id": "s", "append": "gone"}
+        gone = request_and_leave(app_of(client), gone_body, leave)
+        tasks = [asyncio.create_task(own) for own in ([gone] if "runs" in leaving else [])]
+        tasks.append(asyncio.create_task(ask(client, append="b")))
+        await asyncio.to_thread(engine.runs.acquire)
+        tasks += [asyncio.create_task(gone)] if "waits" in leaving else []
+        tasks.append(asyncio.create_task(ask(client, append="c")))
+        while sessions._waiting < len(tasks) - 1:
+            await asyncio.sleep(0.001)
+        leave.set()
+        await tasks[0 if "runs" in leaving else 1]
+        engine.may_run.set()
+        answers: list[Any] = [await task for task in tasks]
+        assert_is_about(answers[-1], "abc")
+        assert (sessions._turns, sessions._waiting) == ({}, 0)
+
+
+async def test_cancelled_request_releases_its_session() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        await ask(client, transcript=["a"])
+        engine.may_run.clear()
+        first, second = (asyncio.create_task(ask(client, append=text)) for text in "bc")
+        await asyncio.to_thread(engine.runs.acquire)
+        last = asyncio.create_task(ask(client, append="d"))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        second.cancel()
+        engine.may_run.set()
+        assert_is_about(await last, "ad")
+
+
+async def test_expired_session_is_found_while_a_request_of_it_runs() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        clock = use_clock(client)
+        await ask(client, transcript=["a"])
+        engine.may_run.clear()
+        slow = asyncio.create_task(ask(client, append="b"))
+        await asyncio.to_thread(engine.runs.acquire)
+        clock.seconds += 2 * TTL
+        engine.may_run.set()
+        assert_is_about(await slow, "ab")
+        assert_is_about(await ask(client, append="c"), "abc")
+
+
+async def test_salt_hides_the_sessions_of_other_salts() -> None:
+    async with serving() as client:
+        for salt, text in ((None, "a"), ("x", "b"), ("y", "c")):
+            assert_is_about(await ask(client, salt=salt, transcript=[text]), text)
+        assert_failed(await ask(client, salt="z", append="!"), 404, "unknown_session", "session_id")
+        for salt, text in ((None, "a"), ("x", "b"), ("y", "c")):
+            assert_is_about(await ask(client, salt=salt, append="!"), text + "!")
+
+
+@asynccontextmanager
+async def overflowing(way: str, engine: FakeEngine | None = None, **more: Any) -> AsyncIterator[Any]:
+    """Yield a client whose session holds 60 of 64 tokens: ten times abcdef."""
+    async with serving(engine, session_overflow=way, **more) as client:
+        assert "X-AttnCache-History-Tokens" not in (await ask(client, transcript=["abcdef"] * 10)).headers
+        yield client
+
+
+@pytest.mark.parametrize("turn", [{"append": "ghijklmn"}, {"transcript": [*["abcdef"] * 10, "ghijklmn"]}])
+async def test_overflow_is_recomputed_for_the_newest_tokens(turn: dict[str, Any]) -> None:
+    whole = "abcdef" * 10 + "ghijklmn"
+    async with overflowing("recompute") as client:
+        cut = await ask(client, **turn)
+        assert_is_about(cut, whole[-32:])
+        assert cut.headers["X-AttnCache-History-Tokens"] == "32/68"
+        assert "X-AttnCache-Approximate" not in cut.headers
+        # The cut stays where it is while the conversation grows.
+        following = await ask(client, append="op")
+        assert_is_about(following, whole[-32:] + "op")
+        assert following.headers["X-AttnCache-History-Tokens"] == "34/70"
+        again = await ask(client, transcript=[*["abcdef"] * 10, "ghijklmn", "op", "q"])
+        assert_is_about(again, whole[-32:] + "opq")
+        # A change of what is kept does not move the cut; a change of what was cut does.
+        edited = await ask(client, transcript=[*["abcdef"] * 10, "GHIJKLMN", "op"])
+        assert_is_about(edited, "abcdef" * 4 + "GHIJKLMN" + "op")
+        edited = await ask(client, transcript=["ABCDEF", *["abcdef"] * 9, "ghijklmn", "op"])
+        assert_is_about(edited, (whole + "op")[-32:])
+        # What fits without a cut is not cut.
+        short = await ask(client, transcript=["abcdef", "gh"])
+        assert_is_about(short, "abcdefgh")
+        assert "X-AttnCache-History-Tokens" not in short.headers
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [(0.25, 16), (0.9, 57), (1.0, 64), (0.001, 8)])
+async def test_keep_ratio_is_the_share_of_the_window_that_remains(ratio: float, kept: int) -> None:
+    async with overflowing("recompute", session_keep_ratio=ratio) as client:
+        response = await ask(client, append="ghijklmn")
+        assert_is_about(response, ("abcdef" * 10 + "ghijklmn")[-kept:])
+
+
+@pytest.mark.parametrize("field", ["append", "transcript"])
+async def test_overflow_is_refused_with_the_field(field: str) -> None:
+    turn: Any = "ghijklmn" if field == "append" else [*["abcdef"] * 10, "ghijklmn"]
+    async with overflowing("refuse") as client:
+        assert_failed(await ask(client, **{field: turn}), 422, "input_too_long", field)
+        assert_is_about(await ask(client, append="ghij"), "abcdef" * 10 + "ghij")
+
+
+async def test_turn_that_is_too_long_by_itself_is_cut_only_if_truncation_is_allowed() -> None:
+    turn = "".join(chr(ord("!") + number) for number in range(70))
+    async with overflowing("recompute") as client:
+        refused = await ask(client, append=turn, truncate=False)
+        assert_failed(refused, 422, "input_too_long", "append")
+        assert_is_about(await ask(client, append=turn, truncate=True), turn[-WINDOW:])
+        assert_is_about(await ask(client, append="a", truncate=False), turn[-31:] + "a")
+
+
+class TruncatingEngine(FakeEngine):
+    """A fake engine that notes which keys and values it was asked to keep, and with which salts it ran."""
+
+    def __init__(self, *, is_stored: bool = True) -> None:
+        super().__init__()
+        self.sharing = True
+        self.is_stored = is_stored
+        self.kept: list[tuple[str, bytes]] = []  # the tokens, and the salt that they were stored under
+        self.salts: list[tuple[bytes | None, int]] = []  # with the tokens that pass
+
+    def wanted(self, *sequence: Any, passing: int = 0) -> None:
+        _, _, salt = sequence
+        self.salts.append((salt, passing))
+
+    def keep_key_values(
+        self, ids: Sequence[int], plan: SequencePlan, salt: bytes, kept: list[int], *, passing: int
+    ) -> bytes | None:
+        assert (plan, passing) == (SequencePlan(0), 0)
+        self.kept.append(("".join(chr(ids[position]) for position in kept), salt))
+        return b"truncated %d" % len(self.kept) if self.is_stored else None
+
+
+@pytest.mark.parametrize(
+    ("way", "before"),
+    [("truncate", ("abcdef" * 10)[-24:]), ("keep-sinks", "abcd" + ("abcdef" * 10)[-20:])],
+)
+async def test_stored_keys_and_values_are_truncated_and_reported(way: str, before: str) -> None:
+    engine = TruncatingEngine()
+    async with overflowing(way, engine) as client:
+        cut = await ask(client, append="ghijklmn")
+        assert_is_about(cut, before + "ghijklmn")
+        assert cut.headers["X-AttnCache-History-Tokens"] == "32/68"
+        assert cut.headers["X-AttnCache-Approximate"] == "truncated"
+        following = await ask(client, append="op")
+        assert_is_about(following, before + "ghijklmnop")
+        assert following.headers["X-AttnCache-Approximate"] == "truncated"
+        whole = await ask(client, headers=REUSE_OFF, append="q")
+        assert "X-AttnCache-Approximate" not in whole.headers
+        assert engine.kept == [(before, b"")]
+        # 35 tokens are kept; the second cut begins with what the first cut left.
+        again = await ask(client, append="r" * 30)
+        left = before + "ghijklmnopq"
+        remaining = left[-2:] if way == "truncate" else left[:4]
+        assert_is_about(again, remaining + "r" * 30)
+        assert engine.kept[1:] == [(remaining, b"truncated 1")]
+        other = await ask(client, "other", transcript=["a"])
+        assert "X-AttnCache-Approximate" not in other.headers
+    salts = [b"", b"truncated 1", b"truncated 1", None, b"truncated 2", b""]
+    assert engine.salts == [(salt, 0) for salt in salts]
+
+
+async def test_changed_history_is_exact_again() -> None:
+    async with overflowing("truncate", TruncatingEngine()) as client:
+        assert "X-AttnCache-Approximate" in (await ask(client, append="ghijklmn")).headers
+        edited = await ask(client, transcript=["!", "abc"])
+        assert_is_about(edited, "!abc")
+        assert "X-AttnCache-Approximate" not in edited.headers
+
+
+@pytest.mark.parametrize("way", ["truncate", "keep-sinks"])
+@pytest.mark.parametrize("reason", ["not all stored", "reuse off"])
+async def test_tokens_are_recomputed_if_they_are_not_stored(way: str, reason: str) -> None:
+    engine = TruncatingEngine(is_stored=reason != "not all stored")
+    async with overflowing(way, engine) as client:
+        headers = REUSE_OFF if reason == "reuse off" else {}
+        cut = await ask(client, headers=headers, append="ghijklmn")
+        history = "abcdef" * 10
+        before = history[-24:] if way == "truncate" else history[:4] + history[-20:]
+        assert_is_about(cut, before + "ghijklmn")
+        assert "X-AttnCache-Approximate" not in cut.headers
+        assert "X-AttnCache-Approximate" not in (await ask(client, append="o")).headers
+
+
+async def test_options_bound_the_life_and_the_number_of_sessions() -> None:
+    async with serving(session_ttl_seconds=1e-9) as client:
+        await ask(client, transcript=["a"])
+        assert_failed(await ask(client, append="b"), 404, "unknown_session", "session_id")
+    async with serving(max_sessions=1) as client:
+        await ask(client, transcript=["a"])
+        await ask(client, "other", transcript=["a"])
+        assert_failed(await ask(client, append="b"), 404, "unknown_session", "session_id")
+        assert_is_about(await ask(client, "other", append="b"), "ab")
+
+
+def history_of(tokens: int) -> History:
+    return History((array("i", range(tokens)),))
+
+
+def key(session: str) -> Session:
+    return b"", session
+
+
+def sessions_with(clock: Clock | None = None, **limits: Any) -> Sessions:
+    limits = {"ttl_seconds": TTL, "most_sessions": 100, "most_waiting": 100, **limits}
+    return Sessions(**limits, clock=clock or Clock())
+
+
+def test_least_recently_used_sessions_leave_first() -> None:
+    sessions = sessions_with(most_sessions=3)
+    for name in "abc":
+        sessions.keep(key(name), history_of(1))
+    assert sessions.history(key("a")) is not None
+    sessions.keep(key("d"), history_of(1))
+    assert [name for name in "abcd" if sessions.history(key(name))] == ["a", "c", "d"]
+    assert (sessions.count, sessions.distinct) == (3, 4)
+
+
+def test_memory_is_bounded_and_freed() -> None:
+    clock = Clock()
+    sessions = sessions_with(clock, capacity_bytes=80_000)
+    for number in range(200):
+        sessions.keep(key(str(number % 70)), history_of(100 * (number % 9)))
+        assert sessions._bytes <= 80_000
+    count = sessions.count
+    assert 20 < count < 70
+    sessions.keep(key("too long"), history_of(2_000))
+    assert sessions.history(key("too long")) is None
+    assert sessions.count == count
+    clock.seconds = 3 * TTL
+    assert (sessions.count, sessions.distinct, sessions._bytes) == (0, 0, 0)
+
+
+def test_access_prolongs_the_life_of_a_session() -> None:
+    clock = Clock()
+    sessions = sessions_with(clock)
+    sessions.keep(key("a"), history_of(1))
+    for _ in range(3):
+        clock.seconds += TTL - 1
+        assert sessions.history(key("a")) is not None
+    clock.seconds += TTL
+    assert sessions.history(key("a")) is None
+
+
+async def test_waiting_requests_are_bounded() -> None:
+    sessions = sessions_with(most_waiting=2)
+    first, second, third = (sessions.begin(key("a")) for _ in range(3))
+    with pytest.raises(QueueFull):
+        sessions.begin(key("a"))
+    assert sessions.begin(key("b")).done()
+    assert [turn.done() for turn in (first, second, third)] == [True, False, False]
+    sessions.end(key("a"), second)  # a client that leaves while it waits
+    assert not third.done()
+    sessions.end(key("a"), first)
+    assert third.done()
+    sessions.end(key("a"), third)
+    assert sessions._waiting == 0
+
+
+WRITTEN = Template.parse("ask: {}\nanswer:")
+TURNS = ["where is my card", " the bank was closed today", " money", " my card was lost, please help", "!"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def engine_of(folder: Path, *, max_tokens: int | None = None, **adapted: Any) -> PrefillEngine:
+    checkpoint = read_checkpoint(folder).adapted(template=WRITTEN, **adapted)
+    options = KeyValueOptions(memory_bytes=2**24)
+    return PrefillEngine.load(checkpoint, dtype="float32", key_values=options, max_tokens=max_tokens)
+
+
+def cached(response: httpx.Response) -> tuple[int, int]:
+    known, asked = response.headers["X-AttnCache-Cached-Tokens"].split("/")
+    return int(known), int(asked)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "lasttoken"])
+async def test_turns_equal_one_run_of_all_tokens_and_compute_only_what_is_new(
+    folder: Path, pooling: str
+) -> None:
+    engine = engine_of(folder, pooling=pooling)
+    frame = engine.tokenizer.frame(engine.default_prompt)
+    ids = engine.tokenizer.turns(TURNS)
+    async with serving(engine) as client:
+        for count in range(1, len(TURNS) + 1):
+            turn = {"transcript": TURNS[:1]} if count == 1 else {"append": TURNS[count - 1]}
+            response = await ask(client, **turn)
+            before = sum(map(len, ids[: count - 1]))
+            sequence = frame.around([token for own in ids[:count] for token in own])
+            known = len(frame.before) + before if count > 1 else 0
+            assert cached(response) == (known, len(sequence))
+            plan = engine.default_prompt.sequence_plan(0)
+            alone = engine.run([PrefillRequest(sequence, reuse=False, sequence_plan=plan)]).outputs
+            np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
+        # An edited turn falls back to what is common, also for another session.
+        edited = await ask(client, "other", transcript=[*TURNS[:2], " zebra", *TURNS[3:]])
+        common = sum(map(len, [frame.before, *ids[:2]]))
+        assert common - 16 < cached(edited)[0] <= common + 1
+        hidden = await ask(client, "other", salt="other", transcript=TURNS)
+        assert cached(hidden)[0] == 0
+        computed = await ask(client, headers=REUSE_OFF, append=" zebra")
+        assert cached(computed)[0] == 0
+
+
+async def test_texts_of_one_salt_share_keys_and_values(folder: Path) -> None:
+    engine = engine_of(folder, pooling="mean")
+    known = []
+    async with serving(engine) as client:
+        for salt in ("x", "x", "y", None, "x", None):
+            response = await client.post("/embed", json={"inputs": TURNS[0], "cache_salt": salt})
+            known.append(cached(response)[0])
+    asked = len(engine.tokenize(TURNS[:1])[0])
+    assert known == [0, asked, 0, 0, asked, asked]
+
+
+async def test_labels_of_several_tokens_are_scored_behind_the_history(folder: Path) -> None:
+    labels = ["bank account lost", "bank account", "card", "zebra"]
+    engine = engine_of(folder, label_logits=True, labels=labels)
+    frame = engine.tokenizer.frame(engine.labels_in(None, labels).prompt)
+    async with serving(engine) as client:
+        for count in range(1, len(TURNS) + 1):
+            turn = {"transcript": TURNS[:1]} if count == 1 else {"append": TURNS[count - 1]}
+            response = await client.post("/classify", json={"session_id": "s", **turn})
+            alone = {"session_id": "all", "transcript": TURNS[:count]}
+            full = await client.post("/classify", json=alone, headers=REUSE_OFF)
+            scores, expected = (
+                {entry["label"]: entry["score"] for entry in own.json()[0]} for own in (response, full)
+            )
+            assert scores == pytest.approx(expected, abs=1e-5)
+            history = sum(map(len, engine.tokenizer.turns(TURNS[: count - 1])))
+            plans = len(engine.labels_in(None, labels).prompt.sequence_plans)
+            assert cached(response)[0] == (plans * (len(frame.before) + history) if count > 1 else 0)
+
+
+@pytest.mark.parametrize("way", ["recompute", "refuse"])
+async def test_real_conversation_never_exceeds_the_window(folder: Path, way: str) -> None:
+    engine = engine_of(folder, max_tokens=48, pooling="mean")
+    frame = engine.tokenizer.frame(engine.default_prompt)
+    turns: list[str] = []
+    async with serving(engine, session_overflow=way) as client:
+        for turn in TURNS * 3:
+            response = await ask(client, **({"append": turn} if turns else {"transcript": [turn]}))
+            if response.status_code == 422:
+                assert way == "refuse"
+                continue
+            turns.append(turn)
+            known, asked = cached(response)
+            all_ids = [token for own in engine.tokenizer.turns(turns) for token in own]
+            kept = asked - len(frame.before) - len(frame.after)
+            sequence = frame.around(all_ids[len(all_ids) - kept :])
+            assert known < len(sequence) <= engine.max_tokens
+            plan = engine.default_prompt.sequence_plan(0)
+            alone = engine.run([PrefillRequest(sequence, reuse=False, sequence_plan=plan)]).outputs
+            np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
+    assert (len(turns) == len(TURNS) * 3) == (way == "recompute")
+
+
+async def test_session_of_an_encoder_computes_every_turn_in_full(tiny_engine: PrefillEngine) -> None:
+    frame = tiny_engine.tokenizer.frame(tiny_engine.default_prompt)
+    turns = ["lost card", "help my bank", "money"]
+    async with serving(tiny_engine) as client:
+        for count in range(1, len(turns) + 1):
+            turn = {"transcript": turns[:1]} if count == 1 else {"append": turns[count - 1]}
+            response = await ask(client, **turn)
+            assert "X-AttnCache-Cached-Tokens" not in response.headers
+            ids = [token for own in tiny_engine.tokenizer.turns(turns[:count]) for token in own]
+            assert frame.around(ids) == tiny_engine.tokenize([" ".join(turns[:count])])[0]
+            alone = tiny_engine.embed([" ".join(turns[:count])], normalize=False)
+            np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
