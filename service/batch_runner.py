@@ -93,6 +93,7 @@ class BatchRunner:
             for request, start, stop in shares
             for index in range(start, stop)
         ]
+        engine.expect(self._queue.upcoming)
         try:
             result = engine.run(requests)
         except BaseException as error:

@@ -177,4 +177,7 @@ class Conversation:
         front, plan = len(frame.before), prompt.sequence_plans[0]
         positions = [*range(front + sinks), *range(front + len(before) - newest, front + len(before))]
         ids = [*frame.around(before), *plan.continuation]
-        return engine.keep_key_values(ids, plan, whole.namespace or salt, positions, passing=len(frame.after))
+        if engine.key_values is None:
+            return None
+        own_salt = whole.namespace or salt
+        return engine.key_values.truncate(ids, plan, own_salt, positions, passing=len(frame.after))

@@ -14,9 +14,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
+from attncache_core.reuse.kv.memory import Wanted
 from service.errors import QueueFull
 from service.pending_request import PendingRequest, Share
+
+# The store is told of at most this many sequences before each batch.
+_MOST_UPCOMING = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,12 @@ class RequestQueue:
             finally:  # a thread that counts as computing for ever would keep small batches waiting
                 with self._lock:
                     self._computing -= 1
+
+    def upcoming(self) -> list[Wanted]:
+        """Return how stored keys and values of the sequences that wait are looked up, soonest first."""
+        with self._lock:
+            waiting = (own for request in self._requests for own in request.wanted[request.taken :])
+            return list(islice((own for own in waiting if own is not None), _MOST_UPCOMING))
 
     def begin_idle_turn(self) -> bool:
         """Begin a turn of an engine thread, without a batch, if nothing waits and no engine thread runs.

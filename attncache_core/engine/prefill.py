@@ -10,7 +10,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -34,9 +34,9 @@ from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.models import PackedModel, load_model
 from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.kv.info import key_value_info
+from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.memory import Wanted
-from attncache_core.reuse.kv.opening import KeyValueOptions, KeyValueReuse, NotReusable, open_key_values
-from attncache_core.reuse.kv.truncation import store_truncated, truncated_salt
+from attncache_core.reuse.kv.opening import KeyValueOptions, NotReusable, open_key_values
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import ReusePolicy
@@ -152,7 +152,7 @@ class PrefillEngine:
         )
         if key_values:
             try:
-                engine.key_values = open_key_values(model, checkpoint.fingerprint(), key_values)
+                engine.key_values = open_key_values(model, checkpoint, tokenizer.prompt_tokens, key_values)
                 engine._measure_prefill()
             except NotReusable as reason:
                 engine.key_values_off = str(reason)
@@ -308,44 +308,19 @@ class PrefillEngine:
         """Return how stored keys and values of a sequence are looked up; None if nothing may be stored.
 
         salt: sequences of one salt share what is stored; None: nothing is given, and nothing is stored.
-        passing: tokens before the plan's continuation that are not worth keeping either.
+        passing: tokens before the plan's continuation that are not worth keeping.
         """
         if self.key_values is None or salt is None:
             return None
-        return self.key_values.wanted(
-            ids,
-            salt,
-            skipped=self._skipped(plan),
-            computed=max((target.back + 1 for target in plan.targets), default=0) if plan else 0,
-            passing=passing + (len(plan.continuation) if plan else 0),
-        )
+        return self.key_values.wanted(ids, plan, salt, passing=passing)
 
-    def keep_key_values(
-        self,
-        ids: Sequence[int],
-        plan: SequencePlan | None,
-        salt: bytes,
-        kept: Sequence[int],
-        *,
-        passing: int = 0,
-    ) -> bytes | None:
-        """Store the keys and values of the tokens at positions `kept` (rising) as a sequence of their own.
+    def expect(self, waiting: Callable[[], Sequence[Wanted]]) -> None:
+        """Prepare stored keys and values for the sequences that wait for a batch.
 
-        Returns the salt under which they are found, for an approximate continuation of these tokens. Returns
-        None if not all of them are stored, or if pooling reads other tokens than the last one: what it reads
-        of the kept tokens is not stored. ids, plan, salt, passing: as for `wanted`.
+        waiting: returns them, soonest first. Called only if it matters.
         """
-        source = self.wanted(ids, plan, salt, passing=passing)
-        reads_last = self.task != "embed" or set(self.checkpoint.pooling.modes) == {"lasttoken"}
-        if self.key_values is None or source is None or not kept or not reads_last:
-            return None
-        truncated = truncated_salt(source, kept)
-
-        def wanted_with(own: Sequence[int]) -> Wanted:
-            assert self.key_values
-            return self.key_values.wanted(own, truncated, skipped=self._skipped(plan))
-
-        return truncated if store_truncated(self.key_values.store, source, kept, wanted_with) else None
+        if self.key_values and self.key_values.store.looks_ahead:
+            self.key_values.store.expect(waiting())
 
     def _measure_prefill(self) -> None:
         """Measure how fast the model computes keys and values, to decide whether loading them pays."""
@@ -359,13 +334,6 @@ class PrefillEngine:
     def stored_tokens(self, wanted: Wanted | None) -> int:
         """Return how many tokens at the front of a sequence are stored now, in memory or on disk."""
         return sum(self.key_values.store.lookup(wanted)) if self.key_values and wanted else 0
-
-    def _skipped(self, plan: SequencePlan | None) -> int:
-        """Return the tokens at the front of a sequence that pooling leaves out."""
-        pooling = self.checkpoint.pooling
-        if pooling.include_prompt or set(pooling.modes) == {"lasttoken"} or self.task == "classify":
-            return 0
-        return plan.prompt_tokens if plan else self.tokenizer.prompt_tokens
 
     def may_reuse(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
         """Return whether the quality budget covers sequences of this prompt.
@@ -434,7 +402,7 @@ class PrefillEngine:
 
     def _run_on_threads(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
         if share and self.key_values:
-            skipped = [self._skipped(request.sequence_plan) for request in requests]
+            skipped = [self.key_values.skipped(request.sequence_plan) for request in requests]
             store, modes = self.key_values.store, self.checkpoint.pooling.modes
             return run_continued(self.model, store, requests, skipped, modes)
         started = time.perf_counter()

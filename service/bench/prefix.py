@@ -16,7 +16,7 @@ import numpy as np
 
 from attncache_core import InvalidInput, PrefillEngine, Progress
 from attncache_core.engine.request import PrefillResult
-from attncache_core.reuse.kv.opening import KeyValueReuse
+from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from service.bench.few_shot import distinct_prompts, shared_prefixes
 from service.bench.stores import (
     Exactness,

@@ -16,8 +16,8 @@ import numpy as np
 
 from attncache_core import PrefillEngine, Progress
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
+from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.memory import Wanted
-from attncache_core.reuse.kv.opening import KeyValueReuse
 from service.bench.conversations import Turn, arrived_until, most_at_once
 from service.bench.prefix import RECOMPUTED
 from service.bench.stores import Exactness, alternating, layout_of, open_store, settle, timed

@@ -15,9 +15,9 @@ import numpy as np
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.heads.vectors import cosines
 from attncache_core.reuse.kv.blocks import BlockLayout
+from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.opening import (
     KeyValueOptions,
-    KeyValueReuse,
     NotReusable,
     block_layout,
     open_key_values,
@@ -32,7 +32,8 @@ def open_store(engine: PrefillEngine, **options: Any) -> KeyValueReuse:
 
     options: of KeyValueOptions.
     """
-    return open_key_values(engine.model, engine.checkpoint.fingerprint(), KeyValueOptions(**options))
+    prompt_tokens = engine.tokenizer.prompt_tokens
+    return open_key_values(engine.model, engine.checkpoint, prompt_tokens, KeyValueOptions(**options))
 
 
 def layout_of(engine: PrefillEngine) -> BlockLayout:

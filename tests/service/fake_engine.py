@@ -163,6 +163,9 @@ class FakeEngine:
     ) -> None:
         """Nothing is stored."""
 
+    def expect(self, waiting: Callable[[], Sequence[object]]) -> None:
+        """Nothing is stored."""
+
     def stored_tokens(self, wanted: None) -> int:  # noqa: ARG002
         return 0
 

@@ -338,6 +338,7 @@ class TruncatingEngine(FakeEngine):
     def __init__(self, *, is_stored: bool = True) -> None:
         super().__init__()
         self.sharing = True
+        self.key_values = self  # type: ignore[assignment]
         self.is_stored = is_stored
         self.kept: list[tuple[str, bytes]] = []  # the tokens, and the salt that they were stored under
         self.salts: list[tuple[bytes | None, int]] = []  # with the tokens that pass
@@ -346,7 +347,7 @@ class TruncatingEngine(FakeEngine):
         _, _, salt = sequence
         self.salts.append((salt, passing))
 
-    def keep_key_values(
+    def truncate(
         self, ids: Sequence[int], plan: SequencePlan, salt: bytes, kept: list[int], *, passing: int
     ) -> bytes | None:
         assert (plan, passing) == (SequencePlan(0), 0)
@@ -579,6 +580,28 @@ async def test_real_conversation_never_exceeds_the_window(folder: Path, way: str
             alone = engine.run([PrefillRequest(sequence, reuse=False, sequence_plan=plan)]).outputs
             np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
     assert (len(turns) == len(TURNS) * 3) == (way == "recompute")
+
+
+@pytest.mark.parametrize("way", ["truncate", "keep-sinks"])
+@pytest.mark.parametrize("pooling", ["lasttoken", "mean"])
+async def test_truncation_of_a_real_conversation_computes_only_new_tokens(
+    folder: Path, way: str, pooling: str
+) -> None:
+    engine = engine_of(folder, max_tokens=48, pooling=pooling)
+    frame = engine.tokenizer.frame(engine.default_prompt)
+    cuts = approximate = 0
+    async with serving(engine, session_overflow=way, session_keep_ratio=0.8) as client:
+        for number, turn in enumerate(TURNS * 3):
+            response = await ask(client, **({"append": turn} if number else {"transcript": [turn]}))
+            known, asked = cached(response)
+            new = len(engine.tokenizer.turns([turn])[0]) + len(frame.after)
+            if response.headers.get("X-AttnCache-Approximate"):
+                assert known == asked - new
+                approximate += 1
+            cuts += "X-AttnCache-History-Tokens" in response.headers
+    assert cuts > 1
+    # Mean pooling reads all tokens, also those that truncation does not compute, so it computes them again.
+    assert (approximate > 1) == (pooling == "lasttoken")
 
 
 async def test_session_of_an_encoder_computes_every_turn_in_full(tiny_engine: PrefillEngine) -> None:

@@ -1,10 +1,9 @@
-"""The reuse of keys and values for one model: whether it can be, how blocks lie, and what names them."""
+"""Open the reuse of keys and values for a model: whether it can be, how blocks lie, and what names them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,12 +11,13 @@ from typing import Literal
 import torch
 
 from attncache_core import native
+from attncache_core.checkpoints.checkpoint import Checkpoint, Pooling
 from attncache_core.errors import InvalidInput
 from attncache_core.models import PackedModel
-from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, STATE_ROWS, BlockLayout, root_key
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, STATE_ROWS, BlockLayout
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.eviction import EVICTION
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.reuse.kv.transfer import Transfers
 from attncache_core.runtime.memory import available_memory
@@ -37,37 +37,16 @@ class KeyValueOptions:
     write_buffer_bytes: int = 256 * 2**20  # most bytes of blocks that wait to be saved
 
 
-class KeyValueReuse:
-    """The store of one model's keys and values, and the roots of its sequences."""
-
-    def __init__(self, store: KeyValueStore, fingerprint: bytes) -> None:
-        """fingerprint: see values_fingerprint."""
-        self.store = store
-        self._fingerprint = fingerprint
-
-    def wanted(
-        self, ids: Sequence[int], salt: bytes, *, skipped: int = 0, computed: int = 0, passing: int = 0
-    ) -> Wanted:
-        """Return how the store is asked for a sequence.
-
-        salt: sequences of one salt share blocks. skipped: tokens at the front that pooling leaves out.
-        computed: tokens at the end that must be computed, because their hidden states are read. passing:
-        tokens at the end that are not worth keeping.
-        """
-        root = root_key(self._fingerprint, salt, skipped)
-        return Wanted.of(root, ids[: len(ids) - passing], len(ids) - computed)
-
-
 def open_key_values(
-    model: PackedModel, checkpoint_fingerprint: str, options: KeyValueOptions
+    model: PackedModel, checkpoint: Checkpoint, prompt_tokens: int, options: KeyValueOptions
 ) -> KeyValueReuse:
-    """Return the reuse of keys and values of a model.
+    """Return the reuse of keys and values of a model. prompt_tokens: of sequences without a plan.
 
     Raises NotReusable, and InvalidInput if the folder of the disk tier cannot be used.
     """
     layout = block_layout(model)
     memory = available_memory() // 4 if options.memory_bytes is None else options.memory_bytes
-    fingerprint = values_fingerprint(model, checkpoint_fingerprint, layout)
+    fingerprint = values_fingerprint(model, checkpoint.fingerprint(), layout)
     transfers = None
     if options.folder is not None:
         order: Literal["lru", "fifo"] = "fifo" if options.eviction == "fifo" else "lru"
@@ -88,7 +67,8 @@ def open_key_values(
     store = KeyValueStore(layout, memory, EVICTION[options.eviction](), transfers)
     if transfers:
         transfers.load_speed = transfers.disk.measure_read_bytes_per_second()
-    return KeyValueReuse(store, fingerprint)
+    pooling = Pooling(("lasttoken",)) if checkpoint.task == "classify" else checkpoint.pooling
+    return KeyValueReuse(store, fingerprint, pooling, prompt_tokens)
 
 
 class NotReusable(Exception):

@@ -174,6 +174,11 @@ class KeyValueStore:
         with self._changed:
             return self.memory.pinned
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it matters which sequences wait: blocks must leave memory, or can be fetched into it."""
+        return self.transfers is not None or not self.memory.pool.free
+
     def expect(self, sequences: Sequence[Wanted]) -> None:
         """Take note of the sequences that wait for a batch, soonest first.
 

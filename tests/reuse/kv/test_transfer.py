@@ -1,0 +1,249 @@
+"""Blocks between memory and disk: overlap, answers before saves, damage, full disks, look-ahead."""
+
+import errno
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from core_decoders import write_llama
+from kv_models import assert_nothing_is_in_use, run, store_of, wanted
+
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine import continued
+from attncache_core.models import load_model
+from attncache_core.reuse.kv.block_file import OpenBlock
+from attncache_core.reuse.kv.disk import DiskTier
+from attncache_core.reuse.kv.opening import block_layout
+from attncache_core.reuse.kv.transfer import Transfers
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(read_checkpoint(write_llama(tmp_path_factory.mktemp("llama"))), torch.float32)
+
+
+@pytest.fixture
+def open_store(model, tmp_path):
+    """Open stores over one folder, one after the other, as restarts do."""
+    opened = []
+
+    def open_one(memory=2**24, buffer=1000, most=2**24, **more):
+        for store in opened:
+            store.close()
+        disk = DiskTier(tmp_path / "kv", block_layout(model).part_bytes, most)
+        opened[:] = [store_of(model, memory, transfers=Transfers(disk, buffer), **more)]
+        return opened[0]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def random_ids(length, seed=0):
+    return np.random.default_rng(seed).integers(3, 400, length).tolist()
+
+
+def plain(model, sequences):
+    return run(model, store_of(model), sequences, salts=[None] * len(sequences)).outputs
+
+
+def settled(store):
+    """Wait for the threads of a store, and check its accounts."""
+    store.transfers.flush()
+    done = threading.Event()
+    store.transfers.in_loading_thread(done.set)
+    assert done.wait(10)
+    assert_nothing_is_in_use(store)
+
+
+def test_first_second_and_third_request_and_after_a_restart_are_the_same(model, open_store):
+    sequences = [random_ids(70), random_ids(70)[:40] + random_ids(5, 1), random_ids(9, 2)]
+    store, expected = open_store(), plain(model, sequences)
+    for _ in range(3):
+        assert np.array_equal(run(model, store, sequences).outputs, expected)
+    settled(store)
+    after = open_store()
+    found = run(model, after, sequences)
+    assert np.array_equal(found.outputs, expected)
+    assert found.tokens == 0
+    assert after.counts.given_blocks == {"memory": 0, "disk": len(store.memory)}
+    longer = [ids + random_ids(12, 3) for ids in sequences]
+    again = open_store()
+    result = run(model, again, longer)
+    assert np.array_equal(result.outputs, plain(model, longer))
+    assert result.cached_tokens.tolist() == [70, 45, 9]
+    settled(again)
+
+
+def test_layers_compute_while_later_layers_load(model, open_store, monkeypatch):
+    """The last layer is loaded only after the first layer has computed its rows."""
+    store, ids, new = open_store(), random_ids(64), random_ids(20, 1)
+    run(model, store, [ids])
+    settled(store)
+    store, events = open_store(), []
+    written = np.zeros(LAYERS, dtype=np.int32)
+    read_part, run_layers = OpenBlock.read_part, continued.run_layers
+
+    def read(self, index, into):
+        if index == LAYERS - 1:
+            while written[0] < len(new):
+                time.sleep(0.001)
+            events.append("last layer")
+        read_part(self, index, into)
+
+    def noting(*arguments, slots, **more):
+        events.append("run")
+        result = run_layers(*arguments, slots=slots.__class__(**{**vars(slots), "written": written}), **more)
+        events.append("computed")
+        return result
+
+    monkeypatch.setattr(OpenBlock, "read_part", read)
+    monkeypatch.setattr(continued, "run_layers", noting)
+    found = run(model, store, [ids + new])
+    assert events[0] == "run"
+    assert events[1] == "last layer"
+    assert events[-1] == "computed"
+    assert np.array_equal(found.outputs, plain(model, [ids + new]))
+
+
+def test_the_answer_leaves_before_the_save_ends(model, open_store, monkeypatch):
+    store, may_write = open_store(), threading.Event()
+    write = DiskTier.write
+    monkeypatch.setattr(
+        DiskTier, "write", lambda *arguments, **more: may_write.wait(10) and write(*arguments, **more)
+    )
+    ids = random_ids(50)
+    run(model, store, [ids])  # is the answer
+    assert not store.transfers.disk.contains(wanted(ids).names[0].key)
+    may_write.set()
+    settled(store)
+    assert all(store.transfers.disk.contains(name.key) for name in wanted(ids).names)
+
+
+def test_what_does_not_fit_into_the_write_buffer_is_dropped_and_counted(model, open_store, monkeypatch):
+    store, may_write = open_store(buffer=2), threading.Event()
+    write = DiskTier.write
+    monkeypatch.setattr(
+        DiskTier, "write", lambda *arguments, **more: may_write.wait(10) and write(*arguments, **more)
+    )
+    expected = plain(model, [random_ids(160)])
+    assert np.array_equal(run(model, store, [random_ids(160)]).outputs, expected)
+    assert 7 <= store.transfers.counts.dropped_writes <= 8  # the thread may have taken one block already
+    may_write.set()
+    settled(store)
+    assert run(model, store, [random_ids(160)]).tokens == 0  # memory has them all
+
+
+@pytest.mark.parametrize("part", [0, 1, LAYERS - 1, LAYERS])
+def test_a_changed_byte_is_recomputed_counted_and_never_used(model, open_store, tmp_path, part):
+    store, ids = open_store(), random_ids(64)
+    expected = run(model, store, [[*ids, 5]]).outputs
+    settled(store)
+    layout, names = store.layout, wanted(ids).names
+    store = open_store()
+    key = names[1].key.hex()
+    path = tmp_path / "kv" / key[:2] / f"{key}.kv"
+    content = bytearray(path.read_bytes())
+    content[len(content) - sum(layout.part_bytes[part:]) + 3] ^= 1
+    path.write_bytes(content)
+    for _ in range(2):
+        assert np.array_equal(run(model, store, [[*ids, 5]]).outputs, expected)
+    assert store.transfers.disk.counts.damaged == 1
+    assert store.counts.recomputed_tokens > 0
+    settled(store)
+    assert path.read_bytes() != bytes(content)  # it was computed and saved again
+
+
+def test_a_full_disk_loses_nothing_but_the_save(model, open_store, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    store, ids = open_store(), random_ids(64)
+    monkeypatch.setattr(os, "pwrite", full)
+    expected = run(model, store, [ids]).outputs
+    store.transfers.flush()
+    assert store.transfers.disk.counts.failed_writes == 4
+    assert np.array_equal(run(model, store, [ids]).outputs, expected)
+    settled(store)
+
+
+def test_blocks_that_left_memory_come_back_from_disk(model, open_store):
+    layout = block_layout(model)
+    store = open_store(memory=5 * layout.block_bytes)
+    sequences = [random_ids(60, seed) for seed in range(4)]
+    expected = [plain(model, [ids]) for ids in sequences]
+    for _ in range(2):
+        for ids, own in zip(sequences, expected, strict=True):
+            assert np.array_equal(run(model, store, [ids]).outputs, own)
+            settled(store)
+    assert store.counts.given_blocks["disk"]
+    assert store.memory.pool.used <= 5
+
+
+def test_memory_comes_first_and_the_rest_of_a_sequence_from_disk(model, open_store):
+    ids = random_ids(96)
+    run(model, open_store(), [ids])
+    store = open_store()
+    run(model, store, [ids[:32]])
+    assert store.lookup(wanted(ids)) == (32, 64)
+    result = run(model, store, [[*ids, 4]])
+    assert result.cached_tokens.tolist() == [96]
+    assert store.lookup(wanted(ids)) == (96, 0)
+    settled(store)
+
+
+def test_waiting_sequences_are_fetched_into_memory(model, open_store):
+    sequences = [random_ids(40, seed) for seed in range(3)]
+    run(model, open_store(), sequences)
+    store = open_store()
+    store.expect([wanted(ids) for ids in sequences[:2]])
+    settled(store)
+    # A short block at the end is fetched too.
+    assert [store.lookup(wanted(ids)).memory for ids in sequences] == [40, 40, 0]
+    assert store.expected == {name.key for ids in sequences[:2] for name in wanted(ids).names}
+
+
+def test_a_damaged_block_is_not_fetched(model, open_store):
+    ids = random_ids(40)
+    run(model, open_store(), [ids])
+    store = open_store()
+    path = next(store.transfers.disk._folder.rglob("*.kv"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    store.fetch(wanted(ids))
+    assert store.lookup(wanted(ids)).memory == 0
+    settled(store)
+    assert np.array_equal(run(model, store, [ids]).outputs, plain(model, [ids]))
+
+
+def test_nothing_is_loaded_where_computing_is_faster(model, open_store):
+    ids = random_ids(64)
+    run(model, open_store(), [ids])
+    store = open_store()
+    store.transfers.load_speed, store.transfers.prefill_speed = 1.0, 1e9
+    assert run(model, store, [ids]).tokens == 64
+    store = open_store()
+    store.transfers.load_speed, store.transfers.prefill_speed = 1e12, 1.0
+    assert run(model, store, [ids]).tokens == 0
+
+
+def test_two_stores_of_one_folder_find_each_others_blocks(model, tmp_path):
+    def open_one():
+        disk = DiskTier(tmp_path / "kv", block_layout(model).part_bytes, 2**24)
+        return store_of(model, transfers=Transfers(disk, 1000))
+
+    first, second, ids = open_one(), open_one(), random_ids(40)
+    run(model, first, [ids])
+    first.transfers.flush()
+    assert run(model, second, [ids]).tokens == 0
+    first.clear()
+    third = open_one()
+    assert run(model, third, [ids]).tokens == 40
+    for store in (first, second, third):
+        store.close()
