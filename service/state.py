@@ -82,6 +82,7 @@ class ServiceState:
             if self._serving.scrubber:
                 self._serving.scrubber.stop()
             await asyncio.to_thread(self._serving.batcher.close)
+            await asyncio.to_thread(self._serving.engine.close)
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         started = time.perf_counter()

@@ -322,6 +322,11 @@ class PrefillEngine:
         if self.key_values and self.key_values.store.looks_ahead:
             self.key_values.store.expect(waiting())
 
+    def close(self) -> None:
+        """Save the keys and values that wait to be saved. The engine must not run any more."""
+        if self.key_values:
+            self.key_values.store.close()
+
     def _measure_prefill(self) -> None:
         """Measure how fast the model computes keys and values, to decide whether loading them pays."""
         transfers = self.key_values.store.transfers if self.key_values else None

@@ -55,6 +55,8 @@ class Overhead:
 
     batch: int
     ratio: float  # median of the pairs' ratios: seconds with storing / seconds without a store
+    lower_quartile: float  # of the ratios
+    upper_quartile: float
     pairs: int
 
 
@@ -237,7 +239,7 @@ def measure_overhead(
             for first in range(0, len(texts), size):
                 ratios[size].append(_ratio(plain, stored, texts[first : first + size], len(ratios[size])))
         report("overhead", number + 1, len(rounds))
-    return [Overhead(size, statistics.median(found), len(found)) for size, found in ratios.items()]
+    return [_overhead(size, found) for size, found in ratios.items()]
 
 
 @dataclass(frozen=True)
@@ -291,6 +293,11 @@ def _row(name: str, size: int, passes: dict[tuple[str, int], list[_Pass]]) -> Ro
         exactness.difference,
         exactness.cosine,
     )
+
+
+def _overhead(size: int, ratios: Sequence[float]) -> Overhead:
+    lower, middle, upper = np.percentile(ratios, [25, 50, 75]).tolist()
+    return Overhead(size, middle, lower, upper, len(ratios))
 
 
 def _ratio(plain: Method, stored: Method, texts: Ids, number: int) -> float:

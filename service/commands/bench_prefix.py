@@ -243,7 +243,8 @@ def _show(
         texts = f"batches of {overhead.batch}" if overhead.batch > 1 else "single texts"
         click.echo(
             f"Storing {texts} that share nothing took {overhead.ratio - 1:+.1%} of the time "
-            f"(median of {overhead.pairs} pairs)."
+            f"(median of {overhead.pairs} pairs; quartiles {overhead.lower_quartile - 1:+.1%} and "
+            f"{overhead.upper_quartile - 1:+.1%})."
         )
 
 

@@ -166,6 +166,9 @@ class FakeEngine:
     def expect(self, waiting: Callable[[], Sequence[object]]) -> None:
         """Nothing is stored."""
 
+    def close(self) -> None:
+        """Nothing waits to be saved."""
+
     def stored_tokens(self, wanted: None) -> int:  # noqa: ARG002
         return 0
 

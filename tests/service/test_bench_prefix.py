@@ -73,6 +73,8 @@ def test_command_reports_every_method_alone_and_in_batches(llama, tmp_path):
     assert computed["shared in the batch", 4] == pytest.approx(29, abs=1)
     assert [overhead["batch"] for overhead in report["overhead"]] == [1, 4]
     assert [overhead["pairs"] for overhead in report["overhead"]] == [8, 2]
+    for overhead in report["overhead"]:
+        assert 0 < overhead["lower_quartile"] <= overhead["ratio"] <= overhead["upper_quartile"]
     assert "prompts of 49 tokens, each alone" in shown
     assert "prompts of 49 tokens, in batches of 4" in shown
     assert all(method in shown for method in METHODS)

@@ -42,6 +42,7 @@ class Reservation:
 
     given: list[list[Block]]  # for each sequence, the blocks in front of what is computed
     given_tokens: list[int]
+    asked_tokens: int = 0  # of all sequences, as far as they may be stored
     new: list[NewBlock] = field(default_factory=list)
     loading: Loading | None = None  # of the blocks `loaded`, which are given too
     loaded: list[Block] = field(default_factory=list)
@@ -97,7 +98,8 @@ class KeyValueStore:
         """
         with self._changed:
             known = self._known_after_waiting(sequences)
-            reservation = Reservation([own.blocks for own in known], [own.tokens for own in known])
+            asked = sum(len(own.tokens) for own in sequences) // TOKEN_BYTES
+            reservation = Reservation([own.blocks for own in known], [own.tokens for own in known], asked)
             for own, found in zip(sequences, known, strict=True):
                 self.memory.use(found.blocks)
                 self.memory.touch(own, found)
@@ -107,12 +109,6 @@ class KeyValueStore:
             loading = self._open_saved(self.transfers, reservation, sequences)
             if loading:
                 self.transfers.load(loading)
-        self.counts.sequences += len(sequences)
-        self.counts.asked_tokens += sum(len(own.tokens) // TOKEN_BYTES for own in sequences)
-        self.counts.given_tokens += sum(reservation.given_tokens)
-        given = {block for own in reservation.given for block in own}
-        self.counts.given_blocks["disk"] += len(reservation.loaded)
-        self.counts.given_blocks["memory"] += len(given) - len(reservation.loaded)
         return reservation
 
     def wait_until_loaded(self, reservation: Reservation) -> None:
@@ -125,14 +121,16 @@ class KeyValueStore:
             try:
                 self.transfers.wait(reservation.loading)
             except DamagedBlock:
-                self.counts.recomputed_tokens += sum(block.name.length for block in reservation.loaded)
+                with self._changed:
+                    lost = sum(block.name.length for block in reservation.loaded)
+                    self.counts.recomputed_tokens += lost
                 raise
 
     def finish(self, reservation: Reservation, keep: Callable[[NewBlock], bool] = lambda _: True) -> None:
         """Store the blocks of a batch that was computed. keep: whether a new block may be stored."""
         with self._changed:
-            for block in reservation.loaded:
-                self.memory.add(block)
+            self._count(reservation)
+            self._add_loaded(reservation)
             for new in reservation.new:
                 if keep(new):
                     self.memory.add(new.block)
@@ -213,7 +211,9 @@ class KeyValueStore:
         if loading is None or loading.is_damaged:
             self.abandon(reservation)
         else:
-            self.finish(reservation, lambda _: False)
+            with self._changed:
+                self._add_loaded(reservation)
+                self._close(reservation)
 
     def clear(self) -> int:
         """Drop all blocks, pinned blocks too, from memory and from disk. Returns the number in memory.
@@ -223,6 +223,7 @@ class KeyValueStore:
         with self._changed:
             dropped = self.memory.clear()
         if self.transfers:
+            self.transfers.flush()  # what waits to be saved would appear again
             self.transfers.disk.clear()
         return dropped
 
@@ -323,6 +324,18 @@ class KeyValueStore:
             self.memory.release(before)
         reservation.given = [own.blocks for own in known]
         reservation.given_tokens = [own.tokens for own in known]
+
+    def _add_loaded(self, reservation: Reservation) -> None:
+        for block in reservation.loaded:
+            self.memory.add(block)
+
+    def _count(self, reservation: Reservation) -> None:
+        counts, loaded = self.counts, len(reservation.loaded)
+        counts.sequences += len(reservation.given)
+        counts.asked_tokens += reservation.asked_tokens
+        counts.given_tokens += sum(reservation.given_tokens)
+        counts.given_blocks["disk"] += loaded
+        counts.given_blocks["memory"] += len({block for own in reservation.given for block in own}) - loaded
 
     def _save(self, block: Block) -> None:
         if self.transfers:
