@@ -28,7 +28,14 @@ ENVIRONMENT_PREFIX = "ATTNCACHE_"
 HIDDEN_FIELDS = frozenset({"fetch"})
 # Fields that say how attention maps, or keys and values, are reused.
 _OF_MAPS = ("database", "threshold", "heads", "fetch", "search_always", "min_gain", "verify_rate")
-_OF_KEY_VALUES = ("kv_memory_bytes", "kv_dir", "kv_disk_bytes", "kv_eviction", "warm")
+_OF_KEY_VALUES = (
+    "kv_memory_bytes",
+    "kv_dir",
+    "kv_disk_bytes",
+    "kv_disk_dtype",
+    "kv_eviction",
+    "warm",
+)
 # Former field -> what to use instead. The option and its variable are refused.
 REMOVED_FIELDS = {
     "policy": "use --threshold 0.995 (conservative), 0.99 (moderate) or 0.95 (aggressive)",
@@ -112,6 +119,11 @@ class Settings(BaseModel):
     )
     kv_disk_bytes: int = Field(
         16 * 2**30, ge=1, description="Most bytes of saved keys and values in --kv-dir, of all servers."
+    )
+    kv_disk_dtype: Literal["model", "int8"] = Field(
+        "model",
+        description="Numbers of saved keys and values: as computed, or in 8 bits, which takes half of the "
+        "bytes and is approximate.",
     )
     kv_eviction: Literal["look-ahead", "lru", "fifo"] = Field(
         "look-ahead",

@@ -160,7 +160,11 @@ def _key_value_options(settings: Settings) -> KeyValueOptions | None:
     if not (settings.reuse and settings.kv):
         return None
     return KeyValueOptions(
-        settings.kv_memory_bytes, settings.kv_eviction, settings.kv_dir, settings.kv_disk_bytes
+        settings.kv_memory_bytes,
+        settings.kv_eviction,
+        settings.kv_dir,
+        settings.kv_disk_bytes,
+        settings.kv_disk_dtype,
     )
 
 

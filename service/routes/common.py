@@ -138,11 +138,15 @@ def answer(content: Any, result: RequestResult, state: ServiceState, source: Sou
     source: what was computed; headers say what was cut from a conversation.
     """
     headers = _of_conversation(source) if isinstance(source, Conversation) else {}
+    key_values = state.serving().engine.key_values
+    if key_values and key_values.approximation and result.cached_tokens:
+        kinds = [headers.get(APPROXIMATE_HEADER), key_values.approximation]
+        headers[APPROXIMATE_HEADER] = ", ".join(filter(None, kinds))
     if state.settings.reuse_headers:
         sequences = len(result.outcomes)
         headers[HITS_HEADER] = f"{result.hits}/{sequences}"
         headers[PROTOTYPE_HITS_HEADER] = f"{result.prototype_hits}/{sequences}"
-        if state.serving().engine.key_values:
+        if key_values:
             headers[CACHED_TOKENS_HEADER] = f"{result.cached_tokens}/{result.asked_tokens}"
     dumped = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(dumped, headers=headers, media_type="application/json")

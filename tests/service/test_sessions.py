@@ -335,6 +335,8 @@ async def test_turn_that_is_too_long_by_itself_is_cut_only_if_truncation_is_allo
 class TruncatingEngine(FakeEngine):
     """A fake engine that notes which keys and values it was asked to keep, and with which salts it ran."""
 
+    approximation = None
+
     def __init__(self, *, is_stored: bool = True) -> None:
         super().__init__()
         self.sharing = True

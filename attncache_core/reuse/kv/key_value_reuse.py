@@ -27,6 +27,7 @@ class KeyValueReuse:
         without a plan.
         """
         self.store = store
+        self.approximation: str | None = None  # why given keys and values may not be exact
         self._fingerprint = fingerprint
         self._reads_last = set(pooling.modes) == {"lasttoken"}
         self._skips = not pooling.include_prompt and not self._reads_last

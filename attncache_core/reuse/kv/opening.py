@@ -18,6 +18,7 @@ from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, STATE_ROWS, BlockLayout
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.eviction import EVICTION
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
+from attncache_core.reuse.kv.quantized import Int8Slots
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.reuse.kv.transfer import Transfers
 from attncache_core.runtime.memory import available_memory
@@ -34,6 +35,7 @@ class KeyValueOptions:
     eviction: str = "look-ahead"  # a key of eviction.EVICTION
     folder: Path | None = None  # of the disk tier; None: there is none
     disk_bytes: int = 16 * 2**30  # most bytes on disk
+    disk_dtype: Literal["model", "int8"] = "model"  # of saved blocks; int8 approximates
     write_buffer_bytes: int = 256 * 2**20  # most bytes of blocks that wait to be saved
 
 
@@ -46,14 +48,19 @@ def open_key_values(
     """
     layout = block_layout(model)
     memory = available_memory() // 4 if options.memory_bytes is None else options.memory_bytes
-    fingerprint = values_fingerprint(model, checkpoint.fingerprint(), layout)
+    saved_as = options.disk_dtype if options.folder else "model"
+    fingerprint = values_fingerprint(model, checkpoint.fingerprint(), layout, saved_as)
     transfers = None
     if options.folder is not None:
         order: Literal["lru", "fifo"] = "fifo" if options.eviction == "fifo" else "lru"
+        quantized = None
+        if options.disk_dtype == "int8":
+            dtype = model.stack.dtype if model.stack else model.dtype
+            quantized = Int8Slots(layout.part_bytes, layout.slot_bytes, dtype)
         try:
             disk = DiskTier(
                 options.folder,
-                layout.part_bytes,
+                quantized.part_bytes if quantized else layout.part_bytes,
                 options.disk_bytes,
                 eviction=order,
                 protected=lambda: store.expected,
@@ -63,12 +70,14 @@ def open_key_values(
             raise InvalidInput(
                 f"the folder for keys and values, {options.folder}, cannot be used: {reason}", field="kv_dir"
             ) from error
-        transfers = Transfers(disk, max(1, options.write_buffer_bytes // layout.block_bytes))
+        transfers = Transfers(disk, max(1, options.write_buffer_bytes // layout.block_bytes), quantized)
     store = KeyValueStore(layout, memory, EVICTION[options.eviction](), transfers)
     if transfers:
         transfers.load_speed = transfers.disk.measure_read_bytes_per_second()
     pooling = Pooling(("lasttoken",)) if checkpoint.task == "classify" else checkpoint.pooling
-    return KeyValueReuse(store, fingerprint, pooling, prompt_tokens)
+    reuse = KeyValueReuse(store, fingerprint, pooling, prompt_tokens)
+    reuse.approximation = "int8" if transfers and transfers.quantized else None
+    return reuse
 
 
 class NotReusable(Exception):
@@ -95,12 +104,14 @@ def block_layout(model: PackedModel) -> BlockLayout:
     return BlockLayout(len(model.layers), sizes.pop(), model.hidden_size)
 
 
-def values_fingerprint(model: PackedModel, checkpoint_fingerprint: str, layout: BlockLayout) -> bytes:
+def values_fingerprint(
+    model: PackedModel, checkpoint_fingerprint: str, layout: BlockLayout, saved_as: str
+) -> bytes:
     """Return the SHA-256 of all that could change the keys and values of given tokens, 32 bytes.
 
-    checkpoint_fingerprint: covers weights, architecture, tokenizer and variant. Rounding depends on the dtype
-    and on the code that computes, so they are covered too.
+    checkpoint_fingerprint: covers weights, architecture, tokenizer and variant. saved_as: the dtype on disk.
+    Rounding depends on the dtype and on the code that computes, so they are covered too.
     """
     computed_by = [str(model.device), native.level() if model.stack else "torch", str(model.dtype)]
-    stored_as = [FORMAT, BLOCK_TOKENS, STATE_ROWS, layout.layers, layout.slot_bytes, layout.width]
+    stored_as = [FORMAT, saved_as, BLOCK_TOKENS, STATE_ROWS, layout.layers, layout.slot_bytes, layout.width]
     return hashlib.sha256(json.dumps([checkpoint_fingerprint, computed_by, stored_as]).encode()).digest()

@@ -279,7 +279,8 @@ class KeyValueStore:
         if not opened:
             return None
         pool = self.memory.pool
-        loading = Loading([(file, pool.parts(block.place)) for file, block in opened.values()])
+        filled = [(file, pool.parts(block.place)) for file, block in opened.values()]
+        loading = Loading(filled, transfers.quantized)
         with self._changed:
             self._give_opened(reservation, sequences, {key: block for key, (_, block) in opened.items()})
         reservation.loading = loading

@@ -19,6 +19,7 @@ import numpy as np
 from attncache_core.reuse.kv.block_file import DamagedBlock, OpenBlock
 from attncache_core.reuse.kv.blocks import BlockName
 from attncache_core.reuse.kv.disk import DiskTier
+from attncache_core.reuse.kv.quantized import Int8Slots
 
 
 @dataclass(eq=False)
@@ -26,6 +27,7 @@ class Loading:
     """Blocks that are loaded together, for one batch."""
 
     blocks: Sequence[tuple[OpenBlock, list[memoryview]]]  # each with the parts to fill
+    quantized: Int8Slots | None = None  # how the blocks were saved; None: as they are in memory
     # int32 [1], the number of layers that are loaded; see KeyValueSlots.ready
     ready: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int32))
     is_damaged: bool = False  # a part was not what was saved: nothing of these blocks may be used
@@ -49,7 +51,12 @@ class Loading:
 
     def _read(self, part: int) -> None:
         for block, parts in self.blocks:
-            block.read_part(part, parts[part])
+            if self.quantized is None:
+                block.read_part(part, parts[part])
+            else:
+                saved = memoryview(bytearray(self.quantized.part_bytes[part]))
+                block.read_part(part, saved)
+                self.quantized.decode(part, saved, parts[part])
 
 
 @dataclass
@@ -65,9 +72,9 @@ class TransferCounts:
 class Transfers:
     """The threads between the memory and the disk tier of one store."""
 
-    def __init__(self, disk: DiskTier, write_buffer_blocks: int) -> None:
-        """write_buffer_blocks: the most blocks that wait to be saved."""
-        self.disk = disk
+    def __init__(self, disk: DiskTier, write_buffer_blocks: int, quantized: Int8Slots | None = None) -> None:
+        """write_buffer_blocks: the most blocks that wait to be saved. quantized: save blocks in 8 bits."""
+        self.disk, self.quantized = disk, quantized
         self.counts = TransferCounts()
         self.load_speed = 0.0  # bytes per second; 0: not measured
         self.prefill_speed = 0.0  # tokens per second; 0: not measured
@@ -118,7 +125,7 @@ class Transfers:
 
         def work() -> None:
             try:
-                self.disk.write(name, parts)
+                self.disk.write(name, self.quantized.encode(parts) if self.quantized else parts)
             finally:
                 saved()
 
