@@ -22,6 +22,7 @@ _PACKAGES = (
     "openvino",
     "nncf",
     "ctranslate2",
+    "llama-cpp-python",
     "sentence-transformers",
 )
 

