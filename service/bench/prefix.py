@@ -135,11 +135,14 @@ class Known(Stored):
 class OnDisk(Method):
     """A store that has the prefixes on disk alone, outside the page cache, before each batch."""
 
-    def __init__(self, engine: PrefillEngine, prefixes: Ids, folder: Path, disk_bytes: int) -> None:
+    def __init__(
+        self, engine: PrefillEngine, prefixes: Ids, folder: Path, disk_bytes: int, prefill_speed: float
+    ) -> None:
         super().__init__(engine)
         self.prefixes = prefixes
         self._folder = folder
         self._disk_bytes = disk_bytes
+        self._prefill_speed = prefill_speed
 
     def prepare(self, texts: Ids) -> None:
         """See Method."""
@@ -164,7 +167,9 @@ class OnDisk(Method):
             self.key_values = None
 
     def _open(self) -> None:
-        self.key_values = open_store(self.engine, folder=self._folder, disk_bytes=self._disk_bytes)
+        self.key_values = open_store(
+            self.engine, self._prefill_speed, folder=self._folder, disk_bytes=self._disk_bytes
+        )
 
 
 class Peer(Method):
@@ -185,16 +190,24 @@ class Peer(Method):
 
 
 def methods(
-    engine: PrefillEngine, prefixes: Ids, memory_bytes: int | None, folder: Path, disk_bytes: int
+    engine: PrefillEngine,
+    prefixes: Ids,
+    memory_bytes: int | None,
+    folder: Path,
+    disk_bytes: int,
+    prefill_speed: float = 0.0,
 ) -> dict[str, Method]:
-    """Return the methods by name. folder: does not exist; the disk tier is written there."""
+    """Return the methods by name.
+
+    folder: does not exist; the disk tier is written there. prefill_speed: see open_store.
+    """
     memory = open_store(engine, memory_bytes=memory_bytes)
     return {
         RECOMPUTED: Recomputed(engine),
         "shared in the batch": Method(engine),
         "first visit, stored": Stored(engine, memory),
         "from memory": Warm(engine, memory, prefixes),
-        "from disk": OnDisk(engine, prefixes, folder, disk_bytes),
+        "from disk": OnDisk(engine, prefixes, folder, disk_bytes, prefill_speed),
         "known texts": Known(engine, memory),
     }
 

@@ -101,17 +101,27 @@ class Runner:
 
 
 def runners(
-    engine: PrefillEngine, policies: Sequence[str], memory_bytes: int, disk_bytes: int, folder: Path
+    engine: PrefillEngine,
+    policies: Sequence[str],
+    memory_bytes: int,
+    disk_bytes: int,
+    folder: Path,
+    prefill_speed: float = 0.0,
 ) -> list[Runner]:
     """Return what is compared: recomputing, and each policy with memory only and with a disk tier.
 
-    folder: of the disk tiers.
+    folder: of the disk tiers. prefill_speed: see open_store.
     """
     found = [Runner(RECOMPUTED, engine, None)]
     for policy in policies:
         memory = open_store(engine, memory_bytes=memory_bytes, eviction=policy)
         both = open_store(
-            engine, memory_bytes=memory_bytes, eviction=policy, folder=folder / policy, disk_bytes=disk_bytes
+            engine,
+            prefill_speed,
+            memory_bytes=memory_bytes,
+            eviction=policy,
+            folder=folder / policy,
+            disk_bytes=disk_bytes,
         )
         found += [
             Runner(f"{policy}, memory", engine, memory),

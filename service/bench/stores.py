@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from attncache_core import InvalidInput, PrefillEngine
+from attncache_core.engine.request import PrefillRequest
 from attncache_core.heads.vectors import cosines
 from attncache_core.reuse.kv.blocks import BlockLayout
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
@@ -25,15 +26,27 @@ from attncache_core.reuse.kv.opening import (
 
 _TEST_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
+_PREFILL_TOKENS = 256
 
 
-def open_store(engine: PrefillEngine, **options: Any) -> KeyValueReuse:
+def open_store(engine: PrefillEngine, prefill_speed: float = 0.0, **options: Any) -> KeyValueReuse:
     """Return an empty store for a model with a layout, or the store that is in `folder`.
 
+    prefill_speed: tokens per second; blocks on disk are loaded only if that is faster. 0: they always are.
     options: of KeyValueOptions.
     """
     prompt_tokens = engine.tokenizer.prompt_tokens
-    return open_key_values(engine.model, engine.checkpoint, prompt_tokens, KeyValueOptions(**options))
+    found = open_key_values(engine.model, engine.checkpoint, prompt_tokens, KeyValueOptions(**options))
+    if found.store.transfers:
+        found.store.transfers.prefill_speed = prefill_speed
+    return found
+
+
+def measured_prefill_speed(engine: PrefillEngine) -> float:
+    """Return how many tokens per second the model computes, measured as a server does at its start."""
+    requests = [PrefillRequest([0] * _PREFILL_TOKENS, reuse=False)]
+    engine.run(requests)  # the first pass also prepares what later passes share
+    return _PREFILL_TOKENS / engine.run(requests).forward_seconds
 
 
 def layout_of(engine: PrefillEngine) -> BlockLayout:

@@ -19,7 +19,7 @@ from service.bench.engine import started
 from service.bench.few_shot import mmlu_prompts, synthetic_prompts
 from service.bench.prefix_peers import LIBRARIES, short_name
 from service.bench.report import machine, show_machine, show_table, write_json
-from service.bench.stores import layout_of, read_bytes_per_second
+from service.bench.stores import layout_of, measured_prefill_speed, read_bytes_per_second
 from service.commands.bench_engine import report_absent
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
@@ -119,7 +119,8 @@ def bench_prefix(
 
     Every method runs each text alone and in batches. "recomputed" reuses nothing. "shared in the batch"
     computes a prefix once per batch and stores nothing. For "from memory" the prefixes are in memory, and for
-    "from disk" on disk outside the page cache. "known texts" were seen as a whole.
+    "from disk" on disk outside the page cache; they are loaded only if that is faster. "known texts" were
+    seen as a whole.
     """
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
     layout_of(engine)
@@ -149,7 +150,14 @@ def bench_prefix(
         )
         read_speed = read_bytes_per_second(temporary)
         prefixes_found = bench.prefixes_of(parts)
-        chosen = bench.methods(engine, prefixes_found, memory_bytes, temporary / "kv", _DISK_BYTES)
+        chosen = bench.methods(
+            engine,
+            prefixes_found,
+            memory_bytes,
+            temporary / "kv",
+            _DISK_BYTES,
+            measured_prefill_speed(engine),
+        )
         workers = stack.enter_context(
             started(
                 [f"{peer} cache {short_name(engine.dtype)}" for peer in peers],

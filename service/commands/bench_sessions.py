@@ -25,7 +25,7 @@ from service.bench.conversations import (
     waiting,
 )
 from service.bench.report import machine, show_machine, show_table, write_json
-from service.bench.stores import layout_of, read_bytes_per_second
+from service.bench.stores import layout_of, measured_prefill_speed, read_bytes_per_second
 from service.commands.options import json_option, whole_model_options
 from service.commands.progress import shown_progress
 
@@ -225,7 +225,8 @@ def _measure(
         shown_progress() as progress,
     ):
         read_speed = read_bytes_per_second(Path(temporary))
-        chosen = bench.runners(engine, policies, memory, disk, Path(temporary))
+        speed = measured_prefill_speed(engine)
+        chosen = bench.runners(engine, policies, memory, disk, Path(temporary), speed)
         rows = bench.measure(chosen, turns, int(engine.checkpoint.config["vocab_size"]), progress)
     tiers = f"{memory / 1e6:,.0f} MB of memory, {disk / 1e6:,.0f} MB of disk"
     show_table(

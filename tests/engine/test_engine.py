@@ -190,6 +190,8 @@ def test_info_has_model_dtype_threads_and_database(tiny_checkpoint, tiny_engine,
         "gain": None,
         "reuse_off": [],
         "database": asdict(engine.database.info()),
+        "key_values": None,
+        "key_values_off": "switched off",
     }
     assert tiny_engine.info().database is None
 

@@ -67,7 +67,9 @@ def test_command_reports_every_method_alone_and_in_batches(llama, tmp_path):
     computed = {(row["method"], row["batch"]): row["computed_tokens"] for row in report["rows"]}
     # Two blocks of the prefix are shared; what is behind them is computed for each text.
     assert computed[RECOMPUTED, 1] == computed[RECOMPUTED, 4] == computed["shared in the batch", 1] == 49
-    assert computed["from memory", 1] == computed["from disk", 1] == 49 - 32
+    assert computed["from memory", 1] == 49 - 32
+    # It depends on the machine whether loading is faster.
+    assert 49 - 32 <= computed["from disk", 1] <= 49
     assert computed["known texts", 1] == computed["known texts", 4] == 0
     # Two prefixes of 40 tokens and four texts of 9 tokens; texts may begin alike by chance.
     assert computed["shared in the batch", 4] == pytest.approx(29, abs=1)

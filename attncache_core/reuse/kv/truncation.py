@@ -23,7 +23,8 @@ from attncache_core.reuse.kv.store import KeyValueStore
 def truncated_salt(wanted: Wanted, positions: Sequence[int]) -> bytes:
     """Return the salt of the tokens of a sequence at these positions."""
     kept = np.asarray(positions, dtype="<i8").tobytes()
-    return b"truncated " + hashlib.sha256(wanted.root + wanted.tokens + kept).digest()
+    # No salt of a client begins with this byte, because clients send UTF-8.
+    return b"\xff" + hashlib.sha256(wanted.root + wanted.tokens + kept).digest()
 
 
 def store_truncated(
