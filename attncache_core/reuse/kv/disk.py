@@ -24,7 +24,6 @@ import stat
 import struct
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,7 +32,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from attncache_core.reuse.kv.block_file import BlockFormat, DamagedBlock, OpenBlock, read_all, write_all
+from attncache_core.reuse.kv.block_file import BlockFormat, DamagedBlock, OpenBlock
 from attncache_core.reuse.kv.blocks import BlockName
 from attncache_core.runtime.files import PRIVATE
 
@@ -41,7 +40,6 @@ from attncache_core.runtime.files import PRIVATE
 _LOW_WATERMARK = 0.95
 # An opened block is marked as used at most this often.
 _TOUCH_SECONDS = 1.0
-_MEASURED_BYTES = 16 << 20
 _USAGE = struct.Struct("<q")
 _UNFINISHED = ".unfinished"
 _BLOCK_FILE = re.compile(r"([0-9a-f]{64})\.kv")
@@ -196,29 +194,12 @@ class DiskTier:
                 self._path(block.key).unlink(missing_ok=True)
             usage.set(self._scan())
 
-    def measure_read_bytes_per_second(self, size: int = _MEASURED_BYTES) -> float:
-        """Return how fast the tier reads and checks parts that are not in the page cache, bytes per second.
-
-        Write a test file of about `size` bytes, drop it from the page cache, read it part by part and remove
-        it. The test file counts towards the limit, so blocks may be evicted. Return 0.0 if the file cannot be
-        written or read.
-        """
-        part = memoryview(bytearray(secrets.token_bytes(max(self._format.part_sizes))))
-        offsets = range(0, max(size, part.nbytes), part.nbytes)
-        try:
-            with self._unfinished(len(offsets) * part.nbytes) as (_, descriptor):
-                for offset in offsets:
-                    write_all(descriptor, part, offset)
-                # Only pages that have reached the disk can be dropped.
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                started = time.perf_counter()
-                for offset in offsets:
-                    read_all(descriptor, part, offset)
-                    zlib.crc32(part)
-                return len(offsets) * part.nbytes / (time.perf_counter() - started)
-        except (OSError, DamagedBlock):
-            return 0.0
+    def drop_from_page_cache(self, key: bytes) -> None:
+        """Let the next reader of a block read it from the disk itself. Raises OSError if there is no block."""
+        with open(self._path(key), "rb") as file:
+            # Only pages that have reached the disk can be dropped.
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _path(self, key: bytes) -> Path:
         """Return the file of a block."""

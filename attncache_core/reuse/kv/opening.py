@@ -73,7 +73,7 @@ def open_key_values(
         transfers = Transfers(disk, max(1, options.write_buffer_bytes // layout.block_bytes), quantized)
     store = KeyValueStore(layout, memory, EVICTION[options.eviction](), transfers)
     if transfers:
-        transfers.load_speed = transfers.disk.measure_read_bytes_per_second()
+        transfers.measure(layout.part_bytes)
     pooling = Pooling(("lasttoken",)) if checkpoint.task == "classify" else checkpoint.pooling
     reuse = KeyValueReuse(store, fingerprint, pooling, prompt_tokens)
     reuse.approximation = "int8" if transfers and transfers.quantized else None

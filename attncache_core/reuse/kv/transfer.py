@@ -9,17 +9,23 @@ Source of both: CachedAttention, section 3.2 (layer-wise pre-loading, asynchrono
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from attncache_core.reuse.kv.block_file import DamagedBlock, OpenBlock
-from attncache_core.reuse.kv.blocks import BlockName
+from attncache_core.reuse.kv.blocks import TOKEN_BYTES, BlockName
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.quantized import Int8Slots
+
+# The speed of loading is measured with about so many bytes, in so many blocks.
+_MEASURED_BYTES = 16 << 20
+_LEAST_MEASURED, _MOST_MEASURED = 4, 32
 
 
 @dataclass(eq=False)
@@ -76,7 +82,7 @@ class Transfers:
         """write_buffer_blocks: the most blocks that wait to be saved. quantized: save blocks in 8 bits."""
         self.disk, self.quantized = disk, quantized
         self.counts = TransferCounts()
-        self.load_speed = 0.0  # bytes per second; 0: not measured
+        self.load_speed = 0.0  # bytes of blocks in memory per second; 0: not measured
         self.prefill_speed = 0.0  # tokens per second; 0: not measured
         self._buffer = write_buffer_blocks
         self._saves: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -93,6 +99,28 @@ class Transfers:
         if not (self.load_speed and self.prefill_speed):
             return True
         return token_bytes / self.load_speed < 1 / self.prefill_speed
+
+    def measure(self, part_bytes: Sequence[int]) -> None:
+        """Measure how fast blocks are loaded that are not in the page cache; see `pays`.
+
+        part_bytes: of a block in memory. Some blocks of random content are written, read and removed. They
+        count towards the limit of the disk tier. If they cannot be written, the speed stays unknown.
+        """
+        parts = [memoryview(bytearray(secrets.token_bytes(size))) for size in part_bytes]
+        count = max(_LEAST_MEASURED, min(_MOST_MEASURED, _MEASURED_BYTES // sum(part_bytes)))
+        names = [BlockName(secrets.token_bytes(32), bytes(32), bytes(TOKEN_BYTES)) for _ in range(count)]
+        saved = self.quantized.encode(parts) if self.quantized else parts
+        with suppress(OSError):
+            if all(self.disk.write(name, saved) for name in names):
+                for name in names:
+                    self.disk.drop_from_page_cache(name.key)
+                started = time.perf_counter()
+                files = [file for name in names if (file := self.disk.open(name))]
+                Loading([(file, parts) for file in files], self.quantized).run()
+                self.load_speed = len(files) * sum(part_bytes) / (time.perf_counter() - started)
+        for name in names:
+            with suppress(OSError):
+                self.disk.remove(name.key)
 
     def load(self, loading: Loading) -> None:
         """Load blocks in the loading thread."""

@@ -504,7 +504,6 @@ def test_folder_that_vanishes_makes_blocks_absent_and_writes_fail(tier, folder):
     assert tier.open(block(0)) is None
     assert not tier.write(block(1), content(1))
     assert tier.bytes_used == 0
-    assert tier.measure_read_bytes_per_second(100) == 0.0
 
 
 def write_and_hang(folder: Path, reached) -> None:
@@ -659,11 +658,3 @@ def test_remove_and_clear_remove_blocks_of_all_tiers_and_nothing_else(tier, fold
     other.clear()
     assert sorted(files(folder)) == sorted(foreign)
     assert tier.bytes_used == 0
-
-
-def test_read_speed_is_measured_and_the_test_file_removed(folder):
-    tier = DiskTier(folder, (4096, 100), 10**6)
-    assert tier.measure_read_bytes_per_second(500_000) > 10**5
-    assert (files(folder), tier.bytes_used) == ([], 0)
-    # There is no space for the test file.
-    assert tier.measure_read_bytes_per_second(2 * 10**6) == 0.0

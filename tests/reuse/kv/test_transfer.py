@@ -247,3 +247,15 @@ def test_two_stores_of_one_folder_find_each_others_blocks(model, tmp_path):
     assert run(model, third, [ids]).tokens == 40
     for store in (first, second, third):
         store.close()
+
+
+def test_speed_of_loading_is_measured_and_the_blocks_are_removed(open_store, monkeypatch):
+    store = open_store()
+    store.transfers.measure(store.layout.part_bytes)
+    assert store.transfers.load_speed > 0
+    assert store.transfers.disk.bytes_used == 0
+    monkeypatch.setattr(DiskTier, "write", lambda *_: False)
+    unmeasured = open_store().transfers
+    unmeasured.measure(store.layout.part_bytes)
+    assert unmeasured.load_speed == 0
+    assert unmeasured.pays(store.layout.token_bytes)
