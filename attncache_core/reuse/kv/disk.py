@@ -195,7 +195,7 @@ class DiskTier:
             usage.set(self._scan())
 
     def drop_from_page_cache(self, key: bytes) -> None:
-        """Let the next reader of a block read it from the disk itself. Raises OSError if there is no block."""
+        """Let the next reader of a block read it from the disk itself. Raises OSError without a block."""
         with open(self._path(key), "rb") as file:
             # Only pages that have reached the disk can be dropped.
             os.fsync(file.fileno())

@@ -26,6 +26,7 @@ from attncache_core.reuse.kv.quantized import Int8Slots
 # The speed of loading is measured with about so many bytes, in so many blocks.
 _MEASURED_BYTES = 16 << 20
 _LEAST_MEASURED, _MOST_MEASURED = 4, 32
+_SECONDS_BETWEEN_LOOKS = 0.1
 
 
 @dataclass(eq=False)
@@ -164,10 +165,13 @@ class Transfers:
         """Wait until everything that waits to be saved was written, or could not be written."""
         done = threading.Event()
         self._saves.put(done.set)
-        done.wait()
+        saving, _ = self._threads
+        # After `close`, everything was written.
+        while saving.is_alive() and not done.wait(_SECONDS_BETWEEN_LOOKS):
+            pass
 
     def close(self) -> None:
-        """Save what waits, and end the threads."""
+        """Save what waits, and end the threads. Nothing may be saved or loaded afterwards."""
         for jobs in (self._saves, self._loads):
             jobs.put(None)
         for thread in self._threads:

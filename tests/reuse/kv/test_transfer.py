@@ -259,3 +259,11 @@ def test_speed_of_loading_is_measured_and_the_blocks_are_removed(open_store, mon
     unmeasured.measure(store.layout.part_bytes)
     assert unmeasured.load_speed == 0
     assert unmeasured.pays(store.layout.token_bytes)
+
+
+def test_what_waits_is_saved_before_the_threads_end(model, open_store):
+    store, ids = open_store(), random_ids(64)
+    run(model, store, [ids])
+    store.close()
+    store.transfers.flush()  # has nothing to wait for
+    assert all(store.transfers.disk.contains(name.key) for name in wanted(ids).names)
