@@ -108,7 +108,8 @@ class BatchRunner:
                     self.run([share])
             return
         parts = _parts(shares, result)
-        self._queue.note_speed(result.tokens, time.perf_counter() - started)
+        if result.tokens:  # texts that are known whole say nothing about the texts that wait
+            self._queue.note_speed(result.tokens, time.perf_counter() - started)
         # Counted before the answers leave, so that a client with an answer finds the answer in the metrics.
         # Counting afterwards would be no faster: this thread would hold the interpreter lock all the same.
         self._count(shares, parts, result, started)

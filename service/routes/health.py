@@ -18,6 +18,8 @@ router = APIRouter()
 
 _SHOWN_SETTINGS = {
     "reuse",
+    "maps",
+    "kv",
     "min_gain",
     "verify_rate",
     "truncate",

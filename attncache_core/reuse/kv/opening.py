@@ -21,6 +21,7 @@ from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.quantized import Int8Slots
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.reuse.kv.transfer import Transfers
+from attncache_core.runtime.devices import CPU
 from attncache_core.runtime.memory import available_memory
 
 # A change of what blocks hold is a new format.
@@ -44,7 +45,7 @@ def open_key_values(
 ) -> KeyValueReuse:
     """Return the reuse of keys and values of a model. prompt_tokens: of sequences without a plan.
 
-    Raises NotReusable, and InvalidInput if the folder of the disk tier cannot be used.
+    Raises NotReusable, and InvalidInput if the memory or the folder of the disk tier cannot be used.
     """
     layout = block_layout(model)
     memory = available_memory() // 4 if options.memory_bytes is None else options.memory_bytes
@@ -71,7 +72,13 @@ def open_key_values(
                 f"the folder for keys and values, {options.folder}, cannot be used: {reason}", field="kv_dir"
             ) from error
         transfers = Transfers(disk, max(1, options.write_buffer_bytes // layout.block_bytes), quantized)
-    store = KeyValueStore(layout, memory, EVICTION[options.eviction](), transfers)
+    try:
+        store = KeyValueStore(layout, memory, EVICTION[options.eviction](), transfers)
+    except OSError as error:
+        raise InvalidInput(
+            f"{memory} bytes of memory for keys and values are not to be had; choose fewer",
+            field="kv_memory_bytes",
+        ) from error
     if transfers:
         transfers.measure(layout.part_bytes)
     pooling = Pooling(("lasttoken",)) if checkpoint.task == "classify" else checkpoint.pooling
@@ -89,14 +96,15 @@ def block_layout(model: PackedModel) -> BlockLayout:
     """Return how the blocks of a model lie in memory. Raises NotReusable."""
     if not all(layer.attention_mask.is_causal for layer in model.layers) or model.final is None:
         raise NotReusable("attention is bidirectional, so every token depends on all tokens of its text")
+    if model.device != CPU:
+        raise NotReusable("the model is not on the CPU, where keys and values are stored")
     if any(layer.reused_heads for layer in model.layers):
         raise NotReusable("the model is loaded for the attention maps of a database")
     if model.stack is not None:
         if model.stack.slot_bytes is None:
             raise NotReusable("layers have keys and values of different sizes")
         return BlockLayout(len(model.layers), model.stack.slot_bytes, model.hidden_size)
-    one = torch.zeros(1, model.hidden_size, dtype=model.dtype, device=model.device)
-    position = torch.zeros(1, dtype=torch.int64, device=model.device)
+    one, position = torch.zeros(1, model.hidden_size, dtype=model.dtype), torch.zeros(1, dtype=torch.int64)
     slots = [layer.query_and_slots(one, position)[1] for layer in model.layers]
     sizes = {slot.shape[1] * slot.element_size() for slot in slots}
     if len(sizes) > 1:

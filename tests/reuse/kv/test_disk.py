@@ -580,6 +580,8 @@ def test_killed_at_any_time_a_writer_leaves_only_whole_blocks(folder):
     for milliseconds in range(5, 25, 2):
         writer = fork.Process(target=write_for_ever, args=(folder,))
         writer.start()
+        while not files(folder):
+            time.sleep(0.001)
         time.sleep(milliseconds / 1000)
         writer.kill()
         writer.join()
@@ -589,7 +591,6 @@ def test_killed_at_any_time_a_writer_leaves_only_whole_blocks(folder):
             assert read(tier, block(number)) == (content(number) if there else None)
         assert tier.counts.damaged == 0
         assert_accounted(DiskTier(folder, SIZES, limit(3)), folder)
-    assert files(folder)
 
 
 def test_threads_share_a_tier(folder):
