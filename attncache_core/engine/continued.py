@@ -41,9 +41,11 @@ def run_continued(
         for request, count in zip(requests, skipped, strict=True)
     ]
     try:
-        return _run(model, Continuation(store, sequences), requests, modes, started)
+        with Continuation(store, sequences) as plan:
+            return _run(model, plan, requests, modes, started)
     except DamagedBlock:
-        return _run(model, Continuation(store, sequences, load=False), requests, modes, started)
+        with Continuation(store, sequences, load=False) as plan:
+            return _run(model, plan, requests, modes, started)
 
 
 def _run(
@@ -54,19 +56,6 @@ def _run(
     started: float,
 ) -> PrefillResult:
     """Run what is not given, and store it. Raises DamagedBlock if a block that was loaded is damaged."""
-    try:
-        return _computed(model, plan, requests, modes, started)
-    finally:
-        plan.abandon()
-
-
-def _computed(
-    model: PackedModel,
-    plan: Continuation,
-    requests: Sequence[PrefillRequest],
-    modes: Sequence[str],
-    started: float,
-) -> PrefillResult:
     final, batch = model.final, plan.batch
     assert final is not None
     found: list[np.ndarray] | None = None

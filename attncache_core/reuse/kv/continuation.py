@@ -34,7 +34,7 @@ class Continuation:
     """One batch that continues what the store gives to it."""
 
     def __init__(self, store: KeyValueStore, sequences: Sequence[Continued], load: bool = True) -> None:
-        """Look the sequences up. The caller runs `batch`, and calls `finish` or `abandon`.
+        """Look the sequences up. The caller runs `batch` in a `with` block, and calls `finish`.
 
         load: whether saved blocks may be loaded.
         """
@@ -51,7 +51,11 @@ class Continuation:
         self._new = [new._replace(sequence=asked[new.sequence]) for new in reservation.new]
         # The sequences with tokens that are not given, as indices of `sequences`, int64 [n].
         self.computed = np.flatnonzero(self.given_tokens < self.lengths)
-        self.batch = self._packed(sequences) if len(self.computed) else None
+        try:
+            self.batch = self._packed(sequences) if len(self.computed) else None
+        except BaseException:
+            store.abandon(reservation)
+            raise
 
     def _packed(self, sequences: Sequence[Continued]) -> TokenBatch:
         """Return the tokens that are not given, as a tree of the computed sequences."""
@@ -184,6 +188,9 @@ class Continuation:
         damaged = {new.block for new in self._new if not finite[new.sequence]}
         self._store.finish(self._reservation, lambda new: new.block not in damaged)
 
-    def abandon(self) -> None:
-        """Free what the batch reserved. Does nothing after `finish`."""
+    def __enter__(self) -> Continuation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free what the batch reserved, unless `finish` was called."""
         self._store.abandon(self._reservation)

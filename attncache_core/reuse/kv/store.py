@@ -106,7 +106,11 @@ class KeyValueStore:
             for index, own in enumerate(sequences):
                 self._reserve(reservation, index, own.names)
         if load and self.transfers and reservation.new and self.transfers.pays(self.layout.token_bytes):
-            loading = self._open_saved(self.transfers, reservation, sequences)
+            try:
+                loading = self._open_saved(self.transfers, reservation, sequences)
+            except BaseException:
+                self.abandon(reservation)
+                raise
             if loading:
                 self.transfers.load(loading)
         return reservation

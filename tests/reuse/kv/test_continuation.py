@@ -218,3 +218,14 @@ def test_a_batch_does_not_wait_for_ever(model, monkeypatch):
     assert run(model, store, [ids]).tokens == 40
     store.abandon(stuck)
     assert_nothing_is_in_use(store)
+
+
+def test_a_batch_that_cannot_be_packed_frees_what_it_reserved(model):
+    store, ids = store_of(model), random_ids(40)
+    with (
+        mock.patch("attncache_core.reuse.kv.continuation.continued_prefixes", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
+        run(model, store, [ids])
+    assert store.memory.pool.used == 0
+    assert_nothing_is_in_use(store)
