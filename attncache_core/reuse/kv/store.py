@@ -209,15 +209,15 @@ class KeyValueStore:
             reservation = Reservation([known.blocks], [known.tokens])
             self.memory.use(known.blocks)
             self._reserve(reservation, 0, wanted.names)
-        loading = self._open_saved(self.transfers, reservation, [wanted])
-        if loading:
-            self.transfers.run(loading)
-        if loading is None or loading.is_damaged:
+        try:
+            loading = self._open_saved(self.transfers, reservation, [wanted])
+            if loading:
+                self.transfers.run(loading)
+            if loading and not loading.is_damaged:
+                with self._changed:
+                    self._add_loaded(reservation)
+        finally:
             self.abandon(reservation)
-        else:
-            with self._changed:
-                self._add_loaded(reservation)
-                self._close(reservation)
 
     def clear(self) -> int:
         """Drop all blocks, pinned blocks too, from memory and from disk. Returns the number in memory.

@@ -8,6 +8,7 @@ Source of both: CachedAttention, section 3.2 (layer-wise pre-loading, asynchrono
 
 from __future__ import annotations
 
+import logging
 import queue
 import secrets
 import threading
@@ -27,6 +28,9 @@ from attncache_core.reuse.kv.quantized import Int8Slots
 _MEASURED_BYTES = 16 << 20
 _LEAST_MEASURED, _MOST_MEASURED = 4, 32
 _SECONDS_BETWEEN_LOOKS = 0.1
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -50,6 +54,9 @@ class Loading:
             self._read(layers)
         except DamagedBlock:
             self.is_damaged = True
+        except BaseException:
+            self.is_damaged = True  # whatever the reason, the parts are not what was saved
+            raise
         finally:
             for block, _ in self.blocks:
                 block.close()
@@ -180,4 +187,8 @@ class Transfers:
 
 def _work(jobs: queue.Queue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
-        job()
+        try:
+            job()
+        except Exception:
+            # The thread must go on: batches wait for what it loads.
+            logger.exception("keys and values could not be loaded or saved")

@@ -267,3 +267,23 @@ def test_what_waits_is_saved_before_the_threads_end(model, open_store):
     store.close()
     store.transfers.flush()  # has nothing to wait for
     assert all(store.transfers.disk.contains(name.key) for name in wanted(ids).names)
+
+
+@pytest.mark.parametrize("error", [ValueError, MemoryError])
+def test_a_loading_thread_that_fails_goes_on_and_its_blocks_are_not_used(
+    model, open_store, monkeypatch, error
+):
+    ids = random_ids(40)
+    run(model, open_store(), [ids])
+    store, read_part = open_store(), OpenBlock.read_part
+
+    def failing(self, index, into):
+        if index == 1:
+            raise error
+        read_part(self, index, into)
+
+    monkeypatch.setattr(OpenBlock, "read_part", failing)
+    assert np.array_equal(run(model, store, [ids]).outputs, plain(model, [ids]))
+    store.clear()
+    monkeypatch.setattr(OpenBlock, "read_part", read_part)
+    settled(store)
