@@ -89,6 +89,8 @@ class BatchRunner:
                 request.reuse,
                 request.prompt.sequence_plan(index),
                 request.wanted[index],
+                # A request without reuse shares its prefixes with itself only: the labels of a text.
+                id(request) if request.salt is None else request.salt,
             )
             for request, start, stop in shares
             for index in range(start, stop)

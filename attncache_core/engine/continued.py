@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -37,15 +38,13 @@ def run_continued(
     """
     started = time.perf_counter()
     sequences = [
-        Continued(request.ids, request.wanted, count)
+        Continued(request.ids, request.wanted, count, request.group)
         for request, count in zip(requests, skipped, strict=True)
     ]
-    try:
-        with Continuation(store, sequences) as plan:
-            return _run(model, plan, requests, modes, started)
-    except DamagedBlock:
-        with Continuation(store, sequences, load=False) as plan:
-            return _run(model, plan, requests, modes, started)
+    with suppress(DamagedBlock), Continuation(store, sequences) as plan:
+        return _run(model, plan, requests, modes, started)
+    with Continuation(store, sequences, load=False) as plan:
+        return _run(model, plan, requests, modes, started)
 
 
 def _run(

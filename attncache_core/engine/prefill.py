@@ -337,8 +337,8 @@ class PrefillEngine:
             transfers.prefill_speed = tokens / self.run(text).forward_seconds
 
     def stored_tokens(self, wanted: Wanted | None) -> int:
-        """Return how many tokens at the front of a sequence are stored now, in memory or on disk."""
-        return sum(self.key_values.store.lookup(wanted)) if self.key_values and wanted else 0
+        """Return how many tokens at the front of a sequence would be given to a batch now."""
+        return self.key_values.store.givable_tokens(wanted) if self.key_values and wanted else 0
 
     def may_reuse(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
         """Return whether the quality budget covers sequences of this prompt.
@@ -456,8 +456,10 @@ class PrefillEngine:
     def _packed(self, requests: Sequence[PrefillRequest], share: bool) -> TokenBatch:
         plans = (request.sequence_plan for request in requests)
         prompt_tokens = [plan.prompt_tokens if plan else self.tokenizer.prompt_tokens for plan in plans]
-        packing = pack_shared if share else pack
-        return packing([request.ids for request in requests], prompt_tokens)
+        sequences = [request.ids for request in requests]
+        if not share:
+            return pack(sequences, prompt_tokens)
+        return pack_shared(sequences, prompt_tokens, [request.group for request in requests])
 
     def _prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
         if not self.strategy:

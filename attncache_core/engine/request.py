@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,8 @@ class PrefillRequest:
     sequence_plan: SequencePlan | None = None
     # How stored keys and values are looked up; None: none are used, and none are stored.
     wanted: Wanted | None = None
+    # Sequences share prefixes inside a batch only with sequences of their group.
+    group: Hashable = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ depends on a later token, so all sequences that begin with the same tokens can s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -210,24 +210,27 @@ class SharedPrefixes:
     tree: PrefixTree
 
 
-def shared_prefixes(sequences: Sequence[Sequence[int]]) -> SharedPrefixes | None:
+def shared_prefixes(
+    sequences: Sequence[Sequence[int]], groups: Sequence[Hashable] | None = None
+) -> SharedPrefixes | None:
     """Return the tree of token sequences with at least one token each; None if sharing saves too little.
 
     A sequence that begins another sequence, or equals it, is a path of the tree without rows of its own.
+    groups: sequences share prefixes only inside a group; None: all are one group.
     """
-    found = _forest(sequences, np.zeros(len(sequences), dtype=np.int64))
+    found = _forest(sequences, _numbered(groups or [None] * len(sequences)))
     return found if len(found.tree.trees) <= len(sequences) else None
 
 
 def continued_prefixes(
-    sequences: Sequence[Sequence[int]], groups: Sequence[int], given: Sequence[int]
+    sequences: Sequence[Sequence[int]], groups: Sequence[Hashable], given: Sequence[int]
 ) -> SharedPrefixes:
     """Return the tree of sequences of which the first given[i] tokens are no rows of the tree.
 
     sequences: the other tokens of each sequence, at least one. groups: sequences share prefixes only inside a
     group, and all sequences of a group have the same given tokens.
     """
-    found = _forest(sequences, np.asarray(groups, dtype=np.int64))
+    found = _forest(sequences, _numbered(groups))
     tree = found.tree
     starts = np.zeros(len(tree.parents), dtype=np.int64)
     starts[tree.ends] = np.asarray(given, dtype=np.int64)[found.order]
@@ -235,6 +238,12 @@ def continued_prefixes(
     roots = tree.trees[:-1]
     of_trees = np.maximum.reduceat(starts, roots)
     return replace(found, tree=replace(tree, starts=tree.starts + np.repeat(of_trees, np.diff(tree.trees))))
+
+
+def _numbered(groups: Sequence[Hashable]) -> np.ndarray:
+    """Return a number for each group, int64 [n]."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(group, len(numbers)) for group in groups], dtype=np.int64)
 
 
 def _forest(sequences: Sequence[Sequence[int]], groups: np.ndarray) -> SharedPrefixes:

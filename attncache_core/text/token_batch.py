@@ -9,7 +9,7 @@ several sequences share is packed once. In a batch without a tree, every sequenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
@@ -151,12 +151,16 @@ def pack(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None
     return TokenBatch(torch.from_numpy(ids), lengths[order], order, own)
 
 
-def pack_shared(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None = None) -> TokenBatch:
+def pack_shared(
+    sequences: Sequence[Sequence[int]],
+    prompt_tokens: Sequence[int] | None = None,
+    groups: Sequence[Hashable] | None = None,
+) -> TokenBatch:
     """Pack token sequences as a tree, for a causal model; without a tree if sharing saves too little.
 
-    Arguments and errors as for `pack`.
+    groups: see shared_prefixes. Other arguments and errors as for `pack`.
     """
-    found = shared_prefixes(sequences) if all(map(len, sequences)) and sequences else None
+    found = shared_prefixes(sequences, groups) if all(map(len, sequences)) and sequences else None
     if found is None:
         return pack(sequences, prompt_tokens)
     own = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[found.order]

@@ -97,7 +97,10 @@ class TextTokenizer:
             raise InvalidInput("template has no text in front of {}", field="template")
         sequences = [self._tokenizer.encode(template.around(text)).ids for text in _DIFFERENT_TEXTS]
         columns = zip(*sequences, strict=False)
-        return [column[0] for column in takewhile(lambda tokens: len(set(tokens)) == 1, columns)]
+        front = [column[0] for column in takewhile(lambda tokens: len(set(tokens)) == 1, columns)]
+        if not front:
+            raise InvalidInput("the text in front of {} in template is no token of its own", field="template")
+        return front
 
     def tokenize(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -69,9 +68,6 @@ def settle(key_values: KeyValueReuse | None) -> None:
     transfers = key_values and key_values.store.transfers
     if transfers:
         transfers.flush()
-        loaded = threading.Event()
-        transfers.in_loading_thread(loaded.set)
-        loaded.wait()
 
 
 def drop_from_page_cache(folder: Path) -> None:

@@ -35,6 +35,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _ERRORS_WITHOUT_BODY: dict[int | str, dict[str, Any]] = {
     status: _ERRORS[status] for status in (400, 409, 500, 503)
 }
+_LARGEST = 10**15  # of a query parameter
 _PLANNED = {
     "memory_price": "Price of memory in $ per GB (10⁹ bytes) and hour.",
     "disk_price": "Price of the disk in $ per GB (10⁹ bytes) and hour.",
@@ -283,8 +284,8 @@ def _numbers(parameters: Mapping[str, str]) -> dict[str, float]:
             found[name] = float(value)
         except ValueError:
             found[name] = math.nan
-        if not 0 <= found[name] < math.inf:
-            raise InvalidInput(f"{name} must be a number of at least 0", field=name)
+        if not 0 <= found[name] <= _LARGEST:
+            raise InvalidInput(f"{name} must be a number from 0 to {_LARGEST:g}", field=name)
     return found
 
 

@@ -6,7 +6,7 @@ last hidden states of the rows -> states of the sequences and of the new blocks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ class Continued(NamedTuple):
     ids: Sequence[int]  # at least one token id
     wanted: Wanted | None  # None: nothing is given, and nothing is kept
     skipped: int = 0  # tokens at the front that pooling leaves out
+    group: Hashable = None  # sequences share prefixes only inside a group
 
 
 class Continuation:
@@ -38,6 +39,8 @@ class Continuation:
 
         load: whether saved blocks may be loaded.
         """
+        if not all(own.ids for own in sequences):
+            raise ValueError("a sequence needs at least one token")
         asked = [index for index, own in enumerate(sequences) if own.wanted]
         reservation = store.begin([own.wanted for own in sequences if own.wanted], load)
         self._store, self._reservation = store, reservation
@@ -61,12 +64,11 @@ class Continuation:
         """Return the tokens that are not given, as a tree of the computed sequences."""
         chosen = self.computed.tolist()
         given = self.given_tokens[chosen].tolist()
-        numbers: dict[object, int] = {}
-        groups = []
+        groups: list[Hashable] = []
         for index, count in zip(chosen, given, strict=True):
             own = sequences[index]
-            end = self._given[index][-1].name.key if count else (own.wanted and own.wanted.root, own.skipped)
-            groups.append(numbers.setdefault(end, len(numbers)))
+            end = self._given[index][-1].name.key if count else own.wanted and own.wanted.root
+            groups.append((own.group, own.skipped, end))
         rest = [sequences[index].ids[count:] for index, count in zip(chosen, given, strict=True)]
         found = continued_prefixes(rest, groups, given)
         lengths = np.diff(found.tree.offsets)

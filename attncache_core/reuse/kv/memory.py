@@ -72,7 +72,7 @@ class MemoryTier:
         self._policy = policy
         self._blocks: dict[bytes, Block] = {}
         self._short: dict[bytes, Counter[int]] = {}  # parent -> how many of its short blocks have n tokens
-        self._staying = _Staying(self._blocks)
+        self._in_use = _InUse(self._blocks)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -111,7 +111,8 @@ class MemoryTier:
         """Note that a sequence was used. Its last block becomes the oldest, so that it leaves first."""
         found = [name.key for name in wanted.names if name.key in self._blocks]
         for key in reversed(dict.fromkeys([*found, *(block.name.key for block in known.blocks)])):
-            self._policy.used(key)
+            if not self._blocks[key].is_pinned:
+                self._policy.used(key)
 
     def expect(self, keys: Sequence[bytes]) -> None:
         """Take note of the keys that waiting requests will use, soonest first."""
@@ -120,7 +121,7 @@ class MemoryTier:
     def take(self, name: BlockName) -> Block | None:
         """Return a new block with a place, which is not found yet. None: all blocks must stay."""
         place = self.pool.take()
-        if place is None and (victim := self._policy.victim(self._staying)) is not None:
+        if place is None and (victim := self._policy.victim(self._in_use)) is not None:
             self.drop(self._blocks[victim], "full")
             place = self.pool.take()
         return None if place is None else Block(name, place)
@@ -137,6 +138,7 @@ class MemoryTier:
     def drop(self, block: Block, reason: str) -> None:
         """Let a block be found no more. Its place is free once nobody uses it."""
         name = block.name
+        self.pin(block, pinned=False)
         del self._blocks[name.key]
         self._policy.removed(name.key)
         self.evicted[reason] += 1
@@ -148,6 +150,12 @@ class MemoryTier:
             if not lengths:
                 del self._short[name.parent]
         self._free_if_unused(block)
+
+    def pin(self, block: Block, pinned: bool) -> None:
+        """Keep a found block from being evicted, or let it go. The policy knows no pinned blocks."""
+        if block.is_pinned != pinned:
+            block.is_pinned = pinned
+            (self._policy.removed if pinned else self._policy.added)(block.name.key)
 
     def clear(self) -> int:
         """Drop all blocks. Returns their number."""
@@ -172,12 +180,11 @@ class MemoryTier:
             self.pool.give_back(block.place)
 
 
-class _Staying:
-    """The keys of the blocks that must stay in memory."""
+class _InUse:
+    """The keys of the blocks that are in use, which must stay in memory."""
 
     def __init__(self, blocks: Mapping[bytes, Block]) -> None:
         self._blocks = blocks
 
     def __contains__(self, key: object) -> bool:
-        block = self._blocks[key]  # type: ignore[index]
-        return bool(block.users or block.is_pinned)
+        return bool(self._blocks[key].users)  # type: ignore[index]

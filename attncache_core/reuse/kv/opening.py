@@ -74,7 +74,7 @@ def open_key_values(
         transfers = Transfers(disk, max(1, options.write_buffer_bytes // layout.block_bytes), quantized)
     try:
         store = KeyValueStore(layout, memory, EVICTION[options.eviction](), transfers)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise InvalidInput(
             f"{memory} bytes of memory for keys and values are not to be had; choose fewer",
             field="kv_memory_bytes",
@@ -94,8 +94,10 @@ class NotReusable(Exception):
 @torch.inference_mode()
 def block_layout(model: PackedModel) -> BlockLayout:
     """Return how the blocks of a model lie in memory. Raises NotReusable."""
-    if not all(layer.attention_mask.is_causal for layer in model.layers) or model.final is None:
+    if not all(layer.attention_mask.is_causal for layer in model.layers):
         raise NotReusable("attention is bidirectional, so every token depends on all tokens of its text")
+    if model.final is None:
+        raise NotReusable("the outputs of this family cannot be continued")
     if model.device != CPU:
         raise NotReusable("the model is not on the CPU, where keys and values are stored")
     if any(layer.reused_heads for layer in model.layers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 
@@ -21,7 +22,8 @@ class BlockPool:
         self.places = most_bytes // layout.block_bytes
         self._mapping = mmap.mmap(-1, max(1, self.places) * layout.block_bytes)
         # Large pages make the first use of a place several times cheaper.
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without large pages refuses
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._mapping, dtype=np.uint8)
         self._first: int = self._bytes.__array_interface__["data"][0]
         self._free: list[int] = []

@@ -46,6 +46,7 @@ class Reservation:
     new: list[NewBlock] = field(default_factory=list)
     loading: Loading | None = None  # of the blocks `loaded`, which are given too
     loaded: list[Block] = field(default_factory=list)
+    generation: int = 0  # blocks are stored only if the store was not cleared meanwhile
     is_open: bool = True
 
 
@@ -88,6 +89,7 @@ class KeyValueStore:
         self.transfers = transfers
         self.counts = Counts()
         self.expected: frozenset[bytes] = frozenset()  # the keys that waiting requests will use
+        self._generation = 0  # how often the store was cleared
         self._claimed: set[bytes] = set()  # blocks that are being computed or loaded
         self._changed = threading.Condition()
 
@@ -99,20 +101,26 @@ class KeyValueStore:
         with self._changed:
             known = self._known_after_waiting(sequences)
             asked = sum(len(own.tokens) for own in sequences) // TOKEN_BYTES
-            reservation = Reservation([own.blocks for own in known], [own.tokens for own in known], asked)
+            reservation = Reservation(
+                [own.blocks for own in known],
+                [own.tokens for own in known],
+                asked,
+                generation=self._generation,
+            )
             for own, found in zip(sequences, known, strict=True):
                 self.memory.use(found.blocks)
                 self.memory.touch(own, found)
             for index, own in enumerate(sequences):
                 self._reserve(reservation, index, own.names)
-        if load and self.transfers and reservation.new and self.transfers.pays(self.layout.token_bytes):
+        transfers = self._loading_tier if load else None
+        if transfers and reservation.new:
             try:
-                loading = self._open_saved(self.transfers, reservation, sequences)
+                loading = self._open_saved(transfers, reservation, sequences)
             except BaseException:
                 self.abandon(reservation)
                 raise
             if loading:
-                self.transfers.load(loading)
+                transfers.load(loading)
         return reservation
 
     def wait_until_loaded(self, reservation: Reservation) -> None:
@@ -136,7 +144,7 @@ class KeyValueStore:
             self._count(reservation)
             self._add_loaded(reservation)
             for new in reservation.new:
-                if keep(new):
+                if keep(new) and reservation.generation == self._generation:
                     self.memory.add(new.block)
                     self.counts.stored_blocks += 1
                     self._save(new.block)
@@ -153,21 +161,26 @@ class KeyValueStore:
         """Return how many tokens of a sequence are stored. Changes nothing."""
         with self._changed:
             tokens = self.memory.known(wanted).tokens
-        saved = 0
-        if self.transfers:
+        saved, transfers = 0, self.transfers
+        if transfers:
             behind = wanted.names[tokens // BLOCK_TOKENS : wanted.most_given // BLOCK_TOKENS]
             for name in behind:
-                if not (self.transfers.disk.contains(name.key) or name.key in self.memory):
+                if not (transfers.disk.contains(name.key) or name.key in self.memory):
                     break
                 saved += BLOCK_TOKENS
         return StoredTokens(tokens, max(0, saved - tokens % BLOCK_TOKENS))
+
+    def givable_tokens(self, wanted: Wanted) -> int:
+        """Return how many tokens of a sequence would be given to a batch now."""
+        stored = self.lookup(wanted)
+        return stored.memory + (stored.disk if self._loading_tier else 0)
 
     def pin(self, wanted: Wanted, pinned: bool = True) -> int:
         """Keep the blocks of a sequence in memory, or let them go. Returns how many tokens they hold."""
         with self._changed:
             known = self.memory.known(wanted)
             for block in known.blocks:
-                block.is_pinned = pinned
+                self.memory.pin(block, pinned)
         return known.tokens
 
     @property
@@ -175,6 +188,14 @@ class KeyValueStore:
         """The number of blocks in memory that are pinned."""
         with self._changed:
             return self.memory.pinned
+
+    @property
+    def _loading_tier(self) -> Transfers | None:
+        """The disk tier, if there is room for its blocks, and loading them is faster than computing them."""
+        transfers = self.transfers
+        if transfers is None or not self.memory.pool.places:
+            return None
+        return transfers if transfers.pays(self.layout.token_bytes) else None
 
     @property
     def looks_ahead(self) -> bool:
@@ -195,20 +216,20 @@ class KeyValueStore:
         with self._changed:
             self.memory.expect(keys)
         self.expected = frozenset(keys)
-        if self.transfers and self.transfers.pays(self.layout.token_bytes):
-            for own in sequences[: window_length(memory, size)]:
-                if self.lookup(own).disk:
-                    self.transfers.in_loading_thread(partial(self.fetch, own))
+        if self._loading_tier and self.transfers:
+            saved = [own for own in sequences[: window_length(memory, size)] if self.lookup(own).disk]
+            self.transfers.prefetch([partial(self.fetch, own) for own in saved])
 
     def fetch(self, wanted: Wanted) -> None:
         """Load the saved blocks of a sequence into memory, and return when they are loaded."""
+        found = sum(self.lookup(wanted)) // BLOCK_TOKENS
         with self._changed:
             known = self.memory.known(wanted)
             if self.transfers is None or known.following is None or known.following.key in self._claimed:
                 return
-            reservation = Reservation([known.blocks], [known.tokens])
+            reservation = Reservation([known.blocks], [known.tokens], generation=self._generation)
             self.memory.use(known.blocks)
-            self._reserve(reservation, 0, wanted.names)
+            self._reserve(reservation, 0, wanted.names[:found])
         try:
             loading = self._open_saved(self.transfers, reservation, [wanted])
             if loading:
@@ -222,11 +243,14 @@ class KeyValueStore:
     def clear(self) -> int:
         """Drop all blocks, pinned blocks too, from memory and from disk. Returns the number in memory.
 
-        Blocks in use are dropped from memory after use. Raises OSError if a file cannot be removed.
+        Places of blocks in use are free after use. What running batches compute is not stored.
+        Raises OSError if a file cannot be removed.
         """
         with self._changed:
             dropped = self.memory.clear()
+            self._generation += 1
         if self.transfers:
+            self.transfers.prefetch([])
             self.transfers.flush()  # what waits to be saved would appear again
             self.transfers.disk.clear()
         return dropped
@@ -331,8 +355,9 @@ class KeyValueStore:
         reservation.given_tokens = [own.tokens for own in known]
 
     def _add_loaded(self, reservation: Reservation) -> None:
-        for block in reservation.loaded:
-            self.memory.add(block)
+        if reservation.generation == self._generation:
+            for block in reservation.loaded:
+                self.memory.add(block)
 
     def _count(self, reservation: Reservation) -> None:
         counts, loaded = self.counts, len(reservation.loaded)

@@ -13,6 +13,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,13 +25,12 @@ from attncache_core.reuse.kv.blocks import TOKEN_BYTES, BlockName
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.quantized import Int8Slots
 
+logger = logging.getLogger(__name__)
+
 # The speed of loading is measured with about so many bytes, in so many blocks.
 _MEASURED_BYTES = 16 << 20
 _LEAST_MEASURED, _MOST_MEASURED = 4, 32
 _SECONDS_BETWEEN_LOOKS = 0.1
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -95,6 +95,7 @@ class Transfers:
         self._buffer = write_buffer_blocks
         self._saves: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loads: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._prefetches: deque[Callable[[], None]] = deque()
         self._threads = [
             threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
             for name, jobs in (("kv-save", self._saves), ("kv-load", self._loads))
@@ -124,7 +125,8 @@ class Transfers:
                     self.disk.drop_from_page_cache(name.key)
                 started = time.perf_counter()
                 files = [file for name in names if (file := self.disk.open(name))]
-                Loading([(file, parts) for file in files], self.quantized).run()
+                if files:
+                    Loading([(file, parts) for file in files], self.quantized).run()
                 self.load_speed = len(files) * sum(part_bytes) / (time.perf_counter() - started)
         for name in names:
             with suppress(OSError):
@@ -141,9 +143,17 @@ class Transfers:
         self.counts.load_seconds += time.perf_counter() - started
         self.counts.loaded_blocks += 0 if loading.is_damaged else len(loading.blocks)
 
-    def in_loading_thread(self, work: Callable[[], None]) -> None:
-        """Call a function in the loading thread."""
-        self._loads.put(work)
+    def prefetch(self, works: Sequence[Callable[[], None]]) -> None:
+        """Call functions in the loading thread, one whenever no batch waits for it. Replaces earlier ones."""
+        self._prefetches = deque(works)
+        self._loads.put(self._prefetch_one)
+
+    def _prefetch_one(self) -> None:
+        # Another thread may replace the deque at any time.
+        works = self._prefetches
+        if works:
+            works.popleft()()
+            self._loads.put(self._prefetch_one)
 
     def wait(self, loading: Loading) -> None:
         """Wait until blocks are loaded. Raises DamagedBlock if a part was not what was saved."""
@@ -169,20 +179,28 @@ class Transfers:
         return True
 
     def flush(self) -> None:
-        """Wait until everything that waits to be saved was written, or could not be written."""
-        done = threading.Event()
-        self._saves.put(done.set)
-        saving, _ = self._threads
-        # After `close`, everything was written.
-        while saving.is_alive() and not done.wait(_SECONDS_BETWEEN_LOOKS):
-            pass
+        """Wait until everything that waits to be saved or fetched was written or read, or could not be."""
+        saving, loading = self._threads
+        _wait(self._saves, saving)
+        while self._prefetches and loading.is_alive():
+            _wait(self._loads, loading)
+        _wait(self._loads, loading)
 
     def close(self) -> None:
         """Save what waits, and end the threads. Nothing may be saved or loaded afterwards."""
+        self._prefetches = deque()
         for jobs in (self._saves, self._loads):
             jobs.put(None)
         for thread in self._threads:
             thread.join()
+
+
+def _wait(jobs: queue.Queue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    """Wait until a thread has done all its jobs. After `close`, everything was done."""
+    done = threading.Event()
+    jobs.put(done.set)
+    while thread.is_alive() and not done.wait(_SECONDS_BETWEEN_LOOKS):
+        pass
 
 
 def _work(jobs: queue.Queue[Callable[[], None] | None]) -> None:

@@ -39,6 +39,8 @@ def store_truncated(
     False, and stores nothing, unless all the tokens are stored.
     """
     store.fetch(wanted)
+    if store.lookup(wanted).memory <= positions[-1]:
+        return False  # before places are reserved for what is not stored
     source = store.begin([wanted], load=False)
     try:
         if source.given_tokens[0] <= positions[-1]:

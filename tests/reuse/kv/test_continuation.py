@@ -13,6 +13,8 @@ from kv_models import Remembered, assert_nothing_is_in_use, run, store_of, wante
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import continued
+from attncache_core.engine.continued import run_continued
+from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import load_model
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 from attncache_core.text import prefix_tree
@@ -228,4 +230,24 @@ def test_a_batch_that_cannot_be_packed_frees_what_it_reserved(model):
     ):
         run(model, store, [ids])
     assert store.memory.pool.used == 0
+    assert_nothing_is_in_use(store)
+
+
+def test_groups_share_nothing_in_a_batch(model):
+    store, ids = store_of(model), random_ids(40)
+    requests = [PrefillRequest(ids, False, group=group) for group in ("one", "one", "two")]
+    assert run_continued(model, store, requests, [0] * 3, ("mean",)).tokens == 80
+
+
+def test_a_sequence_without_tokens_is_refused(model):
+    with pytest.raises(ValueError, match="at least one token"):
+        run(model, store_of(model), [[]], salts=[None])
+
+
+def test_what_runs_while_the_store_is_cleared_is_not_stored(model):
+    store, ids = store_of(model), random_ids(40)
+    reservation = store.begin([wanted(ids)])
+    store.clear()
+    store.finish(reservation)
+    assert store.lookup(wanted(ids)).memory == 0
     assert_nothing_is_in_use(store)

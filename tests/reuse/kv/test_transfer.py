@@ -55,9 +55,6 @@ def plain(model, sequences):
 def settled(store):
     """Wait for the threads of a store, and check its accounts."""
     store.transfers.flush()
-    done = threading.Event()
-    store.transfers.in_loading_thread(done.set)
-    assert done.wait(10)
     assert_nothing_is_in_use(store)
 
 
@@ -206,6 +203,41 @@ def test_waiting_sequences_are_fetched_into_memory(model, open_store):
     # A short block at the end is fetched too.
     assert [store.lookup(wanted(ids)).memory for ids in sequences] == [40, 40, 0]
     assert store.expected == {name.key for ids in sequences[:2] for name in wanted(ids).names}
+
+
+def test_fetching_evicts_no_more_than_it_brings(model, open_store):
+    layout, hot, long = block_layout(model), random_ids(160), random_ids(160, 1)
+    run(model, open_store(), [long[:16]])
+    store = open_store(memory=12 * layout.block_bytes)
+    run(model, store, [hot])
+    store.expect([wanted(long)])
+    settled(store)
+    assert store.lookup(wanted(long)).memory == 16
+    assert store.lookup(wanted(hot)).memory == 160
+    assert not store.memory.evicted["full"]
+
+
+def test_waiting_sequences_are_fetched_once_and_behind_what_a_batch_loads(open_store, monkeypatch):
+    store, order = open_store(), []
+    started, may_go_on = threading.Event(), threading.Event()
+
+    def work(number):
+        order.append(number)
+        started.set()
+        assert may_go_on.wait(10)
+
+    store.transfers.prefetch([lambda: work(0), lambda: work(1)])
+    assert started.wait(10)
+    store.transfers.prefetch([lambda: work(2)])
+    run_by_a_batch = threading.Event()
+    monkeypatch.setattr(store.transfers, "run", lambda _: (order.append("batch"), run_by_a_batch.set()))
+    store.transfers.load(None)
+    may_go_on.set()
+    assert run_by_a_batch.wait(10)
+    store.transfers.flush()
+    assert order.index("batch") <= 2
+    assert 1 not in order
+    assert 2 in order
 
 
 def test_a_damaged_block_is_not_fetched(model, open_store):
