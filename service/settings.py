@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from attncache_core import DEFAULT_MODEL, Fetch, Quantization
@@ -253,6 +253,13 @@ class Settings(BaseModel):
         "info", description="Least level of messages that are logged."
     )
 
+    @field_validator("kv_dir", mode="before")
+    @classmethod
+    def _is_named(cls, folder: object) -> object:
+        if folder == "":
+            raise ValueError("a folder with a name")  # Path("") would be the current folder
+        return folder
+
     @model_validator(mode="after")
     def _fits_together(self) -> Settings:
         if self.max_request_inputs > self.max_queue_sequences:
@@ -262,6 +269,9 @@ class Settings(BaseModel):
             raise _refused("--classifier and --labels both set the labels; leave one of them out")
         self._refuse_without("maps", _OF_MAPS)
         self._refuse_without("kv", _OF_KEY_VALUES)
+        for name in ("kv_disk_bytes", "kv_disk_dtype"):
+            if self.kv_dir is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise _refused(f"{option_name(name)} has no effect without --kv-dir; give both or none")
         self._refuse_without("reuse", ("maps", *_OF_MAPS, "kv", *_OF_KEY_VALUES))
         return self
 

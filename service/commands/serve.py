@@ -134,8 +134,10 @@ def _what_reuse_does(engine: PrefillEngine) -> str:
     """Return a line for the log: what reuse saves, at which quality, or why nothing is reused."""
     reuse = engine.map_reuse
     if engine.key_values:
-        most = engine.key_values.store.memory.pool.places * engine.key_values.store.layout.block_bytes
-        return f"serving exactly: keys and values are stored in up to {most / 2**30:.1f} GiB of memory"
+        store = engine.key_values.store
+        most = store.memory.pool.places * store.layout.block_bytes / 2**20
+        disk = f" and {store.transfers.disk.most_bytes / 2**20:,.0f} MiB on disk" if store.transfers else ""
+        return f"storing keys and values in up to {most:,.0f} MiB of memory{disk}"
     if reuse is None:
         return "serving exactly: there is no database"
     if reuse.reuse_off:

@@ -40,6 +40,9 @@ from attncache_core.runtime.files import PRIVATE
 _LOW_WATERMARK = 0.95
 # An opened block is marked as used at most this often.
 _TOUCH_SECONDS = 1.0
+# Another process holds the lock for the time of a scan at most, unless it hangs.
+_MOST_LOCK_SECONDS = 5.0
+_LOCK_POLL_SECONDS = 0.002
 _USAGE = struct.Struct("<q")
 _UNFINISHED = ".unfinished"
 _BLOCK_FILE = re.compile(r"([0-9a-f]{64})\.kv")
@@ -85,8 +88,8 @@ class DiskTier:
     the keys that this tier must not evict for a write. It is called without any lock held.
 
     All methods may be called by several threads at once.
-    Raises OSError if the folder cannot be created, made private, read and written to. Raises ValueError if
-    there are no parts, or parts without content.
+    Raises OSError if the folder holds other files, or cannot be created, made private, read and written to.
+    Raises ValueError if there are no parts, or parts without content.
     """
 
     def __init__(
@@ -107,6 +110,9 @@ class DiskTier:
         # Blocks in the order of eviction. The list is used only while the lock of `usage` is held.
         self._oldest: deque[_Listed] = deque()
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        if not (folder / "usage").exists() and any(folder.iterdir()):
+            # Its mode is about to be changed, and its files would count as blocks.
+            raise OSError(errno.ENOTEMPTY, "it is not empty and no folder of keys and values")
         if stat.S_IMODE(folder.stat().st_mode) != PRIVATE:
             folder.chmod(PRIVATE)
         with self._locked() as usage:
@@ -125,6 +131,16 @@ class DiskTier:
                 return _stored_usage(file.fileno()) or 0
         except OSError:
             return 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file of a block."""
+        return self._format.file_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can be written before a block must be evicted."""
+        return max(0, self._most_bytes - self.bytes_used)
 
     def contains(self, key: bytes) -> bool:
         """Return whether there is a file for this block, of whichever process. The file is not checked."""
@@ -231,7 +247,7 @@ class DiskTier:
     def _locked(self) -> Iterator[_Usage]:
         """Hold the lock of the folder while the `with` block runs. Raises OSError."""
         with open(self._folder / "usage", "r+b", buffering=0, opener=_private_opener) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _lock(file)
             try:
                 used = _stored_usage(file.fileno())
                 usage = _Usage(file.fileno(), self._scan() if used is None else used)
@@ -341,6 +357,20 @@ class DiskTier:
                 blocks += _blocks_in(path)
         self._oldest = deque(sorted(blocks))
         return unfinished + sum(block.size for block in blocks)
+
+
+def _lock(file: FileIO) -> None:
+    """Lock an open file. Raises OSError if another process holds the lock for long: it may be stopped."""
+    last_try = time.monotonic() + _MOST_LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > last_try:
+                raise OSError(errno.EAGAIN, "another process holds its lock") from None
+            time.sleep(_LOCK_POLL_SECONDS)
+        else:
+            return
 
 
 def _private_opener(path: str, flags: int) -> int:

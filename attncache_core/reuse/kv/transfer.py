@@ -93,6 +93,7 @@ class Transfers:
         self.load_speed = 0.0  # bytes of blocks in memory per second; 0: not measured
         self.prefill_speed = 0.0  # tokens per second; 0: not measured
         self._buffer = write_buffer_blocks
+        self._closing = self._write_failed = False
         self._saves: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loads: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._prefetches: deque[Callable[[], None]] = deque()
@@ -112,11 +113,13 @@ class Transfers:
     def measure(self, part_bytes: Sequence[int]) -> None:
         """Measure how fast blocks are loaded that are not in the page cache; see `pays`.
 
-        part_bytes: of a block in memory. Some blocks of random content are written, read and removed. They
-        count towards the limit of the disk tier. If they cannot be written, the speed stays unknown.
+        part_bytes: of a block in memory. Some blocks of random content are written, read and removed. If
+        there is no free room for them, the speed stays unknown, because no block is evicted to measure it.
         """
         parts = [memoryview(bytearray(secrets.token_bytes(size))) for size in part_bytes]
         count = max(_LEAST_MEASURED, min(_MOST_MEASURED, _MEASURED_BYTES // sum(part_bytes)))
+        if self.disk.free_bytes < count * self.disk.file_bytes:
+            return
         names = [BlockName(secrets.token_bytes(32), bytes(32), bytes(TOKEN_BYTES)) for _ in range(count)]
         saved = self.quantized.encode(parts) if self.quantized else parts
         with suppress(OSError):
@@ -171,7 +174,10 @@ class Transfers:
 
         def work() -> None:
             try:
-                self.disk.write(name, self.quantized.encode(parts) if self.quantized else parts)
+                # A disk that takes nothing must not delay the end of the process once per block.
+                if not (self._closing and self._write_failed):
+                    encoded = self.quantized.encode(parts) if self.quantized else parts
+                    self._write_failed = not self.disk.write(name, encoded)
             finally:
                 saved()
 
@@ -188,7 +194,7 @@ class Transfers:
 
     def close(self) -> None:
         """Save what waits, and end the threads. Nothing may be saved or loaded afterwards."""
-        self._prefetches = deque()
+        self._closing, self._prefetches = True, deque()
         for jobs in (self._saves, self._loads):
             jobs.put(None)
         for thread in self._threads:

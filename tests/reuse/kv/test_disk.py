@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncache_core.reuse.kv import disk
 from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.blocks import BlockName
 from attncache_core.reuse.kv.disk import DiskTier
@@ -659,3 +660,24 @@ def test_remove_and_clear_remove_blocks_of_all_tiers_and_nothing_else(tier, fold
     other.clear()
     assert sorted(files(folder)) == sorted(foreign)
     assert tier.bytes_used == 0
+
+
+def test_a_lock_that_is_never_released_delays_nothing_for_ever(tier, folder, monkeypatch):
+    monkeypatch.setattr(disk, "_MOST_LOCK_SECONDS", 0.05)
+    tier.write(block(0), content(0))
+    with (folder / "usage").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert not tier.write(block(1), content(1))
+        assert read(tier, block(0)) == content(0)
+        with pytest.raises(OSError, match="another process holds its lock"):
+            tier.clear()
+    assert tier.write(block(1), content(1))
+
+
+def test_a_folder_with_other_files_is_refused_and_stays_as_it_is(tmp_path):
+    (tmp_path / "letters").write_text("private")
+    tmp_path.chmod(0o755)
+    with pytest.raises(OSError, match="not empty"):
+        DiskTier(tmp_path, SIZES, MANY)
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in tmp_path.iterdir()] == ["letters"]

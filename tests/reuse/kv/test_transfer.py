@@ -319,3 +319,14 @@ def test_a_loading_thread_that_fails_goes_on_and_its_blocks_are_not_used(
     store.clear()
     monkeypatch.setattr(OpenBlock, "read_part", read_part)
     settled(store)
+
+
+def test_speed_of_loading_is_not_measured_where_blocks_would_be_evicted(model, open_store):
+    size = open_store().transfers.disk.file_bytes
+    store, ids = open_store(most=6 * size), random_ids(64)
+    run(model, store, [ids])
+    store.transfers.flush()
+    store.transfers.measure(store.layout.part_bytes)
+    assert store.transfers.load_speed == 0
+    assert store.lookup(wanted(ids)).disk == 0
+    assert all(store.transfers.disk.contains(name.key) for name in wanted(ids).names)
