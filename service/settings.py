@@ -257,7 +257,8 @@ class Settings(BaseModel):
     @classmethod
     def _is_named(cls, folder: object) -> object:
         if folder == "":
-            raise ValueError("a folder with a name")  # Path("") would be the current folder
+            # Path("") would be the current folder.
+            raise _refused("accepted is the name of a folder")
         return folder
 
     @model_validator(mode="after")
