@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from attncache_core.engine.continued import run_continued
@@ -32,6 +33,14 @@ def run(model, store, sequences, *, salts=None, modes=("mean",), skipped=0):
         for ids, salt in zip(sequences, salts, strict=True)
     ]
     return run_continued(model, store, requests, [skipped] * len(sequences), modes)
+
+
+def assert_same(model, found, expected):
+    """Rows are the same: to the last bit in the compiled stack, else within 1e-5 of the largest number."""
+    if model.stack:
+        assert np.array_equal(found, expected)
+    else:
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 class Remembered:

@@ -9,7 +9,7 @@ import torch
 from core_decoders import write_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_models import Remembered, assert_nothing_is_in_use, run, store_of, wanted
+from kv_models import Remembered, assert_nothing_is_in_use, assert_same, run, store_of, wanted
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import continued
@@ -67,7 +67,7 @@ def test_results_and_computed_tokens_are_those_of_the_tree(model, batches, mode,
         with mock.patch.object(prefix_tree, "_LEAST_SAVING", 10**9):
             result = run(model, store, sequences, salts=salts, modes=(mode,), skipped=skipped)
             expected = plain(model, sequences, modes=(mode,), skipped=skipped)
-        assert np.array_equal(result.outputs, expected.outputs)
+        assert_same(model, result.outputs, expected.outputs)
         given = [0 if salt is None else remembered.given(ids, salt) for ids, salt in batch]
         assert result.cached_tokens.tolist() == given
         assert result.tokens == remembered.computed(sequences, salts)
@@ -84,7 +84,7 @@ def test_a_sequence_that_is_known_whole_runs_no_layer(model):
     with mock.patch.object(continued, "run_layers", side_effect=AssertionError):
         again = run(model, store, sequences)
     assert again.tokens == 0
-    assert np.array_equal(again.outputs, first.outputs)
+    assert_same(model, again.outputs, first.outputs)
 
 
 def test_a_conversation_computes_only_its_new_tokens(model):
@@ -94,7 +94,7 @@ def test_a_conversation_computes_only_its_new_tokens(model):
         history = history + new
         result = run(model, store, [history])
         assert result.tokens == len(new)
-        assert np.array_equal(result.outputs, plain(model, [history]).outputs)
+        assert_same(model, result.outputs, plain(model, [history]).outputs)
 
 
 def test_how_many_tokens_are_computed_depends_on_the_own_salt_only(model):
@@ -110,7 +110,7 @@ def test_what_pooling_leaves_out_is_part_of_the_key(model):
     run(model, store, [ids], skipped=3)
     found = run(model, store, [ids], skipped=8)
     assert found.tokens == 40
-    assert np.array_equal(found.outputs, plain(model, [ids], skipped=8).outputs)
+    assert_same(model, found.outputs, plain(model, [ids], skipped=8).outputs)
 
 
 def test_tokens_are_compared_not_only_keys(model):
@@ -152,7 +152,7 @@ def test_little_memory_changes_no_result(model, places):
     for seed in (0, 1, 0, 2, 1):
         sequences = [random_ids(60, seed), random_ids(60, seed)[:30] + random_ids(9, seed + 9)]
         found = run(model, store, sequences)
-        assert np.array_equal(found.outputs, plain(model, sequences).outputs)
+        assert_same(model, found.outputs, plain(model, sequences).outputs)
         assert store.memory.pool.used <= places
         assert_nothing_is_in_use(store)
     assert store.counts.not_kept_blocks
@@ -210,7 +210,7 @@ def test_two_batches_with_the_same_new_prefix_compute_it_once(model):
         two.join()
     assert results["first"].tokens == len(first)
     assert results["second"].tokens == 9
-    assert np.array_equal(results["second"].outputs, plain(model, [second]).outputs)
+    assert_same(model, results["second"].outputs, plain(model, [second]).outputs)
 
 
 def test_a_batch_does_not_wait_for_ever(model, monkeypatch):

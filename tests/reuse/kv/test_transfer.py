@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from core_decoders import write_llama
-from kv_models import assert_nothing_is_in_use, run, store_of, wanted
+from kv_models import assert_nothing_is_in_use, assert_same, run, store_of, wanted
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import continued
@@ -62,17 +62,17 @@ def test_first_second_and_third_request_and_after_a_restart_are_the_same(model, 
     sequences = [random_ids(70), random_ids(70)[:40] + random_ids(5, 1), random_ids(9, 2)]
     store, expected = open_store(), plain(model, sequences)
     for _ in range(3):
-        assert np.array_equal(run(model, store, sequences).outputs, expected)
+        assert_same(model, run(model, store, sequences).outputs, expected)
     settled(store)
     after = open_store()
     found = run(model, after, sequences)
-    assert np.array_equal(found.outputs, expected)
+    assert_same(model, found.outputs, expected)
     assert found.tokens == 0
     assert after.counts.given_blocks == {"memory": 0, "disk": len(store.memory)}
     longer = [ids + random_ids(12, 3) for ids in sequences]
     again = open_store()
     result = run(model, again, longer)
-    assert np.array_equal(result.outputs, plain(model, longer))
+    assert_same(model, result.outputs, plain(model, longer))
     assert result.cached_tokens.tolist() == [70, 45, 9]
     settled(again)
 
@@ -105,7 +105,7 @@ def test_layers_compute_while_later_layers_load(model, open_store, monkeypatch):
     assert events[0] == "run"
     assert events[1] == "last layer"
     assert events[-1] == "computed"
-    assert np.array_equal(found.outputs, plain(model, [ids + new]))
+    assert_same(model, found.outputs, plain(model, [ids + new]))
 
 
 def test_the_answer_leaves_before_the_save_ends(model, open_store, monkeypatch):
@@ -129,7 +129,7 @@ def test_what_does_not_fit_into_the_write_buffer_is_dropped_and_counted(model, o
         DiskTier, "write", lambda *arguments, **more: may_write.wait(10) and write(*arguments, **more)
     )
     expected = plain(model, [random_ids(160)])
-    assert np.array_equal(run(model, store, [random_ids(160)]).outputs, expected)
+    assert_same(model, run(model, store, [random_ids(160)]).outputs, expected)
     assert 7 <= store.transfers.counts.dropped_writes <= 8  # the thread may have taken one block already
     may_write.set()
     settled(store)
@@ -149,7 +149,7 @@ def test_a_changed_byte_is_recomputed_counted_and_never_used(model, open_store, 
     content[len(content) - sum(layout.part_bytes[part:]) + 3] ^= 1
     path.write_bytes(content)
     for _ in range(2):
-        assert np.array_equal(run(model, store, [[*ids, 5]]).outputs, expected)
+        assert_same(model, run(model, store, [[*ids, 5]]).outputs, expected)
     assert store.transfers.disk.counts.damaged == 1
     assert store.counts.recomputed_tokens > 0
     settled(store)
@@ -165,7 +165,7 @@ def test_a_full_disk_loses_nothing_but_the_save(model, open_store, monkeypatch):
     expected = run(model, store, [ids]).outputs
     store.transfers.flush()
     assert store.transfers.disk.counts.failed_writes == 4
-    assert np.array_equal(run(model, store, [ids]).outputs, expected)
+    assert_same(model, run(model, store, [ids]).outputs, expected)
     settled(store)
 
 
@@ -176,7 +176,7 @@ def test_blocks_that_left_memory_come_back_from_disk(model, open_store):
     expected = [plain(model, [ids]) for ids in sequences]
     for _ in range(2):
         for ids, own in zip(sequences, expected, strict=True):
-            assert np.array_equal(run(model, store, [ids]).outputs, own)
+            assert_same(model, run(model, store, [ids]).outputs, own)
             settled(store)
     assert store.counts.given_blocks["disk"]
     assert store.memory.pool.used <= 5
@@ -251,7 +251,7 @@ def test_a_damaged_block_is_not_fetched(model, open_store):
     store.fetch(wanted(ids))
     assert store.lookup(wanted(ids)).memory == 0
     settled(store)
-    assert np.array_equal(run(model, store, [ids]).outputs, plain(model, [ids]))
+    assert_same(model, run(model, store, [ids]).outputs, plain(model, [ids]))
 
 
 def test_nothing_is_loaded_where_computing_is_faster(model, open_store):
@@ -315,7 +315,7 @@ def test_a_loading_thread_that_fails_goes_on_and_its_blocks_are_not_used(
         read_part(self, index, into)
 
     monkeypatch.setattr(OpenBlock, "read_part", failing)
-    assert np.array_equal(run(model, store, [ids]).outputs, plain(model, [ids]))
+    assert_same(model, run(model, store, [ids]).outputs, plain(model, [ids]))
     store.clear()
     monkeypatch.setattr(OpenBlock, "read_part", read_part)
     settled(store)
