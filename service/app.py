@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from attncache_core import AttnCacheError, PrefillEngine
 from service import __version__
 from service.errors import InternalError, error_response, log_failure, on_attncache_error, on_http_exception
-from service.metrics import Metrics
+from service.observability.metrics import Metrics
 from service.routes import cache, classify, embed, health
 from service.routes.common import ANSWERED_BY, MODEL_HEADER
 from service.settings import Settings

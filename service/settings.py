@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from attncache_core import DEFAULT_MODEL, Fetch, Quantization
 from attncache_core.checkpoints.checkpoint import PoolingMode
 from attncache_core.runtime.devices import Device, Dtype
-from service.conversation import OverflowWay
+from service.conversations.conversation import OverflowWay
 from service.errors import InvalidSettings
 
 ChosenTask = Literal["label-logits"]

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
-from service.batcher import Batcher
+from service.batching.batcher import Batcher
+from service.batching.request_queue import Limits
+from service.conversations.sessions import Sessions
 from service.errors import NotReady
 from service.labels import LabelMemory
-from service.metrics import Metrics
-from service.request_queue import Limits
-from service.scrubber import Scrubber
-from service.sessions import Sessions
+from service.observability.metrics import Metrics
 from service.settings import Settings
-from service.verifier import Verifier
+from service.upkeep.scrubber import Scrubber
+from service.upkeep.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from attncache_core import AttnCacheError, PrefillEngine
 from service import errors as service_errors
 from service.app import create_app
 from service.cli import main
-from service.metrics import Metrics
+from service.observability.metrics import Metrics
 from service.settings import Settings
 
 ROOT = Path(__file__).parent.parent

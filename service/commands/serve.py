@@ -28,10 +28,10 @@ from attncache_core.models.families import is_causal
 from service.commands.database_report import why_exact
 from service.commands.options import checkpoint_of, removed_settings_options, settings_options
 from service.commands.progress import shown_progress
-from service.rebuild import build_while_serving
-from service.server import bind, run_server
 from service.settings import Settings, read_settings, refuse_unknown_variables
-from service.warming import read_warm_file, warm
+from service.upkeep.rebuild import build_while_serving
+from service.upkeep.warming import read_warm_file, warm
+from service.web.server import bind, run_server
 
 logger = logging.getLogger(__name__)
 

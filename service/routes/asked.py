@@ -9,12 +9,12 @@ from typing import Literal
 from fastapi import Request
 
 from attncache_core import InputTooLong, InvalidInput, NotFinite
-from service.conversation import Conversation, History, Overflow
+from service.batching.sources import Source, Texts
+from service.conversations.conversation import Conversation, History, Overflow
+from service.conversations.sessions import Session
 from service.errors import UnknownSession
 from service.routes.common import check_count, result_unless_gone
 from service.schemas import InferenceRequest
-from service.sessions import Session
-from service.sources import Source, Texts
 from service.state import ServiceState
 
 _Field = Literal["append", "transcript"]

@@ -18,11 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from attncache_core import InputTooLong, InvalidInput, NotFinite
 from attncache_core.reuse.kv.capacity import CapacityPlan
 from attncache_core.reuse.kv.info import key_value_info
-from service.bodies import body_documentation, read_body
 from service.routes.common import ERRORS, check_count, result_unless_gone, serving_of, state_of
 from service.schemas import Inputs, Name, Text
 from service.state import Serving
-from service.warming import Chosen, store_of
+from service.upkeep.warming import Chosen, store_of
+from service.web.bodies import body_documentation, read_body
 
 router = APIRouter(prefix="/cache")
 

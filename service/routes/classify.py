@@ -18,7 +18,7 @@ from attncache_core import InputTooLong, InvalidInput, NoClassifier, NotFinite, 
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
 from attncache_core.heads.vectors import require_finite
-from service.bodies import body_documentation, read_body, reuse_wanted
+from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
 from service.routes.asked import asked, salt_of
 from service.routes.common import (
@@ -31,8 +31,8 @@ from service.routes.common import (
     state_of,
 )
 from service.schemas import ClassifyRequest, LabelScore
-from service.sources import Source, Texts
 from service.state import Serving
+from service.web.bodies import body_documentation, read_body, reuse_wanted
 
 router = APIRouter()
 

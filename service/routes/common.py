@@ -10,13 +10,13 @@ import orjson
 from fastapi import Request, Response
 
 from attncache_core import InvalidInput
-from service.bodies import REQUIRE_MODEL_HEADER
-from service.conversation import Conversation
+from service.batching.pending_request import RequestResult
+from service.batching.sources import Source
+from service.conversations.conversation import Conversation
 from service.errors import ClientGone, ModelMismatch, TooManyInputs
-from service.pending_request import RequestResult
 from service.schemas import ErrorBody
-from service.sources import Source
 from service.state import ServiceState, Serving
+from service.web.bodies import REQUIRE_MODEL_HEADER
 
 HITS_HEADER = "X-AttnCache-Hits"
 PROTOTYPE_HITS_HEADER = "X-AttnCache-Prototype-Hits"

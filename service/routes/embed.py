@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from service.bodies import body_documentation, read_body, reuse_wanted
 from service.errors import NoEmbedding
 from service.routes.asked import asked, salt_of
 from service.routes.common import (
@@ -17,6 +16,7 @@ from service.routes.common import (
     state_of,
 )
 from service.schemas import EmbedRequest
+from service.web.bodies import body_documentation, read_body, reuse_wanted
 
 router = APIRouter()
 

@@ -8,8 +8,8 @@ from fake_engine import FakeEngine
 
 from attncache_core import ModelNotFound, PrefillRequest, PrefillResult
 from service.commands.serve import configure_logging
-from service.server import bind, run_server
 from service.settings import Settings
+from service.web.server import bind, run_server
 
 
 class SlowEngine(FakeEngine):

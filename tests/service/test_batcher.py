@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from attncache_core import InputTooLong, NotFinite, Outcome, PrefillRequest, PrefillResult
 from attncache_core.checkpoints.template import Template
 from attncache_core.text.prompts import Prompt, SequencePlan
-from service.batcher import Batcher
+from service.batching.batcher import Batcher
+from service.batching.pending_request import RequestResult
+from service.batching.request_queue import Limits
+from service.batching.sources import Texts
 from service.errors import InternalError, QueueFull
-from service.metrics import Metrics
-from service.pending_request import RequestResult
-from service.request_queue import Limits
-from service.sources import Texts
+from service.observability.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 

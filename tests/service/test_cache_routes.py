@@ -20,9 +20,9 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from service.commands.serve import load_engine
 from service.errors import InvalidSettings
-from service.metrics import ROUTES
+from service.observability.metrics import ROUTES
 from service.settings import read_settings
-from service.warming import read_warm_file
+from service.upkeep.warming import read_warm_file
 
 pytestmark = pytest.mark.anyio
 

@@ -42,7 +42,7 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.decisions import class_scores
 from attncache_core.native import rows
-from service.metrics import Metrics
+from service.observability.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 

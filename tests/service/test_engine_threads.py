@@ -26,12 +26,12 @@ from test_batcher import (
 from test_verifier import AnyText, requests_of, verify_all
 
 from attncache_core import NotFinite, PrefillRequest, PrefillResult
-from service.batcher import Batcher
+from service.batching.batcher import Batcher
+from service.batching.request_queue import Limits, RequestQueue
+from service.batching.sources import Texts
 from service.errors import InternalError
-from service.metrics import Metrics
-from service.request_queue import Limits, RequestQueue
-from service.sources import Texts
-from service.verifier import Verifier
+from service.observability.metrics import Metrics
+from service.upkeep.verifier import Verifier
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ from fake_engine import CORRUPT, FakeEngine, serving
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.errors import QueueFull
-from service.metrics import STATUSES, Metrics
+from service.observability.metrics import STATUSES, Metrics
 
 pytestmark = pytest.mark.anyio
 

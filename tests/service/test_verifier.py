@@ -38,10 +38,10 @@ from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
 from attncache_core.reuse.maps.policy_state import ServedPolicy
 from attncache_core.runtime.files import locked
-from service.batcher import Batcher
-from service.metrics import Metrics
-from service.request_queue import Limits
-from service.verifier import Verifier
+from service.batching.batcher import Batcher
+from service.batching.request_queue import Limits
+from service.observability.metrics import Metrics
+from service.upkeep.verifier import Verifier
 
 pytestmark = pytest.mark.anyio
 

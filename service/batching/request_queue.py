@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from attncache_core.reuse.kv.memory import Wanted
+from service.batching.pending_request import PendingRequest, Share
 from service.errors import QueueFull
-from service.pending_request import PendingRequest, Share
 
 # The store is told of at most this many sequences before each batch.
 _MOST_UPCOMING = 256

@@ -19,11 +19,11 @@ from itertools import accumulate
 import numpy as np
 
 from attncache_core import NotFinite, PrefillEngine, PrefillRequest, PrefillResult
+from service.batching.pending_request import PendingRequest, RequestResult, Share
+from service.batching.request_queue import RequestQueue
 from service.errors import InternalError, log_failure
-from service.metrics import Metrics
-from service.pending_request import PendingRequest, RequestResult, Share
-from service.request_queue import RequestQueue
-from service.verifier import Verifier
+from service.observability.metrics import Metrics
+from service.upkeep.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from attncache_core.engine.request import PrefillRequest
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.text.prompts import Prompt
+from service.batching.sources import Tokenized
 from service.errors import InvalidSettings, NoKeyValues
 from service.schemas import Text
 from service.settings import Settings
-from service.sources import Tokenized
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _ACCEPTED = 'accepted is an object with "text" or "template" and, optionally, "s
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Token sequences of one salt. A source of the batcher (service/sources)."""
+    """Token sequences of one salt. A source of the batcher (service/batching/sources)."""
 
     prompt: Prompt
     sequences: list[list[int]]

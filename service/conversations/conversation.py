@@ -17,7 +17,7 @@ from typing import Literal
 from attncache_core import InputTooLong, PrefillEngine
 from attncache_core.text.prompts import Frame, Prompt
 from attncache_core.text.tokenizer import continued
-from service.sources import Tokenized
+from service.batching.sources import Tokenized
 
 OverflowWay = Literal["recompute", "refuse", "truncate", "keep-sinks"]
 # Models give much attention to the first tokens, whatever they are (StreamingLLM keeps four).
@@ -74,7 +74,7 @@ class History:
 
 
 class Conversation:
-    """One request of a session: a source of the sequence of all turns (see service/sources)."""
+    """One request of a session: a source of the sequence of all turns (see service/batching/sources)."""
 
     count = 1
 

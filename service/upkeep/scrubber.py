@@ -10,7 +10,7 @@ import logging
 import threading
 
 from attncache_core.reuse.storage.store import AttentionMapStore
-from service.metrics import Metrics
+from service.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What a request asks the batcher to compute: a source of token sequences.
 
 A source is made on the event loop, and makes its sequences in a tokenize thread. The texts of `inputs` are a
-source, and so is a conversation (service/conversation).
+source, and so is a conversation (service/conversations/conversation).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Build the default database in a separate process while the server continues to serve.
 
-the server                        the builder, `python -m service.rebuild`
+the server                        the builder, `python -m service.upkeep.rebuild`
 build_while_serving     ------->  the settings, one line of JSON on standard input
 waits                             builds, at the lowest priority
 reads the outcome       <-------  the exit code, and an error message on standard output
@@ -31,7 +31,7 @@ def build_while_serving(settings: Settings) -> None:
     # The builder must import the same modules as the server, whatever the current folder contains.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "service.rebuild"],
+        [sys.executable, "-P", "-m", "service.upkeep.rebuild"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

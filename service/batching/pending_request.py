@@ -13,7 +13,7 @@ from attncache_core import Outcome, PrefillEngine
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
-from service.sources import Source
+from service.batching.sources import Source
 
 
 @dataclass(frozen=True, slots=True)

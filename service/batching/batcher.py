@@ -8,7 +8,7 @@ never waits for a batch to fill: when it is free, it takes sequences that wait, 
 and leaves a part of them to other threads that are free. The sequences of one request may be in several
 batches. A request crosses threads only three times (event loop to tokenizer to engine to event loop), because
 each crossing costs as much time as a small matrix product. When no request waits and no batch runs, an engine
-thread verifies some of the hits that were served (service/verifier).
+thread verifies some of the hits that were served (service/upkeep/verifier).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from functools import partial
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
-from service.batch_runner import BatchRunner
+from service.batching.batch_runner import BatchRunner
+from service.batching.pending_request import PendingRequest, RequestResult
+from service.batching.request_queue import Limits, RequestQueue
+from service.batching.sources import Source
 from service.errors import InternalError, log_failure
-from service.metrics import Metrics
-from service.pending_request import PendingRequest, RequestResult
-from service.request_queue import Limits, RequestQueue
-from service.sources import Source
-from service.verifier import Verifier
+from service.observability.metrics import Metrics
+from service.upkeep.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 

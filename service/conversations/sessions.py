@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from attncache_core.reuse.kv.capacity import DistinctSessions
-from service.conversation import History
+from service.conversations.conversation import History
 from service.errors import QueueFull
 
 Session = tuple[bytes, str]  # salt and id: clients of one salt never meet the sessions of another salt

@@ -34,7 +34,7 @@ from attncache_core.reuse.maps.verification import (
     windows_of,
 )
 from service.errors import log_failure
-from service.metrics import Metrics
+from service.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Conversations that the server keeps between requests."""

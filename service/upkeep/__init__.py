@@ -1,0 +1,1 @@
+"""What runs beside requests: verification, checks of storage, rebuilding, warming."""
