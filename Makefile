@@ -5,8 +5,11 @@
 PYTHON ?= python3
 PIP_ARGUMENTS ?=
 PIP = .venv/bin/pip --disable-pip-version-check install --quiet --constraint constraints.txt $(PIP_ARGUMENTS)
+LOCK = --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" --python-version 3.11 \
+	--python-platform x86_64-manylinux_2_28 \
+	--constraint constraints.txt --only-binary :all: $(PIP_ARGUMENTS)
 
-.PHONY: serve test install clean
+.PHONY: serve test fuzz soak sanitize install image image-test lock clean
 
 serve: install
 	.venv/bin/attncache serve
@@ -18,6 +21,34 @@ test: .venv/installed-with-test
 	.venv/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 install: .venv/installed
+
+# Random requests and random bytes by the thousand, other ones in every run.
+fuzz: .venv/installed-with-test
+	.venv/bin/pytest --hypothesis-profile=fuzz --timeout 0 tests/service/test_documented_api.py \
+		tests/service/test_fuzzed_bytes.py
+
+# Full load and damaged files for ten minutes, then a table and build/soak.png.
+soak: .venv/installed-with-test
+	mkdir -p build
+	.venv/bin/python -m benchmarks.soak --plot build/soak.png
+
+# The C code under AddressSanitizer and UndefinedBehaviorSanitizer. Needs Clang 19 or newer as $(CLANG).
+CLANG ?= clang
+sanitize: .venv/installed-with-test
+	CC=$(CLANG) .venv/bin/python tests/native/sanitize.py
+
+image:
+	PIP_ARGUMENTS="$(PIP_ARGUMENTS)" docker/build.sh
+
+# Builds the image with buildah and runs it, as root, in about ten minutes.
+image-test: .venv/installed-with-test
+	.venv/bin/pytest -m image
+
+# Writes the versions and hashes that the image installs; constraints.txt chooses the versions.
+lock: .venv/installed
+	$(PIP) uv
+	.venv/bin/uv pip compile $(LOCK) --output-file docker/requirements.lock --extra otel pyproject.toml
+	.venv/bin/uv pip compile $(LOCK) --output-file docker/build.lock --group image
 
 # torch is installed first, so that a later requirement does not replace it with another build.
 .venv/installed: pyproject.toml constraints.txt setup.py $(wildcard attncache_core/native/*.[ch])

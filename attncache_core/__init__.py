@@ -39,6 +39,7 @@ from attncache_core.heads.classifier import LinearClassifier, fit_classifier
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.decisions import class_scores
 from attncache_core.heads.vectors import normalize
+from attncache_core.heads.zero_shot import ZeroShot
 from attncache_core.models.variant import find_variant
 from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.kv.opening import KeyValueOptions
@@ -48,6 +49,7 @@ from attncache_core.reuse.maps.manifest import Manifest
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse
 from attncache_core.reuse.strategy import ReuseStrategy
+from attncache_core.text.pairs import PairTokens
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -71,6 +73,7 @@ __all__ = [
     "NoClassifier",
     "NotFinite",
     "Outcome",
+    "PairTokens",
     "PrefillEngine",
     "PrefillRequest",
     "PrefillResult",
@@ -81,6 +84,7 @@ __all__ = [
     "ReuseStrategy",
     "Template",
     "UnsupportedModel",
+    "ZeroShot",
     "build_database",
     "build_default_database",
     "calibrate_database",

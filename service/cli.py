@@ -29,6 +29,8 @@ _COMMANDS = _LazyCommands(
         "bench": "service.commands.bench:bench",
         "build": "service.commands.build:build",
         "calibrate": "service.commands.calibrate:calibrate",
+        "classify": "service.commands.bulk:classify",
+        "embed": "service.commands.bulk:embed",
         "evaluate": "service.commands.evaluate:evaluate",
         "fit-classifier": "service.commands.fit:fit",
         "inspect": "service.commands.database:inspect",

@@ -1,11 +1,19 @@
 """The service's own errors, and the functions that turn any error into a response or a log line.
 
+    connection      MalformedRequest, HeadersTooLarge, RequestTimeout
+                                                       the client must correct what it sends, or send faster
+                    TooManyConnections, ShuttingDown   the client may retry after `Retry-After`
     bytes           BodyTooLarge, MalformedBody        the client must correct its body
-    valid JSON      InvalidInput (core), TooManyInputs, NoEmbedding
+    valid JSON      InvalidInput (core), TooManyInputs, NoEmbedding, UnknownModel
     headers         ModelMismatch                      the client requires another model
+    key             Unauthorized, Forbidden            the client must send another key
+                    QuotaExceeded                      the client may retry after `Retry-After`
     /cache          NoKeyValues                        the server stores no keys and values
     session         UnknownSession                     the client can send the whole conversation
     queue           QueueFull, NotReady                the client may retry after `Retry-After`
+    process         Stuck                              a batch or the event loop has not ended for too long
+                    WorkerUnavailable                  the client may retry after `Retry-After`
+    time            DeadlineExceeded                   the client can send less, or allow more time
     engine          InternalError                      a fixed sentence; the details are in the log
                     NotFinite (core)                   the client can omit the text that the error names
     start           InvalidSettings, AddressUnavailable
@@ -18,13 +26,33 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import orjson
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 
 from attncache_core import AttnCacheError, InvalidInput
+
+
+class MalformedRequest(InvalidInput):
+    """The bytes of the connection are not HTTP/1.1, or too many requests were sent without a response."""
+
+    code = "malformed_request"
+
+
+class HeadersTooLarge(InvalidInput):
+    """The headers, or the chunk extensions and trailers of the body, have too many bytes or fields."""
+
+    code = "headers_too_large"
+    status = 431
+
+
+class RequestTimeout(InvalidInput):
+    """The headers or the body did not arrive in time, as by `--header-seconds` and `--body-seconds`."""
+
+    code = "request_timeout"
+    status = 408
 
 
 class MalformedBody(InvalidInput):
@@ -67,6 +95,32 @@ class NoKeyValues(AttnCacheError):
     status = 409
 
 
+class UnknownModel(InvalidInput):
+    """The field `model` names a model that this server does not serve, as by `--served-model-name`."""
+
+    code = "unknown_model"
+    status = 404
+
+
+class Unauthorized(AttnCacheError):
+    """The server requires an API key, and the request has none, or one that the server does not know."""
+
+    code = "unauthorized"
+    status = 401
+
+    def __init__(self, message: str, *, challenge: str) -> None:
+        """challenge: the value of the header WWW-Authenticate."""
+        super().__init__(message)
+        self.challenge = challenge
+
+
+class Forbidden(AttnCacheError):
+    """The route is for keys with the word `admin` in the file of `--api-keys`."""
+
+    code = "forbidden"
+    status = 403
+
+
 class NotFound(AttnCacheError):
     """The server has no such path."""
 
@@ -103,11 +157,58 @@ class QueueFull(TryLater):
     status = 429
 
 
+class QuotaExceeded(TryLater):
+    """The key has used up a quota of the file of `--api-keys`. The message says which one."""
+
+    code = "quota_exceeded"
+    status = 429
+
+    def __init__(self, message: str, *, quota: str, retry_after_seconds: int) -> None:
+        """quota: its name in the file."""
+        super().__init__(message, retry_after_seconds=retry_after_seconds)
+        self.quota = quota
+
+
 class NotReady(TryLater):
     """The model or its database is still loading."""
 
     code = "not_ready"
     status = 503
+
+
+class TooManyConnections(TryLater):
+    """The server has as many connections as `--max-connections` allows."""
+
+    code = "too_many_connections"
+    status = 503
+
+
+class ShuttingDown(TryLater):
+    """The server is ending. Send the request to another server."""
+
+    code = "shutting_down"
+    status = 503
+
+
+class Stuck(TryLater):
+    """A batch, or the event loop, has taken longer than `--stuck-seconds`. The log has the stacks."""
+
+    code = "stuck"
+    status = 503
+
+
+class WorkerUnavailable(TryLater):
+    """With several workers: the one that keeps the session, or must take part, does not run at present."""
+
+    code = "worker_unavailable"
+    status = 503
+
+
+class DeadlineExceeded(AttnCacheError):
+    """The request was not answered in time, and its work was dropped."""
+
+    code = "deadline_exceeded"
+    status = 504
 
 
 class ClientGone(AttnCacheError):
@@ -139,31 +240,31 @@ class AddressUnavailable(AttnCacheError):
     code = "address_unavailable"
 
 
-def error_response(error: AttnCacheError) -> Response:
-    """Return the response for an error: status, JSON body and, for TryLater, the header `Retry-After`."""
-    body = {"error": {"code": error.code, "message": str(error), "field": error.field}}
-    response = Response(orjson.dumps(body), error.status, media_type="application/json")
+def ours(error: AttnCacheError) -> dict[str, Any]:
+    """Return the JSON of an error, in the shape of this server's own routes."""
+    return {"error": {"code": error.code, "message": str(error), "field": error.field}}
+
+
+def error_response(
+    error: AttnCacheError, shape: Callable[[AttnCacheError], dict[str, Any]] = ours
+) -> Response:
+    """Return the response for an error: status, headers and JSON body. shape: makes the JSON."""
+    headers = headers_of(error)
+    return Response(orjson.dumps(shape(error)), error.status, headers, media_type="application/json")
+
+
+def headers_of(error: AttnCacheError) -> dict[str, str]:
+    """Return the headers of the response for an error."""
     if isinstance(error, TryLater):
-        response.headers["Retry-After"] = str(error.retry_after_seconds)
-    return response
+        return {"Retry-After": str(error.retry_after_seconds)}
+    return {"WWW-Authenticate": error.challenge} if isinstance(error, Unauthorized) else {}
 
 
-async def on_attncache_error(_request: Request, error: Exception) -> Response:
-    """Handle an AttnCacheError."""
-    assert isinstance(error, AttnCacheError)
-    return error_response(error)
-
-
-async def on_http_exception(_request: Request, error: Exception) -> Response:
-    """Handle an unknown path or an unsupported method."""
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return error_response(NotFound("no such path; /docs lists the paths"))
-    if error.status_code == 405:
-        response = error_response(MethodNotAllowed("this path does not support this method"))
-        response.headers.update(error.headers or {})
-        return response
-    raise error
+def rename(error: AttnCacheError, field: str | None) -> None:
+    """Let an error name another field, also in its message."""
+    if error.field is not None and field is not None and field != error.field:
+        error.args = (str(error).replace(error.field, field),)
+        error.field = field
 
 
 def log_failure(logger: logging.Logger, event: str, error: BaseException) -> None:

@@ -6,16 +6,28 @@ are fixed sentences that never repeat what the client sent.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+)
 from pydantic_core import PydanticCustomError
+
+from service.batching.left_cut import Side
 
 # The type of the pydantic errors that have a message for the client.
 REFUSED = "refused"
 
 
-def _checked(text: str) -> str:
+def checked_text(text: str) -> str:
+    """Return a text that is accepted. Raises PydanticCustomError for others."""
     if not text:
         raise PydanticCustomError(REFUSED, "must not be empty")
     if "\0" in text:
@@ -31,10 +43,63 @@ def _as_list(inputs: Any) -> list[Any]:
     raise PydanticCustomError(REFUSED, "must be a string or a list of strings")
 
 
-Text = Annotated[str, AfterValidator(_checked)]
+def _as_list_of_texts_or_ids(inputs: Any) -> list[Any]:
+    if isinstance(inputs, str) or (isinstance(inputs, list) and inputs and _is_number(inputs[0])):
+        return [inputs]
+    if isinstance(inputs, list):
+        return inputs
+    raise PydanticCustomError(REFUSED, "must be a string, a list of strings, or lists of token ids")
+
+
+def as_lists_of_ids(ids: Any) -> list[Any]:
+    """Return the token ids of one text, or of several, as a list of lists."""
+    if isinstance(ids, list):
+        return [ids] if ids and _is_number(ids[0]) else ids
+    raise PydanticCustomError(REFUSED, "must be a list of token ids, or a list of such lists")
+
+
+def _kind(inputs: Any) -> str:
+    return "ids" if isinstance(inputs, list) and inputs and isinstance(inputs[0], list) else "texts"
+
+
+def _token_ids(ids: Any) -> list[int]:
+    if not isinstance(ids, list) or not all(_is_number(number) and number >= 0 for number in ids):
+        raise PydanticCustomError(REFUSED, "must be a list of token ids, which are whole numbers from 0")
+    if not ids:
+        raise PydanticCustomError(REFUSED, "must not be empty")
+    return ids
+
+
+def _side(value: Any) -> Any:
+    if value in ("left", "Left", "right", "Right"):
+        return value.lower()
+    if value is None:
+        return None
+    raise PydanticCustomError(REFUSED, "must be left or right")
+
+
+def _is_number(value: Any) -> bool:
+    # A bool is an int for Python, and no number in JSON.
+    return type(value) is int
+
+
+Text = Annotated[str, AfterValidator(checked_text)]
 # fail_fast refuses a list of a million numbers at the first number.
 Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 Inputs = Annotated[Texts, BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
+TokenIds = Annotated[
+    list[int], PlainValidator(_token_ids, json_schema_input_type=list[Annotated[int, Field(ge=0)]])
+]
+TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+# One text or several, or the token ids of one text or several.
+TextsOrIds = Annotated[
+    Annotated[Texts, Tag("texts")] | Annotated[TokenIdLists, Tag("ids")],
+    Discriminator(_kind),
+    BeforeValidator(
+        _as_list_of_texts_or_ids,
+        json_schema_input_type=str | list[str] | list[TokenIds] | TokenIds,
+    ),
+]
 Truncate = Annotated[
     bool | None,
     Field(
@@ -42,7 +107,18 @@ Truncate = Annotated[
         "setting."
     ),
 ]
-
+TruncationDirection = Annotated[
+    Side | None,
+    BeforeValidator(_side, json_schema_input_type=Literal["left", "right", "Left", "Right"] | None),
+    Field(description="The side at which a text that is too long is cut. Default: right."),
+]
+Dimensions = Annotated[
+    Annotated[int, Field(gt=0)] | None,
+    Field(
+        description="Keep only this many numbers of each embedding, before it gets unit length. A model that "
+        "lists the numbers it was trained for accepts only these. Default: all."
+    ),
+]
 
 # Salts and session ids are compared and kept, so they are short.
 Name = Annotated[Text, Field(max_length=256)]
@@ -53,10 +129,13 @@ class InferenceRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    inputs: Inputs | None = Field(
-        None, description="One text or a list of texts. Required, unless session_id is given."
+    inputs: TextsOrIds | None = Field(
+        None,
+        description="One text or a list of texts, or the token ids of one text or several. Required, unless "
+        "session_id is given.",
     )
     truncate: Truncate = None
+    truncation_direction: TruncationDirection = None
     session_id: Name | None = Field(
         None,
         description="Id of a conversation that the server keeps, chosen by the client. Give append or "
@@ -81,6 +160,7 @@ class InferenceRequest(BaseModel):
 class EmbedRequest(InferenceRequest):
     """The body of POST /embed."""
 
+    dimensions: Dimensions = None
     normalize: bool | None = Field(
         None,
         description="Scale every embedding to unit length. Default: as the model's folder says; if the "
@@ -96,11 +176,25 @@ class EmbedRequest(InferenceRequest):
 class ClassifyRequest(InferenceRequest):
     """The body of POST /classify."""
 
+    inputs: Inputs | None = Field(
+        None, description="One text or a list of texts. Required, unless session_id is given."
+    )
     labels: Texts | None = Field(
         None,
         description="Labels to choose from. Required if the server has no labels. For a classifier, the "
-        "labels must be some of the classifier's labels, and only these labels are scored. For a decoder "
+        "labels must be some of the classifier's labels, and only these labels are scored. A model of "
+        "natural language inference takes any labels. For a decoder "
         "that scores labels by their tokens, the labels replace the server's labels.",
+    )
+    hypothesis_template: Text | None = Field(
+        None,
+        description="For a model of natural language inference: says of a text that it belongs to a label, "
+        "and holds {} once, where each label is inserted. Default: This example is {}.",
+    )
+    multi_label: bool | None = Field(
+        None,
+        description="For a model of natural language inference: true scores each label by itself. Default: "
+        "the scores of a text sum to 1.",
     )
     template: Text | None = Field(
         None,

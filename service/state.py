@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
 from service.batching.batcher import Batcher
@@ -20,10 +22,19 @@ from service.batching.request_queue import Limits
 from service.conversations.sessions import Sessions
 from service.errors import NotReady
 from service.labels import LabelMemory
+from service.observability.finished import FinishedRequests
+from service.observability.logs import log_access
 from service.observability.metrics import Metrics
+from service.observability.tracing import tracing_of
 from service.settings import Settings
 from service.upkeep.scrubber import Scrubber
 from service.upkeep.verifier import Verifier
+from service.upkeep.watchdog import Condition, Watchdog
+from service.web.budget import ByteBudget
+from service.web.keys import key_ring
+
+if TYPE_CHECKING:
+    from service.workers.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +59,34 @@ class ServiceState:
         settings: Settings,
         load_engines: Callable[[], Iterator[PrefillEngine]],
         on_failure: Callable[[BaseException], None] | None,
+        team: Team | None = None,
     ) -> None:
+        """team: the workers that this app belongs to; None: it serves alone."""
         self.settings = settings
+        self.team = team
         self.metrics = Metrics()
         self.sessions = Sessions(
             ttl_seconds=settings.session_ttl_seconds,
             most_sessions=settings.max_sessions,
             most_waiting=settings.max_queue_sequences,
         )
+        self.bodies = ByteBudget(settings.max_inflight_bytes)
+        self.watchdog = Watchdog(settings.stuck_seconds, exit_when_stuck=settings.exit_when_stuck)
+        self.metrics.watch_overdue(lambda: self.watchdog.overdue_seconds)
+        self.explaining = asyncio.Lock()  # held while a text is explained: one at a time
+        self.draining = False  # the process ends once the requests in flight are answered
+        # Called when SIGHUP asks to read files again. They raise AttnCacheError if a file cannot be used.
+        self.reloads: list[Callable[[], None]] = []
+        # None: no key is needed.
+        self.keys = key_ring(settings, *([team.quota_use] if team is not None else []))
+        if self.keys is not None:
+            self.metrics.watch_keys(self.keys.names)
+        if settings.api_keys is not None:
+            self.reloads.append(self._reload_keys)
+        self._tracing = tracing_of(os.environ)
+        tracers = [self._tracing.record] if self._tracing is not None else []
+        consumers = [*([log_access] if settings.access_log else []), *tracers]
+        self.finished = FinishedRequests(consumers) if consumers else None  # None: nobody is told of requests
         self._load_engines = load_engines
         self._on_failure = on_failure
         self._serving: Serving | None = None
@@ -69,12 +100,20 @@ class ServiceState:
             )
         return self._serving
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests should be sent here."""
+        return self._serving is not None and not self.draining and self.watchdog.condition is Condition.FINE
+
     def start(self) -> None:
         """Start loading and return at once. Called on the event loop."""
         # A thread and no executor: at exit Python would wait for an executor's threads, and building a
         # database can take minutes.
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._load, args=(loop,), name="load", daemon=True).start()
+        self.watchdog.start(loop)
+        if self.finished is not None:
+            self.finished.start()
 
     async def close(self) -> None:
         """Finish queued requests and stop all threads."""
@@ -83,6 +122,16 @@ class ServiceState:
                 self._serving.scrubber.stop()
             await asyncio.to_thread(self._serving.batcher.close)
             await asyncio.to_thread(self._serving.engine.close)
+        if self.finished is not None:
+            await asyncio.to_thread(self.finished.close)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+        self.watchdog.stop()
+
+    def _reload_keys(self) -> None:
+        assert self.keys is not None
+        self.keys.reload()
+        self.metrics.watch_keys(self.keys.names)
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         started = time.perf_counter()
@@ -115,8 +164,16 @@ class ServiceState:
                 batch_sequences=self.settings.max_batch_sequences,
                 queue_sequences=self.settings.max_queue_sequences,
                 request_tokens=self.settings.max_request_tokens,
+                queue_tokens=self.settings.max_queue_tokens,
             )
-            batcher = Batcher(engine, limits, self.metrics, verifier)
+            batcher = Batcher(
+                engine,
+                limits,
+                self.metrics,
+                verifier,
+                result_bytes=self.settings.result_memory_bytes if self.settings.reuse else 0,
+                watching=self.watchdog.watching,
+            )
             self._serving = Serving(engine, batcher, LabelMemory(), scrubber)
         else:
             # The previous engine had no database, so there is no scrubber to stop.
@@ -124,6 +181,7 @@ class ServiceState:
             self._serving = replace(self._serving, engine=engine, scrubber=scrubber)
         batcher = self._serving.batcher
         self.metrics.watch(lambda: batcher.waiting_sequences, engine.info)
+        self.metrics.watch_batcher(lambda: batcher.waiting_tokens, lambda: batcher.kept_bytes)
 
     def _verifier(self, engine: PrefillEngine) -> Verifier | None:
         rate = self.settings.verify_rate

@@ -22,6 +22,8 @@ from attncache_core.runtime.threads import available_processors
 settings.register_profile(
     "attncache", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
+# Other examples in every run, and many of them: `make fuzz`.
+settings.register_profile("fuzz", settings.get_profile("attncache"), derandomize=False, max_examples=2000)
 settings.load_profile("attncache")
 
 

@@ -25,7 +25,7 @@ from service import errors as service_errors
 from service.app import create_app
 from service.cli import main
 from service.observability.metrics import Metrics
-from service.settings import Settings
+from service.settings import GROUPS, Settings
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -156,20 +156,36 @@ def test_benchmarks_and_their_options_exist(page):
                 assert f'"{option}"' in source, line
 
 
-def test_table_of_serve_options_lists_every_option_with_its_default():
+def test_tables_of_serve_options_list_every_option_of_each_group_with_its_default():
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    documented = {}
-    for option, default, _ in table_after(text, "## Options"):
-        documented[option.strip("`")] = default.strip("`")
-    expected = {
-        option.opts[0]: option.default
-        for option in subcommands(main)["serve"].params
-        if isinstance(option, click.Option) and not option.hidden
-    }
-    assert list(documented) == list(expected)
-    for name, default in expected.items():
-        shown = {True: "on", False: "off", None: ""}.get(default, str(default))
-        assert documented[name] == shown, name
+    section = text.split("\n## Options\n", 1)[1].split("\n## ", 1)[0]
+    assert re.findall(r"^### (.*)$", section, re.MULTILINE) == [group.title for group in GROUPS]
+    options = {option.name: option for option in subcommands(main)["serve"].params if not option.hidden}
+    for group in GROUPS:
+        documented = {
+            option.strip("`"): default.strip("`")
+            for option, default, _ in table_after(section, f"### {group.title}")
+        }
+        expected = [options[name] for name in group.model_fields if name in options]
+        assert list(documented) == [option.opts[0] for option in expected]
+        for option in expected:
+            default = str(option.default)
+            shown = {"True": "on", "False": "off", "None": ""}.get(default, default)
+            assert documented[option.opts[0]] == shown, option.name
+
+
+def test_table_of_options_for_files_of_texts_lists_their_own_options():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = {row[0].strip("`"): row[1].strip("`") for row in table_after(text, "## Files of texts")}
+    options = {}
+    for command in ("embed", "classify"):
+        for option in subcommands(main)[command].params:
+            # click has a value of its own for "no default".
+            options[option.opts[0]] = str(option.default) if isinstance(option.default, str | int) else ""
+    assert set(documented) <= set(options)
+    own = {"--input", "--output", "--column", "--format", "--batch-tokens", "--prompt-name", "--dimensions"}
+    assert own | {"--classifier", "--max-tokens"} == set(documented)
+    assert {name: options[name] for name in documented} == documented
 
 
 def test_table_of_metrics_lists_every_metric():
@@ -180,7 +196,7 @@ def test_table_of_metrics_lists_every_metric():
     metrics = Metrics()
     exposed = re.findall(r"^# TYPE attncache_(\w+)", generate_latest(metrics.registry).decode(), re.MULTILINE)
     assert documented >= set(exposed)
-    source = (ROOT / "service" / "metrics.py").read_text(encoding="utf-8")
+    source = (ROOT / "service" / "observability" / "metrics.py").read_text(encoding="utf-8")
     # Some metrics appear only once a database is loaded.
     assert all(name.removesuffix("_total") in source for name in documented)
 
@@ -311,16 +327,6 @@ def test_example_classifies_over_http(server_url, monkeypatch, capsys):
 def test_example_finds_the_article_that_answers_the_question(server_url, monkeypatch, capsys):
     run_example("search.py", monkeypatch, "I can't get into my account", server_url)
     assert "forgotten password" in capsys.readouterr().out.splitlines()[0]
-
-
-def test_example_embeds_a_file_in_its_order(server_url, default_checkpoint, tmp_path, monkeypatch):
-    source, target = tmp_path / "texts.txt", tmp_path / "embeddings.jsonl"
-    source.write_text("".join(f"text number {number}\n" for number in range(100)), encoding="utf-8")
-    run_example("embed_file.py", monkeypatch, source, target, server_url)
-    lines = target.read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 100
-    single = PrefillEngine.load(default_checkpoint, dtype="float32").embed(["text number 77"])[0]
-    assert [float(number) for number in lines[77].strip("[]").split(",")] == pytest.approx(single, abs=1e-4)
 
 
 def test_example_embeds_and_classifies_without_a_server(monkeypatch, capsys):

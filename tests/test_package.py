@@ -4,11 +4,15 @@ import inspect
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import attncache_core
 from attncache_core import errors
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_importing_the_engine_loads_nothing_of_the_service():
@@ -90,3 +94,13 @@ def test_every_error_has_a_code_of_its_own_a_status_and_a_sentence():
         assert kind.__doc__.strip().endswith(".")
         error = kind("a message", field="model")
         assert (str(error), error.field) == ("a message", "model")
+
+
+def test_files_that_are_not_code_are_installed_with_their_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    data = project["tool"]["setuptools"]["package-data"]
+    code = {".py", ".pyc", ".so", ".c", ".h"}
+    for package, patterns in data.items():
+        installed = {path for pattern in patterns for path in (ROOT / package).glob(pattern)}
+        files = {path for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix not in code}
+        assert files <= installed

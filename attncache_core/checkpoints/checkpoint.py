@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from safetensors import safe_open
 
+from attncache_core.checkpoints.dense import Dense
 from attncache_core.checkpoints.json_files import read_json
 from attncache_core.checkpoints.sources import WEIGHTS
 from attncache_core.checkpoints.template import Template
@@ -28,6 +29,8 @@ from attncache_core.corpus.reading import spread
 from attncache_core.errors import InvalidInput, readable
 
 Task = Literal["embed", "classify", "label-logits"]
+# What makes a score of the logit of a cross-encoder with one class.
+Activation = Literal["sigmoid", "identity"]
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
 # Files from which a tokenizer can be made. The model's family decides which of them are used.
@@ -96,6 +99,10 @@ class Checkpoint:
     template: Template  # stands around every text, unless a request overrides it
     prompts: Mapping[str, str]  # name that a request may give -> prefix of a text
     labels: tuple[str, ...] = ()  # the operator's labels to choose from
+    dense: tuple[Dense, ...] = ()  # layers between pooling and normalisation
+    truncate_dim: int | None = None  # embeddings have at most this many dimensions; None: no limit
+    matryoshka_dimensions: tuple[int, ...] = ()  # a request may ask for these; empty: for any number
+    activation: Activation = "sigmoid"  # of the score of a pair, if the model has one class
     dropped: DroppedLayers = DroppedLayers()
     quantization: Quantization | None = None  # of the linear layers' weights, applied while they are loaded
     quantization_texts: tuple[str, ...] = ()  # to calibrate int8 with; empty: texts of the shipped corpus
@@ -115,6 +122,18 @@ class Checkpoint:
         return variant
 
     @property
+    def behind_pooling(self) -> list[Any]:
+        """What makes embeddings of pooled vectors, as JSON values; empty if they are the embeddings.
+
+        Reads the weights of Dense modules, as `fingerprint` reads the model's weights.
+        """
+        layers: list[Any] = [
+            [_digest_of(dense.weights).hex(), dense.inputs, dense.outputs, dense.bias, dense.activation]
+            for dense in self.dense
+        ]
+        return layers if self.truncate_dim is None else [*layers, self.truncate_dim]
+
+    @property
     def calibration_texts(self) -> tuple[str, ...]:
         """The texts that int8 is calibrated with; see models/smoothing.py."""
         return self.quantization_texts or _default_texts()
@@ -129,6 +148,26 @@ class Checkpoint:
         # transformers' MPNet model always uses 1, whatever config.json says.
         padding = 1 if family == "mpnet" else self.config.get("pad_token_id", 1)
         return positions - padding - 1
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes of a model with a classification head, in the order of its logits."""
+        # Hugging Face saves neither the names of unnamed classes nor their number if it is two.
+        names = self.config.get("id2label") or {
+            row: f"LABEL_{row}" for row in range(self.config.get("num_labels", 2))
+        }
+        return tuple(names[key] for key in sorted(names, key=int))
+
+    @property
+    def is_for_pairs(self) -> bool:
+        """Whether the model is made for pairs of texts, as far as its template or its one class tells."""
+        return self.template.is_for_pairs or (self.task == "classify" and len(self.classes) == 1)
+
+    @property
+    def token_types(self) -> int:
+        """The number of types that a token may have; 0 or 1 if the model does not tell tokens apart."""
+        default = 2 if self.config.get("model_type") in _TWO_TYPES else 0
+        return int(self.config.get("type_vocab_size", default))
 
     @property
     def vocabularies(self) -> list[Path]:
@@ -178,6 +217,13 @@ class Checkpoint:
                 f"pooling is for embeddings, and model {self.name} classifies; leave pooling out",
                 field="pooling",
             )
+        if template and template.is_for_pairs and task == "embed":
+            raise InvalidInput(
+                f"a template with {{query}} and {{document}} is for models that score pairs, and model "
+                f"{self.name} gives embeddings; give a template with {{}}, or task label-logits for a "
+                "decoder",
+                field="template",
+            )
         if labels and task == "classify":
             raise InvalidInput(
                 f"model {self.name} is a classifier and has labels of its own; leave labels out",
@@ -192,6 +238,8 @@ class Checkpoint:
             template=template or self.template,
             pooling=replace(used, modes=(pooling,)) if pooling else used,
             normalize=self.normalize and not label_logits,
+            dense=() if label_logits else self.dense,
+            truncate_dim=None if label_logits else self.truncate_dim,
             labels=tuple(labels),
         )
 
@@ -205,9 +253,8 @@ class Checkpoint:
         digest = hashlib.sha256()
         for path in sorted([*self.folder.glob("*.safetensors"), *self.tokenizer_files]):
             if path.is_file():
-                state = path.stat()
                 digest.update(path.relative_to(self.folder).as_posix().encode())
-                digest.update(_file_digest(path, state.st_size, state.st_mtime_ns))
+                digest.update(_digest_of(path))
         architecture = {key: self.config.get(key) for key in sorted(self.config) if key not in _NOT_THE_MODEL}
         digest.update(json.dumps(architecture, sort_keys=True).encode())
         if self.variant:
@@ -217,10 +264,14 @@ class Checkpoint:
     def embedding_fingerprint(self) -> str:
         """Return the SHA-256 of everything that decides the embedding of a text, in hexadecimal.
 
-        The fingerprint, pooling, length limit, lowercasing and template decide the embedding.
+        The fingerprint, pooling, Dense modules, truncation, length limit, lowercasing and template decide the
+        embedding.
         """
         parts = [self.fingerprint(), self.pooling.modes, self.pooling.include_prompt]
         parts += [self.max_tokens, self.lowercase, self.template.prefix, self.template.suffix]
+        parts += self.behind_pooling
+        if self.template.is_for_pairs:
+            parts.append(["pairs", self.template.middle])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def use_fingerprint(self) -> str:
@@ -229,6 +280,7 @@ class Checkpoint:
         The embedding fingerprint, named prompts, task and labels decide the answer.
         """
         parts = [self.embedding_fingerprint(), sorted(self.prompts.items()), self.task, self.labels]
+        parts += [] if self.activation == "sigmoid" else [self.activation]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _files(self, patterns: Sequence[str]) -> list[Path]:
@@ -238,6 +290,9 @@ class Checkpoint:
 # Entries of config.json that may change when a model is saved again and do not change its maps.
 _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 
+# Families of two token types, unless config.json names another number.
+_TWO_TYPES = ("bert", "roberta", "xlm-roberta")
+
 # Families that number positions from the id of the padding token + 1.
 _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "mpnet")
 
@@ -246,6 +301,12 @@ _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "mpnet")
 def _default_texts() -> tuple[str, ...]:
     """Return equally spaced texts of the shipped corpus, so texts of all topics."""
     return tuple(spread([sentence.text for sentence in default_corpus()], MOST_QUANTIZATION_TEXTS))
+
+
+def _digest_of(path: Path) -> bytes:
+    """Return the SHA-256 of a file, which is read once per process, and again if it changes."""
+    state = path.stat()
+    return _file_digest(path, state.st_size, state.st_mtime_ns)
 
 
 @cache

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from attncache_core.checkpoints.checkpoint import Checkpoint, Pooling, PoolingMode, Task
+from attncache_core.checkpoints.checkpoint import Activation, Checkpoint, Pooling, PoolingMode, Task
+from attncache_core.checkpoints.dense import read_dense
 from attncache_core.checkpoints.json_files import read_json
 from attncache_core.checkpoints.sources import WEIGHTS, find_source
 from attncache_core.checkpoints.template import Template
@@ -57,22 +58,27 @@ def read_checkpoint(folder: Path, *, name: str | None = None, source: str = "fol
 
 
 def _described(folder: Path, name: str, source: str) -> Checkpoint:
-    modules = _modules(folder)
+    listed = _modules(folder)
+    modules = dict(listed)
     transformer = folder / modules.get("Transformer", "")
     config = read_json(transformer / "config.json")
     if not isinstance(config, dict):
         raise UnsupportedModel(f"{transformer / 'config.json'} is not a JSON object", field="model")
     if not any((transformer / weights).is_file() for weights in WEIGHTS):
         raise UnsupportedModel(
-            f"model folder {transformer} has no model.safetensors; other weight formats are not read",
+            f"model folder {transformer} has no model.safetensors; other weight formats are not read (load "
+            "and save the model with sentence-transformers, which writes safetensors)",
             field="model",
         )
     settings = read_json(transformer / "sentence_bert_config.json", {})
     prompting = read_json(folder / "config_sentence_transformers.json", {})
     prompts = prompting.get("prompts") or {}
     classifier = any("ForSequenceClassification" in name for name in config.get("architectures") or [])
-    task: Task = "classify" if classifier and not modules else "embed"
-    if task == "classify" and config.get("problem_type") == "regression":
+    activation = _cross_encoder_activation(config, prompting)
+    task: Task = "classify" if classifier and (activation or not modules) else "embed"
+    if "LogitScore" in modules:
+        return _scoring_by_tokens(name, transformer, source, config)
+    if task == "classify" and config.get("problem_type") == "regression" and not activation:
         raise UnsupportedModel(
             f"model folder {folder} predicts a number (problem_type: regression); only models that predict "
             "classes are supported",
@@ -91,19 +97,96 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
         lowercase=bool(settings.get("do_lower_case", False)),
         template=Template(prefix=prompts.get(prompting.get("default_prompt_name") or "", "")),
         prompts=prompts,
+        dense=tuple(read_dense(folder / path) for kind, path in listed if kind == "Dense"),
+        truncate_dim=_positive(prompting.get("truncate_dim")) if modules else None,
+        matryoshka_dimensions=_matryoshka_dimensions(config),
+        activation=activation or "sigmoid",
     )
 
 
-def _modules(folder: Path) -> dict[str, str]:
-    """Return kind -> subfolder of the modules of a sentence-transformers model; empty for a plain folder."""
+def _scoring_by_tokens(name: str, folder: Path, source: str, config: dict[str, Any]) -> Checkpoint:
+    """Describe a decoder that scores pairs by the logits of tokens (a CrossEncoder with LogitScore).
+
+    The operator gives template and labels, so the chat template and the prompts of the folder are not used.
+    """
+    return Checkpoint(
+        name=name,
+        folder=folder,
+        source=source,
+        config=config,
+        task="label-logits",
+        pooling=Pooling(("lasttoken",)),
+        normalize=False,
+        max_tokens=None,
+        lowercase=False,
+        template=Template(),
+        prompts={},
+    )
+
+
+_ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
+
+
+def _cross_encoder_activation(config: dict[str, Any], described: dict[str, Any]) -> Activation | None:
+    """Return what makes a score of a cross-encoder's logit; None for a model that declares nothing.
+
+    described: config_sentence_transformers.json. As in sentence-transformers, a function that is not torch's
+    is not loaded, and a sigmoid is used instead. Raises UnsupportedModel for another function of torch.
+    """
+    is_described = described.get("model_type") == "CrossEncoder"
+    declared: str | None = (
+        (described.get("activation_fn") if is_described else None)
+        or (config.get("sentence_transformers") or {}).get("activation_fn")
+        or config.get("sbert_ce_default_activation_function")
+    )
+    if declared is None:
+        return "sigmoid" if is_described else None
+    if not declared.startswith("torch."):
+        return "sigmoid"
+    function = declared.rsplit(".", 1)[-1]
+    if function not in _ACTIVATIONS:
+        raise UnsupportedModel(
+            f"the model's activation_fn {function} is not supported; supported are: "
+            f"{', '.join(_ACTIVATIONS)}",
+            field="model",
+        )
+    return _ACTIVATIONS[function]
+
+
+# The modules that are supported, in the order that is required. Only Dense may stand there more than once.
+_MODULES = ("Transformer", "LogitScore", "Pooling", "Dense", "Normalize")
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """Return (kind, subfolder) of each module of a sentence-transformers model; empty for a plain folder."""
     listed = read_json(folder / "modules.json", [])
-    modules = {module["type"].rsplit(".", 1)[-1]: module["path"] for module in listed}
-    unknown = sorted(set(modules) - {"Transformer", "Pooling", "Normalize"})
+    modules = [(module["type"].rsplit(".", 1)[-1], module["path"]) for module in listed]
+    kinds = [kind for kind, _ in modules]
+    unknown = sorted(set(kinds) - set(_MODULES))
     if unknown:
         raise UnsupportedModel(
             f"model folder {folder} has modules that are not supported: {', '.join(unknown)}", field="model"
         )
+    if kinds != sorted(kinds, key=_MODULES.index) or ("Dense" in kinds and "Pooling" not in kinds):
+        raise UnsupportedModel(
+            f"model folder {folder} has its modules in the order {', '.join(kinds)}; supported are "
+            "Transformer, Pooling, Dense and Normalize, in this order",
+            field="model",
+        )
     return modules
+
+
+def _matryoshka_dimensions(config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the dimensions that config.json says the model was trained for; empty if it says nothing."""
+    listed = config.get("matryoshka_dimensions") or config.get("matryoshka_dims") or []
+    return tuple(sorted({number for each in listed if (number := _positive(each))}))
+
+
+def _positive(number: object) -> int | None:
+    """Return a positive number of dimensions as it is; None stays None. Raises ValueError for all others."""
+    if number is None or (type(number) is int and number > 0):
+        return number
+    raise ValueError(f"{number!r} dimensions")
 
 
 def _read_pooling(folder: Path) -> Pooling:

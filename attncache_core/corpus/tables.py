@@ -33,6 +33,19 @@ def read_rows(
     Raises InvalidInput if the file cannot be read or is not UTF-8, and if the format is unknown, a column is
     missing, or a row has no value for a column.
     """
+    file_format = format_of(path, file_format)
+    try:
+        with _open(path) as file:
+            yield from (row for _, row in parse_rows(file, path, columns, file_format))
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}", field="corpus") from error
+
+
+def format_of(path: str, file_format: str | None = None) -> str:
+    """Return the format of a file: `file_format`, else the ending of its name, else "txt" for "-".
+
+    Raises InvalidInput if the format is unknown.
+    """
     file_format = file_format or ("txt" if path == "-" else Path(path).suffix.removeprefix(".").lower())
     if file_format not in FORMATS:
         raise InvalidInput(
@@ -40,15 +53,50 @@ def read_rows(
             f"{', '.join('.' + name for name in FORMATS)}",
             field="corpus",
         )
+    return file_format
+
+
+def parse_rows(
+    file: TextIO, path: str, columns: tuple[str, ...], file_format: str, *, keep_blank: bool = False
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield each row of an open file with the number of its last line. Reads no further than necessary.
+
+    path: for errors. keep_blank: yield blank lines of txt files and tables as rows of empty texts; otherwise
+    they are skipped. Raises InvalidInput as read_rows does, and OSError.
+    """
     if file_format == "txt" and len(columns) > 1:
         raise InvalidInput(f"{path}: a .txt file has no columns", field="corpus")
+    lines = _Lines(file)
     try:
-        with _open(path) as file:
-            yield from _parse(file, path, columns, file_format)
-    except OSError as error:
-        raise InvalidInput(f"{path} cannot be read: {error.strerror}", field="corpus") from error
+        if file_format == "txt":
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, (line.rstrip("\r\n"),)
+                elif keep_blank:
+                    yield number, ("",)
+        elif file_format == "jsonl":
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, _fields(line, path, number, columns)
+        elif file_format == "csv":
+            yield from _columns(_csv_rows(lines, path), path, columns, keep_blank)
+        else:
+            split = (line.rstrip("\r\n").split("\t") for line in lines)
+            yield from _columns(enumerate(split, 1), path, columns, keep_blank)
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path} is not UTF-8 (at byte {error.start})", field="corpus") from error
+        raise InvalidInput(f"{path} is not UTF-8 (after line {lines.read})", field="corpus") from error
+
+
+class _Lines(Iterator[str]):
+    """The lines of a file, counted: a UnicodeDecodeError gives only a position in a buffer."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self.read = file, 0
+
+    def __next__(self) -> str:
+        line = next(self._file)
+        self.read += 1
+        return line
 
 
 def _open(path: str) -> TextIO:
@@ -57,25 +105,9 @@ def _open(path: str) -> TextIO:
     return Path(path).open(encoding="utf-8-sig", newline="")
 
 
-def _parse(file: TextIO, path: str, columns: tuple[str, ...], file_format: str) -> Iterator[tuple[str, ...]]:
-    if file_format == "txt":
-        for line in file:
-            if line.strip():
-                yield (line.rstrip("\r\n"),)
-    elif file_format == "jsonl":
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _fields(line, path, number, columns)
-    elif file_format == "csv":
-        yield from _columns(_csv_rows(file, path), path, columns)
-    else:
-        split = (line.rstrip("\r\n").split("\t") for line in file)
-        yield from _columns(enumerate(split, 1), path, columns)
-
-
-def _csv_rows(file: TextIO, path: str) -> Iterator[tuple[int, list[str]]]:
+def _csv_rows(lines: Iterator[str], path: str) -> Iterator[tuple[int, list[str]]]:
     """Yield each row with the number of its last line; a quoted field may span several lines."""
-    reader = csv.reader(file, strict=True)
+    reader = csv.reader(lines, strict=True)
     try:
         for row in reader:
             yield reader.line_num, row
@@ -84,9 +116,9 @@ def _csv_rows(file: TextIO, path: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _columns(
-    rows: Iterator[tuple[int, list[str]]], path: str, columns: tuple[str, ...]
-) -> Iterator[tuple[str, ...]]:
-    """Yield the columns of a table, whose first row is the header; empty rows are skipped."""
+    rows: Iterator[tuple[int, list[str]]], path: str, columns: tuple[str, ...], keep_blank: bool
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the columns of a table, whose first row is the header; see parse_rows."""
     _, header = next(rows, (0, []))
     missing = [column for column in columns if column not in header]
     if missing:
@@ -97,12 +129,14 @@ def _columns(
     indices = [header.index(column) for column in columns]
     for number, row in rows:
         if not row or row == [""]:
+            if keep_blank:
+                yield number, ("",) * len(columns)
             continue
         if len(row) <= max(indices):
             raise InvalidInput(
                 f"{path}, line {number}: {len(row)} columns instead of {len(header)}", field="corpus"
             )
-        yield tuple(row[index] for index in indices)
+        yield number, tuple(row[index] for index in indices)
 
 
 def _fields(line: str, path: str, number: int, columns: tuple[str, ...]) -> tuple[str, ...]:

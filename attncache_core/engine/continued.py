@@ -99,7 +99,10 @@ def _outputs(model: PackedModel, states: np.ndarray, plan: Continuation, modes: 
     logits = model.final.logits(torch.from_numpy(states[:, LAST]).to(model.device))
     if logits is not None:
         return logits.cpu().numpy()
-    return pooled(states, plan.lengths, plan.skipped, modes)
+    vectors = pooled(states, plan.lengths, plan.skipped, modes)
+    if model.embedding_head is None:
+        return vectors
+    return model.embedding_head(torch.from_numpy(vectors).to(model.device)).cpu().numpy()
 
 
 def _of_all(found: list[np.ndarray] | None, computed: np.ndarray, count: int) -> list[np.ndarray] | None:

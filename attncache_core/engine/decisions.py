@@ -50,12 +50,7 @@ class Decisions:
         if self.label_tokens and self.label_tokens.one_token_each:
             return self.label_tokens.labels
         if self._checkpoint.task == "classify":
-            config = self._checkpoint.config
-            # Hugging Face saves neither the names of unnamed classes nor their number if it is two.
-            names = config.get("id2label") or {
-                row: f"LABEL_{row}" for row in range(config.get("num_labels", 2))
-            }
-            return tuple(names[key] for key in sorted(names, key=int))
+            return self._checkpoint.classes
         return None
 
     @property

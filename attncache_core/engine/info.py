@@ -23,8 +23,10 @@ class EngineInfo:
     task: str
     labels: list[str]
     template: str
-    prompts: list[str]  # names
+    prompts: Mapping[str, str]  # name -> what the prompt puts in front of a text
     pooling: tuple[str, ...] | None  # None if the model does not embed
+    dimensions: int | None  # of an embedding; None if the model does not embed
+    matryoshka_dimensions: tuple[int, ...]  # fewer dimensions that may be requested; empty: any number
     max_tokens: int
     dtype: str
     device: str

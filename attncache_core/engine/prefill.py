@@ -13,24 +13,28 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import overload
 
 import numpy as np
 import torch
 
 from attncache_core import native
-from attncache_core.checkpoints.checkpoint import Checkpoint, Task
-from attncache_core.checkpoints.template import Template
+from attncache_core.checkpoints.checkpoint import Activation, Checkpoint, Task
+from attncache_core.checkpoints.template import Template, Text
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.decisions import Decisions
 from attncache_core.engine.forward import forward_pass
 from attncache_core.engine.info import EngineInfo
+from attncache_core.engine.pair_scores import PairScores
 from attncache_core.engine.request import PrefillRequest, PrefillResult, joined_results
-from attncache_core.engine.targets import log_probabilities
+from attncache_core.engine.targets import log_probabilities, token_states
 from attncache_core.errors import InvalidInput, NoClassifier, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.heads.embedding import require_dimensions
 from attncache_core.heads.vectors import finite_sequences, require_finite
 from attncache_core.heads.vectors import normalize as unit_length
+from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel, load_model
 from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.kv.info import key_value_info
@@ -77,12 +81,13 @@ class PrefillEngine:
         self.threads = threads
         self.strategy = strategy
         self.decisions = Decisions(checkpoint, model, tokenizer, classifier)
+        self.pair_scores = PairScores(checkpoint, self.decisions, tokenizer)
         self.fetch = fetch
         self.share_prefixes = share_prefixes
         self.key_values: KeyValueReuse | None = None
         self.key_values_off = "switched off"  # why, if `key_values` is None
         self._reuse_off: list[str] = []
-        self._deciding = threading.Lock()  # held while the strategy is called
+        self.deciding = threading.Lock()  # held while the strategy is called
         self.task: Task = checkpoint.task
         self.max_tokens = tokenizer.max_tokens
 
@@ -213,21 +218,61 @@ class PrefillEngine:
         return self.decisions.classifier
 
     @property
+    def dimensions(self) -> int | None:
+        """The dimensions of an embedding; None if the model gives classes or label logits."""
+        if self.task != "embed":
+            return None
+        head = self.model.embedding_head
+        return head.dimensions if head else self.model.hidden_size * len(self.checkpoint.pooling.modes)
+
+    @property
+    def hidden_size(self) -> int:
+        """The numbers in the state of a token."""
+        return self.model.hidden_size
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """The number of token ids that the model accepts, which are 0 to this number minus one."""
+        # The tokenizer of EmbeddingGemma has a token more than the model.
+        rows = self.checkpoint.config.get("vocab_size")
+        known = self.tokenizer.vocabulary
+        return min(known, rows) if isinstance(rows, int) else known
+
+    @property
     def default_prompt(self) -> Prompt:
         """The prompt of the checkpoint's template."""
         return self.tokenizer.default_prompt
 
+    @overload
     def tokenize(
         self,
         texts: Sequence[str],
         truncate: bool = True,
         prompt: Prompt | None = None,
         most_tokens: int | None = None,
-    ) -> list[list[int]]:
+    ) -> list[list[int]]: ...
+
+    @overload
+    def tokenize(
+        self,
+        texts: Sequence[Text],
+        truncate: bool = True,
+        prompt: Prompt | None = None,
+        most_tokens: int | None = None,
+    ) -> Sequence[Sequence[int]]: ...
+
+    def tokenize(
+        self,
+        texts: Sequence[Text],
+        truncate: bool = True,
+        prompt: Prompt | None = None,
+        most_tokens: int | None = None,
+    ) -> Sequence[Sequence[int]]:
         """Return the token ids of each text in a prompt; None: the checkpoint's template. Thread safe.
 
-        Raises InputTooLong if a text is too long and `truncate` is False, or if all texts together have more
-        than `most_tokens` tokens.
+        A text may be a pair (text, text). Raises InputTooLong if a text is too long and `truncate` is False,
+        or if all texts together have more than `most_tokens` tokens, and InvalidInput; see
+        TextTokenizer.tokenize.
         """
         return self.tokenizer.tokenize(texts, truncate=truncate, prompt=prompt, most_tokens=most_tokens)
 
@@ -253,31 +298,76 @@ class PrefillEngine:
         reuse: bool = True,
         prompt_name: str | None = None,
         normalize: bool | None = None,
+        dimensions: int | None = None,
     ) -> np.ndarray:
         """Return the embeddings of a list of texts, float32 [texts, d].
 
         reuse: let the texts reuse what they can. prompt_name: name of one of the checkpoint's prompts; None:
-        the default prompt. normalize: bring each embedding to unit length; None: as the checkpoint's
-        configuration says. Raises NotFinite with the index of the first text whose embedding is not finite.
+        the default prompt. normalize, dimensions: see `embeddings`. Raises NotFinite with the index of the
+        first text whose embedding is not finite, and InvalidInput if an argument is not accepted.
         """
         if self.task != "embed":
             remedy = "; load it without task label-logits" if self.task == "label-logits" else ""
             raise InvalidInput(f"the model is a classifier and gives no embeddings{remedy}", field="model")
+        self.require_dimensions(dimensions)
         if not texts:
-            return np.zeros((0, self.model.hidden_size * len(self.checkpoint.pooling.modes)), np.float32)
+            return np.zeros((0, dimensions or self.dimensions or 0), np.float32)
         prompt = self.default_prompt if prompt_name is None else self.named_prompt(prompt_name)
         result = self.run(self.requests(self.tokenize(texts, prompt=prompt), prompt, reuse=reuse))
         require_finite(result.finite)
-        return self.embeddings(result.outputs, normalize=normalize)
+        return self.embeddings(result.outputs, normalize=normalize, dimensions=dimensions)
 
-    def embeddings(self, outputs: np.ndarray, *, normalize: bool | None = None) -> np.ndarray:
+    def embeddings(
+        self, outputs: np.ndarray, *, normalize: bool | None = None, dimensions: int | None = None
+    ) -> np.ndarray:
         """Return the embeddings, float32 [n, d], from the outputs of `run`.
 
         normalize: bring each embedding to unit length; None: as the checkpoint's configuration says.
+        dimensions: keep only the first d numbers of each embedding (Matryoshka, Kusupati et al. 2022), before
+        it is brought to unit length; None: all. Raises InvalidInput as `require_dimensions` does.
         """
-        if normalize is None:
-            normalize = self.checkpoint.normalize
-        return unit_length(outputs) if normalize else outputs
+        self.require_dimensions(dimensions)
+        kept = outputs[:, :dimensions]
+        return unit_length(kept) if normalize or (normalize is None and self.checkpoint.normalize) else kept
+
+    def require_dimensions(self, dimensions: int | None) -> None:
+        """Raise InvalidInput unless embeddings can be truncated to this many dimensions; None: all.
+
+        A model that lists the dimensions it was trained for has only these.
+        """
+        if dimensions is not None:
+            require_dimensions(dimensions, self.dimensions or 0, self.checkpoint.matryoshka_dimensions)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        activation: Activation | None = None,
+    ) -> np.ndarray:
+        """Return how well each document answers a query, float32 [documents]; higher is better.
+
+        instruction, activation: see PairScores.prompt and PairScores.scores. A pair that is too long is cut.
+        Raises InvalidInput if the model scores no pairs, and NotFinite with the index of the first document
+        whose score is not finite.
+        """
+        prompt = self.pair_scores.prompt(instruction)
+        if not documents:
+            return np.zeros(0, np.float32)
+        sequences = self.tokenize([(query, document) for document in documents], prompt=prompt)
+        result = self.run(self.requests(sequences, prompt, self.label_tokens))
+        plans = len(prompt.sequence_plans)
+        require_finite(result.finite.reshape(-1, plans), "documents")
+        return self.pair_scores.scores(result.outputs, result.log_probabilities, activation)
+
+    def zero_shot(self, labels: Sequence[str], hypothesis_template: str = HYPOTHESIS_TEMPLATE) -> ZeroShot:
+        """Prepare labels for a model of natural language inference; see ZeroShot.of. Thread safe.
+
+        Raises NoClassifier if the model has no class for entailment, and InvalidInput.
+        """
+        config = self.checkpoint.config if self.task == "classify" else {}
+        return ZeroShot.of(config, self.default_prompt, labels, hypothesis_template)
 
     def requests(
         self,
@@ -385,7 +475,10 @@ class PrefillEngine:
 
         Sequences that may reuse something, and sequences that share prefixes, are two batches.
         """
-        shared = np.array([self.shares_prefixes(request.reuse) for request in requests], dtype=bool)
+        # A token of a shared prefix has one state for all sequences, and tokens that are stored have none.
+        shared = np.array(
+            [self.shares_prefixes(own.takes_maps) and not own.reads_states for own in requests], dtype=bool
+        )
         if shared.all() or not shared.any():
             return self._run(requests, share=bool(shared.any()))
         indices = [np.flatnonzero(~shared), np.flatnonzero(shared)]
@@ -412,11 +505,11 @@ class PrefillEngine:
             return run_continued(self.model, store, requests, skipped, modes)
         started = time.perf_counter()
         batch = self._packed(requests, share).on(self.model.device)
-        reuse = np.array([request.reuse for request in requests], dtype=bool)
+        reuse = np.array([request.takes_maps for request in requests], dtype=bool)
         lost = () if share else self._prepare(set(batch.lengths[reuse[batch.order]].tolist()))
         try:
             strategy = None if share else self.strategy
-            done = forward_pass(self.model, batch, strategy, reuse[batch.order], self.fetch, self._deciding)
+            done = forward_pass(self.model, batch, strategy, reuse[batch.order], self.fetch, self.deciding)
         except RecordsChanged as changed:
             # The maps that were used may differ from the maps that were checked, so compute the batch again.
             again = [
@@ -447,6 +540,7 @@ class PrefillEngine:
             corrupt_records=plan.corrupt_records,
             lost_lengths=lost,
             log_probabilities=found,
+            token_states=token_states(self.model, batch, done.hidden, requests),
         )
 
     @cached_property
@@ -464,7 +558,7 @@ class PrefillEngine:
     def _prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
         if not self.strategy:
             return ()
-        with self._deciding:
+        with self.deciding:
             return self.strategy.prepare(lengths)
 
     @property
@@ -517,8 +611,10 @@ class PrefillEngine:
             task=self.task,
             labels=list(self.labels or self.checkpoint.labels),
             template=str(self.checkpoint.template),
-            prompts=list(self.checkpoint.prompts),
+            prompts=dict(self.checkpoint.prompts),
             pooling=self.checkpoint.pooling.modes if self.task == "embed" else None,
+            dimensions=self.dimensions,
+            matryoshka_dimensions=self.checkpoint.matryoshka_dimensions,
             max_tokens=self.max_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
             device=str(self.model.device),

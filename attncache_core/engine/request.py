@@ -9,6 +9,7 @@ import numpy as np
 
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.reuse.plan import Outcome
+from attncache_core.text.pairs import PairTokens
 from attncache_core.text.prompts import SequencePlan
 
 
@@ -16,14 +17,25 @@ from attncache_core.text.prompts import SequencePlan
 class PrefillRequest:
     """One token sequence to run through the model."""
 
-    ids: Sequence[int]  # token ids
-    reuse: bool = True  # whether this sequence may reuse anything
+    ids: Sequence[int]  # token ids; PairTokens for a pair
+    # Whether this sequence may reuse anything. A pair takes no attention maps in either case.
+    reuse: bool = True
     # Which outputs to read from this sequence; None: the outputs of the default prompt.
     sequence_plan: SequencePlan | None = None
     # How stored keys and values are looked up; None: none are used, and none are stored.
     wanted: Wanted | None = None
     # Sequences share prefixes inside a batch only with sequences of their group.
     group: Hashable = None
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the last state of every token is read."""
+        return self.sequence_plan is not None and self.sequence_plan.states
+
+    @property
+    def takes_maps(self) -> bool:
+        """Whether this sequence may take attention maps from records."""
+        return self.reuse and not isinstance(self.ids, PairTokens)
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,9 @@ class PrefillResult:
     lost_lengths: tuple[int, ...] = field(default=(), kw_only=True)
     # Log-probabilities of each sequence's targets, float32 [targets]; None if no sequence has targets.
     log_probabilities: list[np.ndarray] | None = field(default=None, kw_only=True)
+    # States of the tokens of each sequence whose plan reads them, float32 [tokens, hidden], else [0, hidden];
+    # None if no plan reads any.
+    token_states: list[np.ndarray] | None = field(default=None, kw_only=True)
 
 
 def joined_results(parts: Sequence[PrefillResult], indices: Sequence[np.ndarray]) -> PrefillResult:
@@ -60,11 +75,13 @@ def joined_results(parts: Sequence[PrefillResult], indices: Sequence[np.ndarray]
         joined: np.ndarray = np.concatenate([getattr(part, name) for part in parts])[order]
         return joined
 
-    probabilities: list[np.ndarray] | None = None
-    if any(part.log_probabilities is not None for part in parts):
+    def arrays(name: str) -> list[np.ndarray] | None:
+        if all(getattr(part, name) is None for part in parts):
+            return None
         none = np.zeros(0, dtype=np.float32)
-        found = [own for part in parts for own in part.log_probabilities or [none] * len(part.outcomes)]
-        probabilities = [found[index] for index in order.tolist()]
+        found = [own for part in parts for own in getattr(part, name) or [none] * len(part.outcomes)]
+        return [found[index] for index in order.tolist()]
+
     outcomes = [outcome for part in parts for outcome in part.outcomes]
     return PrefillResult(
         outputs=rows("outputs"),
@@ -80,5 +97,6 @@ def joined_results(parts: Sequence[PrefillResult], indices: Sequence[np.ndarray]
         corrupt_records=sum(part.corrupt_records for part in parts),
         strangeness=rows("strangeness"),
         lost_lengths=tuple(length for part in parts for length in part.lost_lengths),
-        log_probabilities=probabilities,
+        log_probabilities=arrays("log_probabilities"),
+        token_states=arrays("token_states"),
     )

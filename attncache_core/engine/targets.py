@@ -1,4 +1,4 @@
-"""The log-probabilities of tokens that requests ask for, read from the last hidden states of a batch."""
+"""What requests ask for beside their outputs, read from the last hidden states of a batch."""
 
 from __future__ import annotations
 
@@ -44,3 +44,20 @@ def log_probabilities(
         .numpy()
     )
     return np.split(found, np.cumsum(counts)[:-1])
+
+
+def token_states(
+    model: PackedModel, batch: TokenBatch, hidden: torch.Tensor, requests: Sequence[PrefillRequest]
+) -> list[np.ndarray] | None:
+    """Return the last states of each request's tokens, which pooling reads; None if no request reads them.
+
+    Arguments: see log_probabilities; the batch has no tree. A request that does not read them has no state.
+    """
+    if not any(request.reads_states for request in requests):
+        return None
+    found = [np.zeros((0, hidden.shape[1]), dtype=np.float32)] * len(requests)
+    for place, index in enumerate(batch.order.tolist()):
+        if requests[index].reads_states:
+            own = hidden[int(batch.offsets[place]) : int(batch.offsets[place + 1])]
+            found[index] = model.token_states(own).cpu().numpy()
+    return found

@@ -163,6 +163,7 @@ def assemble_decoder(
         layers=layers,
         outputs=outputs,
         final=outputs,
+        token_states=outputs.states,
         language_head=language_head(model, base.norm),
     )
 

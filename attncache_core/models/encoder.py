@@ -104,17 +104,19 @@ class _FeedForward:
 class _Embeddings:
     """The sum of word, position and token type embeddings, normalised.
 
-    A checkpoint may lack the positions or the types. Every token has the first type.
+    A checkpoint may lack the positions or the types. A token without a type has the first type.
     """
 
     def __init__(self, module: Any) -> None:
         self._words: torch.Tensor = module.word_embeddings.weight
         positions = getattr(module, "position_embeddings", None)
         types = getattr(module, "token_type_embeddings", None)
-        added = [] if positions is None else [positions.weight.float()]
-        added += [] if types is None else [types.weight[:1].float()]
-        # [positions, hidden], or [1, hidden] if the checkpoint has types and no positions.
-        self._added = reduce(torch.add, added).to(self._words.dtype) if added else None
+        added = [] if positions is None else [positions.weight.float()[:, None]]
+        added += [] if types is None else [types.weight.float()[None]]
+        # [positions * types, hidden], position after position; without a part, it counts one row.
+        self._added = reduce(torch.add, added).flatten(0, 1).to(self._words.dtype) if added else None
+        self._has_positions = positions is not None
+        self._types = 1 if types is None else len(types.weight)
         self._padding: int | None = getattr(module, "padding_idx", None)
         self._projection: nn.Module | None = getattr(module, "embed_proj", None)
         self._norm = Norm(module.LayerNorm)
@@ -123,10 +125,8 @@ class _Embeddings:
         """Return the first layer's input, [tokens, hidden]."""
         embedded = torch.embedding(self._words, batch.ids)
         if self._added is not None:
-            one_row = len(self._added) == 1
-            embedded.add_(
-                self._added if one_row else torch.embedding(self._added, self._position_rows(batch))
-            )
+            rows = self._rows(batch)
+            embedded.add_(self._added[:1] if rows is None else torch.embedding(self._added, rows))
         return self._norm(embedded if self._projection is None else self._projection(embedded))
 
     def compiled(self) -> CompiledEmbedding:
@@ -137,9 +137,16 @@ class _Embeddings:
 
     def places(self, batch: TokenBatch) -> np.ndarray | None:
         """See compiled.CompiledEmbed."""
-        if self._added is None or len(self._added) == 1:
-            return None
-        return self._position_rows(batch).numpy()
+        rows = None if self._added is None else self._rows(batch)
+        return None if rows is None else rows.numpy()
+
+    def _rows(self, batch: TokenBatch) -> torch.Tensor | None:
+        """Return the row of each token in the table that is added, int64 [tokens]; None: row 0."""
+        types = None if self._types == 1 else batch.types
+        if not self._has_positions:
+            return types
+        rows = self._position_rows(batch) * self._types
+        return rows if types is None else rows + types
 
     def _position_rows(self, batch: TokenBatch) -> torch.Tensor:
         """Return each token's row in the table of positions, int64 [tokens]."""

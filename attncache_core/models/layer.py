@@ -34,6 +34,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from attncache_core.heads.embedding import EmbeddingHead
 from attncache_core.heads.language import LanguageHead
 from attncache_core.models.attention import AttentionMask
 from attncache_core.models.compiled import compiled_stack
@@ -185,6 +186,10 @@ class FinalStates(Protocol):
 Pool = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
 
 
+# Makes what pooling reads, float32 [tokens, hidden], from the last layer's output [tokens, hidden].
+TokenStates = Callable[[torch.Tensor], torch.Tensor]
+
+
 # Makes the input of the first layer, [tokens, hidden].
 Embed = Callable[[TokenBatch], torch.Tensor]
 
@@ -201,6 +206,8 @@ class PackedModel:
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32  # of the weights and of the hidden states
     final: FinalStates | None = None  # of a causal model
+    token_states: TokenStates = torch.Tensor.float
+    embedding_head: EmbeddingHead | None = None  # of `outputs`; None: pooled vectors are the embeddings
     language_head: LanguageHead | None = None  # if a decoder was loaded with its language head
 
     @cached_property

@@ -19,6 +19,7 @@ from transformers import (
 from attncache_core.checkpoints.checkpoint import Checkpoint, Quantization
 from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.errors import InvalidInput, UnsupportedModel, readable
+from attncache_core.heads.embedding import load_embedding_head
 from attncache_core.heads.pooling import pool
 from attncache_core.models.families import DECODERS, ENCODERS, FAMILIES
 from attncache_core.models.layer import (
@@ -75,6 +76,9 @@ def load_model(
     model = _read_weights(checkpoint, len(layers), dtype).eval().requires_grad_(False).to(device)
     if checkpoint.quantization is Quantization.INT8 and device == CPU:
         smooth(model, calibration_sequences(checkpoint))
+    pool_tokens = partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens)
+    width = model.config.hidden_size * len(checkpoint.pooling.modes)
+    head = load_embedding_head(checkpoint, width, device)
     attending = layers.count(None)
     orders = zip(head_order or [range(heads)] * attending, reused_heads or [0] * attending, strict=True)
     of_layers = iter([LayerHeads(list(order), reused) for order, reused in orders])
@@ -82,8 +86,9 @@ def load_model(
         packed = FAMILIES[checkpoint.config["model_type"]](
             model,
             [dropped or next(of_layers) for dropped in layers],
-            partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens),
+            pool_tokens if head is None else lambda hidden, batch: head(pool_tokens(hidden, batch)),
         )
+    packed = replace(packed, embedding_head=head)
     if device == CPU:
         return replace(packed, dtype=dtype)
     embed = packed.embed

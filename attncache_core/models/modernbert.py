@@ -102,11 +102,16 @@ def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) ->
         build,
     )
     final_norm, outputs = Norm(base.final_norm), EncoderOutputs(pool, _head(model))
+
+    def states(hidden: torch.Tensor) -> torch.Tensor:
+        return final_norm(hidden.to(final_norm.weight.dtype))
+
     return PackedModel(
         hidden_size=config.hidden_size,
         embed=embed,
         layers=layers,
-        outputs=lambda hidden, batch: outputs(final_norm(hidden.to(final_norm.weight.dtype)), batch),
+        outputs=lambda hidden, batch: outputs(states(hidden), batch),
+        token_states=lambda hidden: states(hidden).float(),
     )
 
 

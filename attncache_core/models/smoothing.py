@@ -41,12 +41,14 @@ def smoothing_of(module: nn.Module) -> torch.Tensor | None:
     return smoothing
 
 
-def calibration_sequences(checkpoint: Checkpoint) -> list[list[int]]:
+def calibration_sequences(checkpoint: Checkpoint) -> list[Sequence[int]]:
     """Return the tokens of equally spaced calibration texts, at most 4,000 tokens in total.
 
+    In a template of pairs, each text is query and document.
     Raises as TextTokenizer does.
     """
-    tokenized = TextTokenizer(checkpoint).tokenize(checkpoint.calibration_texts, truncate=True)
+    texts = [checkpoint.template.sample(text) for text in checkpoint.calibration_texts]
+    tokenized = TextTokenizer(checkpoint).tokenize(texts, truncate=True)
     chosen = tokenized = [ids[:_MOST_TOKENS] for ids in tokenized if ids]
     while sum(map(len, chosen)) > _MOST_TOKENS:
         chosen = spread(tokenized, len(chosen) - 1)

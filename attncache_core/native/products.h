@@ -108,9 +108,10 @@ INLINE void round_row(const char *x, const number_type type, int width, const fl
     float scale = (high - low) / 255.0f;
     if (!(scale >= 1e-30f)) scale = 1e-30f;
     const float steps = 1.0f / scale;
-    const int32_t zero = (int32_t)__builtin_rintf(-low * steps);
-    *zero_of_row = sum_of_lanes(check) == 0.0f ? zero : 0;
-    *scale_of_row = sum_of_lanes(check) == 0.0f ? scale : __builtin_nanf("");
+    const int finite = sum_of_lanes(check) == 0.0f;
+    const int32_t zero = finite ? (int32_t)__builtin_rintf(-low * steps) : 0;
+    *zero_of_row = zero;
+    *scale_of_row = finite ? scale : __builtin_nanf("");
     // Adding 12582912 = 1.5 * 2^23 rounds to an integer and leaves the integer in the lowest bits.
     const float magic = 12582912.0f;
     for (int i = 0; i < width; i += LANES) {

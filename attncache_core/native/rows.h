@@ -150,8 +150,8 @@ INLINE void unpack_4_bits(const rows_job *job, int64_t row, number_type type) {
     for (int group = 0; group < groups; group++) {
         uint16_t of_group[2];
         memcpy(of_group, steps + group * 4, 4);
-        const floats step = (floats)((words){0} + ((int32_t)of_group[0] << 16));
-        const floats least = (floats)((words){0} + ((int32_t)of_group[1] << 16));
+        const floats step = (floats)((words){0} + (int32_t)((uint32_t)of_group[0] << 16));
+        const floats least = (floats)((words){0} + (int32_t)((uint32_t)of_group[1] << 16));
         const words both = __builtin_convertvector(*(const bytes_unaligned *)(levels + group * LANES), words);
         const words halves_of_bytes[2] = {both & 15, both >> 4};
         for (int half = 0; half < 2; half++) {

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from attncache_core.checkpoints.template import Template
+from attncache_core.text.pairs import Cut
 
 
 class Target(NamedTuple):
@@ -30,6 +31,7 @@ class SequencePlan:
     prompt_tokens: int  # tokens of the template at the front of the sequence, including special tokens
     continuation: tuple[int, ...] = ()  # token ids that follow the text in its template
     targets: tuple[Target, ...] = ()
+    states: bool = False  # whether the last state of every token is read, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Prompt:
 
     template: Template
     sequence_plans: tuple[SequencePlan, ...]  # each text becomes one sequence per plan
+    cut: Cut = "longest"  # how a pair between the checkpoint's separators is cut
 
     def sequence_plan(self, index: int) -> SequencePlan:
         """Return the plan of a sequence; index: position in the sequences of all texts, text by text."""

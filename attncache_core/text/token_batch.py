@@ -17,6 +17,7 @@ from itertools import chain, groupby
 import numpy as np
 import torch
 
+from attncache_core.text.pairs import token_types
 from attncache_core.text.prefix_tree import PrefixTree, shared_prefixes
 
 
@@ -51,6 +52,9 @@ class TokenBatch:
     # the model's default prompt
     prompt_tokens: np.ndarray | None = None
     tree: PrefixTree | None = None  # which run each run continues; None: every sequence is a run of its own
+    # int64 [tokens], token types, which encoders tell the texts of a pair apart by; None: every token has
+    # type 0. A batch with a tree has none, because causal models have no types.
+    types: torch.Tensor | None = None
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -98,7 +102,10 @@ class TokenBatch:
 
     def on(self, device: torch.device) -> TokenBatch:
         """Return the batch with its tensors on `device`."""
-        return self if self.ids.device == device else replace(self, ids=self.ids.to(device))
+        if self.ids.device == device:
+            return self
+        types = None if self.types is None else self.types.to(device)
+        return replace(self, ids=self.ids.to(device), types=types)
 
     def groups(self, first: int = 0, end: int | None = None) -> list[Group]:
         """Return a Group for each stretch of equal lengths in the packed sequences [first, end).
@@ -124,7 +131,9 @@ class TokenBatch:
         sources[: starts[-1]] += np.repeat(self.offsets[permutation] - starts[:-1], lengths)
         index = torch.from_numpy(sources).to(self.ids.device)
         prompt_tokens = None if self.prompt_tokens is None else self.prompt_tokens[permutation]
-        return TokenBatch(self.ids[index], lengths, self.order[permutation], prompt_tokens), index
+        types = None if self.types is None else self.types[index]
+        order = self.order[permutation]
+        return TokenBatch(self.ids[index], lengths, order, prompt_tokens, types=types), index
 
     def in_callers_order(self, rows: np.ndarray) -> np.ndarray:
         """Reorder rows [sequences, ...] from packed order to the order of the caller's sequences."""
@@ -138,6 +147,7 @@ class TokenBatch:
 def pack(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None = None) -> TokenBatch:
     """Pack token sequences in order of their length; sequences of equal length keep the caller's order.
 
+    PairTokens keep their types.
     prompt_tokens: number of prompt tokens of each sequence, if prompts differ; see TokenBatch.
     Raises ValueError if there is no sequence or a sequence has no token.
     """
@@ -148,7 +158,19 @@ def pack(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None
     tokens = chain.from_iterable(sequences[index] for index in order.tolist())
     ids = np.fromiter(tokens, dtype=np.int64, count=int(lengths.sum()))
     own = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[order]
-    return TokenBatch(torch.from_numpy(ids), lengths[order], order, own)
+    types = _packed_types([sequences[index] for index in order.tolist()])
+    return TokenBatch(torch.from_numpy(ids), lengths[order], order, own, types=types)
+
+
+def _packed_types(sequences: Sequence[Sequence[int]]) -> torch.Tensor | None:
+    """Return the types of all tokens, int64 [tokens]; None if every token has type 0."""
+    of_sequences = [token_types(ids) for ids in sequences]
+    if not any(of_sequences):
+        return None
+    of_tokens = chain.from_iterable(
+        types or [0] * len(ids) for types, ids in zip(of_sequences, sequences, strict=True)
+    )
+    return torch.tensor(list(of_tokens))
 
 
 def pack_shared(

@@ -1,22 +1,34 @@
-"""Turn texts into token sequences, exactly as the library that made the checkpoint does.
-
-The number of characters that a request may give to the tokenizer is bounded. The bounds are checked before
-the tokenizer runs.
-"""
+"""Turn texts into token sequences, exactly as the library that made the checkpoint does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from functools import cached_property
+from itertools import groupby, takewhile
+from typing import overload
 
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.hugging_face import loading
-from attncache_core.checkpoints.template import Template
-from attncache_core.errors import InputTooLong, InvalidInput, UnsupportedModel
+from attncache_core.checkpoints.template import Template, Text
+from attncache_core.errors import InvalidInput, UnsupportedModel
+from attncache_core.text.bounds import (
+    is_separated,
+    no_room,
+    require_few_characters,
+    require_few_label_characters,
+    require_few_label_tokens,
+    require_fitting,
+    require_short,
+    too_long,
+    too_many,
+)
+from attncache_core.text.pairs import Cut, NoRoom, PairLayout, PairTokens
+from attncache_core.text.pieces import Piece, pieces_of
 from attncache_core.text.prompts import Frame, Prompt, SequencePlan
+from attncache_core.text.shortening import require_few_characters_of_text, shortened
 
 # transformers reports a limit of 10^30 tokens for a tokenizer without a limit.
 _NO_LIMIT = 10**9
@@ -24,14 +36,8 @@ _NO_LIMIT = 10**9
 _ANY_TEXT = "text"
 # Texts whose first tokens differ, also where a tokenizer joins a token with the text before it.
 _DIFFERENT_TEXTS = ("text", "7", "(", " a", "\n")
-# A text with more characters per allowed token is refused before tokenisation. Prose has fewer on average.
-_CHARACTERS_PER_TOKEN = 16
 # A tokenizer takes up to 430 bytes per character while it works, so it gets at most this many at a time.
 _CHARACTERS_AT_ONCE = 2**18
-# Limits for all labels of a request together. The text around a label is tokenised once per label, so this
-# many characters take half a second. A token of a label takes 160 bytes until the request is answered.
-_MOST_LABEL_CHARACTERS = 2**20
-_MOST_LABEL_TOKENS = 2**16
 
 
 class TextTokenizer:
@@ -59,6 +65,7 @@ class TextTokenizer:
             max_tokens or _NO_LIMIT,
         ]
         self.max_tokens = int(min(limits))
+        self._has_types = checkpoint.token_types > 1 and "token_type_ids" in loaded.model_input_names
         self._tokenizer: Tokenizer = loaded.backend_tokenizer
         if checkpoint.lowercase:
             # The tokenizer lowercases, because str.lower() would also change special tokens in a text.
@@ -77,13 +84,13 @@ class TextTokenizer:
         Raises InvalidInput if no room is left for a text. The error names `field` if the template is too
         long, and "labels" if the continuation is too long.
         """
-        self._require_short(template.prefix + template.suffix, field)
+        require_short(template.characters, self.max_tokens, field)
         if template != Template() or continuation_tokens:
-            taken = len(self._tokenizer.encode(template.around("")).ids)
+            taken = len(self._tokenizer.encode(template.around(template.sample(""))).ids)
             if taken >= self.max_tokens:
-                raise _no_room(self.max_tokens, field)
+                raise no_room(self.max_tokens, field)
             if taken + continuation_tokens >= self.max_tokens:
-                raise _no_room(self.max_tokens, "labels")
+                raise no_room(self.max_tokens, "labels")
         return Prompt(template, (SequencePlan(self._front_tokens(template.prefix)),))
 
     def front(self, template: Template) -> list[int]:
@@ -93,15 +100,20 @@ class TextTokenizer:
         prefix alone has. Raises InvalidInput if the template has no prefix, or leaves no room for a text.
         """
         self.prompt(template)
+        place = "{query}" if template.is_for_pairs else "{}"
         if not template.prefix:
-            raise InvalidInput("template has no text in front of {}", field="template")
-        sequences = [self._tokenizer.encode(template.around(text)).ids for text in _DIFFERENT_TEXTS]
+            raise InvalidInput(f"template has no text in front of {place}", field="template")
+        samples = map(template.sample, _DIFFERENT_TEXTS)
+        sequences = [self._tokenizer.encode(template.around(text)).ids for text in samples]
         columns = zip(*sequences, strict=False)
         front = [column[0] for column in takewhile(lambda tokens: len(set(tokens)) == 1, columns)]
         if not front:
-            raise InvalidInput("the text in front of {} in template is no token of its own", field="template")
+            raise InvalidInput(
+                f"the text in front of {place} in template is no token of its own", field="template"
+            )
         return front
 
+    @overload
     def tokenize(
         self,
         texts: Sequence[str],
@@ -109,40 +121,108 @@ class TextTokenizer:
         truncate: bool,
         prompt: Prompt | None = None,
         most_tokens: int | None = None,
-    ) -> list[list[int]]:
+    ) -> list[list[int]]: ...
+
+    @overload
+    def tokenize(
+        self,
+        texts: Sequence[Text],
+        *,
+        truncate: bool,
+        prompt: Prompt | None = None,
+        most_tokens: int | None = None,
+    ) -> Sequence[Sequence[int]]: ...
+
+    def tokenize(
+        self,
+        texts: Sequence[Text],
+        *,
+        truncate: bool,
+        prompt: Prompt | None = None,
+        most_tokens: int | None = None,
+    ) -> Sequence[Sequence[int]]:
         """Return the token ids of each text in its template: for each text, one sequence per sequence plan.
 
+        A text may be a pair: a query and a document for a template of pairs, else two texts between the
+        checkpoint's separators, which become PairTokens.
+
         A sequence has at most `max_tokens` tokens: a text that is too long loses tokens at its end. The
-        template, the plan's continuation and the special tokens of the sequence are never cut.
+        template, the plan's continuation and the special tokens of the sequence are never cut. In a template
+        of pairs only the document is cut, and between separators the texts are cut as the prompt's `cut`
+        says.
         prompt: by default the checkpoint's template.
         most_tokens: a limit for all sequences together.
         Raises InputTooLong, which names the text, if a text is too long and `truncate` is False. Raises
         InputTooLong also if all sequences have more than `most_tokens` tokens together. The error is raised
-        before tokenisation if the template alone has too many characters for this many texts.
+        before tokenisation if the template alone has too many characters for this many texts. Raises
+        InvalidInput if the template takes no pair, or a pair is needed, or a part that is not cut leaves no
+        room. A text of more characters than shortening.most_characters is refused too, as InputTooLong, if it
+        has fewer tokens than a sequence may have.
         """
         prompt = prompt or self.default_prompt
         template, plans = prompt.template, prompt.sequence_plans
         if most_tokens is not None:
-            _require_few_characters(template, len(texts), most_tokens)
+            require_few_characters(template, len(texts), most_tokens)
+        for index, text in enumerate(texts):
+            require_fitting(template, text, f"inputs[{index}]")
         room = self.max_tokens - max(len(plan.continuation) for plan in plans)
+        return continued(self._cut_to(room, texts, prompt, truncate), plans, most_tokens)
 
-        def of_texts() -> Iterator[list[int]]:
-            for index, ids in enumerate(self._encoded(template.around(text) for text in texts)):
-                if len(ids) > room and not truncate:
-                    raise InputTooLong(
-                        f"the text has more than {room} tokens; shorten the text or allow truncation",
-                        field=f"inputs[{index}]",
-                    )
-                yield ids if len(ids) <= room else self._cut(texts[index], template, len(ids) - room)
+    def _cut_to(
+        self, room: int, texts: Sequence[Text], prompt: Prompt, truncate: bool
+    ) -> Iterator[Sequence[int]]:
+        """Yield the tokens of each text of a prompt, cut to `room` tokens. Raises as `tokenize` does."""
+        template, first = prompt.template, 0
+        for separated, stretch in groupby(texts, lambda text: is_separated(template, text)):
+            own = [self._shortened(text, f"inputs[{index}]") for index, text in enumerate(stretch, first)]
+            if separated:
+                pairs = [text for text in own if isinstance(text, tuple)]
+                yield from self._between_separators(pairs, prompt.cut, room, truncate, first)
+            else:
+                for index, ids in enumerate(self._encoded(map(template.around, own))):
+                    surplus = len(ids) - room
+                    if surplus > 0 and not truncate:
+                        raise too_long(room, first + index)
+                    yield ids if surplus <= 0 else self._cut(template.parts(own[index]), surplus)
+            first += len(own)
 
-        return continued(of_texts(), plans, most_tokens)
+    def _between_separators(
+        self, pairs: Sequence[tuple[str, str]], cut: Cut, room: int, truncate: bool, first: int
+    ) -> Iterator[PairTokens]:
+        """Yield the tokens of each pair between the checkpoint's separators, cut to `room` tokens.
 
-    def turns(self, texts: Sequence[str]) -> list[list[int]]:
+        A text that is in several pairs is tokenised once. first: index of the first pair in the request.
+        """
+        distinct = dict.fromkeys(text for pair in pairs for text in pair)
+        encoded = zip(distinct, self._encoded(distinct, special=False), strict=True)
+        known: dict[str, list[int]] = {}
+        for index, (one, other) in enumerate(pairs, first):
+            while one not in known or other not in known:
+                known.update([next(encoded)])
+            try:
+                tokens = self._pair_layout.around(known[one], known[other], room, cut)
+            except NoRoom as error:
+                raise no_room(self.max_tokens, f"inputs[{index}]") from error
+            if tokens.is_cut and not truncate:
+                raise too_long(room, index)
+            yield tokens
+
+    def _shortened(self, text: Text, field: str) -> Text:
+        """Return a text without characters that cannot change its first `max_tokens` tokens."""
+        if isinstance(text, tuple):
+            one, other = (shortened(self._tokenizer, own, self.max_tokens, field) for own in text)
+            return one, other
+        return shortened(self._tokenizer, text, self.max_tokens, field)
+
+    def turns(self, texts: Sequence[str], field: str = "inputs") -> list[list[int]]:
         """Return the token ids of each text by itself, without a template and without special tokens.
 
         The tokens of a text do not depend on the texts around it, so they stay the same in a conversation
-        that grows. A text may have no token.
+        that grows. A text may have no token. Raises InputTooLong, which names `field`, if a text has too many
+        characters; see shortening.most_characters.
         """
+        for text in texts:
+            require_few_characters_of_text(text, self.max_tokens, field)
         return list(self._encoded(texts, special=False))
 
     def frame(self, prompt: Prompt) -> Frame:
@@ -151,13 +231,15 @@ class TextTokenizer:
         Raises InvalidInput if the prompt leaves no room.
         """
         template, sample = prompt.template, self._tokenizer.encode(_ANY_TEXT)
+        if template.is_for_pairs:
+            raise InvalidInput("a template of pairs takes no conversation", field="template")
         own = [index for index, special in enumerate(sample.special_tokens_mask) if not special]
         prefix, suffix = self.turns([template.prefix, template.suffix])
         before, after = [*sample.ids[: own[0]], *prefix], [*suffix, *sample.ids[own[-1] + 1 :]]
         continuation_tokens = max(len(plan.continuation) for plan in prompt.sequence_plans)
         room = self.max_tokens - len(before) - len(after) - continuation_tokens
         if room < 1:
-            raise _no_room(self.max_tokens, "template")
+            raise no_room(self.max_tokens, "template")
         return Frame(before, after, room)
 
     def require_open_end(self) -> None:
@@ -178,10 +260,10 @@ class TextTokenizer:
         """
         # The template's prefix does not change the tokens of its suffix.
         before = _ANY_TEXT + template.suffix
-        self._require_short(before, "template")
+        require_short(len(before), self.max_tokens, "template")
         for index, label in enumerate(labels):
-            self._require_short(label, f"labels[{index}]")
-        _require_few_label_characters(len(before), labels)
+            require_short(len(label), self.max_tokens, f"labels[{index}]")
+        require_few_label_characters(len(before), labels)
         space = "" if before[-1].isspace() else " "
         encoded = self._encoded([before, *(before + space + label for label in labels)], special=False)
         known, tokens = next(encoded), 0
@@ -195,18 +277,32 @@ class TextTokenizer:
                 )
             continuations.append(tuple(ids[len(known) :]))
             tokens += len(continuations[-1])
-            if tokens > _MOST_LABEL_TOKENS:
-                raise InputTooLong(
-                    f"labels have more than {_MOST_LABEL_TOKENS} tokens in total; send fewer or shorter "
-                    "labels",
-                    field="labels",
-                )
+            require_few_label_tokens(tokens)
         return continuations
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """The number of token ids: the highest id that a text can have, plus one."""
         return max(self._tokenizer.get_vocab().values()) + 1
+
+    def pieces(self, texts: Sequence[str], *, special: bool = True) -> list[list[Piece]]:
+        """Return the tokens of each text with the characters that they stand for, without a template.
+
+        special: whether to add the special tokens that open and close a sequence. Raises InputTooLong as
+        `turns` does.
+        """
+        for text in texts:
+            require_few_characters_of_text(text, self.max_tokens, "inputs")
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
+        return list(map(pieces_of, texts, encodings))
+
+    def decode(self, sequences: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+        """Return the text of each sequence of token ids. skip_special: leave special tokens out."""
+        return self._tokenizer.decode_batch(list(map(list, sequences)), skip_special_tokens=skip_special)
+
+    def written(self, ids: Iterable[int]) -> list[str]:
+        """Return each token as text, such as "##ing" or " card"; "" for an unknown id."""
+        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
 
     @property
     def prompt_tokens(self) -> int:
@@ -222,19 +318,22 @@ class TextTokenizer:
             for encoding in self._tokenizer.encode_batch_fast(part, add_special_tokens=special):
                 yield encoding.ids
 
-    def _require_short(self, text: str, field: str) -> None:
-        """Raise InvalidInput if `text` is so long that no room can be left for an input."""
-        if len(text) > _CHARACTERS_PER_TOKEN * self.max_tokens:
-            raise _no_room(self.max_tokens, field)
+    @cached_property
+    def _pair_layout(self) -> PairLayout:
+        """The special tokens around a pair, and the types of its tokens."""
+        sample = self._tokenizer.encode(_ANY_TEXT, _ANY_TEXT)
+        types = sample.type_ids if self._has_types else [0] * len(sample.ids)
+        return PairLayout.of(sample.ids, types, sample.sequence_ids)
 
-    def _cut(self, text: str, template: Template, surplus: int) -> list[int]:
-        """Return the tokens of a text in its template, without the last `surplus` tokens of the text.
+    def _cut(self, parts: tuple[str, str, str], surplus: int) -> list[int]:
+        """Return the tokens of three joined texts, without the last `surplus` tokens of the middle one.
 
-        Raises InvalidInput if the text has fewer than `surplus` tokens.
+        Raises InvalidInput if the middle one has fewer than `surplus` tokens.
         """
-        encoding = self._tokenizer.encode(template.around(text))
-        first, end = len(template.prefix), len(template.prefix) + len(text)
-        # A token that spans prefix and text counts as text; a token that spans text and suffix does not.
+        front, text, _ = parts
+        encoding = self._tokenizer.encode("".join(parts))
+        first, end = len(front), len(front) + len(text)
+        # A token that spans front and text counts as text; a token that spans text and end does not.
         own = [
             index
             for index, ((_, stop), special) in enumerate(
@@ -243,7 +342,7 @@ class TextTokenizer:
             if first < stop <= end and not special
         ]
         if surplus > len(own):
-            raise _no_room(self.max_tokens, "template")
+            raise no_room(self.max_tokens, "template")
         cut = set(own[len(own) - surplus :])
         return [token for index, token in enumerate(encoding.ids) if index not in cut]
 
@@ -256,23 +355,35 @@ class TextTokenizer:
         return len(encoded.ids) - encoded.special_tokens_mask[-1]
 
 
+@overload
 def continued(
     sequences: Iterable[list[int]], plans: Sequence[SequencePlan], most_tokens: int | None = None
-) -> list[list[int]]:
+) -> list[list[int]]: ...
+
+
+@overload
+def continued(
+    sequences: Iterable[Sequence[int]], plans: Sequence[SequencePlan], most_tokens: int | None = None
+) -> Sequence[Sequence[int]]: ...
+
+
+def continued(
+    sequences: Iterable[Sequence[int]], plans: Sequence[SequencePlan], most_tokens: int | None = None
+) -> Sequence[Sequence[int]]:
     """Return each sequence of token ids once per plan, followed by the plan's continuation.
 
     Raises InputTooLong, before the following sequences are read, if the result has more than `most_tokens`
     tokens.
     """
     continuation_tokens = sum(len(plan.continuation) for plan in plans)
-    read: list[list[int]] = []
+    read: list[Sequence[int]] = []
     tokens = 0  # of the result; every plan repeats a sequence
     for ids in sequences:
         tokens += len(plans) * len(ids) + continuation_tokens
         if most_tokens is not None and tokens > most_tokens:
-            raise _too_many(tokens, most_tokens, "labels" if continuation_tokens else "inputs")
+            raise too_many(tokens, most_tokens, "labels" if continuation_tokens else "inputs")
         read.append(ids)
-    return [[*ids, *plan.continuation] for ids in read for plan in plans]
+    return [[*ids, *plan.continuation] if plan.continuation else ids for ids in read for plan in plans]
 
 
 def _parts(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -287,43 +398,3 @@ def _parts(texts: Iterable[str]) -> Iterator[list[str]]:
         characters += len(text)
     if part:
         yield part
-
-
-def _require_few_characters(template: Template, texts: int, most_tokens: int) -> None:
-    """Raise InputTooLong if a template around this many texts must exceed `most_tokens` tokens."""
-    most, own = _CHARACTERS_PER_TOKEN * most_tokens, len(template.prefix) + len(template.suffix)
-    if own * texts > most:
-        raise InputTooLong(
-            f"the template has {own} characters, and with {texts} inputs at most {most // texts} are "
-            "accepted; send fewer inputs or a shorter template",
-            field="template" if own > most else "inputs",
-        )
-
-
-def _require_few_label_characters(before: int, labels: Sequence[str]) -> None:
-    """Raise InputTooLong if labels have too many characters; `before` characters are added to each label."""
-    repeated, own = before * len(labels), sum(map(len, labels))
-    if repeated + own > _MOST_LABEL_CHARACTERS:
-        raise InputTooLong(
-            f"labels, each counted with the template's text before it, have {repeated + own} characters in "
-            f"total, and at most {_MOST_LABEL_CHARACTERS} are accepted; shorten the template after {{}}, or "
-            "send fewer or shorter labels",
-            field="template" if repeated > own else "labels",
-        )
-
-
-def _no_room(max_tokens: int, field: str) -> InvalidInput:
-    return InvalidInput(
-        f"{field}: there is no room left for a text within {max_tokens} tokens; shorten this value",
-        field=field,
-    )
-
-
-def _too_many(tokens: int, most: int, field: str) -> InputTooLong:
-    shorten = (
-        "send fewer or shorter labels or inputs" if field == "labels" else "send fewer or shorter inputs"
-    )
-    return InputTooLong(
-        f"{field} make sequences with {tokens} tokens or more, and a request may have {most}: {shorten}",
-        field=field,
-    )

@@ -1,6 +1,7 @@
 """Run one batch on the engine and answer its requests.
 
-    shares of a batch -> engine.run -> metrics -> results and errors, handed to the event loop
+    shares of a batch -> engine.run -> metrics -> results of sequences -> their requests, and others that wait
+                                               -> complete requests and errors, handed to the event loop
                                                -> hits, offered to the verifier
 
 If the engine fails on a batch of several requests, each request is run alone, so that only the requests that
@@ -11,21 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Sequence
-from itertools import accumulate
-
-import numpy as np
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 
 from attncache_core import NotFinite, PrefillEngine, PrefillRequest, PrefillResult
-from service.batching.pending_request import PendingRequest, RequestResult, Share
+from service.batching.pending_request import PendingRequest, PendingSequence, RequestResult, Share
 from service.batching.request_queue import RequestQueue
+from service.batching.results import Lookup, Results, SequenceResult
 from service.errors import InternalError, log_failure
 from service.observability.metrics import Metrics
 from service.upkeep.verifier import Verifier
 
 logger = logging.getLogger(__name__)
+
+Finished = list[tuple[PendingRequest, RequestResult]]
 
 
 class BatchRunner:
@@ -42,13 +43,20 @@ class BatchRunner:
         queue: RequestQueue,
         metrics: Metrics,
         loop: asyncio.AbstractEventLoop,
+        results: Results[tuple[PendingRequest, PendingSequence]] | None,
+        compute_again: Callable[[PendingRequest, PendingSequence], None],
     ) -> None:
-        """queue: is told the speed of each batch. loop: the event loop that the futures belong to."""
+        """queue: is told the speed of each batch. loop: the event loop that the futures belong to.
+
+        results: of sequences, to be used for others; None: results are not shared. compute_again: queues a
+        sequence whose result was expected from another request in vain.
+        """
         self._serving = engine, verifier
         self._queue = queue
         self._metrics = metrics
         self._loop = loop
-        self._adding_parts = threading.Lock()
+        self._results = results
+        self._compute_again = compute_again
 
     @property
     def engine(self) -> PrefillEngine:
@@ -64,6 +72,42 @@ class BatchRunner:
         """Use another engine and its verifier from the next batch on."""
         # One assignment, because another thread must not see the engine without its verifier.
         self._serving = engine, verifier
+        if self._results is not None:
+            self._results.clear()
+
+    def not_known(self, request: PendingRequest, made: list[PendingSequence]) -> list[PendingSequence]:
+        """Return the sequences that the request must compute itself.
+
+        The others have a result that is kept, or wait for the result of another request.
+        """
+        if self._results is None or request.names is None:
+            return made
+        own, finished = [], []
+        for sequence in made:
+            found = (
+                Lookup.UNKNOWN
+                if sequence.name is None
+                else self._results.find(sequence.name, (request, sequence))
+            )
+            if found is Lookup.UNKNOWN:
+                own.append(sequence)
+                continue
+            is_kept = isinstance(found, SequenceResult)
+            self._metrics.observe_repeated("kept" if is_kept else "in_flight", len(sequence.ids))
+            if isinstance(found, SequenceResult) and (result := request.add(found, sequence.place)):
+                finished.append((request, result))
+        self._resolve(finished)
+        return own
+
+    def give_up(self, sequences: Iterable[PendingSequence]) -> None:
+        """Let others compute sequences whose results they waited for, because their request does not."""
+        for sequence in sequences:
+            if self._results is None or sequence.name is None:
+                continue
+            for request, expected in self._results.give_up(sequence.name):
+                if not request.future.done():
+                    for again in self.not_known(request, [expected]):
+                        self._compute_again(request, again)
 
     def run(self, shares: list[Share]) -> None:
         """Run a batch and answer the requests that are complete with it. Raises nothing: requests fail."""
@@ -73,6 +117,8 @@ class BatchRunner:
         except BaseException as error:
             log_failure(logger, "a batch failed", error)
             self.reject([(share.request, InternalError()) for share in shares])
+            for share in shares:
+                self.give_up(share.sequences)
 
     def reject(self, failed: Sequence[tuple[PendingRequest, BaseException]]) -> None:
         """Let the event loop set each request's error, unless the request is done. Called in any thread."""
@@ -85,15 +131,15 @@ class BatchRunner:
         policy = verifier.policy if verifier else None
         requests = [
             PrefillRequest(
-                request.sequences[index],
+                own.ids,
                 request.reuse,
-                request.prompt.sequence_plan(index),
-                request.wanted[index],
+                request.prompt.sequence_plan(own.place),
+                own.wanted,
                 # A request without reuse shares its prefixes with itself only: the labels of a text.
                 id(request) if request.salt is None else request.salt,
             )
-            for request, start, stop in shares
-            for index in range(start, stop)
+            for request, sequences in shares
+            for own in sequences
         ]
         engine.expect(self._queue.upcoming)
         try:
@@ -106,81 +152,101 @@ class BatchRunner:
         # Outside the handler, because in the handler the exception would keep the batch's tensors in memory.
         if result is None:
             for share in shares:
-                if not share.request.future.done():
+                if share.request.future.done():
+                    self.give_up(share.sequences)
+                else:
                     self.run([share])
             return
-        parts = _parts(shares, result)
         if result.tokens:  # texts that are known whole say nothing about the texts that wait
             self._queue.note_speed(result.tokens, time.perf_counter() - started)
         # Counted before the answers leave, so that a client with an answer finds the answer in the metrics.
         # Counting afterwards would be no faster: this thread would hold the interpreter lock all the same.
-        self._count(shares, parts, result, started)
-        if not result.finite.all():
-            failed = _not_finite(shares, result.finite)
-            logger.error("%d of the %d requests of a batch came to NaN or infinity", len(failed), len(shares))
-            # Rejected before the other requests are answered, so that failed requests get no result.
-            self.reject(failed)
-        self._deliver(shares, parts)
+        self._count(shares, result, started)
+        self._deliver(shares, result)
         if verifier and policy:
             verifier.offer(requests, result, policy)
 
-    def _count(
-        self, shares: list[Share], parts: list[RequestResult], result: PrefillResult, started: float
-    ) -> None:
+    def _count(self, shares: list[Share], result: PrefillResult, started: float) -> None:
         """Put a batch into the metrics, and log files that were lost."""
-        self._metrics.observe_queue(started - request.queued_at for request, start, _ in shares if start == 0)
+        self._metrics.observe_queue(
+            started - request.timing.queued_at for request, sequences in shares if sequences[0].place == 0
+        )
         self._metrics.observe_batch(result)
         for length in result.lost_lengths:
             logger.warning(
                 "records of %d tokens are no longer used: their file was cut short or cannot be read", length
             )
-        for share, part in zip(shares, parts, strict=True):
-            if share.request.counted:
-                self._metrics.observe_outcomes(part.outcomes)
+        outcomes = iter(result.outcomes)
+        for request, sequences in shares:
+            request.timing.add_batch(started, len(result.outcomes))
+            own = [next(outcomes) for _ in sequences]
+            if request.counted:
+                self._metrics.observe_outcomes(own)
 
-    def _deliver(self, shares: list[Share], parts: list[RequestResult]) -> None:
-        finished: list[tuple[PendingRequest, RequestResult]] = []
-        with self._adding_parts:
-            for (request, start, _), part in zip(shares, parts, strict=True):
-                if (result := request.add_part(start, part)) is not None:
-                    finished.append((request, result))
-        # One call for all requests, because each call wakes the event loop. A request that fails in another
-        # thread has failed before its part was added there, so here its failure arrives first.
-        self._loop.call_soon_threadsafe(_resolve, finished)
-
-
-def _parts(shares: list[Share], result: PrefillResult) -> list[RequestResult]:
-    """Return each share's part of a batch's result."""
-    stops = list(accumulate(stop - start for _, start, stop in shares))
-    probabilities = result.log_probabilities or ()
-    return [
-        RequestResult(
-            result.outputs[first:last],
-            result.outcomes[first:last],
-            tuple(probabilities[first:last]),
-            sum(map(len, share.request.sequences[share.start : share.stop])),
-            int(result.cached_tokens[first:last].sum()),
+    def _deliver(self, shares: list[Share], result: PrefillResult) -> None:
+        """Hand the results of a batch to its requests, and to others that wait for them."""
+        finished: Finished = []
+        failed: dict[PendingRequest, NotFinite] = {}
+        computed = zip(
+            ((request, own) for request, sequences in shares for own in sequences),
+            self._of_sequences(result, (len(own.ids) for share in shares for own in share.sequences)),
+            result.finite.tolist(),
+            strict=True,
         )
-        for share, first, last in zip(shares, [0, *stops], stops, strict=False)
-    ]
+        for (request, sequence), own, is_finite in computed:
+            shared, waiters = self._settled(sequence, own, is_finite)
+            for waiting, expected, found in ((request, sequence, own), *((*who, shared) for who in waiters)):
+                if not is_finite:
+                    text = expected.place // len(waiting.prompt.sequence_plans)
+                    failed.setdefault(waiting, NotFinite.of(text))
+                elif (answer := waiting.add(found, expected.place)) is not None:
+                    finished.append((waiting, answer))
+        if failed:
+            logger.error("%d requests of a batch came to NaN or infinity", len(failed))
+            # Rejected before the other requests are answered, so that failed requests get no result.
+            self.reject(list(failed.items()))
+        self._resolve(finished)
+
+    def _of_sequences(self, result: PrefillResult, tokens: Iterable[int]) -> list[SequenceResult]:
+        probabilities = result.log_probabilities or repeat(None)
+        return list(
+            map(
+                SequenceResult,
+                result.outputs,
+                result.outcomes,
+                tokens,
+                result.cached_tokens.tolist(),
+                probabilities,
+                result.token_states or repeat(None),
+            )
+        )
+
+    def _settled(
+        self, sequence: PendingSequence, result: SequenceResult, is_finite: bool
+    ) -> tuple[SequenceResult, list[tuple[PendingRequest, PendingSequence]]]:
+        """Return the result of a sequence as others get it, and who waited for it."""
+        if self._results is None or sequence.name is None:
+            return result, []
+        if is_finite and self._is_approximate(result):
+            # Not the one for the other, because their results will be approximate too.
+            for request, expected in self._results.give_up(sequence.name):
+                if not request.future.done():
+                    self._compute_again(request, expected._replace(name=None))
+            return result, []
+        return self._results.settle(sequence.name, result, keep=is_finite)
+
+    def _is_approximate(self, result: SequenceResult) -> bool:
+        key_values = self.engine.key_values
+        return result.outcome.is_hit or bool(result.cached_tokens and key_values and key_values.approximation)
+
+    def _resolve(self, finished: Finished) -> None:
+        # One call for all requests, because each call wakes the event loop. A request that fails in another
+        # thread has failed before its last result was added, so here its failure arrives first.
+        if finished:
+            self._loop.call_soon_threadsafe(_resolve, finished)
 
 
-def _not_finite(shares: list[Share], finite: np.ndarray) -> list[tuple[PendingRequest, NotFinite]]:
-    """Return the requests with a sequence that is not finite, each with an error that names a text.
-
-    finite: bool [sequences] of the batch. The error names the first text of the request that is not finite.
-    """
-    failed, first = [], 0
-    for request, start, stop in shares:
-        own = finite[first : first + stop - start]
-        first += stop - start
-        if not own.all():
-            sequence = start + int(own.argmin())
-            failed.append((request, NotFinite.of(sequence // len(request.prompt.sequence_plans))))
-    return failed
-
-
-def _resolve(finished: Sequence[tuple[PendingRequest, RequestResult]]) -> None:
+def _resolve(finished: Finished) -> None:
     for request, result in finished:
         if not request.future.done():
             request.future.set_result(result)

@@ -1,14 +1,14 @@
 """The way of a request through the threads: many small requests become few full batches.
 
-    submit -> [tokenize threads] -> RequestQueue -> [engine threads] -> BatchRunner -> result of each request
+    submit -> RequestQueue -> [engine threads: tokenise, BatchRunner] -> result of each request
 
 There are as many engine threads as batches that the engine can run at once without sharing a pool of threads:
 one per processor if compiled code runs all layers, else one (PrefillEngine.parallel_runs). An engine thread
-never waits for a batch to fill: when it is free, it takes sequences that wait, oldest first, up to a budget,
-and leaves a part of them to other threads that are free. The sequences of one request may be in several
-batches. A request crosses threads only three times (event loop to tokenizer to engine to event loop), because
-each crossing costs as much time as a small matrix product. When no request waits and no batch runs, an engine
-thread verifies some of the hits that were served (service/upkeep/verifier).
+never waits for a batch to fill: when it is free, it takes sequences that wait, flow by flow, up to a budget,
+and leaves a part of them to other threads that are free. It tokenises what it takes. The sequences of one
+request may be in several batches. A request crosses threads only twice (event loop to engine to event
+loop), because each crossing costs as much time as a small matrix product. When no request waits and no batch
+runs, an engine thread verifies some of the hits that were served (service/upkeep/verifier).
 """
 
 from __future__ import annotations
@@ -17,42 +17,59 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
 from service.batching.batch_runner import BatchRunner
-from service.batching.pending_request import PendingRequest, RequestResult
+from service.batching.pending_request import PendingRequest, PendingSequence, RequestResult, Timing
 from service.batching.request_queue import Limits, RequestQueue
+from service.batching.results import Results, SequenceNames
 from service.batching.sources import Source
-from service.errors import InternalError, log_failure
+from service.errors import InternalError, ShuttingDown, log_failure
 from service.observability.metrics import Metrics
 from service.upkeep.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 
-# Two threads, so that a request with long texts does not delay a request with short ones.
-_TOKENIZE_THREADS = 2
-
 
 class Batcher:
-    """Owns the queue, the tokenize threads and the threads that run the engine.
+    """Owns the queue, the results that are kept, and the threads that run the engine.
 
     A batcher is created on the event loop that its futures belong to. `submit` is called on that loop; the
     rest runs in the threads.
     """
 
     def __init__(
-        self, engine: PrefillEngine, limits: Limits, metrics: Metrics, verifier: Verifier | None = None
+        self,
+        engine: PrefillEngine,
+        limits: Limits,
+        metrics: Metrics,
+        verifier: Verifier | None = None,
+        *,
+        result_bytes: int = 0,
+        watching: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        """result_bytes: most bytes of results that are kept; 0 computes equal texts again.
+
+        watching: what surrounds each batch, such as Watchdog.watching.
+        """
+        self._watching = watching
+        self._is_closed = False
         self._limits = limits
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._queue = RequestQueue(limits, engine.parallel_runs)
-        self._runner = BatchRunner(engine, verifier, self._queue, metrics, self._loop)
-        self._tokenize_threads = ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenize")
+        self._queue = RequestQueue(limits, self._tokenize, self._give_up, engine.parallel_runs)
+        self._results: Results[tuple[PendingRequest, PendingSequence]] | None = (
+            Results(result_bytes) if result_bytes else None
+        )
+        self._runner = BatchRunner(
+            engine, verifier, self._queue, metrics, self._loop, self._results, self._compute_again
+        )
         # The last pool runs new turns; the others finish their turns.
         self._engine_pools = [_engine_pool(engine.parallel_runs)]
 
@@ -62,9 +79,19 @@ class Batcher:
         return self._queue.waiting_sequences
 
     @property
+    def waiting_tokens(self) -> int:
+        """The number of tokens that wait for the engine; of texts that are not tokenised yet, a guess."""
+        return self._queue.waiting_tokens
+
+    @property
     def waiting_requests(self) -> int:
-        """The number of tokenised requests that wait for the engine."""
+        """The number of requests that wait for the engine."""
         return len(self._queue)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of the results that are kept."""
+        return self._results.bytes if self._results else 0
 
     @property
     def verifier(self) -> Verifier | None:
@@ -76,6 +103,7 @@ class Batcher:
         source: Source,
         *,
         reuse: bool,
+        flow: Sequence[Hashable] = (),
         counted: bool = True,
         prompt: Prompt | None = None,
         labels: LabelTokens | None = None,
@@ -84,10 +112,12 @@ class Batcher:
         """Queue the texts of a source and return a future of their result.
 
         prompt: None for the checkpoint's prompt. labels: the labels to score, if `prompt` is the prompt of
-        labels. reuse: reuse stored keys and values of this salt, and attention maps if the engine allows it
-        for this prompt. counted: whether the metric of outcomes counts the sequences. Cancelling the future
-        removes from the queue what still waits. Raises QueueFull at once if the texts do not fit into the
-        queue. The future fails with InputTooLong, NotFinite (naming a text) or InternalError.
+        labels. reuse: reuse results, stored keys and values of this salt, and attention maps if the engine
+        allows it for this prompt. flow: who sends the request; flows take turns (see FairOrder). counted:
+        whether the metric of outcomes counts the sequences. Cancelling the future removes from the queue what
+        still waits. Raises QueueFull at once if the texts do not fit into the queue, and ShuttingDown after
+        `close` has begun. The future fails with
+        InputTooLong, NotFinite (naming a text) or InternalError.
         """
         engine = self._runner.engine
         own = prompt or engine.default_prompt
@@ -96,12 +126,24 @@ class Batcher:
         # Where prefixes are shared, no maps are reused, also if another engine computes the request later.
         maps = maps and not shares
         future: asyncio.Future[RequestResult] = self._loop.create_future()
-        stored = salt if reuse and shares else None
-        request = PendingRequest(source, own, maps, counted, future, shares, stored)
-        self._queue.admit(request.count)
-        request.future.add_done_callback(lambda _: self._queue.withdraw(request))
-        self._tokenize_threads.submit(self._tokenize, request)
-        return request.future
+        request = PendingRequest(
+            source,
+            own,
+            maps,
+            counted,
+            future,
+            flow,
+            shares,
+            salt if reuse and shares else None,
+            SequenceNames(salt, own.sequence_plans) if reuse and self._results is not None else None,
+            Timing(time.perf_counter()),
+        )
+        if self._is_closed:
+            raise ShuttingDown("the server is ending", retry_after_seconds=1)
+        starting = self._queue.add(request)
+        future.add_done_callback(lambda _: self._finished(request))
+        self._start(starting)
+        return future
 
     def replace_engine(self, engine: PrefillEngine, verifier: Verifier | None) -> None:
         """Use another engine of the same model from the next batch on, and verify its hits.
@@ -115,39 +157,63 @@ class Batcher:
 
     def close(self) -> None:
         """Finish all submitted requests, then end the threads. Blocks, but not for pending verification."""
+        self._is_closed = True
         if self.verifier:
             self.verifier.stop()
-        self._tokenize_threads.shutdown()
         for pool in self._engine_pools:
             pool.shutdown()
         if self.verifier:
             self.verifier.close()
 
-    # In a tokenize thread.
-
-    def _tokenize(self, request: PendingRequest) -> None:
-        started = time.perf_counter()
-        try:
-            if not request.future.done():
-                request.tokenize(self._runner.engine, self._limits.request_tokens)
-        # A panic in a compiled tokenizer is not an Exception, and the client must be answered all the same.
-        except BaseException as error:
-            self._queue.release(request)
-            if not isinstance(error, InvalidInput):
-                log_failure(logger, "tokenising failed", error)
-                error = InternalError()
-            self._runner.reject([(request, error)])
-            return
-        request.queued_at = time.perf_counter()
-        self._metrics.observe_tokenize(request.queued_at - started)
-        for _ in range(self._queue.add(request)):
+    def _start(self, threads: int) -> None:
+        for _ in range(threads):
             self._engine_pools[-1].submit(self._run_until_empty)
 
     # In an engine thread.
 
+    def _tokenize(self, request: PendingRequest) -> list[PendingSequence] | None:
+        """Tokenise the next part of a request. Returns the sequences that it must compute itself.
+
+        Returns None if that fails; the request fails too.
+        """
+        started = time.perf_counter()
+        try:
+            made = request.next_part(self._runner.engine, self._limits.request_tokens)
+            seconds = time.perf_counter() - started
+            request.timing.add_part(started, seconds)
+            self._metrics.observe_tokenize(seconds)
+            return self._runner.not_known(request, made)
+        # A panic in a compiled tokenizer is not an Exception, and the client must be answered all the same.
+        except BaseException as error:
+            if not isinstance(error, InvalidInput):
+                log_failure(logger, "tokenising failed", error)
+                error = InternalError()
+            self._runner.reject([(request, error)])
+            return None
+
+    def _give_up(self, sequences: list[PendingSequence]) -> None:
+        """Let other requests compute sequences that they expected from a request that has ended."""
+        self._runner.give_up(sequences)
+
+    def _compute_again(self, request: PendingRequest, sequence: PendingSequence) -> None:
+        """Compute a sequence that the request expected from another request."""
+        starting = self._queue.add_again(request, [sequence])
+        # While the batcher closes, the threads that still run compute it.
+        with contextlib.suppress(RuntimeError):
+            self._start(starting)
+
     def _run_until_empty(self) -> None:
+        try:
+            self._run_batches()
+        except BaseException as error:
+            log_failure(logger, "the turn of an engine thread failed", error)
+            with contextlib.suppress(RuntimeError):
+                self._start(self._queue.fail_turn())
+
+    def _run_batches(self) -> None:
         for shares in self._queue.batches():
-            self._runner.run(shares)
+            with self._watching():
+                self._runner.run(shares)
             verifier = self.verifier
             if verifier and verifier.is_overdue:
                 verifier.verify_some()
@@ -166,6 +232,11 @@ class Batcher:
             self._run_until_empty()
 
     # On the event loop.
+
+    def _finished(self, request: PendingRequest) -> None:
+        """Drop what is not computed yet of a request that has its result, or has failed, or is cancelled."""
+        self._queue.withdraw(request)
+        self._runner.give_up(request.sequences[request.taken :])
 
     def _start_verifying(self, verifier: Verifier) -> None:
         # After `close`, the thread accepts no work, and no hit has to be verified any more.

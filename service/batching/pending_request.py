@@ -1,30 +1,65 @@
-"""One request on its way through the batcher, and the result that its client waits for."""
+"""One request on its way through the batcher, and the result that its client waits for.
+
+PendingRequest -> tokenize_some, part by part -> PendingSequences, which batches take in order
+               <- results, one per sequence, from batches or from other requests (see results.py)
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from attncache_core import Outcome, PrefillEngine
+from attncache_core import InvalidInput, Outcome, PrefillEngine
 from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.text.pairs import token_types
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
-from service.batching.sources import Source
+from service.batching.results import SequenceNames, SequenceResult
+from service.batching.sources import Source, Tokenized
+
+
+@dataclass(slots=True)
+class Timing:
+    """When a request reached its stages, in seconds of perf_counter; 0.0 if it did not."""
+
+    queued_at: float = 0.0
+    tokenized_at: float = 0.0  # the first part of its texts began to be tokenised
+    tokenize_seconds: float = 0.0  # of all parts
+    batch_at: float = 0.0  # the first batch with a sequence of it began
+    computed_at: float = 0.0  # its last result was added
+    batches: int = 0
+    batch_sequences: int = 0  # of the largest of them, with the sequences of other requests
+
+    def add_part(self, began: float, seconds: float) -> None:
+        """Note that a part was tokenised."""
+        self.tokenized_at = self.tokenized_at or began
+        self.tokenize_seconds += seconds
+
+    def add_batch(self, began: float, sequences: int) -> None:
+        """Note a batch of this number of sequences."""
+        self.batch_at = self.batch_at or began
+        self.batches += 1
+        self.batch_sequences = max(self.batch_sequences, sequences)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """What the engine computed for one request, in the order of the request's texts and sequence plans."""
+    """What was computed for one request, in the order of the request's texts and sequence plans."""
 
     outputs: np.ndarray  # float32 [sequences, dimensions]
     outcomes: tuple[Outcome, ...]
     log_probabilities: tuple[np.ndarray, ...] = ()  # per sequence float32 [targets]; empty without targets
     asked_tokens: int = 0  # tokens of all sequences
     cached_tokens: int = 0  # tokens of them whose keys and values were stored
+    repeated: int = 0  # sequences whose results were computed for others, or earlier
+    timing: Timing = field(default_factory=Timing)
+    token_states: tuple[np.ndarray, ...] = ()  # per sequence float32 [tokens, hidden], if its plan reads them
 
     @property
     def hits(self) -> int:
@@ -37,17 +72,30 @@ class RequestResult:
         return self.outcomes.count(Outcome.PROTOTYPE_HIT)
 
     @classmethod
-    def joined(cls, parts: Sequence[RequestResult]) -> RequestResult:
-        """Return the result of a request from the results of its parts, in order."""
-        if len(parts) == 1:
-            return parts[0]
+    def of(cls, results: Sequence[SequenceResult], timing: Timing) -> RequestResult:
+        """Return the result of a request from the results of its sequences."""
+        probabilities = [own.log_probabilities for own in results if own.log_probabilities is not None]
         return cls(
-            np.concatenate([part.outputs for part in parts]),
-            tuple(outcome for part in parts for outcome in part.outcomes),
-            tuple(own for part in parts for own in part.log_probabilities),
-            sum(part.asked_tokens for part in parts),
-            sum(part.cached_tokens for part in parts),
+            np.stack([own.output for own in results]),
+            tuple(own.outcome for own in results),
+            tuple(probabilities),
+            sum(own.tokens for own in results),
+            sum(own.cached_tokens for own in results),
+            sum(own.is_repeated for own in results),
+            timing,
+            tuple(own.token_states for own in results if own.token_states is not None),
         )
+
+
+class PendingSequence(NamedTuple):
+    """A sequence that waits for a batch."""
+
+    place: int  # among the sequences of its request
+    ids: Sequence[int]  # PairTokens for a pair
+    wanted: Wanted | None  # how its keys and values are looked up
+    tokens: int  # that a batch computes
+    added: int  # that it adds to a batch which holds the sequence of its request before it
+    name: bytes | None  # of its result, if others may wait for the result
 
 
 @dataclass(eq=False, slots=True)
@@ -62,50 +110,87 @@ class PendingRequest:
     reuse: bool
     counted: bool  # whether the metric of outcomes counts the sequences
     future: asyncio.Future[RequestResult]
+    flow: Sequence[Hashable] = ()
     # Whether the engine computes the sequences as trees of shared prefixes.
     shares_prefixes: bool = False
     # Sequences of one salt share stored keys and values; None: nothing is given, and nothing is stored.
     salt: bytes | None = None
-    sequences: list[list[int]] = field(default_factory=list)
-    wanted: list[Wanted | None] = field(default_factory=list)  # how each sequence is looked up
-    stored_tokens: list[int] = field(default_factory=list)  # of each sequence, when it was tokenised
-    # For each sequence the tokens that it adds to a batch that holds the sequence before it.
-    added_tokens: list[int] = field(default_factory=list)
-    queued_at: float = 0.0  # seconds, perf_counter
+    names: SequenceNames | None = None  # None: results are computed for this request alone
+    timing: Timing = field(default_factory=Timing)
+    queued: bool = False  # whether it is in the queue
+    sequences: list[PendingSequence] = field(default_factory=list)  # that this request computes
     taken: int = 0  # sequences[:taken] were taken into batches
-    # The results of the parts that are computed, by their first sequence; several threads may compute parts.
-    parts: dict[int, RequestResult] = field(default_factory=dict)
+    tokenized: int = 0  # sequences that the source has yielded
+    guessed_each: float = 0.0  # tokens of each sequence that is not tokenised yet
+    waiting_sequences: int = 0  # that wait for a batch, tokenised or not
+    waiting_tokens: int = 0  # of the sequences that wait; of texts that are not tokenised yet, a guess
+    _parts: Iterator[Tokenized] | None = None
+    _last_ids: Sequence[int] | None = None  # of the sequence that the source has yielded last
+    # The results, by the index of their sequence; several threads may add results.
+    _results: dict[int, SequenceResult] = field(default_factory=dict)
+    _adding: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def count(self) -> int:
         """The number of sequences that the texts become."""
         return self.source.count * len(self.prompt.sequence_plans)
 
-    def tokenize(self, engine: PrefillEngine, most_tokens: int) -> None:
-        """Make the token sequences of the texts, and count the tokens that each of them adds to a batch.
+    @property
+    def is_tokenized(self) -> bool:
+        """Whether all texts are token sequences."""
+        return self.tokenized == self.count
 
-        Raises InputTooLong, as Source.tokenize.
+    @property
+    def waits(self) -> bool:
+        """Whether a sequence waits for a batch."""
+        return self.taken < len(self.sequences)
+
+    def guess_tokens(self, characters_per_token: float) -> None:
+        """Guess how many tokens each of the sequences adds to a batch, before the texts are tokenised."""
+        repeated = 1 if self.shares_prefixes else len(self.prompt.sequence_plans)
+        self.guessed_each = self.source.characters * repeated / characters_per_token / self.count
+
+    @property
+    def guessed_tokens(self) -> int:
+        """About how many tokens the sequences have that are not tokenised yet."""
+        return round(self.guessed_each * (self.count - self.tokenized))
+
+    def next_part(self, engine: PrefillEngine, most_tokens: int) -> list[PendingSequence]:
+        """Tokenise the next part of the texts. Returns its sequences, which the caller adds.
+
+        Raises InputTooLong, as Source.tokenize. One thread at a time may call this method.
         """
-        sequences, salt, passing = self.source.tokenize(engine, self.prompt, self.salt, most_tokens)
-        self.sequences = sequences
-        self.wanted = [
-            engine.wanted(ids, self.prompt.sequence_plan(index), salt, passing=passing)
-            for index, ids in enumerate(sequences)
-        ]
-        self.stored_tokens = list(map(engine.stored_tokens, self.wanted))
-        lengths = [len(ids) - stored for ids, stored in zip(sequences, self.stored_tokens, strict=True)]
-        added = added_tokens(sequences) if self.shares_prefixes else lengths
-        self.added_tokens = list(map(min, added, lengths))
+        if self._parts is None:
+            self._parts = self.source.tokenize(engine, self.prompt, self.salt, most_tokens)
+        part = next(self._parts)
+        first, sequences = self.tokenized, part.sequences
+        for index, ids in enumerate(sequences, first):
+            if not ids:
+                text = f"inputs[{index // len(self.prompt.sequence_plans)}]"
+                raise InvalidInput(f"{text} has no token that the model knows; change this text", field=text)
+        added = list(map(len, sequences))
+        if self.shares_prefixes:
+            before = [] if self._last_ids is None else [self._last_ids]
+            added = added_tokens([*before, *sequences])[len(before) :]
+        made = []
+        for index, ids, own in zip(range(first, first + len(sequences)), sequences, added, strict=True):
+            plan = self.prompt.sequence_plan(index)
+            wanted = engine.wanted(ids, plan, part.salt, passing=part.passing)
+            tokens = len(ids) - engine.stored_tokens(wanted)
+            name = self._name(ids, index, part.salt)
+            made.append(PendingSequence(index, ids, wanted, tokens, min(own, tokens), name))
+        self._last_ids = sequences[-1]
+        self.tokenized += len(sequences)
+        return made
 
-    def add_part(self, start: int, part: RequestResult) -> RequestResult | None:
-        """Keep the result of sequences[start:...]. Returns the whole result once it is complete, else None.
-
-        One thread at a time may call this method.
-        """
-        self.parts[start] = part
-        if sum(len(own.outcomes) for own in self.parts.values()) < len(self.sequences):
-            return None
-        return RequestResult.joined([self.parts[first] for first in sorted(self.parts)])
+    def add(self, result: SequenceResult, index: int) -> RequestResult | None:
+        """Keep the result of a sequence. Returns the whole result once it is complete, else None."""
+        with self._adding:
+            self._results[index] = result
+            if len(self._results) < self.count:
+                return None
+        self.timing.computed_at = time.perf_counter()
+        return RequestResult.of([self._results[index] for index in range(self.count)], self.timing)
 
     def fitting(self, tokens: int, texts: int, begun_within: int | None = None) -> Fitting:
         """Return the waiting sequences that fit into `tokens` tokens and are of at most `texts` texts.
@@ -114,8 +199,8 @@ class PendingRequest:
         begun_within: begin no text whose first sequence does not fit into this number of tokens.
         """
         fitting = Fitting(self.taken, 0, 0)
-        for index in range(self.taken, len(self.sequences)):
-            following = self._with(fitting, index)
+        for position in range(self.taken, len(self.sequences)):
+            following = self._with(fitting, position)
             if following.tokens > tokens or following.texts > texts:
                 break
             begins_text = following.texts > fitting.texts
@@ -128,27 +213,33 @@ class PendingRequest:
         """Return the first waiting sequence alone."""
         return self._with(Fitting(self.taken, 0, 0), self.taken)
 
-    def _with(self, before: Fitting, index: int) -> Fitting:
-        """Return `before` with sequence `index` added, which follows the sequences of `before`."""
-        is_first = index == self.taken
-        begins_text = not self.shares_prefixes or index % len(self.prompt.sequence_plans) == 0
-        tokens = self.added_tokens[index]
-        if is_first:
-            tokens = len(self.sequences[index]) - self.stored_tokens[index]
-        return Fitting(index + 1, before.tokens + tokens, before.texts + (is_first or begins_text))
+    def _with(self, before: Fitting, position: int) -> Fitting:
+        """Return `before` with the sequence at this position added, which follows it."""
+        own = self.sequences[position]
+        is_first = position == self.taken or self.sequences[position - 1].place != own.place - 1
+        begins_text = not self.shares_prefixes or own.place % len(self.prompt.sequence_plans) == 0
+        tokens = own.tokens if is_first else own.added
+        return Fitting(position + 1, before.tokens + tokens, before.texts + (is_first or begins_text))
+
+    def _name(self, ids: Sequence[int], index: int, salt: bytes | None) -> bytes | None:
+        # Another salt than the request's own says that keys and values were truncated, which approximates.
+        if self.names is None or salt != self.salt:
+            return None
+        plans, types = len(self.prompt.sequence_plans), token_types(ids)
+        # The types of a pair's tokens are not in its token ids.
+        return self.names(ids) if plans == 1 and types is None else self.names(ids, index % plans, types)
 
 
 class Fitting(NamedTuple):
     """Waiting sequences of a request that a batch has room for."""
 
-    stop: int  # index of the first sequence that does not fit
+    stop: int  # position of the first sequence that does not fit
     tokens: int  # that the sequences make in one batch
     texts: int  # that the sequences belong to
 
 
 class Share(NamedTuple):
-    """The part of a batch that holds sequences[start:stop] of a request."""
+    """The part of a batch that holds some sequences of a request."""
 
     request: PendingRequest
-    start: int
-    stop: int
+    sequences: list[PendingSequence]

@@ -1,22 +1,32 @@
 """What a request asks the batcher to compute: a source of token sequences.
 
-A source is made on the event loop, and makes its sequences in a tokenize thread. The texts of `inputs` are a
-source, and so is a conversation (service/conversations/conversation).
+A source is made on the event loop, and makes its sequences in an engine thread, part by part. The texts of
+`inputs` are a source, and so is a conversation (service/conversations/conversation).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from attncache_core import PrefillEngine
+from attncache_core import InvalidInput, PrefillEngine
+from attncache_core.checkpoints.template import Text, characters_of
 from attncache_core.text.prompts import Prompt
+from service.batching.left_cut import Side, cut_left
+from service.errors import rename
+
+# Texts are tokenised in parts of this size, so that many texts of one client delay others by little. About
+# as many characters make a full batch.
+_PART_CHARACTERS = 4096
+_PART_TEXTS = 64
 
 
 class Tokenized(NamedTuple):
-    """The token sequences of a request, and how their keys and values are stored."""
+    """Some token sequences of a request, and how their keys and values are stored."""
 
-    sequences: list[list[int]]  # text by text, one per sequence plan
+    sequences: Sequence[Sequence[int]]  # text by text, one per sequence plan; PairTokens for pairs
     # Sequences of one salt share stored keys and values; None: nothing is given, and nothing is stored.
     salt: bytes | None
     passing: int = 0  # tokens before a plan's continuation whose keys and values are not worth keeping
@@ -29,10 +39,14 @@ class Source(Protocol):
     def count(self) -> int:
         """The number of texts."""
 
+    @property
+    def characters(self) -> int:
+        """The number of characters of all texts, about."""
+
     def tokenize(
         self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, most_tokens: int
-    ) -> Tokenized:
-        """Return the sequences of the texts: for each text, one per sequence plan of the prompt.
+    ) -> Iterator[Tokenized]:
+        """Yield the sequences of the texts part by part: for each text, one per sequence plan of the prompt.
 
         salt: of the request; see Tokenized. Raises InputTooLong if a text is too long, or if all sequences
         have more than `most_tokens` tokens together.
@@ -41,18 +55,57 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts that do not depend on each other. truncate: cut a text that is too long."""
+    """Texts, or pairs of texts, that do not depend on each other.
 
-    texts: list[str]
+    truncate: cut a text that is too long. cut: where, if the text is no pair.
+    """
+
+    texts: Sequence[Text]
     truncate: bool
+    cut: Side = "right"
 
     @property
     def count(self) -> int:
         """The number of texts."""
         return len(self.texts)
 
+    @property
+    def characters(self) -> int:
+        """The number of characters of all texts."""
+        return sum(map(characters_of, self.texts))
+
     def tokenize(
         self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, most_tokens: int
-    ) -> Tokenized:
-        """Return the sequences of the texts in the prompt's template; see Source."""
-        return Tokenized(engine.tokenize(self.texts, self.truncate, prompt, most_tokens), salt)
+    ) -> Iterator[Tokenized]:
+        """Yield the sequences of the texts in the prompt's template; see Source."""
+        for start, stop in self._parts(prompt.template.characters):
+            try:
+                sequences = self._sequences(engine, self.texts[start:stop], prompt, most_tokens)
+            except InvalidInput as error:
+                rename(error, _moved(error.field, start))
+                raise
+            most_tokens -= sum(map(len, sequences))
+            yield Tokenized(sequences, salt)
+
+    def _sequences(
+        self, engine: PrefillEngine, texts: Sequence[Text], prompt: Prompt, most_tokens: int
+    ) -> Sequence[Sequence[int]]:
+        if self.cut == "right" or not self.truncate:
+            return engine.tokenize(texts, self.truncate, prompt, most_tokens)
+        return cut_left(engine, texts, prompt, most_tokens)
+
+    def _parts(self, around: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of texts. around: characters that the template adds to each text."""
+        start = characters = 0
+        for index, text in enumerate(self.texts):
+            own = characters_of(text) + around
+            if index > start and (characters + own > _PART_CHARACTERS or index == start + _PART_TEXTS):
+                yield start, index
+                start, characters = index, 0
+            characters += own
+        yield start, len(self.texts)
+
+
+def _moved(field: str | None, start: int) -> str | None:
+    """Return the field of a text among all texts, from its field among texts[start:]."""
+    return field and re.sub(r"(?<=^inputs\[)\d+(?=\]$)", lambda index: str(int(index[0]) + start), field)

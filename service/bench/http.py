@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,6 +74,9 @@ class Load:
     clients: int  # concurrent clients
     batch: int  # texts per request
     texts: int  # texts in total
+    # Draw each text by Zipf's law with this exponent: text k of the list k^exponent times as rarely as the
+    # first. None: the texts of the list in order, over and over.
+    zipf: float | None = None
 
 
 class Answer(NamedTuple):
@@ -219,9 +223,17 @@ async def _send(
 
 
 def _batches(texts: Sequence[str], load: Load) -> Iterator[list[str]]:
-    endless = itertools.cycle(texts)
+    endless = itertools.cycle(texts) if load.zipf is None else _drawn(texts, load.zipf)
     for sent in range(0, load.texts, load.batch):
         yield list(itertools.islice(endless, min(load.batch, load.texts - sent)))
+
+
+def _drawn(texts: Sequence[str], exponent: float) -> Iterator[str]:
+    """Yield texts for ever, always the same ones, drawn by Zipf's law."""
+    weights = list(itertools.accumulate(rank**-exponent for rank in range(1, len(texts) + 1)))
+    generator = random.Random(0)
+    while True:
+        yield from generator.choices(texts, cum_weights=weights, k=1000)
 
 
 async def _ask(session: aiohttp.ClientSession, endpoint: Endpoint, texts: Sequence[str]) -> Answer:

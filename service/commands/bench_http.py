@@ -90,6 +90,12 @@ def _headers(_context: click.Context, _option: click.Parameter, values: tuple[st
     metavar="NAME: VALUE",
     help="HTTP header of each request. May be repeated. Default: none.",
 )
+@click.option(
+    "--zipf",
+    type=click.FloatRange(min=0),
+    help="Draw the texts by Zipf's law with this exponent, so that some texts are frequent. Default: each "
+    "text as often as the others.",
+)
 @json_option
 def bench_http(
     url: str,
@@ -101,6 +107,7 @@ def bench_http(
     api: str,
     model: str,
     headers: dict[str, str],
+    zipf: float | None,
     json_file: Path | None,
 ) -> None:
     """Measure texts per second and latency of a server.
@@ -128,7 +135,7 @@ def bench_http(
                 measuring = measure(
                     endpoint,
                     texts,
-                    Load(*pair, total),
+                    Load(*pair, total, zipf),
                     warmup=warmup,
                     progress=progress,
                     on_measured=rows.append,

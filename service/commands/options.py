@@ -1,44 +1,24 @@
-"""Options that several commands share. The options of `serve` are made from the fields of Settings."""
+"""Options that several commands share. settings_options.py makes those of `serve`."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import click
-from pydantic.fields import FieldInfo
 
 from attncache_core import DEFAULT_MODEL, Checkpoint, InvalidInput, Quantization, find_variant
 from attncache_core.checkpoints.checkpoint import PoolingMode
 from attncache_core.checkpoints.template import Template
 from attncache_core.corpus.reading import read_texts
 from attncache_core.runtime.devices import Device, Dtype
-from service.settings import (
-    HIDDEN_FIELDS,
-    REMOVED_FIELDS,
-    ChosenTask,
-    Settings,
-    environment_name,
-    option_name,
-)
+from service.settings import Settings, option_name
+from service.settings.model import ChosenTask
 
 Command = Callable[..., None]
-
-_METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
-
-
-def settings_options() -> list[click.Parameter]:
-    """Return an option for each field of Settings, with its variable, help and default."""
-    return [_option(name, field) for name, field in Settings.model_fields.items()]
-
-
-def removed_settings_options() -> list[click.Parameter]:
-    """Return the former options of `serve`, which are refused."""
-    return [removed_option(option_name(field), remedy) for field, remedy in REMOVED_FIELDS.items()]
 
 
 def removed_option(name: str, remedy: str) -> click.Option:
@@ -140,6 +120,7 @@ def drop_options(command: Command) -> Command:
 
 
 template_option = _of_settings("template", click.Path(path_type=Path))
+pooling_option = _of_settings("pooling", click.Choice(get_args(PoolingMode)))
 
 
 def use_options(command: Command) -> Command:
@@ -147,7 +128,7 @@ def use_options(command: Command) -> Command:
     for option in (
         _of_settings("labels", str),
         _of_settings("task", click.Choice(get_args(ChosenTask))),
-        _of_settings("pooling", click.Choice(get_args(PoolingMode))),
+        pooling_option,
         template_option,
     ):
         command = option(command)
@@ -232,30 +213,3 @@ def checkpoint_of(settings: Settings) -> Checkpoint:
 
 
 _OF_CHECKPOINTS = tuple(inspect.signature(chosen_checkpoint).parameters)
-
-
-def _option(name: str, field: FieldInfo) -> click.Option:
-    option = option_name(name)
-    common: dict[str, Any] = {
-        "envvar": environment_name(name),
-        "show_envvar": True,
-        # The value, because click would show the name of the enum's member.
-        "default": field.default.value if isinstance(field.default, StrEnum) else field.default,
-        "show_default": field.default not in (None, ""),
-        "help": field.description,
-        "hidden": name in HIDDEN_FIELDS,
-    }
-    if field.annotation is bool:
-        return click.Option([f"{option}/--no-{option[2:]}", name], **common)
-    # Unprocessed, because Settings checks all values in one place.
-    return click.Option([option, name], type=click.UNPROCESSED, metavar=_metavar(field.annotation), **common)
-
-
-def _metavar(annotation: Any) -> str:
-    """Return the placeholder for a type: int | None -> INTEGER; Literal["a", "b"] -> a|b."""
-    kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation) or (annotation,)
-    if get_origin(kinds[0]) is Literal:
-        return "|".join(get_args(kinds[0]))
-    if issubclass(kinds[0], StrEnum):
-        return "|".join(kinds[0])
-    return _METAVARS[kinds[0]]

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from attncache_core import Progress as Report
 
@@ -31,6 +39,32 @@ def shown_progress() -> Iterator[Report]:
             bars.update(tasks[stage], completed=done, total=total)
 
         yield show
+
+
+@contextmanager
+def shown_share(stage: str) -> Iterator[Callable[[int, float], None]]:
+    """Yield a callable that shows how many rows are done and which share of a file they are, on stderr."""
+    if not sys.stderr.isatty():
+        yield _share_lines(stage)
+        return
+    counted = TextColumn("{task.fields[rows]:,} rows")
+    columns = (BarColumn(), TaskProgressColumn(), counted, TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn(stage), *columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(stage, total=1.0, rows=0)
+        yield lambda rows, share: bars.update(task, completed=share, rows=rows)
+
+
+def _share_lines(stage: str) -> Callable[[int, float], None]:
+    """Return a callable that prints a line every few seconds."""
+    last_line = float("-inf")
+
+    def show(rows: int, share: float) -> None:
+        nonlocal last_line
+        if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
+            print(f"{stage}: {rows} rows, {share:.0%}", file=sys.stderr, flush=True)
+            last_line = time.monotonic()
+
+    return show
 
 
 def _lines() -> Report:

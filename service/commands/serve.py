@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,48 +22,72 @@ from attncache_core import (
     open_default_database,
     set_damaged_aside,
 )
+from attncache_core.build.default import default_database_folder
 from attncache_core.calibration.gain import require_gain
 from attncache_core.models.families import is_causal
-from service.commands.database_report import why_exact
-from service.commands.options import checkpoint_of, removed_settings_options, settings_options
+from service.commands.options import checkpoint_of
 from service.commands.progress import shown_progress
-from service.settings import Settings, read_settings, refuse_unknown_variables
+from service.commands.settings_options import SettingsCommand, given_options
+from service.commands.summary import summary
+from service.observability.logs import configure_logging
+from service.settings import Settings, gather_settings
 from service.upkeep.rebuild import build_while_serving
 from service.upkeep.warming import read_warm_file, warm
-from service.web.server import bind, run_server
+from service.web.listeners import open_listeners
+from service.workers.supervisor import serve_with_workers
 
 logger = logging.getLogger(__name__)
 
 
-@click.command("serve", params=[*settings_options(), *removed_settings_options()])
-def serve(**values: Any) -> None:
+@click.command("serve", cls=SettingsCommand)
+@click.pass_context
+def serve(context: click.Context, /, config: Path | None, **_: Any) -> None:
     """Serve embeddings and classes over HTTP.
 
-    Every option is also an environment variable. The exit code is 0 after SIGTERM, and 2 if an option, the
-    model or the database is refused.
+    Every option is also an environment variable, and a key of the file of --config. The exit code is 0 after
+    SIGTERM, and 2 if an option, the model or the database is refused.
     """
-    refuse_unknown_variables(os.environ)
-    settings = read_settings(values)
-    configure_logging(settings.log_level)
+    settings = gather_settings(given_options(context), config)
+    configure_logging(settings.log_level, settings.log_format)
     # Before the server listens, so that a missing model is reported at once.
     checkpoint = checkpoint_of(settings)
-    listener = bind(settings.host, settings.port)
-    failure = run_server(settings, partial(load_engines, settings, checkpoint), listener)
+    listeners = open_listeners(settings)
+    urls = [listener.url for listener in listeners]
+
+    def load(share: Settings, worker: int) -> Iterator[PrefillEngine]:
+        # The other workers start when the first one serves, and would keep the server from getting ready.
+        engines = load_engines(share, checkpoint, builds=worker == 0)
+        return _summarised(engines, share, urls) if worker == 0 else engines
+
+    failure = serve_with_workers(settings, load, listeners)
     if isinstance(failure, AttnCacheError):
         raise failure
     if failure is not None:
         sys.exit(1)  # the traceback has been logged
 
 
-def load_engines(settings: Settings, checkpoint: Checkpoint) -> Iterator[PrefillEngine]:
+def _summarised(
+    engines: Iterator[PrefillEngine], settings: Settings, urls: Sequence[str]
+) -> Iterator[PrefillEngine]:
+    """Yield each engine, after its summary was logged."""
+    for engine in engines:
+        for line in summary(engine, settings, urls):
+            logger.info("%s", line)
+        yield engine
+
+
+def load_engines(
+    settings: Settings, checkpoint: Checkpoint, *, builds: bool = True
+) -> Iterator[PrefillEngine]:
     """Yield the engine that these settings describe, or two engines if the default database is damaged.
 
     In that case the first engine reuses nothing, and serves while the damaged database is renamed and a new
     one is built. The second engine has the new database; if the build fails, there is no second engine.
-    Raises the other errors of load_engine, also CorruptDatabase for a damaged `--database`.
+    builds: build a missing default database first; False: a missing one is like a damaged one. Raises the
+    other errors of load_engine, also CorruptDatabase for a damaged `--database`.
     """
     try:
-        engine = load_engine(settings, checkpoint)
+        engine = load_engine(settings, checkpoint, builds=builds)
     except CorruptDatabase as error:
         if settings.database is not None:
             raise
@@ -99,15 +122,18 @@ def _with_new_database(settings: Settings, checkpoint: Checkpoint) -> PrefillEng
     return load_engine(settings, checkpoint, keep_gain=False)
 
 
-def load_engine(settings: Settings, checkpoint: Checkpoint, *, keep_gain: bool = True) -> PrefillEngine:
+def load_engine(
+    settings: Settings, checkpoint: Checkpoint, *, keep_gain: bool = True, builds: bool = True
+) -> PrefillEngine:
     """Return the engine that these settings describe. Builds the default database on the first start.
 
-    keep_gain: keep the measured gain of reuse with the database for later starts.
+    keep_gain: keep the measured gain of reuse with the database for later starts. builds: False raises
+    CorruptDatabase if there is no default database.
     """
     lines = read_warm_file(settings.warm) if settings.warm else []
     engine = PrefillEngine.load(
         checkpoint,
-        database=_open_database(settings, checkpoint),
+        database=_open_database(settings, checkpoint, builds),
         dtype=settings.dtype,
         device=settings.device,
         threads=settings.threads,
@@ -124,38 +150,9 @@ def load_engine(settings: Settings, checkpoint: Checkpoint, *, keep_gain: bool =
             engine.map_reuse.keep_verified({})
         if not settings.search_always:
             require_gain(engine, settings.min_gain, keep=keep_gain)
-    logger.info("%s", _what_reuse_does(engine))
     if settings.warm:
         warm(engine, lines, settings)
     return engine
-
-
-def _what_reuse_does(engine: PrefillEngine) -> str:
-    """Return a line for the log: what reuse saves, at which quality, or why nothing is reused."""
-    reuse = engine.map_reuse
-    if engine.key_values:
-        store = engine.key_values.store
-        most = store.memory.pool.places * store.layout.block_bytes / 2**20
-        disk = f" and {store.transfers.disk.most_bytes / 2**20:,.0f} MiB on disk" if store.transfers else ""
-        return f"storing keys and values in up to {most:,.0f} MiB of memory{disk}"
-    if reuse is None:
-        return "serving exactly: there is no database"
-    if reuse.reuse_off:
-        return f"serving exactly: {'; '.join(reuse.reuse_off)}"
-    manifest, budget = reuse.database.manifest, reuse.policy.budget
-    mean = manifest.quality.get("mean")
-    kept = f"mean {budget.measure} {mean:.4f} of the hits" if mean and budget.binds else "no budget is kept"
-    if reuse.gain is None:
-        if reuse.approximates:
-            return f"reusing attention whether it saves time here or not ({kept})"
-        return f"serving exactly: {why_exact(manifest)}"
-    saved = (
-        f"{1 - 1 / (1 + reuse.gain.together.full_batch):.0%} of the time of full batches and "
-        f"{1 - 1 / (1 + reuse.gain.together.one_text):.0%} of single texts here ({kept})"
-    )
-    if reuse.approximates:
-        return f"reusing attention: it saves {saved}"
-    return f"serving exactly: reuse would save {saved}, too little for --min-gain {reuse.gain.min_gain}"
 
 
 def _key_value_options(settings: Settings) -> KeyValueOptions | None:
@@ -170,15 +167,18 @@ def _key_value_options(settings: Settings) -> KeyValueOptions | None:
     )
 
 
-def _open_database(settings: Settings, checkpoint: Checkpoint) -> AttentionDatabase | None:
+def _open_database(settings: Settings, checkpoint: Checkpoint, builds: bool) -> AttentionDatabase | None:
     overrides: dict[str, Any] = {"threshold": settings.threshold, "heads": settings.heads}
     if not (settings.reuse and settings.maps):
         return None
     if settings.database is not None:
         return AttentionDatabase.open(settings.database, **overrides)
     # Maps save a tenth of a causal model's time at best, and keys and values of prefixes save a multiple.
-    if is_causal(checkpoint):
+    # Pairs take no maps.
+    if is_causal(checkpoint) or checkpoint.is_for_pairs:
         return None
+    if not builds and not default_database_folder(checkpoint, settings.cache_dir).exists():
+        raise CorruptDatabase("there is no default database yet", field="database")
     with shown_progress() as progress:
         build_default_database(
             checkpoint,
@@ -189,10 +189,3 @@ def _open_database(settings: Settings, checkpoint: Checkpoint) -> AttentionDatab
             progress=progress,
         )
     return open_default_database(checkpoint, settings.cache_dir, **overrides)
-
-
-def configure_logging(level: str) -> None:
-    """Log messages of this level and above to stderr, one line per message."""
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # uvicorn logs every step of start and stop, and the server logs these steps itself.
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

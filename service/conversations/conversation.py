@@ -10,7 +10,7 @@ conversation does not fit into the window, its oldest tokens are cut, as far as 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -100,19 +100,24 @@ class Conversation:
         self._overflow = overflow
 
     @property
+    def characters(self) -> int:
+        """The number of characters of the new turns, and of the history about as many."""
+        return sum(map(len, self._turns)) + 4 * self._history.tokens
+
+    @property
     def kept_tokens(self) -> int:
         """The tokens of the conversation that are not cut, the new turn included."""
         return self.following.tokens - self.following.dropped
 
     def tokenize(
         self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, most_tokens: int
-    ) -> Tokenized:
-        """Return the sequence of the conversation in the prompt; see Source.
+    ) -> Iterator[Tokenized]:
+        """Yield the sequence of the conversation in the prompt; see Source.
 
         Raises InputTooLong, which names `field`, if the conversation does not fit and must not be cut.
         """
         frame = engine.tokenizer.frame(prompt)
-        turns = [array("i", ids) for ids in engine.tokenizer.turns(self._turns)]
+        turns = [array("i", ids) for ids in engine.tokenizer.turns(self._turns, self.field)]
         is_append = self.field == "append"
         whole = self._history.followed_by(*turns) if is_append else self._history.edited(turns, frame.room)
         following, kept = whole, whole.kept()
@@ -126,7 +131,7 @@ class Conversation:
         self.approximate = salt is not None and following.namespace is not None
         sequences = continued([frame.around(kept)], prompt.sequence_plans, most_tokens)
         own_salt = following.namespace if self.approximate else salt
-        return Tokenized(sequences, own_salt, passing=len(frame.after))
+        yield Tokenized(sequences, own_salt, passing=len(frame.after))
 
     def _require_cutting(self, new: int, room: int) -> None:
         """Raise InputTooLong if the conversation must not be cut. new: tokens of the last turn."""

@@ -1,7 +1,8 @@
 """The metrics at /metrics: requests, queue, batches, reuse, and what is recorded and stored.
 
 Every name starts with attncache_ and contains its unit. Every label value exists, with the value zero, before
-the first request. Label values come from fixed lists, so that nothing that a client sends can become a label.
+the first request. Label values come from fixed lists and, for names of API keys, from the operator, so that
+nothing that a client sends can become a label.
 """
 
 from __future__ import annotations
@@ -26,19 +27,38 @@ from attncache_core.engine.info import EngineInfo
 from attncache_core.reuse.kv.info import TIERS, KeyValueInfo
 from attncache_core.reuse.maps.info import DatabaseInfo, GroupInfo
 from service import __version__
+from service.errors import (
+    HeadersTooLarge,
+    MalformedRequest,
+    RequestTimeout,
+    ShuttingDown,
+    TooManyConnections,
+)
 
 # By default, every counter and histogram has a second series with the time of its creation. Here that would
 # always be the time when the server started.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 ROUTES = (
-    *("/embed", "/classify", "/health", "/ready", "/info", "/metrics"),
+    *("/embed", "/classify", "/health", "/ready", "/info", "/metrics", "/", "/explain"),
+    *("/embed_all", "/predict", "/similarity", "/rerank", "/tokenize", "/decode"),
+    *("/v1/embeddings", "/v1/classify", "/v1/rerank", "/v2/rerank", "/v1/models"),
     *("/cache", "/cache/stats", "/cache/warm", "/cache/pin", "/cache/lookup", "/cache/capacity"),
 )
 OTHER_ROUTE = "other"
-STATUSES = (200, 400, 404, 405, 409, 413, 422, 429, 499, 500, 503)
+STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 422, 429, 431, 499, 500, 503, 504)
+
+# A client that does not read its response.
+SLOW_READER = "slow_reader"
+# Why connections are refused or cut.
+CUT_REASONS = (
+    *(MalformedRequest.code, HeadersTooLarge.code, RequestTimeout.code),
+    *(TooManyConnections.code, ShuttingDown.code, SLOW_READER),
+)
 
 _TOKEN_STATES = ("asked", "cached", "computed")
+_REPEATED = ("kept", "in_flight")
+_QUOTAS = ("requests_per_minute", "tokens_per_minute", "in_flight")
 _EVICTIONS = (("memory", "full"), ("memory", "cleared"), ("disk", "full"))
 
 _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -74,9 +94,15 @@ class Metrics:
         )
         self._tokens = self._counter(
             "tokens",
-            "Tokens of all sequences (asked), of them those whose keys and values were stored (cached), and "
-            "those that were computed; what sequences of a batch share is computed once",
+            "Tokens of the sequences of all batches (asked), of them those whose keys and values were "
+            "stored (cached), and those that were computed; what sequences of a batch share is computed "
+            "once. Tokens of sequences that were in no batch, because their results were known (repeated)",
             ("state",),
+        )
+        self._repeated = self._counter(
+            "repeated_sequences",
+            "Sequences in no batch: their results were kept, or computed for another request (in_flight)",
+            ("source",),
         )
         self._tokenize_seconds = self._histogram(
             "tokenize_seconds", "Seconds to tokenise a request", _SECONDS
@@ -86,9 +112,30 @@ class Metrics:
             "forward_seconds", "Seconds of the model's pass over one batch", _SECONDS
         )
         self._queue_sequences = self._gauge("queue_sequences", "Sequences that wait for the engine")
+        self._queue_tokens = self._gauge(
+            "queue_tokens", "Tokens that wait for the engine; of texts that are not tokenised yet, a guess"
+        )
+        self._results_bytes = self._gauge("results_bytes", "Bytes of the results that are kept")
+        self._key_requests = self._counter("key_requests", "Requests by the name of their API key", ("key",))
+        self._key_tokens = self._counter(
+            "key_tokens", "Tokens of all sequences that were requested, by the name of the API key", ("key",)
+        )
+        self._quota_refusals = self._counter(
+            "quota_refusals", "Requests that were refused because a quota was used up", ("key", "quota")
+        )
         self._sessions = self._gauge("sessions", "Sessions whose history is kept")
         self._ready = self._gauge("ready", "1 if model and database are loaded, else 0")
         self._gauge("build_info", "The version of the server", ("version",)).labels(__version__).set(1)
+        self._gauge("workers", "Worker processes that answered, 1 without --workers").set(1)
+        self._connections = self._gauge("connections", "Open connections", ("listener",))
+        self._cuts = self._counter(
+            "connections_cut",
+            "Connections that were refused or cut: by error code, or because the client did not read",
+            ("reason",),
+        )
+        self._overdue_seconds = self._gauge(
+            "overdue_seconds", "Seconds by which a batch, or the event loop, exceeds --stuck-seconds"
+        )
         self._corrupt = self._counter("database_corrupt_records", "Records that were damaged and not used")
         self._lost_segments = self._counter(
             "database_lost_segments",
@@ -111,9 +158,27 @@ class Metrics:
 
     def observe_request(self, path: str, status: int, seconds: float) -> None:
         """Count one request that was answered, or given up (status 499)."""
-        route = path if path in ROUTES else OTHER_ROUTE
+        route = route_of(path)
         self._requests.labels(route, str(status)).inc()
         self._request_seconds.labels(route).observe(seconds)
+
+    def watch_keys(self, names: Iterable[str]) -> None:
+        """Show these names of API keys from now on. They are the operator's, and not a client's."""
+        for name in names:
+            self._key_requests.labels(name)
+            self._key_tokens.labels(name)
+            for quota in _QUOTAS:
+                self._quota_refusals.labels(name, quota)
+
+    def observe_key(self, name: str, tokens: int) -> None:
+        """Count one request of an API key. tokens: of all its sequences."""
+        self._key_requests.labels(name).inc()
+        if tokens:
+            self._key_tokens.labels(name).inc(tokens)
+
+    def observe_quota_refusal(self, name: str, quota: str) -> None:
+        """Count one request that was refused because a quota of its API key was used up."""
+        self._quota_refusals.labels(name, quota).inc()
 
     def observe_tokenize(self, seconds: float) -> None:
         """Count the tokenisation of one request."""
@@ -138,6 +203,11 @@ class Metrics:
         for similarity in result.similarities.tolist():
             if similarity == similarity:  # not nan: the sequence was searched
                 self._similarity.observe(similarity)
+
+    def observe_repeated(self, source: str, tokens: int) -> None:
+        """Count a sequence whose result was kept, or is being computed for another request (in_flight)."""
+        self._repeated.labels(source).inc()
+        self._tokens.labels("repeated").inc(tokens)
 
     def observe_changed_records(self, count: int) -> None:
         """Count records that changed after they were checked."""
@@ -172,19 +242,43 @@ class Metrics:
         self._engine.engine_info = engine_info
         self._ready.set(1)
 
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def watch_batcher(self, queue_tokens: Callable[[], int], results_bytes: Callable[[], int]) -> None:
+        """Read the tokens in the queue and the bytes of kept results whenever metrics are read."""
+        self._queue_tokens.set_function(queue_tokens)
+        self._results_bytes.set_function(results_bytes)
+
+    def observe_cut(self, reason: str) -> None:
+        """Count a connection that was refused or cut. reason: one of CUT_REASONS."""
+        self._cuts.labels(reason).inc()
+
+    def watch_connections(self, listener: str, count: Callable[[], int]) -> None:
+        """Read the number of a listener's connections from now on whenever metrics are read."""
+        self._connections.labels(listener).set_function(count)
+
+    def watch_overdue(self, seconds: Callable[[], float]) -> None:
+        """Read from now on, whenever metrics are read, by how much a batch or the event loop is overdue."""
+        self._overdue_seconds.set_function(seconds)
+
+    def render(self, names: Iterable[str] = ()) -> bytes:
+        """Return metrics in Prometheus' text format. names: of time series; none: all metrics."""
+        chosen = list(names)
+        return generate_latest(self.registry.restricted_registry(chosen) if chosen else self.registry)
 
     def _touch_labels(self) -> None:
         for route in (*ROUTES, OTHER_ROUTE):
             self._request_seconds.labels(route)
             for status in STATUSES:
                 self._requests.labels(route, str(status))
+        for reason in CUT_REASONS:
+            self._cuts.labels(reason)
+        for listener in ("public", "admin"):
+            self._connections.labels(listener)
         for outcome in Outcome:
             self._sequences.labels(outcome)
-        for state in _TOKEN_STATES:
+        for state in (*_TOKEN_STATES, "repeated"):
             self._tokens.labels(state)
+        for source in _REPEATED:
+            self._repeated.labels(source)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(name, text, labels, namespace="attncache", registry=self.registry)
@@ -196,6 +290,11 @@ class Metrics:
         self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
     ) -> Histogram:
         return Histogram(name, text, labels, namespace="attncache", registry=self.registry, buckets=buckets)
+
+
+def route_of(path: str) -> str:
+    """Return the path of a request if the server has it, else OTHER_ROUTE."""
+    return path if path in ROUTES else OTHER_ROUTE
 
 
 class _EngineNumbers(Collector):
@@ -262,7 +361,7 @@ def _of_key_values(info: KeyValueInfo | None) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "attncache_kv_load_stall_seconds",
-        "Seconds that batches waited for keys and values from disk",
+        "Seconds that batches waited for keys and values from disk after their layers had begun",
         value=disk.load_stall_seconds if disk else 0,
     )
     yield CounterMetricFamily(

@@ -6,46 +6,44 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Literal
 
-from fastapi import Request
-
 from attncache_core import InputTooLong, InvalidInput, NotFinite
-from service.batching.sources import Source, Texts
+from service.batching.sources import Source
+from service.batching.token_ids import source_of
 from service.conversations.conversation import Conversation, History, Overflow
 from service.conversations.sessions import Session
 from service.errors import UnknownSession
-from service.routes.common import check_count, result_unless_gone
+from service.routes.common import check_count
 from service.schemas import InferenceRequest
 from service.state import ServiceState
+from service.web.call import Call
 
 _Field = Literal["append", "transcript"]
 
 
-def salt_of(body: InferenceRequest) -> bytes:
-    """Return the salt of a request: requests of different salts share nothing."""
-    return (body.cache_salt or "").encode()
-
-
 @asynccontextmanager
-async def asked(request: Request, body: InferenceRequest, state: ServiceState) -> AsyncIterator[Source]:
+async def asked(call: Call, body: InferenceRequest) -> AsyncIterator[Source]:
     """Yield what the body asks for. For a session, wait until no earlier request of the session runs.
 
     If the block ends without an error, the session's history has become what the conversation says. After an
-    error it is as before. Raises InvalidInput, TooManyInputs, UnknownSession, QueueFull and ClientGone.
+    error it is as before. Raises InvalidInput, TooManyInputs, UnknownSession, QueueFull, ClientGone and, if
+    another worker keeps the session, AnsweredElsewhere or WorkerUnavailable.
     """
-    settings = state.settings
+    state, settings = call.state, call.state.settings
     truncate = settings.truncate if body.truncate is None else body.truncate
     if body.session_id is None:
         inputs = _inputs(body)
         check_count(inputs, "inputs", settings.max_request_inputs)
-        yield Texts(inputs, truncate)
+        yield source_of(inputs, truncate, body.truncation_direction or "right")
         return
     field, turns = _turns(body)
     check_count(turns, field, settings.max_request_inputs)
     overflow = Overflow(settings.session_overflow, settings.session_keep_ratio)
-    session = salt_of(body), body.session_id
+    session = call.salt(body.cache_salt), body.session_id
+    if state.team is not None:
+        await state.team.pass_to_owner(call, body.model_dump_json(exclude_unset=True).encode(), session)
     turn = state.sessions.begin(session)
     try:
-        await result_unless_gone(request, turn)
+        await call.wait(turn)
         history = _history(state, session, field)
         conversation = Conversation(history, turns, field, truncate=truncate, overflow=overflow)
         with _names(field):
@@ -55,7 +53,7 @@ async def asked(request: Request, body: InferenceRequest, state: ServiceState) -
         state.sessions.end(session, turn)
 
 
-def _inputs(body: InferenceRequest) -> list[str]:
+def _inputs(body: InferenceRequest) -> list[str] | list[list[int]]:
     """Return the inputs of a request without a session. Raises InvalidInput."""
     for field in ("append", "transcript"):
         if getattr(body, field) is not None:
@@ -74,6 +72,12 @@ def _turns(body: InferenceRequest) -> tuple[_Field, list[str]]:
             "inputs is not accepted with session_id; send the new turn as append, or the whole conversation "
             "as transcript",
             field="inputs",
+        )
+    if body.truncation_direction is not None:
+        raise InvalidInput(
+            "truncation_direction is not accepted with session_id; a conversation that is too long is cut as "
+            "--session-overflow says",
+            field="truncation_direction",
         )
     if body.append is not None and body.transcript is not None:
         raise InvalidInput(

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -18,13 +18,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from attncache_core import InputTooLong, InvalidInput, NotFinite
 from attncache_core.reuse.kv.capacity import CapacityPlan
 from attncache_core.reuse.kv.info import key_value_info
-from service.routes.common import ERRORS, check_count, result_unless_gone, serving_of, state_of
+from service.errors import WorkerUnavailable
+from service.routes.common import ERRORS, call_of, check_count
 from service.schemas import Inputs, Name, Text
 from service.state import Serving
 from service.upkeep.warming import Chosen, store_of
-from service.web.bodies import body_documentation, read_body
+from service.web.call import Call
+from service.web.endpoint import documented_body
+from service.web.keys import namespace_of
 
 router = APIRouter(prefix="/cache")
+
+Done = TypeVar("Done", bound=BaseModel)
 
 _NO_STORE = "The server stores no keys and values, or the request requires another model."
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -57,6 +62,11 @@ class _About(BaseModel):
     )
     cache_salt: Name | None = Field(
         None, description="Requests of one salt share stored keys and values. Default: no salt."
+    )
+    key: Name | None = Field(
+        None,
+        description="Name of the API key whose requests share the stored keys and values. Default: the key "
+        "of this request.",
     )
 
 
@@ -107,7 +117,7 @@ class Dropped(BaseModel):
 @router.get("/stats", response_model=dict[str, Any], responses=_ERRORS_WITHOUT_BODY)
 async def stats(request: Request) -> Response:
     """Return what the store holds, what happened to it since the start, and the number of sessions."""
-    store, sessions = store_of(serving_of(request).engine), state_of(request).sessions
+    store, sessions = store_of(call_of(request).serving().engine), call_of(request).state.sessions
     info = await asyncio.to_thread(key_value_info, store)
     return _json({**asdict(info), "sessions": sessions.count, "distinct_sessions": sessions.distinct})
 
@@ -116,19 +126,24 @@ async def stats(request: Request) -> Response:
     "/warm",
     response_model=Warmed,
     responses=_ERRORS,
-    openapi_extra={"requestBody": body_documentation(WarmRequest)["requestBody"]},
+    openapi_extra=documented_body(WarmRequest),
 )
 async def warm(request: Request) -> Response:
     """Compute and store the keys and values of texts, or of what all texts in a template begin with."""
-    serving = serving_of(request)
+    serving = call_of(request).serving()
     store = store_of(serving.engine)
-    body = await read_body(request, WarmRequest, state_of(request).settings.max_body_bytes)
+    body = await call_of(request).read(WarmRequest)
     chosen = await _chosen(request, serving, body)
     pending = serving.batcher.submit(
-        chosen, prompt=chosen.prompt, reuse=True, counted=False, salt=chosen.salt
+        chosen,
+        flow=call_of(request).client.flow,
+        prompt=chosen.prompt,
+        reuse=True,
+        counted=False,
+        salt=chosen.salt,
     )
     try:
-        result = await result_unless_gone(request, pending)
+        result = await call_of(request).wait(pending)
     except NotFinite as error:
         raise NotFinite.of(error.index, "texts") from error
 
@@ -140,20 +155,21 @@ async def warm(request: Request) -> Response:
 
     stored = await asyncio.to_thread(stored_tokens)
     warmed = Warmed(tokens=chosen.tokens, cached_tokens=result.cached_tokens, stored_tokens=stored)
-    return _json(warmed.model_dump())
+    others = await _of_other_workers(call_of(request), Warmed, body)
+    return _json(_least([warmed, *others]))
 
 
 @router.post(
     "/pin",
     response_model=Pinned,
     responses=_ERRORS,
-    openapi_extra={"requestBody": body_documentation(PinRequest)["requestBody"]},
+    openapi_extra=documented_body(PinRequest),
 )
 async def pin(request: Request) -> Response:
     """Keep stored keys and values in memory, or let them be evicted again. Nothing is computed."""
-    serving = serving_of(request)
+    serving = call_of(request).serving()
     store = store_of(serving.engine)
-    body = await read_body(request, PinRequest, state_of(request).settings.max_body_bytes)
+    body = await call_of(request).read(PinRequest)
     chosen = await _chosen(request, serving, body)
 
     def pin_all() -> int:
@@ -164,20 +180,21 @@ async def pin(request: Request) -> Response:
             tokens += store.pin(own, body.pinned)
         return tokens
 
-    return _json(Pinned(tokens=await asyncio.to_thread(pin_all)).model_dump())
+    pinned = Pinned(tokens=await asyncio.to_thread(pin_all))
+    return _json(_least([pinned, *await _of_other_workers(call_of(request), Pinned, body)]))
 
 
 @router.post(
     "/lookup",
     response_model=list[Found],
     responses=_ERRORS,
-    openapi_extra={"requestBody": body_documentation(LookupRequest)["requestBody"]},
+    openapi_extra=documented_body(LookupRequest),
 )
 async def lookup(request: Request) -> Response:
     """Return how many tokens of each text are stored, and where. Nothing is computed or moved."""
-    serving = serving_of(request)
+    serving = call_of(request).serving()
     store = store_of(serving.engine)
-    body = await read_body(request, LookupRequest, state_of(request).settings.max_body_bytes)
+    body = await call_of(request).read(LookupRequest)
     chosen = await _chosen(request, serving, body)
 
     def look_up() -> list[dict[str, Any]]:
@@ -193,8 +210,10 @@ async def lookup(request: Request) -> Response:
 @router.delete("", response_model=Dropped, responses=_ERRORS_WITHOUT_BODY)
 async def drop(request: Request) -> Response:
     """Drop all stored keys and values, of all clients, pinned ones too."""
-    store = store_of(serving_of(request).engine)
-    return _json(Dropped(blocks=await asyncio.to_thread(store.clear)).model_dump())
+    store = store_of(call_of(request).serving().engine)
+    blocks = await asyncio.to_thread(store.clear)
+    others = await _of_other_workers(call_of(request), Dropped)
+    return _json({"blocks": blocks + sum(other.blocks for other in others)})
 
 
 @router.get(
@@ -219,10 +238,10 @@ async def capacity(request: Request) -> Response:
 
     The numbers are those of CachedAttention, section 4.3.6.
     """
-    serving = serving_of(request)
+    serving = call_of(request).serving()
     info = key_value_info(store_of(serving.engine))
     planned = _numbers(request.query_params)
-    sessions = planned.get("distinct_sessions", state_of(request).sessions.distinct)
+    sessions = planned.get("distinct_sessions", call_of(request).state.sessions.distinct)
     plan = CapacityPlan(
         # With the pooled state of each block.
         bytes_per_token=-(-info.block_bytes // info.block_tokens),
@@ -251,7 +270,7 @@ async def capacity(request: Request) -> Response:
 
 async def _chosen(request: Request, serving: Serving, body: _About) -> Chosen:
     """Return the token sequences that a request is about. Raises InvalidInput."""
-    settings, salt = state_of(request).settings, (body.cache_salt or "").encode()
+    settings, salt = call_of(request).state.settings, _salt(call_of(request), body)
     if (body.texts is None) == (body.template is None):
         raise InvalidInput("give either texts or a template", field="texts")
     # In a thread, because texts and templates may be long.
@@ -271,6 +290,35 @@ async def _chosen(request: Request, serving: Serving, body: _About) -> Chosen:
         # The tokenizer knows the texts as inputs.
         field = (error.field or "inputs").replace("inputs", "texts")
         raise InputTooLong(str(error).replace("inputs", "texts"), field=field) from error
+
+
+async def _of_other_workers(call: Call, kind: type[Done], body: BaseModel | None = None) -> list[Done]:
+    """Let the other workers do the same, and return what they did. Raises the error of one that did not."""
+    if call.state.team is None:
+        return []
+    content = body.model_dump_json(exclude_unset=True).encode() if body is not None else b""
+    answers = await call.state.team.ask_all(call, content)
+    if any(answer.status != 200 for answer in answers):
+        raise WorkerUnavailable(
+            "not all worker processes of the server have done this; send the request again",
+            retry_after_seconds=1,
+        )
+    return [kind.model_validate_json(answer.content) for answer in answers]
+
+
+def _least(done: Sequence[BaseModel]) -> dict[str, int]:
+    """Return of each number the least: what holds for every worker."""
+    numbers = [own.model_dump() for own in done]
+    return {name: min(own[name] for own in numbers) for name in numbers[0]}
+
+
+def _salt(call: Call, body: _About) -> bytes:
+    """Return what separates the requests that a request is about from others. Raises InvalidInput."""
+    if body.key is None:
+        return call.salt(body.cache_salt)
+    if call.state.keys is None or body.key not in call.state.keys.names:
+        raise InvalidInput("key must be the name of an API key of this server", field="key")
+    return namespace_of(body.key) + (body.cache_salt or "").encode()
 
 
 def _numbers(parameters: Mapping[str, str]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 the model has classes       outputs -> class logits (-> requested labels) -> softmax, or sigmoid (multi-label)
 the task is label-logits    outputs -> logits of the labels' tokens -> softmax
 the request has labels      outputs . label embeddings, both of unit length -> softmax
+the model is one of NLI     see service/routes/zero_shot.py
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
 
 from attncache_core import InputTooLong, InvalidInput, NoClassifier, NotFinite, class_scores, normalize
 from attncache_core.checkpoints.template import Template
@@ -20,21 +20,13 @@ from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
 from attncache_core.heads.vectors import require_finite
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
-from service.routes.asked import asked, salt_of
-from service.routes.common import (
-    ANSWER_HEADERS,
-    ERRORS,
-    answer,
-    check_count,
-    result_unless_gone,
-    serving_of,
-    state_of,
-)
+from service.routes.asked import asked
+from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count
+from service.routes.zero_shot import Scores, by_entailment, is_zero_shot
 from service.schemas import ClassifyRequest, LabelScore
 from service.state import Serving
-from service.web.bodies import body_documentation, read_body, reuse_wanted
-
-router = APIRouter()
+from service.web.call import Answer, Call
+from service.web.endpoint import Endpoint
 
 _CLASSIFIER_TEMPERATURE = 1.0
 # A response repeats the labels for each input: a request of 2 MB could have a response of 250 MB.
@@ -58,63 +50,79 @@ class _Choice:
         return class_scores(logits, temperature or _CLASSIFIER_TEMPERATURE, serving.engine.multi_label)
 
 
-@router.post(
-    "/classify",
-    response_model=list[list[LabelScore]],
-    responses={
-        200: {"headers": ANSWER_HEADERS, "description": "For each input the labels, best first."},
-        **ERRORS,
-    },
-    openapi_extra=body_documentation(ClassifyRequest),
-)
-async def classify(request: Request) -> Response:
+async def classify(call: Call) -> Answer:
     """Score the labels of the request, or the labels of the server, for each input."""
-    state = state_of(request)
-    serving = serving_of(request)
-    reuse = reuse_wanted(request)
-    body = await read_body(request, ClassifyRequest, state.settings.max_body_bytes)
-    async with asked(request, body, state) as source:
+    serving = call.serving()
+    reuse = call.reuse_wanted()
+    return await scored(call, serving, await call.read(ClassifyRequest), reuse)
+
+
+async def scored(
+    call: Call, serving: Serving, body: ClassifyRequest, reuse: bool, *, alone: bool = False
+) -> Answer:
+    """Answer with the labels of each input, best first. alone: answer with the labels of the first input."""
+    async with asked(call, body) as source:
         if serving.engine.task == "label-logits":
-            return await _by_tokens(request, serving, body, source, reuse)
-        return await _by_output(request, serving, body, source, reuse)
+            scores = await _by_tokens(call, serving, body, source, reuse)
+        else:
+            scores = await _by_output(call, serving, body, source, reuse)
+        rows = [_best_first(scores.labels, row) for row in scores.scores]
+        return answer(rows[0] if alone else rows, scores.result, call, source)
 
 
 async def _by_output(
-    request: Request, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
-) -> Response:
-    """Score classes, or labels that are compared by embedding."""
-    state = state_of(request)
+    call: Call, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
+) -> Scores:
+    """Score classes, or labels that are compared by embedding or by entailment."""
+    settings = call.state.settings
     if body.template is not None:
         raise InvalidInput(
             "template is accepted only by a server with --task label-logits, which scores labels by tokens",
             field="template",
         )
+    if body.labels is not None and is_zero_shot(serving.engine, body):
+        _check_labels(body.labels, source.count, settings.max_request_inputs)
+        return await by_entailment(call, serving, body, source, reuse)
+    _refuse_zero_shot(body)
     if serving.engine.labels is not None:
         choice = _among_known(body.labels, serving.engine.labels)
     else:
         if body.labels is None:
             raise NoClassifier("the server has no classifier; give labels to choose from", field="labels")
         labels = body.labels
-        _check_labels(labels, source.count, state.settings.max_request_inputs)
-        truncate = state.settings.truncate if body.truncate is None else body.truncate
-        choice = _Choice(labels, None, await _label_embeddings(request, serving, labels, truncate))
-    pending = serving.batcher.submit(source, reuse=reuse, salt=salt_of(body))
-    result = await result_unless_gone(request, pending)
-    scores = choice.scores(result.outputs, serving, body.temperature)
-    return answer([_best_first(choice.labels, row) for row in scores], result, state, source)
+        _check_labels(labels, source.count, settings.max_request_inputs)
+        truncate = settings.truncate if body.truncate is None else body.truncate
+        choice = _Choice(labels, None, await _label_embeddings(call, serving, labels, truncate))
+    pending = serving.batcher.submit(
+        source, flow=call.client.flow, reuse=reuse, salt=call.salt(body.cache_salt)
+    )
+    result = await call.wait(pending)
+    return Scores(choice.labels, choice.scores(result.outputs, serving, body.temperature), result)
+
+
+def _refuse_zero_shot(body: ClassifyRequest) -> None:
+    """Raise InvalidInput for fields that only zero-shot classification has."""
+    for field in ("hypothesis_template", "multi_label"):
+        if getattr(body, field):
+            raise InvalidInput(
+                f"{field} is accepted only with labels, and by a model of natural language inference, which "
+                "has a class named entailment",
+                field=field,
+            )
 
 
 async def _by_tokens(
-    request: Request, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
-) -> Response:
+    call: Call, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
+) -> Scores:
     """Score labels by the logits of their tokens after the template."""
-    state, engine = state_of(request), serving.engine
+    _refuse_zero_shot(body)
+    settings, engine = call.state.settings, serving.engine
     if body.labels is not None:
-        _check_labels(body.labels, source.count, state.settings.max_request_inputs)
+        _check_labels(body.labels, source.count, settings.max_request_inputs)
     template = None if body.template is None else Template.parse(body.template)
     # In a thread, because the template may be long and the labels many.
     labels = await asyncio.to_thread(engine.labels_in, template, body.labels)
-    per_input, limit = len(labels.prompt.sequence_plans), state.settings.max_queue_sequences
+    per_input, limit = len(labels.prompt.sequence_plans), settings.max_queue_sequences
     sequences = source.count * per_input
     if sequences > limit:
         raise TooManyInputs(
@@ -122,15 +130,20 @@ async def _by_tokens(
             field="inputs" if per_input <= limit else "labels",
         )
     pending = serving.batcher.submit(
-        source, reuse=reuse, prompt=labels.prompt, labels=labels, salt=salt_of(body)
+        source,
+        flow=call.client.flow,
+        reuse=reuse,
+        prompt=labels.prompt,
+        labels=labels,
+        salt=call.salt(body.cache_salt),
     )
-    result = await result_unless_gone(request, pending)
+    result = await call.wait(pending)
     # In a thread, because many labels have many log-probabilities to add.
     logits = await asyncio.to_thread(engine.label_logits, labels, result.outputs, result.log_probabilities)
     # The outputs are finite, so a NaN here comes from a label's row of the language head.
     require_finite(np.isfinite(logits).T, "labels")
     scores = class_scores(logits, body.temperature or _CLASSIFIER_TEMPERATURE)
-    return answer([_best_first(list(labels.labels), row) for row in scores], result, state, source)
+    return Scores(list(labels.labels), scores, result)
 
 
 def _among_known(requested: list[str] | None, known: tuple[str, ...]) -> _Choice:
@@ -169,21 +182,22 @@ def _refuse_duplicates(labels: list[str]) -> None:
         seen.add(label)
 
 
-async def _label_embeddings(
-    request: Request, serving: Serving, labels: list[str], truncate: bool
-) -> np.ndarray:
+async def _label_embeddings(call: Call, serving: Serving, labels: list[str], truncate: bool) -> np.ndarray:
     """Return the labels' embeddings, [labels, dimensions], of unit length.
 
     Computes only labels that are not cached, always without reuse. Raises NotFinite and InputTooLong for the
     field "labels".
     """
-    known = serving.label_memory.recall(labels, truncate)
+    salt = call.salt()
+    known = serving.label_memory.recall(labels, truncate, salt)
     missing = [label for label in labels if label not in known]
     if missing:
         # Labels are not inputs, so neither the response header nor the metric of outcomes counts them.
-        pending = serving.batcher.submit(Texts(missing, truncate), reuse=False, counted=False)
+        pending = serving.batcher.submit(
+            Texts(missing, truncate), flow=call.client.flow, reuse=False, counted=False
+        )
         try:
-            result = await result_unless_gone(request, pending)
+            result = await call.wait(pending)
         except NotFinite as error:
             raise NotFinite.of(labels.index(missing[error.index]), "labels") from error
         except InputTooLong as error:
@@ -193,7 +207,7 @@ async def _label_embeddings(
                 field="labels",
             ) from error
         embeddings = normalize(result.outputs)
-        serving.label_memory.remember(missing, truncate, embeddings)
+        serving.label_memory.remember(missing, truncate, embeddings, salt)
         known.update(zip(missing, embeddings, strict=True))
     return np.stack([known[label] for label in labels])
 
@@ -202,3 +216,16 @@ def _best_first(labels: list[str], scores: np.ndarray) -> list[dict[str, Any]]:
     order = np.argsort(-scores, kind="stable").tolist()
     values = scores.tolist()
     return [{"label": labels[column], "score": values[column]} for column in order]
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/classify",
+        classify,
+        ClassifyRequest,
+        list[list[LabelScore]],
+        "For each input the labels, best first.",
+        headers=ANSWER_HEADERS,
+        errors=ERRORS,
+    ),
+)

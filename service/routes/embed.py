@@ -3,45 +3,58 @@
 from __future__ import annotations
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
 
+from service.batching.token_ids import prompt_of
 from service.errors import NoEmbedding
-from service.routes.asked import asked, salt_of
-from service.routes.common import (
-    ANSWER_HEADERS,
-    ERRORS,
-    answer,
-    result_unless_gone,
-    serving_of,
-    state_of,
-)
+from service.routes.asked import asked
+from service.routes.common import ANSWER_HEADERS, ERRORS, answer
 from service.schemas import EmbedRequest
-from service.web.bodies import body_documentation, read_body, reuse_wanted
+from service.state import Serving
+from service.web.call import Answer, Call
+from service.web.endpoint import Endpoint
 
-router = APIRouter()
 
-
-@router.post(
-    "/embed",
-    response_model=list[list[float]],
-    responses={200: {"headers": ANSWER_HEADERS, "description": "One embedding per input."}, **ERRORS},
-    openapi_extra=body_documentation(EmbedRequest),
-)
-async def embed(request: Request) -> Response:
+async def embed(call: Call) -> Answer:
     """Embed one text or several. The response is a list of embeddings, also for a single text."""
-    state = state_of(request)
-    serving = serving_of(request)
+    serving = embedding_server(call)
+    reuse = call.reuse_wanted()
+    body = await call.read(EmbedRequest)
+    serving.engine.require_dimensions(body.dimensions)
+    async with asked(call, body) as source:
+        pending = serving.batcher.submit(
+            source,
+            flow=call.client.flow,
+            reuse=reuse,
+            prompt=prompt_of(serving.engine, source, body.prompt_name),
+            salt=call.salt(body.cache_salt),
+        )
+        result = await call.wait(pending)
+        embeddings = serving.engine.embeddings(
+            result.outputs, normalize=body.normalize, dimensions=body.dimensions
+        )
+        return answer(np.ascontiguousarray(embeddings), result, call, source)
+
+
+def embedding_server(call: Call) -> Serving:
+    """Return the parts that serve this request. Raises NoEmbedding, and as Call.serving."""
+    serving = call.serving()
     if serving.engine.task == "classify":
         raise NoEmbedding("the served model is a classifier and has no embeddings; use /classify")
     if serving.engine.task == "label-logits":
         raise NoEmbedding(
             "the server scores labels and has no embeddings; use /classify, or start it without --task"
         )
-    reuse = reuse_wanted(request)
-    body = await read_body(request, EmbedRequest, state.settings.max_body_bytes)
-    prompt = None if body.prompt_name is None else serving.engine.named_prompt(body.prompt_name)
-    async with asked(request, body, state) as source:
-        pending = serving.batcher.submit(source, reuse=reuse, prompt=prompt, salt=salt_of(body))
-        result = await result_unless_gone(request, pending)
-        embeddings = serving.engine.embeddings(result.outputs, normalize=body.normalize)
-        return answer(np.ascontiguousarray(embeddings), result, state, source)
+    return serving
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/embed",
+        embed,
+        EmbedRequest,
+        list[list[float]],
+        "One embedding per input.",
+        headers=ANSWER_HEADERS,
+        errors=ERRORS,
+    ),
+)

@@ -12,11 +12,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from service import __version__
-from service.routes.common import ERRORS, state_of
+from service.errors import NotReady, ShuttingDown, Stuck
+from service.routes.common import ERRORS, call_of
+from service.routes.tei.info import tei_info
+from service.upkeep.watchdog import Condition
 
 router = APIRouter()
 
+_RETRY_SECONDS = 2
+
 _SHOWN_SETTINGS = {
+    "workers",
+    "admin",
     "reuse",
     "maps",
     "kv",
@@ -29,6 +36,7 @@ _SHOWN_SETTINGS = {
     "max_request_inputs",
     "max_request_tokens",
     "max_body_bytes",
+    "result_memory_bytes",
 }
 _NOT_READY: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
 
@@ -46,27 +54,43 @@ class Ready(BaseModel):
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health")
-async def health() -> Health:
-    """Return status 200 as soon as the process listens, before anything is loaded."""
+@router.get("/health", responses=_NOT_READY)
+async def health(request: Request) -> Health:
+    """Return status 200 as soon as the process listens, and 503 if it should be started again."""
+    watchdog = call_of(request).state.watchdog
+    if watchdog.condition is Condition.STUCK:
+        raise _stuck(2 * watchdog.stuck_seconds)
     return Health()
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=_NOT_READY)
 async def ready(request: Request) -> Ready:
-    """Return status 200 once requests are answered, and 503 while model and database are loading."""
-    state_of(request).serving()
+    """Return status 200 while requests should be sent here.
+
+    Status 503 while model and database are loading, during the shutdown, and while a batch is stuck.
+    """
+    state = call_of(request).state
+    state.serving()
+    if state.team is not None and not state.team.board.all_started:
+        raise NotReady("the other workers are being started", retry_after_seconds=_RETRY_SECONDS)
+    if state.draining:
+        raise ShuttingDown("the server finishes its requests and ends", retry_after_seconds=1)
+    if state.watchdog.condition is not Condition.FINE:
+        raise _stuck(state.watchdog.stuck_seconds)
     return Ready()
 
 
 @router.get("/info", response_model=dict[str, Any], responses=_NOT_READY)
 async def info(request: Request) -> Response:
     """Describe the model, its classes and limits, the database, and the settings that concern clients."""
-    state = state_of(request)
+    state = call_of(request).state
+    engine = state.serving().engine
+    described = engine.info()
     content = {
         "version": __version__,
-        **asdict(state.serving().engine.info()),
+        **asdict(described),
+        **tei_info(engine, described, state.settings),
         "settings": state.settings.model_dump(include=_SHOWN_SETTINGS),
     }
     dumped = orjson.dumps(content, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -75,9 +99,15 @@ async def info(request: Request) -> Response:
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """Return all metrics in Prometheus' text format."""
-    state = state_of(request)
+    """Return all metrics in Prometheus' text format, or the metrics that `name[]` names, which may repeat."""
+    state, names = call_of(request).state, request.query_params.getlist("name[]")
+    if state.team is not None:
+        return Response(await state.team.metrics(state, names), media_type=CONTENT_TYPE_LATEST)
     state.metrics.observe_sessions(state.sessions.count)
     # In a thread, because writing hundreds of lines would block the event loop.
-    content = await asyncio.to_thread(state.metrics.render)
+    content = await asyncio.to_thread(state.metrics.render, names)
     return Response(content, media_type=CONTENT_TYPE_LATEST)
+
+
+def _stuck(seconds: float) -> Stuck:
+    return Stuck(f"a batch or the event loop takes longer than {seconds:g} seconds", retry_after_seconds=10)

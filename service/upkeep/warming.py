@@ -26,11 +26,12 @@ from service.batching.sources import Tokenized
 from service.errors import InvalidSettings, NoKeyValues
 from service.schemas import Text
 from service.settings import Settings
+from service.web.keys import namespace_of
 
 logger = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
-_ACCEPTED = 'accepted is an object with "text" or "template" and, optionally, "salt" and "pin"'
+_ACCEPTED = 'accepted is an object with "text" or "template" and, optionally, "salt", "key" and "pin"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class Chosen:
         return len(self.sequences)
 
     @property
+    def characters(self) -> int:
+        """About the number of characters of all sequences."""
+        return 4 * self.tokens
+
+    @property
     def tokens(self) -> int:
         """The number of tokens of all sequences."""
         return sum(map(len, self.sequences))
@@ -71,9 +77,9 @@ class Chosen:
         prompt: Prompt,  # noqa: ARG002
         salt: bytes | None,
         most_tokens: int,  # noqa: ARG002
-    ) -> Tokenized:
-        """Return the sequences, which are tokenised already; see Source."""
-        return Tokenized(self.sequences, salt)
+    ) -> Iterator[Tokenized]:
+        """Yield the sequences, which are tokenised already; see Source."""
+        yield Tokenized(self.sequences, salt)
 
     def requests(self, engine: PrefillEngine) -> list[PrefillRequest]:
         """Return the engine's requests for the sequences."""
@@ -100,6 +106,7 @@ class WarmLine(BaseModel):
     text: Text | None = None
     template: Text | None = None
     salt: Text | None = None
+    key: Text | None = None  # the name of an API key
     pin: bool = False
 
 
@@ -168,7 +175,12 @@ def _json_line(line: str, where: str) -> WarmLine:
 
 
 def _chosen(engine: PrefillEngine, line: WarmLine, settings: Settings, where: str) -> Chosen:
-    salt = (line.salt or "").encode()
+    has_keys = settings.api_keys is not None or settings.api_key is not None
+    if has_keys != (line.key is not None):
+        raise _refused(
+            f'{where}: "key", the name of an API key, is required if there are API keys, and only then'
+        )
+    salt = (namespace_of(line.key) if line.key is not None else b"") + (line.salt or "").encode()
     try:
         if line.template is not None:
             return Chosen.template(engine, line.template, salt)

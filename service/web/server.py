@@ -1,93 +1,64 @@
 """Listen, serve and stop: the process around the app.
 
-SIGTERM, Ctrl+C    stop accepting requests, finish queued requests, end
+SIGTERM, Ctrl+C    finish what was received, end; at once if a second one arrives, unless this is a worker
+SIGHUP             read certificates and other files again, or stop if there are none
 loading fails      end, and return the exception
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import FrameType
+from typing import cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from fastapi import FastAPI
+from uvicorn.config import STARTUP_FAILURE
 
-from attncache_core import PrefillEngine
+from attncache_core import AttnCacheError, PrefillEngine
 from service.app import create_app
-from service.errors import AddressUnavailable
+from service.ending import end_process
+from service.errors import ShuttingDown
 from service.settings import Settings
+from service.state import ServiceState
+from service.web.connection import Connection, ConnectionLimits, Gate
+from service.web.listeners import Listener, load_certificate
+from service.workers.acceptor import Acceptor
+from service.workers.team import Team
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
-# Seconds to wait for open requests at the end: a client that stalls must not keep the process alive.
-_STOP_SECONDS = 30
-# More than one read from a socket returns, because one read may hold headers and a part of the body.
-_MOST_HEADER_BYTES = 512 * 1024
-
-
-class BoundedHeadersProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a limit on the bytes of a request's headers.
-
-    The limit on bodies does not cover headers: uvicorn holds headers in memory before the app runs.
-    """
-
-    _header_bytes = 0
-    _in_headers = True
-
-    def data_received(self, data: bytes) -> None:
-        """Receive bytes from the client; close the connection if the headers have too many bytes."""
-        if self._in_headers:
-            self._header_bytes += len(data)
-            if self._header_bytes > _MOST_HEADER_BYTES:
-                self.send_400_response("The headers are too large.")
-                return
-        super().data_received(data)
-
-    def on_message_begin(self) -> None:
-        """Note that a request begins."""
-        super().on_message_begin()
-        self._in_headers = True
-
-    def on_headers_complete(self) -> None:
-        """Note that the request's headers are complete."""
-        super().on_headers_complete()
-        self._in_headers = False
-        self._header_bytes = 0
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on host and port.
-
-    Raises AddressUnavailable if the address is in use or does not belong to this machine.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        # Listen at once: two sockets may be bound to one address, but only one socket may listen.
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise AddressUnavailable(f"cannot listen on {host} port {port}: {reason}") from error
-    return listener
+# Of the seconds until the process ends: what is left for closing after the last response.
+_CLOSING_SHARE = 0.2
+_MOST_CLOSING_SECONDS = 5.0
+_CUT_SECONDS = 0.5
+_SECONDS_BETWEEN_CHECKS = 1.0
+# Beside connections: the model's files, segments of the database, threads' descriptors.
+_OTHER_FILES = 512
+# uvicorn's main loop ticks this often, and so does the drain.
+_TICK_SECONDS = 0.1
 
 
 def run_server(
-    settings: Settings, load_engines: Callable[[], Iterator[PrefillEngine]], listener: socket.socket
+    settings: Settings,
+    load_engines: Callable[[], Iterator[PrefillEngine]],
+    listeners: Sequence[Listener],
+    team: Team | None = None,
 ) -> BaseException | None:
     """Serve until a signal arrives, or until `load_engines` raises before it yields an engine.
 
-    Returns the exception of `load_engines`, or None. Ends the process with code 0 if a signal arrives during
-    loading.
+    team: the workers that share the listeners; None: this process serves alone. Returns the exception of
+    `load_engines`, or None. Ends the process with code 0 if a signal arrives during loading, and if anything
+    still hangs `drain_seconds` after the signal.
     """
     loading = True
     failures: list[BaseException] = []
@@ -103,32 +74,30 @@ def run_server(
         failures.append(error)
         server.should_exit = True
 
-    def stop(*_signal: object) -> None:
-        server.should_exit = True
-
-    server = uvicorn.Server(_uvicorn_config(settings, load, fail))
-    # uvicorn raises the signal again after it has stopped; without a handler the exit code would be 143.
+    server = Server(create_app(settings, load, fail, team), settings, listeners, team)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    logger.info(
-        "listening on http://%s:%d, loading %s", settings.host, listener.getsockname()[1], settings.model
-    )
-    server.run(sockets=[listener])
+        signal.signal(number, server.handle_exit)
+    signal.signal(signal.SIGHUP, server.handle_hangup)
+    allow_files(len(listeners) * settings.max_connections + _OTHER_FILES)
+    for listener in listeners if team is None else ():
+        logger.info("listening on %s (%s), loading %s", listener.url, listener.name, settings.model)
+    try:
+        server.run()
+    finally:
+        for listener in listeners:
+            listener.close()
     if failures:
         return failures[0]
     logger.info("stopped")
     if loading:
-        _end_process()
+        # Loading may take minutes, and the interpreter's clean-up can crash while a thread computes.
+        end_process(0)
     return None
 
 
-def _uvicorn_config(
-    settings: Settings,
-    load_engines: Callable[[], Iterator[PrefillEngine]],
-    on_load_failure: Callable[[BaseException], None],
-) -> uvicorn.Config:
+def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(settings, load_engines, on_load_failure),
+        app,
         log_config=None,
         # No access log, because a path and its query can hold a user's text; the metrics count requests.
         access_log=False,
@@ -136,16 +105,182 @@ def _uvicorn_config(
         proxy_headers=False,
         server_header=False,
         ws="none",
-        http=BoundedHeadersProtocol,
         lifespan="on",
-        timeout_graceful_shutdown=_STOP_SECONDS,
     )
 
 
-def _end_process() -> None:
-    """End with code 0 and without the interpreter's clean-up, which can crash while a thread computes."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(0)
+class Server(uvicorn.Server):
+    """uvicorn's server with several listeners, the limits of connections, and a shutdown that ends."""
+
+    def __init__(
+        self, app: FastAPI, settings: Settings, listeners: Sequence[Listener], team: Team | None = None
+    ) -> None:
+        super().__init__(_uvicorn_config(app))
+        state: ServiceState = app.state.service
+        limits = ConnectionLimits(
+            settings.max_connections,
+            settings.header_seconds,
+            settings.body_seconds,
+            settings.write_seconds,
+            settings.keep_alive_seconds,
+        )
+        self._listeners = listeners
+        self._team = team
+        self._gates = [Gate(listener.name, limits, state.metrics.observe_cut) for listener in listeners]
+        for gate in self._gates:
+            state.metrics.watch_connections(gate.name, gate.count)
+        self._state = state
+        self._drain_seconds = settings.drain_seconds
+        self._between_checks = min(_SECONDS_BETWEEN_CHECKS, *(seconds / 2 for seconds in limits.seconds()))
+        self._checked_at = 0.0
+        self._hangup = False
+        self._guard: threading.Timer | None = None  # from the first signal on
+        if settings.tls_cert and settings.tls_key:
+            # All listeners have the same context.
+            context = next(listener.tls for listener in listeners if listener.tls)
+            state.reloads.append(partial(load_certificate, context, settings.tls_cert, settings.tls_key))
+
+    # Called by signals.
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Begin the shutdown; end the process if it has begun already."""
+        if self._guard is not None:
+            # A worker may get a signal from its supervisor, and the same one from whoever signals both.
+            if self._team is None:
+                os._exit(128 + sig)
+            return
+        # The guard ends the process also if the event loop or the interpreter's clean-up hangs.
+        self._guard = threading.Timer(
+            self._drain_seconds, end_process, (0, "the server did not close in time, and ends")
+        )
+        self._guard.daemon = True
+        self._guard.start()
+        self.should_exit = True
+        self._state.draining = True
+
+    def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
+        """Read files again at the next tick, or begin the shutdown if there are none."""
+        if self._state.reloads:
+            self._hangup = True
+        else:
+            self.handle_exit(sig, frame)
+
+    # Called by uvicorn.
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
+        """Start the app and accept connections."""
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        self.servers = [
+            self._accept_in_turn(gate, listener, self._team)
+            if self._team is not None
+            else await self._accept(gate, listener)
+            for gate, listener in zip(self._gates, self._listeners, strict=True)
+        ]
+        self.started = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Do what is due. Returns whether the shutdown begins."""
+        self._check_connections()
+        if self._hangup:
+            self._hangup = False
+            reload_all(self._state.reloads)
+        if self._team is not None:
+            self._team.write(
+                serves=self._state.is_ready, connections=sum(gate.count() for gate in self._gates)
+            )
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
+        """Finish what was received, as long as there is time, then close."""
+        if self._team is not None:
+            self._team.write(serves=False, connections=0)
+        closing = min(_MOST_CLOSING_SECONDS, _CLOSING_SHARE * self._drain_seconds)
+        await self._drain(self._drain_seconds - closing)
+        for server in self.servers:
+            server.close()
+        for connection in self._connections():
+            connection.drain()
+            if not connection.is_idle:
+                connection.cut(ShuttingDown("the server is ending", retry_after_seconds=1))
+        if self.server_state.tasks:
+            # Requests that were cut notice that their client is gone.
+            _, running = await asyncio.wait(self.server_state.tasks, timeout=_CUT_SECONDS)
+            for task in running:
+                task.cancel()
+        await self.lifespan.shutdown()
+
+    # Inside.
+
+    async def _accept(self, gate: Gate, listener: Listener) -> asyncio.base_events.Server:
+        loop, connection = asyncio.get_running_loop(), self._maker_of_connections(gate)
+        if listener.unix_socket is not None:
+            return await loop.create_unix_server(connection, sock=listener.socket)
+        handshake = gate.limits.header_seconds if listener.tls else None
+        return await loop.create_server(
+            connection, sock=listener.socket, ssl=listener.tls, ssl_handshake_timeout=handshake
+        )
+
+    def _accept_in_turn(self, gate: Gate, listener: Listener, team: Team) -> asyncio.base_events.Server:
+        connection = self._maker_of_connections(gate)
+        acceptor = Acceptor(listener, connection, gate.limits.header_seconds, team.board, team.worker)
+        # uvicorn only closes it.
+        return cast(asyncio.base_events.Server, acceptor)
+
+    def _maker_of_connections(self, gate: Gate) -> Callable[[], Connection]:
+        loop = asyncio.get_running_loop()
+        return lambda: Connection(gate, self.config, self.server_state, self.lifespan.state, loop)
+
+    async def _drain(self, seconds: float) -> None:
+        """Answer what arrives, and close each connection after its response, until nothing is in flight."""
+        self._state.draining = True
+        for gate in self._gates:
+            gate.draining = True
+        for connection in self._connections():
+            connection.drain()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while loop.time() < deadline and (self.server_state.tasks or self._is_receiving()):
+            self._check_connections()
+            await asyncio.sleep(_TICK_SECONDS)
+
+    def _is_receiving(self) -> bool:
+        return not all(connection.is_idle for connection in self._connections())
+
+    def _connections(self) -> list[Connection]:
+        # All are made by `_accept`.
+        return cast(list[Connection], list(self.server_state.connections))
+
+    def _check_connections(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._checked_at >= self._between_checks:
+            self._checked_at = now
+            for connection in self._connections():
+                connection.check(now)
+
+
+def allow_files(count: int) -> None:
+    """Let this process open `count` files, if it may raise its limit; log a warning if it may not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed < count:
+            logger.warning(
+                "the system allows %d open files, and --max-connections needs %d: raise ulimit -n, or lower "
+                "--max-connections",
+                allowed,
+                count,
+            )
+
+
+def reload_all(reloads: Iterable[Callable[[], None]]) -> None:
+    """Call these functions. What cannot be read again stays as it is, and the log says why."""
+    for reload in reloads:
+        try:
+            reload()
+        except AttnCacheError as error:
+            logger.error("SIGHUP: %s; the server goes on with what it has", error)
+        else:
+            logger.info("SIGHUP: read again")

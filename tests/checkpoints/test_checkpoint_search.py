@@ -123,10 +123,10 @@ def test_model_that_is_not_from_the_hub_has_no_commit(tiny_checkpoint):
 def test_server_runs_the_revision_of_its_environment_variable_and_reports_it(monkeypatch):
     infos = []
 
-    def serve(_settings, load, _listener):
-        infos.extend(engine.info() for engine in load())
+    def serve(settings, load, _listeners):
+        infos.extend(engine.info() for engine in load(settings, 0))
 
-    monkeypatch.setattr(serve_command, "run_server", serve)
+    monkeypatch.setattr(serve_command, "serve_with_workers", serve)
     monkeypatch.setenv("ATTNCACHE_REVISION", "v1")
     succeeded(run("serve", "--model", "acme/hidden-encoder", "--no-reuse", "--port", "0"))
     assert (infos[0].revision, infos[0].commit) == ("v1", EARLIER)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ import numpy as np
 
 from attncache_core import (
     InputTooLong,
+    InvalidInput,
     NoClassifier,
     Outcome,
     PrefillEngine,
@@ -30,6 +32,7 @@ from attncache_core import normalize as unit_length
 from attncache_core.checkpoints.template import Template
 from attncache_core.engine.info import EngineInfo
 from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.heads.embedding import require_dimensions
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.info import DatabaseInfo
 from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
@@ -38,6 +41,7 @@ from attncache_core.reuse.maps.policy_state import ServedPolicy, Tightened
 from attncache_core.reuse.maps.verification import Window
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.text.labels import LabelTokens
+from attncache_core.text.pieces import Piece
 from attncache_core.text.prompts import Frame, Prompt, SequencePlan
 from service.app import create_app
 from service.settings import Settings
@@ -96,7 +100,19 @@ class FakeMapReuse:
 
 
 class FakeTokenizer:
-    def turns(self, texts: Sequence[str]) -> list[list[int]]:
+    vocabulary = 0x110000
+
+    def pieces(self, texts: Sequence[str], *, special: bool = True) -> list[list[Piece]]:  # noqa: ARG002
+        return [
+            [Piece(ord(own), own, False, place, place + 1) for place, own in enumerate(text)]
+            for text in texts
+        ]
+
+    def decode(self, sequences: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:  # noqa: ARG002
+        # Surrogates are no characters.
+        return ["".join(map(chr, ids)).encode(errors="replace").decode() for ids in sequences]
+
+    def turns(self, texts: Sequence[str], field: str = "inputs") -> list[list[int]]:  # noqa: ARG002
         return [[ord(character) for character in text] for text in texts]
 
     def frame(self, prompt: Prompt) -> Frame:
@@ -108,12 +124,15 @@ class FakeEngine:
     tokenizer = FakeTokenizer()
     fingerprint = "0123456789abcdef" * 4
     max_tokens = 64
+    vocabulary = 0x110000
+    hidden_size = DIMENSIONS
     default_prompt = OWN_PROMPT
     multi_label = False
     database = None
     parallel_runs = 1
     key_values = None
     key_values_off = "the engine is fake"
+    checkpoint = SimpleNamespace(config={}, prompts={})
 
     def __init__(
         self,
@@ -143,6 +162,7 @@ class FakeEngine:
         self.verified: list[list[str]] = []  # the batches that were computed without reuse
         self.may_run = threading.Event()  # cleared: the engine is busy
         self.may_run.set()
+        self.pair_scores = SimpleNamespace(supported=False, require=self._refuse_pairs)
         self.runs = threading.Semaphore(0)  # released when a batch begins that must wait for `may_run`
 
     @property
@@ -219,10 +239,18 @@ class FakeEngine:
             attention_seconds=0.0,
             corrupt_records=texts.count(CORRUPT),
             strangeness=np.array([self.strangeness(text) for text in texts], np.float32),
+            token_states=[np.stack([embedding_of([own]) for own in request.ids]) for request in requests],
         )
 
-    def embeddings(self, outputs: np.ndarray, *, normalize: bool | None = None) -> np.ndarray:
-        return outputs if normalize is False else unit_length(outputs)
+    def embeddings(
+        self, outputs: np.ndarray, *, normalize: bool | None = None, dimensions: int | None = None
+    ) -> np.ndarray:
+        kept = outputs[:, :dimensions]
+        return kept if normalize is False else unit_length(kept)
+
+    def require_dimensions(self, dimensions: int | None) -> None:
+        if dimensions is not None:
+            require_dimensions(dimensions, DIMENSIONS, ())
 
     def class_logits(self, outputs: np.ndarray) -> np.ndarray:
         """The winner is the label whose index is the text's length modulo the number of labels."""
@@ -248,8 +276,10 @@ class FakeEngine:
             task=self.task,
             labels=list(self.labels or ()),
             template="{}",
-            prompts=[],
+            prompts={},
             pooling=None,
+            dimensions=None,
+            matryoshka_dimensions=(),
             max_tokens=self.max_tokens,
             dtype="float32",
             device="cpu",
@@ -262,6 +292,9 @@ class FakeEngine:
             key_values=None,
             key_values_off=self.key_values_off,
         )
+
+    def _refuse_pairs(self) -> None:
+        raise InvalidInput("the model scores no pairs", field="model")
 
     def _outcome(self, text: str, reuse: bool) -> Outcome:
         if not reuse or self.policy is None:
@@ -308,6 +341,8 @@ async def serving(
     """
     engine = engine or FakeEngine()
     settings.setdefault("verify_rate", 0)
+    # Tests look at what the engine computes, also of equal texts.
+    settings.setdefault("result_memory_bytes", 0)
     async with starting(lambda: engine, **settings) as client:
         while (await client.get("/ready")).status_code == 503:
             await asyncio.sleep(0.001)

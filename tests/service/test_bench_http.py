@@ -221,6 +221,20 @@ def test_texts_are_sent_in_order_repeatedly_and_all_are_counted() -> None:
     assert row.texts_per_second > 0
 
 
+def test_texts_drawn_by_zipfs_law_are_the_same_in_each_run() -> None:
+    texts = [f"text {number}" for number in range(50)]
+    runs = []
+    for _ in range(2):
+        with fake_server() as server:
+            measured(server, texts, Load(clients=1, batch=10, texts=2000, zipf=1.0))
+            runs.append([text for _, body, _ in server.requests for text in body["inputs"]])
+    assert runs[0] == runs[1]
+    counts = Counter(runs[0])
+    # The harmonic number of 50 is 4.5.
+    assert counts["text 0"] / 2000 == pytest.approx(1 / 4.5, rel=0.2)
+    assert counts["text 9"] / counts["text 0"] == pytest.approx(0.1, rel=0.6)
+
+
 @pytest.mark.parametrize("clients", [1, 4])
 def test_each_client_has_one_request_under_way(clients: int) -> None:
     with fake_server() as server:

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from service.cli import main
+from service.settings import GROUPS
 
 
 def run(*arguments: str, **environment: str) -> Result:
@@ -27,6 +28,34 @@ def test_help_shows_options_variables_and_defaults() -> None:
     for shown in ("--max-batch-tokens", "ATTNCACHE_MAX_BATCH_TOKENS", "1024", "--reuse / --no-reuse", "θ"):
         assert shown in text
     assert "AUTO]" not in text  # the name of an enum member
+
+
+def test_help_lists_the_options_by_group() -> None:
+    text = run("serve", "--help").stdout
+    headings = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == [*(f"{group.title}:" for group in GROUPS), "Other options:"]
+    for option, group in (
+        ("--port", "Network"),
+        ("--threshold", "Reuse of attention maps"),
+        ("--config", "Other options"),
+    ):
+        start = text.index(f"\n{group}:")
+        assert f"\n  {option} " in text[start:].split("\n\n")[0]
+
+
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_mistake_in_a_file_of_settings_is_one_line(tmp_path: Path, by: str) -> None:
+    config = tmp_path / "attncache.toml"
+    config.write_text("prot = 1\n", encoding="utf-8")
+    if by == "option":
+        result = run("serve", "--config", str(config))
+    else:
+        result = run("serve", ATTNCACHE_CONFIG=str(config))
+    assert_one_line(result, str(config), "key prot", "port")
+
+
+def test_missing_file_of_settings_is_one_line(tmp_path: Path) -> None:
+    assert_one_line(run("serve", "--config", str(tmp_path / "absent.toml")), "absent.toml", "No such file")
 
 
 def test_bad_option_is_one_line() -> None:

@@ -20,6 +20,8 @@ import service
 from attncache_core import AttentionDatabase, Checkpoint, default_corpus
 from attncache_core.build.default import default_database_folder
 from attncache_core.runtime.files import locked
+from service.commands.serve import load_engines
+from service.settings import Settings
 
 RECORDED = default_corpus()[0].text
 BUILDING = "the default database is damaged, and a new one is being built"
@@ -143,7 +145,11 @@ def test_two_servers_serve_in_full_until_one_of_them_has_built_a_new_database(
             assert server.process.wait(timeout=60) == 0
             assert "Traceback" not in server.logged
     logs = [server.logged for server in servers]
-    assert [log.count("the default database is damaged") for log in logs] == [1, 1]
+    assert [log.count("the default database is damaged: ") for log in logs] == [1, 1]
+    assert [log.count("serving exactly: the default database is damaged, and a new one") for log in logs] == [
+        1,
+        1,
+    ]
     assert sum(log.count("the damaged database was set aside as") for log in logs) == 1
     (aside,) = folder.parent.glob("*.damaged-*")
     assert any(str(aside) in log for log in logs)
@@ -206,3 +212,15 @@ def test_database_that_cannot_be_renamed_is_logged_and_the_server_serves_in_full
         assert server.logged.count("there is no new default database: ") == 1
         assert str(lock) in server.logged
         assert folder.exists()
+
+
+def test_worker_that_finds_no_database_serves_until_another_process_has_built_it(
+    tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path
+) -> None:
+    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", cache_dir=tmp_path, min_gain=0)
+    engines = load_engines(settings, tiny_checkpoint, builds=False)
+    first = next(engines)
+    assert (first.database, first.reuse_off) == (None, [BUILDING])
+    shutil.copytree(tiny_database, default_database_folder(tiny_checkpoint, tmp_path))
+    (second,) = engines
+    assert second.database is not None

@@ -128,4 +128,4 @@ async def test_unknown_prompt_is_refused_with_the_known_prompts(tmp_path: Path) 
     error = response.json()["error"]
     assert (response.status_code, error["field"]) == (400, "prompt_name")
     assert error["message"] == "prompt_name is none of the model's prompts; known are: ask"
-    assert (info["prompts"], info["template"], info["pooling"]) == (["ask"], "{}", ["mean"])
+    assert (info["prompts"], info["template"], info["pooling"]) == ({"ask": "my "}, "{}", ["mean"])

@@ -217,7 +217,8 @@ async def test_request_that_fails_in_one_thread_gets_no_result_from_another(
         with pytest.raises(InternalError if failure == FAILING else NotFinite):
             await pending
         assert_result_of(["next"], await submit(batcher, ["next"]))
-    assert sorted(engine.batches[:2]) == sorted([["fine"], [failure]])
+    assert ["fine"] in engine.batches
+    assert [failure] in engine.batches
 
 
 async def test_rest_of_a_request_cancelled_in_two_threads_is_not_computed() -> None:

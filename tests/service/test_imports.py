@@ -14,15 +14,16 @@ import sys
 from service.cli import main
 from service.commands import serve
 
-def load_only(settings, load_engines, listener):
-    listener.close()
-    list(load_engines())
+def load_only(settings, load_engines, listeners):
+    for listener in listeners:
+        listener.socket.close()
+    list(load_engines(settings, 0))
 
 def show_loaded():
     unneeded = ("service.bench", "service.plots", "service.commands.evaluat", "attncache_core.evaluation")
     print([name for name in sys.modules if name.startswith((*unneeded, "aiohttp"))])
 
-serve.run_server = load_only
+serve.serve_with_workers = load_only
 main(sys.argv[1:], standalone_mode=False)
 show_loaded()
 main.commands["bench"]

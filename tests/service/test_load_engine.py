@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_models import prefill
+from core_models import prefill, write_model
 
 from attncache_core import AttentionDatabase, Checkpoint, CorruptDatabase, Outcome, PrefillEngine
 from attncache_core.build.default import default_database_folder
+from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.corpus import CorpusSentence
 from service.commands import serve
 from service.commands.serve import load_engine, load_engines
@@ -142,3 +143,11 @@ def test_damaged_database_of_the_option_ends_the_start_and_stays_unchanged(
     with pytest.raises(CorruptDatabase, match=r"remove .* and build it again"):
         next(load_engines(settings, tiny_checkpoint))
     assert folder.is_dir()
+
+
+def test_cross_encoder_gets_no_default_database_because_pairs_take_no_maps(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(write_model(tmp_path / "reranker", ["relevance"]))
+    engine = engine_of(checkpoint, None, cache_dir=str(tmp_path / "cache"))
+    assert engine.database is None
+    assert engine.pair_scores.supported
+    assert not (tmp_path / "cache").exists()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +9,11 @@ from fake_engine import FakeEngine
 from service.app import create_app
 from service.settings import Settings
 
-OF_BOTH_ROUTES = {"inputs", "truncate", "session_id", "append", "transcript", "cache_salt"}
+OF_BOTH_ROUTES = {
+    *("inputs", "truncate", "truncation_direction", "session_id", "append", "transcript", "cache_salt"),
+}
+TEI_PATHS = {"/", "/embed_all", "/predict", "/similarity", "/rerank", "/tokenize", "/decode"}
+OPENAI_PATHS = {"/v1/embeddings", "/v1/classify", "/v1/rerank", "/v2/rerank"}
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +24,8 @@ def description() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/embed", {"normalize", "prompt_name"}),
-        ("/classify", {"labels", "template", "temperature"}),
+        ("/embed", {"normalize", "prompt_name", "dimensions"}),
+        ("/classify", {"labels", "template", "temperature", "hypothesis_template", "multi_label"}),
     ],
 )
 def test_inference_routes_document_body_header_answer_and_errors(
@@ -33,11 +38,13 @@ def test_inference_routes_document_body_header_answer_and_errors(
     assert [parameter["name"] for parameter in route["parameters"]] == [
         "X-AttnCache-Reuse",
         "X-AttnCache-Require-Model",
+        "X-AttnCache-Timeout",
     ]
     assert set(route["responses"]["200"]["headers"]) == {
         "X-AttnCache-Hits",
         "X-AttnCache-Prototype-Hits",
         "X-AttnCache-Cached-Tokens",
+        "X-AttnCache-Repeated",
         "X-AttnCache-History-Tokens",
         "X-AttnCache-Approximate",
         "X-AttnCache-Model",
@@ -49,4 +56,38 @@ def test_inference_routes_document_body_header_answer_and_errors(
 
 
 def test_all_routes_are_documented(description: dict[str, Any]) -> None:
-    assert set(description["paths"]) == {"/embed", "/classify", "/health", "/ready", "/info", "/metrics"}
+    assert set(description["paths"]) == {
+        *("/embed", "/classify", "/health", "/ready", "/info", "/metrics"),
+        *("/v1/models", "/v1/models/{model}"),
+        *TEI_PATHS,
+        *OPENAI_PATHS,
+    }
+
+
+@pytest.mark.parametrize(
+    ("paths", "body"), [(TEI_PATHS, "TeiErrorBody"), (OPENAI_PATHS, "OpenAIErrorBody")], ids=["TEI", "OpenAI"]
+)
+def test_routes_of_other_servers_document_the_errors_of_these_servers(
+    description: dict[str, Any], paths: set[str], body: str
+) -> None:
+    for path in paths:
+        route = description["paths"][path]["post"]
+        assert {"200", "400", "409", "413", "422", "429", "500", "503", "504"} <= set(route["responses"])
+        for status, response in route["responses"].items():
+            schema = response["content"]["application/json"]["schema"]
+            assert (schema == {"$ref": f"#/components/schemas/{body}"}) is (status != "200"), (path, status)
+
+
+def test_every_reference_leads_to_a_schema(description: dict[str, Any]) -> None:
+    def references(part: Any) -> Iterator[str]:
+        if isinstance(part, list):
+            for own in part:
+                yield from references(own)
+        elif isinstance(part, dict):
+            if "$ref" in part:
+                yield part["$ref"]
+            for own in part.values():
+                yield from references(own)
+
+    known = {f"#/components/schemas/{name}" for name in description["components"]["schemas"]}
+    assert set(references(description)) <= known

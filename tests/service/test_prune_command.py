@@ -126,10 +126,10 @@ def test_server_runs_the_model_it_is_told_with_its_database(
 ):
     engines = []
 
-    def serve(_settings, load, _listener):
-        engines.extend(load())
+    def serve(settings, load, _listeners):
+        engines.extend(load(settings, 0))
 
-    monkeypatch.setattr(serve_command, "run_server", serve)
+    monkeypatch.setattr(serve_command, "serve_with_workers", serve)
     monkeypatch.setenv("ATTNCACHE_DROP_BLOCK", "2")
     options = ("--drop-attention", "1", "--database", built[0], "--search-always", "--port", "0")
     succeeded(run("serve", *model_arguments(tiny_checkpoint), *options))

@@ -138,7 +138,7 @@ def texts_file(folder: Path, content: bytes | None) -> Path:
         (b"", "texts.txt has no texts"),
         (b"\n\n", "texts.txt has no texts"),
         (b"one\ntwo\n", "quantize_texts needs at least 16 texts, and has 2"),
-        ("ä".encode("latin-1") + b"bc\n" * 20, "texts.txt is not UTF-8 (at byte 0)"),
+        ("ä".encode("latin-1") + b"bc\n" * 20, "texts.txt is not UTF-8 (after line 0)"),
     ],
 )
 @pytest.mark.parametrize("command", [("prune",), ("bench", "engine"), ("serve",)])

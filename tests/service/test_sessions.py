@@ -47,7 +47,7 @@ def app_of(client: httpx.AsyncClient) -> Any:
 def use_clock(client: httpx.AsyncClient) -> Clock:
     """Let the sessions of the app expire by a clock of the test."""
     clock = Clock()
-    app_of(client).state.service.conversations.sessions = Sessions(
+    app_of(client).state.service.sessions = Sessions(
         ttl_seconds=TTL, most_sessions=100, most_waiting=100, clock=clock
     )
     return clock
@@ -114,7 +114,7 @@ async def scenario_of(steps: list[tuple[str, str, tuple[str, Any]]]) -> None:
             if turns:
                 known[key] = clock.seconds, turns
         alive = sum(clock.seconds - last < TTL for last, _ in known.values())
-        assert app_of(client).state.service.conversations.sessions.count == alive
+        assert app_of(client).state.service.sessions.count == alive
 
 
 async def test_string_as_transcript_is_one_turn_and_starts_a_session() -> None:
@@ -217,7 +217,7 @@ async def test_requests_of_one_session_wait_for_each_other_and_other_sessions_do
 async def test_client_that_leaves_releases_its_session(leaving: str) -> None:
     engine, leave = FakeEngine(), asyncio.Event()
     async with serving(engine) as client:
-        sessions = app_of(client).state.service.conversations.sessions
+        sessions = app_of(client).state.service.sessions
         await ask(client, transcript=["a"])
         engine.may_run.clear()
         gone_body = {"session_id": "s", "append": "gone"}

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.commands.options import settings_options
+from service.commands.settings_options import settings_options
 from service.errors import InvalidSettings
-from service.settings import Settings, environment_name, option_name, read_settings, refuse_unknown_variables
+from service.settings import (
+    GROUPS,
+    Settings,
+    environment_name,
+    gather_settings,
+    option_name,
+    read_settings,
+    refuse_unknown_variables,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,9 +45,8 @@ def test_bad_value_is_refused_with_the_option_and_what_is_accepted(
     with pytest.raises(InvalidSettings) as refused:
         read_settings({field: value})
     message = str(refused.value)
-    assert message.startswith(
-        f"--{field.replace('_', '-')} (ATTNCACHE_{field.upper()}) cannot be {value!r}: "
-    )
+    names = f"--{field.replace('_', '-')} (ATTNCACHE_{field.upper()}, or {field} in the file)"
+    assert message.startswith(f"{names} cannot be {value!r}: ")
     assert accepted in message
     assert "\n" not in message
 
@@ -97,9 +105,16 @@ def test_variable_of_a_removed_option_is_refused_with_what_to_use_instead() -> N
         refuse_unknown_variables(["ATTNCACHE_HOST", "ATTNCACHE_POLICY"])
 
 
+def test_every_field_belongs_to_one_group() -> None:
+    grouped = [name for group in GROUPS for name in group.model_fields]
+    assert sorted(grouped) == sorted(Settings.model_fields)
+    assert set(Settings.__bases__) == set(GROUPS)
+    assert len({group.title for group in GROUPS}) == len(GROUPS)
+
+
 def test_every_field_is_an_option_with_variable_help_and_default() -> None:
     options: dict[str | None, Any] = {option.name: option for option in settings_options()}
-    assert list(options) == list(Settings.model_fields)
+    assert list(options) == [name for group in GROUPS for name in group.model_fields]
     for name, field in Settings.model_fields.items():
         assert options[name].envvar == f"ATTNCACHE_{name.upper()}"
         assert options[name].opts == [f"--{name.replace('_', '-')}"]
@@ -107,3 +122,52 @@ def test_every_field_is_an_option_with_variable_help_and_default() -> None:
         assert options[name].help == field.description
         assert options[name].hidden == (name == "fetch")
         assert field.description
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that writes a configuration file and returns its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "attncache.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+Written = Callable[[str], Path]
+
+
+def test_options_come_before_variables_before_the_file_before_defaults(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = written('port = 1\nthreads = 2\nmodel = "in-file"\nkv = false\nmin_gain = 0.5\n')
+    monkeypatch.setenv("ATTNCACHE_PORT", "3")
+    monkeypatch.setenv("ATTNCACHE_THREADS", "4")
+    monkeypatch.setenv("ATTNCACHE_MODEL", "")  # as absent
+    settings = gather_settings({"port": "5"}, config)
+    assert settings == Settings(port=5, threads=4, model="in-file", kv=False, min_gain=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("prot = 1", "key prot is not known; did you mean port?"),
+        ("max-tokens = 8", "key max-tokens is not known; did you mean max_tokens?"),
+        ('policy = "moderate"', "key policy was removed; use --threshold"),
+        ("[network]\nport = 1", r"has a table \[network\]; write every setting as a key without a table"),
+        ("port: 1", "is not a TOML file: .*line 1"),
+        ("port = 1.5", "--port .*or port in the file.* cannot be 1.5"),
+        ('port = "many"', "--port .*or port in the file.* cannot be 'many': accepted is a valid integer"),
+    ],
+)
+def test_bad_file_is_refused_with_the_key(written: Written, text: str, refusal: str) -> None:
+    with pytest.raises(InvalidSettings, match=refusal) as refused:
+        gather_settings({}, written(text))
+    assert "\n" not in str(refused.value)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        gather_settings({}, tmp_path / "absent.toml")

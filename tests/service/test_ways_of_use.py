@@ -206,6 +206,10 @@ def test_info_says_how_the_model_is_used(engine):
 
 def test_served_model_is_used_as_the_options_say(folder, engine, monkeypatch):
     loaded = []
-    monkeypatch.setattr(serve, "run_server", lambda _settings, load, _listener: loaded.append(load.args[1]))
+    monkeypatch.setattr(
+        serve,
+        "serve_with_workers",
+        lambda settings, load, _listeners: loaded.extend(own.checkpoint for own in load(settings, 0)),
+    )
     assert run("serve", *options(folder), "--port", "0").exit_code == 0
     assert (loaded[0].template, loaded[0].pooling) == (engine.checkpoint.template, engine.checkpoint.pooling)

@@ -1,5 +1,7 @@
 """Templates: parsing, truncation of the text inside a template, and exclusion of the prompt from pooling."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from core_decoders import write_decoder_tokenizer, write_llama
@@ -33,6 +35,79 @@ def test_template_is_the_text_before_and_after_the_placeholder():
     assert template == Template("Review: ", "\nSentiment:")
     assert template.around("good {}") == "Review: good {}\nSentiment:"
     assert str(template) == "Review: {}\nSentiment:"
+
+
+def test_template_of_pairs_is_the_text_around_query_and_document():
+    template = Template.parse("Find {instruction:answers}.\nQ: {query}\nD: {document}\nA:")
+    assert template.is_for_pairs
+    assert template.around(("who", "me {}")) == "Find answers.\nQ: who\nD: me {}\nA:"
+    assert template.parts(("who", "me")) == ("Find answers.\nQ: who\nD: ", "me", "\nA:")
+    assert Template.parse(str(template)) == template
+    other = template.instructed("friends")
+    assert other.around(("who", "me")) == "Find friends.\nQ: who\nD: me\nA:"
+    assert other.instructed("answers") == template
+    with pytest.raises(InvalidInput, match="only by a template that holds") as refused:
+        Template.parse("{query} {document}").instructed("friends")
+    assert refused.value.field == "instruction"
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("{document} {query}", "in front of"),
+        ("{query}", "exactly once"),
+        ("{query} {document} {document}", "exactly once"),
+        ("{instruction:a} {instruction:b} {query} {document}", "at most once"),
+    ],
+)
+def test_template_of_pairs_that_is_not_complete_is_refused(written, reason):
+    with pytest.raises(InvalidInput, match=reason) as refused:
+        Template.parse(written)
+    assert refused.value.field == "template"
+
+
+def test_only_the_document_is_cut_in_a_template_of_pairs(llama):
+    template = Template.parse('my "{query}" is: {document} or not')
+    tokenizer = TextTokenizer(llama.adapted(template=template, label_logits=True), 60)
+    query, document = "card " * 8, "money " * 60
+    whole = AutoTokenizer.from_pretrained(llama.folder)(template.around((query, document)))["input_ids"]
+    (ids,) = tokenizer.tokenize([(query, document)], truncate=True)
+    assert len(ids) == 60
+    assert any(whole[:at] + whole[at + len(whole) - 60 :] == ids for at in range(61))
+    with pytest.raises(InputTooLong, match="more than 60 tokens"):
+        tokenizer.tokenize([("my", "card"), (query, document)], truncate=False)
+    with pytest.raises(InvalidInput, match="no room left"):
+        tokenizer.tokenize([("card " * 80, "money")], truncate=True)
+
+
+def test_templates_of_this_package_are_read_by_name(tmp_path, monkeypatch):
+    for name in ("qwen3-reranker", "mxbai-rerank-v2"):
+        assert Template.read(Path(name)) == Template.named(name)
+        assert Template.named(name).is_for_pairs
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-reranker").write_text("mine: {}")
+    assert Template.read(Path("qwen3-reranker")) == Template("mine: ")
+    with pytest.raises(InvalidInput, match="mxbai-rerank-v2, qwen3-reranker"):
+        Template.read(Path("qwen4-reranker"))
+    with pytest.raises(InvalidInput, match="mxbai-rerank-v2, qwen3-reranker"):
+        Template.named("../templates/qwen3-reranker")
+
+
+def test_front_of_a_template_of_pairs_ends_before_the_query(llama):
+    template = Template.parse("the bank: {query}, {document}")
+    tokenizer = TextTokenizer(llama)
+    (query,) = tokenizer.tokenize([("my", "card")], truncate=True, prompt=tokenizer.prompt(template))
+    front = tokenizer.front(template)
+    assert query[: len(front)] == front
+    assert 3 < len(front) < len(query) - 2
+
+
+def test_fingerprint_covers_the_text_between_query_and_document(llama):
+    prints = {
+        llama.adapted(template=template, label_logits=True).embedding_fingerprint()
+        for template in (Template("a", "b"), Template("a", "b", ""), Template("a", "b", "c"))
+    }
+    assert len(prints) == 3
 
 
 @pytest.mark.parametrize("written", ["", "no place", "{ }", "{text}", "{} or {}"])

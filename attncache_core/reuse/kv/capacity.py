@@ -125,8 +125,11 @@ def _cost_per_hour(capacity_bytes: int, price: float | None) -> float | None:
 class DistinctSessions:
     """Count the distinct sessions of the last `window_seconds`: the current value of DSpUT.
 
-    It holds one entry per counted session. The class is not thread-safe.
+    It holds one entry per counted session, and counts no more than MOST sessions. The class is not
+    thread-safe.
     """
+
+    MOST = 2**18
 
     def __init__(self, window_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._window_seconds = window_seconds
@@ -137,6 +140,8 @@ class DistinctSessions:
         """Record that `session` is used now."""
         self._last_use[session] = self._clock()
         self._last_use.move_to_end(session)
+        if len(self._last_use) > self.MOST:
+            self._last_use.popitem(last=False)
         self._forget_old()
 
     def count(self) -> int:

@@ -303,7 +303,7 @@ class KeyValueStore:
                         break
                     opened[name.key] = file, block
                 parent, walked = name.key, walked + BLOCK_TOKENS
-            self._open_short(transfers, own, parent, walked, claimed, opened)
+            self._open_short(transfers, reservation, own, parent, walked, claimed, opened)
         if not opened:
             return None
         pool = self.memory.pool
@@ -317,6 +317,7 @@ class KeyValueStore:
     def _open_short(
         self,
         transfers: Transfers,
+        reservation: Reservation,
         own: Wanted,
         parent: bytes,
         first: int,
@@ -335,6 +336,8 @@ class KeyValueStore:
                 block = claimed.get(name.key)
                 if block is None and name.key not in self._claimed and name.key not in self.memory:
                     block = self._claim(name)
+                    # So that the reservation frees the block, should opening another one fail.
+                    reservation.loaded += [block] if block else []
             if block is None:
                 file.close()
             else:
@@ -360,12 +363,13 @@ class KeyValueStore:
                 self.memory.add(block)
 
     def _count(self, reservation: Reservation) -> None:
-        counts, loaded = self.counts, len(reservation.loaded)
+        counts, loaded = self.counts, set(reservation.loaded)
         counts.sequences += len(reservation.given)
         counts.asked_tokens += reservation.asked_tokens
         counts.given_tokens += sum(reservation.given_tokens)
-        counts.given_blocks["disk"] += loaded
-        counts.given_blocks["memory"] += len({block for own in reservation.given for block in own}) - loaded
+        given = {block for own in reservation.given for block in own}
+        counts.given_blocks["disk"] += len(given & loaded)
+        counts.given_blocks["memory"] += len(given - loaded)
 
     def _save(self, block: Block) -> None:
         if self.transfers:

@@ -131,7 +131,12 @@ def use_of(checkpoint: Checkpoint, *, decides: bool) -> dict[str, Any]:
 
     decides: whether the budget is about the model's own decisions, so that the task and the labels count too.
     """
-    pooling = {"modes": list(checkpoint.pooling.modes), "include_prompt": checkpoint.pooling.include_prompt}
+    pooling: dict[str, Any] = {
+        "modes": list(checkpoint.pooling.modes),
+        "include_prompt": checkpoint.pooling.include_prompt,
+    }
+    if behind := checkpoint.behind_pooling:
+        pooling["behind"] = behind
     use = {"template": str(checkpoint.template), "pooling": pooling}
     return use | ({"task": checkpoint.task, "labels": list(checkpoint.labels)} if decides else {})
 

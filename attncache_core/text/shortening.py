@@ -1,0 +1,56 @@
+"""Cut a text before it is tokenised, so that its first tokens stay as they are.
+
+A tokenizer takes microseconds for each character: seconds for a text of megabytes, whose tokens are then cut
+to a few hundred.
+"""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+
+from attncache_core.errors import InputTooLong
+
+# Of prose. More characters are looked at if the text has fewer tokens.
+_CHARACTERS_PER_TOKEN = 8
+# A cut changes the tokens of the word that it cuts. Longer words have the same tokens nearly to their end.
+_LAST_CHARACTERS = 256
+# Of a text that still has too few tokens, no more than this is looked at.
+_MOST_CHARACTERS_PER_TOKEN = 64
+_ALWAYS_ACCEPTED = 2**16
+
+
+def most_characters(tokens: int) -> int:
+    """Return how many characters a text may have that is tokenised as a whole, in a sequence of `tokens`."""
+    return max(_ALWAYS_ACCEPTED, _MOST_CHARACTERS_PER_TOKEN * tokens)
+
+
+def shortened(tokenizer: Tokenizer, text: str, tokens: int, field: str) -> str:
+    """Return the text, or a part from its beginning with the same first tokens and more than `tokens`.
+
+    Raises InputTooLong, which names `field`, if the text has so few tokens that it would have to be tokenised
+    beyond `most_characters`.
+    """
+    size = _CHARACTERS_PER_TOKEN * tokens
+    while size + _LAST_CHARACTERS < len(text):
+        if size > most_characters(tokens):
+            raise InputTooLong(
+                f"{field} has more than {most_characters(tokens)} characters, and too few tokens for its "
+                "length; shorten the text, and remove what is repeated",
+                field=field,
+            )
+        part = text[: size + _LAST_CHARACTERS]
+        offsets = tokenizer.encode(part, add_special_tokens=False).offsets
+        if len(offsets) > tokens and offsets[tokens][1] <= size:
+            return part
+        size *= 4
+    return text
+
+
+def require_few_characters_of_text(text: str, tokens: int, field: str) -> None:
+    """Raise InputTooLong, which names `field`, if a text must be tokenised as a whole and is too long."""
+    if len(text) > most_characters(tokens):
+        raise InputTooLong(
+            f"a text of {field} has {len(text)} characters, and at most {most_characters(tokens)} are "
+            "accepted; shorten the text",
+            field=field,
+        )

@@ -1,0 +1,138 @@
+"""Compute chunks on all threads of the engine.
+
+chunk -> distinct texts -> sequences -> batches of like lengths -> engine threads -> one row per text
+
+While a chunk is computed, the next one is read and tokenised.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from attncache_core import AttnCacheError, NotFinite, PrefillEngine
+from attncache_core.text.prefix_tree import added_tokens
+from service.bulk.chunks import Chunk
+from service.bulk.tasks import Task
+
+Sequences = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    texts: list[int]  # indices of the distinct texts
+    numbers: Future[np.ndarray]  # float32 [texts, width]
+
+
+class Computing:
+    """Computes chunks; a context manager, which ends its threads."""
+
+    def __init__(self, engine: PrefillEngine, task: Task, batch_tokens: int) -> None:
+        """batch_tokens: most tokens in one batch; a longer text is a batch of its own."""
+        self._engine, self._task, self._batch_tokens = engine, task, batch_tokens
+        self._pool = ThreadPoolExecutor(engine.parallel_runs, thread_name_prefix="engine")
+
+    def __enter__(self) -> Computing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def computed(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, np.ndarray]]:
+        """Yield each chunk with its numbers, float32 [texts, width], in order.
+
+        At most one chunk is read ahead. If reading fails, what was read before is computed and yielded first.
+        Raises BadText if the model computes NaN or infinity for a text.
+        """
+        pending: deque[tuple[Chunk, list[str], list[_Batch]]] = deque()
+        reading, failure = iter(chunks), None
+        while True:
+            try:
+                chunk = next(reading, None)
+            except AttnCacheError as error:
+                chunk, failure = None, error
+            if chunk is not None:
+                pending.append(self._start(chunk))
+            if chunk is None or len(pending) > 1:
+                if not pending:
+                    break
+                yield self._finish(*pending.popleft())
+        if failure:
+            raise failure
+
+    def _start(self, chunk: Chunk) -> tuple[Chunk, list[str], list[_Batch]]:
+        texts = list(dict.fromkeys(chunk.texts))
+        made = self._engine.tokenize(texts, prompt=self._task.prompt)
+        plans = len(self._task.prompt.sequence_plans)
+        of_texts = [made[first : first + plans] for first in range(0, len(made), plans)]
+        batches = [
+            _Batch(indices, self._pool.submit(self._run, [of_texts[index] for index in indices]))
+            for indices in self._batches(of_texts)
+        ]
+        return chunk, texts, batches
+
+    def _finish(self, chunk: Chunk, texts: list[str], batches: list[_Batch]) -> tuple[Chunk, np.ndarray]:
+        distinct = np.empty((len(texts), self._task.width), dtype=np.float32)
+        for batch in batches:
+            try:
+                distinct[batch.texts] = batch.numbers.result()
+            except NotFinite as error:
+                raise BadText(chunk.number_of(texts[batch.texts[error.index]])) from error
+        row_of = {text: row for row, text in enumerate(texts)}
+        return chunk, distinct[[row_of[text] for text in chunk.texts]]
+
+    def _batches(self, of_texts: Sequence[Sequences]) -> Iterator[list[int]]:
+        """Yield batches of texts, as indices. Longest texts first, so that no thread is left with them.
+
+        of_texts: the sequences of each text. If the engine shares prefixes, texts that begin alike are
+        neighbours, and a shared prefix counts once.
+        """
+        shares = self._engine.shares_prefixes(reuse=False)
+        if shares:
+            order = sorted(range(len(of_texts)), key=lambda index: list(map(list, of_texts[index])))
+            flat = [ids for index in order for ids in of_texts[index]]
+            added = iter(added_tokens(flat))
+            costs = [sum(next(added) for _ in of_texts[index]) for index in order]
+        else:
+            order = sorted(range(len(of_texts)), key=lambda index: -_tokens(of_texts[index]))
+            costs = [_tokens(of_texts[index]) for index in order]
+        batch: list[int] = []
+        taken = 0
+        for index, cost in zip(order, costs, strict=True):
+            if batch and taken + cost > self._batch_tokens:
+                yield batch
+                batch, taken = [], 0
+            # The first text of a batch shares nothing with the text before it.
+            taken += cost if batch else _tokens(of_texts[index])
+            batch.append(index)
+        if batch:
+            yield batch
+
+    def _run(self, of_texts: Sequence[Sequences]) -> np.ndarray:
+        """Return the numbers of texts. Raises NotFinite with the index of a text."""
+        engine, task = self._engine, self._task
+        sequences = [ids for own in of_texts for ids in own]
+        result = engine.run(engine.requests(sequences, task.prompt, task.label_tokens, reuse=False))
+        finite = result.finite.reshape(len(of_texts), -1).all(axis=1)
+        numbers = task.numbers(result)
+        finite &= np.isfinite(numbers).all(axis=1)
+        if not finite.all():
+            raise NotFinite.of(int(finite.argmin()))
+        return numbers
+
+
+class BadText(Exception):
+    """The model computes NaN or infinity for a text."""
+
+    def __init__(self, number: int) -> None:
+        """number: of the text's row."""
+        super().__init__(number)
+        self.number = number
+
+
+def _tokens(sequences: Sequences) -> int:
+    return sum(map(len, sequences))

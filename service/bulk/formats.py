@@ -1,0 +1,140 @@
+"""The files that users get, made from the numbers of a spool once all rows are done.
+
+embeddings   .npy float32 [rows, dimensions]      .parquet, column "embedding"
+classes      .jsonl and .parquet: "label", "score" and "scores" of all labels      .tsv: a column per label
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import orjson
+
+from attncache_core import InvalidInput
+from service.bulk.parquet import pyarrow_parquet
+
+EMBEDDING_FORMATS = ("npy", "parquet")
+CLASS_FORMATS = ("jsonl", "tsv", "parquet")
+_NUMBERS_AT_ONCE = 2**22
+
+
+def check_output(output: Path, formats: Sequence[str]) -> None:
+    """Raise InvalidInput if the output exists, or its ending is none of these formats."""
+    if output.suffix.removeprefix(".").lower() not in formats:
+        accepted = " or ".join(f".{name}" for name in formats)
+        raise InvalidInput(f"{output}: the file name must end in {accepted}", field="output")
+    if output.exists():
+        raise InvalidInput(f"{output} exists; remove the file or choose another name", field="output")
+    if output.suffix.lower() == ".parquet":
+        pyarrow_parquet()
+
+
+def write_output(output: Path, spooled: Path, numbers: np.ndarray, labels: Sequence[str]) -> None:
+    """Make the output of a spool that is complete. The output appears at once.
+
+    numbers: what `spooled` holds, float32 [rows, width]. labels: of the columns; none for embeddings.
+    Raises OSError.
+    """
+    if output.suffix.lower() == ".npy":
+        spooled.replace(output)
+        return
+    write = _WRITERS[output.suffix.lower(), bool(labels)]
+    unfinished = output.with_name(f".{output.name}.{secrets.token_hex(8)}.unfinished")
+    try:
+        with unfinished.open("xb") as file:
+            write(file, numbers, labels)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(output)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def check_labels(output: Path, labels: Sequence[str]) -> None:
+    """Raise InvalidInput if labels cannot be the names of columns."""
+    if len(set(labels)) < len(labels):
+        raise InvalidInput("two labels of the model have the same name", field="labels")
+    if output.suffix.lower() == ".tsv" and any(set(label) & set("\t\r\n") for label in labels):
+        raise InvalidInput(
+            "a label holds a tab or a line feed, which a .tsv file cannot hold; choose .jsonl or .parquet",
+            field="output",
+        )
+
+
+def _parts(numbers: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the rows in parts of one size in memory."""
+    rows = max(1, _NUMBERS_AT_ONCE // numbers.shape[1])
+    for first in range(0, len(numbers), rows):
+        yield np.ascontiguousarray(numbers[first : first + rows])
+
+
+def _jsonl(file: IO[bytes], numbers: np.ndarray, labels: Sequence[str]) -> None:
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    for part in _parts(numbers):
+        for best, scores in zip(part.argmax(axis=1).tolist(), part, strict=True):
+            scored = dict(zip(labels, scores, strict=True))
+            row = {"label": labels[best], "score": scores[best], "scores": scored}
+            file.write(orjson.dumps(row, option=option))
+
+
+def _tsv(file: IO[bytes], numbers: np.ndarray, labels: Sequence[str]) -> None:
+    file.write("\t".join(("label", "score", *labels)).encode() + b"\n")
+    for part in _parts(numbers):
+        for best, scores in zip(part.argmax(axis=1).tolist(), part, strict=True):
+            row = (labels[best], str(scores[best]), *map(str, scores))
+            file.write("\t".join(row).encode() + b"\n")
+
+
+def _embeddings_parquet(file: IO[bytes], numbers: np.ndarray, _: Sequence[str]) -> None:
+    import pyarrow
+
+    width = numbers.shape[1]
+    kind = pyarrow.list_(pyarrow.float32(), width)
+
+    def columns(part: np.ndarray) -> list[Any]:
+        return [pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(part.reshape(-1)), width)]
+
+    _parquet(file, numbers, pyarrow.schema([("embedding", kind)]), columns)
+
+
+def _classes_parquet(file: IO[bytes], numbers: np.ndarray, labels: Sequence[str]) -> None:
+    import pyarrow
+
+    score = pyarrow.float32()
+    scores = pyarrow.struct([(label, score) for label in labels])
+    schema = pyarrow.schema([("label", pyarrow.string()), ("score", score), ("scores", scores)])
+
+    def columns(part: np.ndarray) -> list[Any]:
+        best = [labels[column] for column in part.argmax(axis=1).tolist()]
+        of_labels = [np.ascontiguousarray(column) for column in part.T]
+        scored = pyarrow.StructArray.from_arrays(of_labels, fields=list(scores))
+        return [pyarrow.array(best), pyarrow.array(part.max(axis=1)), scored]
+
+    _parquet(file, numbers, schema, columns)
+
+
+def _parquet(
+    file: IO[bytes], numbers: np.ndarray, schema: Any, columns: Callable[[np.ndarray], list[Any]]
+) -> None:
+    """Write one row group per part."""
+    import pyarrow
+
+    with pyarrow_parquet().ParquetWriter(file, schema) as writer:
+        for part in _parts(numbers):
+            writer.write_batch(pyarrow.record_batch(columns(part), schema=schema), row_group_size=len(part))
+
+
+_Writer = Callable[[IO[bytes], np.ndarray, Sequence[str]], None]
+# (ending, whether the numbers are scores of labels) -> writer
+_WRITERS: dict[tuple[str, bool], _Writer] = {
+    (".parquet", False): _embeddings_parquet,
+    (".parquet", True): _classes_parquet,
+    (".jsonl", True): _jsonl,
+    (".tsv", True): _tsv,
+}

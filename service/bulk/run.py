@@ -1,0 +1,90 @@
+"""One run: a file of texts to a file of numbers, continued where an earlier run was stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attncache_core import AttnCacheError, InvalidInput, NotFinite, PrefillEngine
+from service.bulk.chunks import ChunkReader
+from service.bulk.computing import BadText, Computing
+from service.bulk.formats import check_labels, write_output
+from service.bulk.rows import open_rows
+from service.bulk.spool import open_spool, partial, remove_spool
+from service.bulk.tasks import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What is read, and what is written."""
+
+    source: Path
+    column: str  # of the texts
+    file_format: str | None  # of the source; None: by its name
+    output: Path
+
+
+class Stopped(Exception):
+    """The run was stopped by Ctrl+C. The message says how to continue."""
+
+
+def run(
+    engine: PrefillEngine,
+    task: Task,
+    files: Files,
+    batch_tokens: int,
+    begun_with: Mapping[str, Any],
+    report: Callable[[int, float], None],
+) -> int:
+    """Compute all texts of a file and write the output. Returns the number of rows.
+
+    begun_with: options that must not change while the output is unfinished. report: called with the rows that
+    are saved and the share of the file, after each chunk.
+    Raises InvalidInput for a bad row, an unfinished output of other options or another input, NotFinite,
+    OSError and Stopped. All of them leave what was saved, and their messages say how to continue.
+    """
+    check_labels(files.output, task.labels)
+    begun = {
+        "model fingerprint": engine.fingerprint[:12],
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "device": str(engine.model.device),
+        "--batch-tokens": batch_tokens,
+        **begun_with,
+    }
+    with (
+        open_rows(files.source, files.column, files.file_format) as rows,
+        open_spool(files.output, task.width, begun) as spool,
+    ):
+        reader = ChunkReader(rows)
+        if not reader.skip(spool.done):
+            raise InvalidInput(
+                f"{files.source} does not begin with the {spool.done.rows:,} rows that are saved in "
+                f"{partial(files.output)}; give the same input, or remove this file to begin again",
+                field="input",
+            )
+        try:
+            with Computing(engine, task, batch_tokens) as computing:
+                for chunk, numbers in computing.computed(reader.chunks()):
+                    spool.append(numbers, chunk.done)
+                    report(spool.done.rows, chunk.share)
+            if spool.done.rows:
+                write_output(files.output, partial(files.output), spool.finish(), task.labels)
+        except KeyboardInterrupt as stop:
+            raise Stopped(f"stopped; {spool.how_to_continue}") from stop
+        except BadText as bad:
+            raise NotFinite(
+                f"{rows.place(bad.number)}: the model computes NaN or infinity for this text; remove the "
+                f"text, or have the model's weights and dtype checked; {spool.how_to_continue}",
+                field="input",
+            ) from bad
+        except AttnCacheError as error:
+            raise type(error)(f"{error}; {spool.how_to_continue}", field=error.field) from error
+        except OSError as error:
+            reason = f"{error.strerror or error}; {spool.how_to_continue}"
+            raise OSError(error.errno, reason, error.filename or str(files.output)) from error
+    remove_spool(files.output)
+    if not spool.done.rows:
+        raise InvalidInput(f"{files.source} has no texts", field="input")
+    return spool.done.rows

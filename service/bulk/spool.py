@@ -1,0 +1,163 @@
+"""Numbers that are computed row by row, in a file that a killed run leaves ready to be continued.
+
+    OUTPUT.partial    a .npy file, float32 [rows, width]; rows behind the ones that are done may be torn
+    OUTPUT.progress   JSON: the rows that are done, and what the run was begun with
+
+`append` flushes the numbers to the disk before it replaces OUTPUT.progress, so every row that is done is
+whole after a crash.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import orjson
+
+from attncache_core import InvalidInput
+from attncache_core.runtime.files import write_whole
+from service.bulk.chunks import NOTHING, Done
+
+_NUMBER = np.dtype("<f4")
+
+
+class Spool:
+    """The open file of a run. `open_spool` makes one."""
+
+    def __init__(self, output: Path, file: IO[bytes], width: int, begun_with: Mapping[str, Any]) -> None:
+        """begun_with: what must not change in a run that is continued."""
+        self._output, self._file, self._width, self._begun_with = output, file, width, dict(begun_with)
+        self.done = NOTHING
+
+    @property
+    def how_to_continue(self) -> str:
+        """A sentence for people."""
+        saved = f"{self.done.rows:,} rows are saved in {partial(self._output)}"
+        return f"{saved}; run the same command again to continue"
+
+    def continue_or_begin(self) -> None:
+        """Drop torn rows behind the ones that are done, or begin. Raises InvalidInput; see open_spool."""
+        state = self._state()
+        if state is None:
+            self._file.truncate(0)
+            self._write_header()
+            self._write_state()
+            return
+        for name, now in self._begun_with.items():
+            then = state["begun_with"].get(name)
+            if then != now:
+                raise InvalidInput(
+                    f"{partial(self._output)} was begun with {name} {then}, not {now}; use the same options, "
+                    "or remove this file to begin again",
+                    field=name,
+                )
+        self.done = Done(**state["done"])
+        if self._file.seek(0, os.SEEK_END) < self._end:
+            raise InvalidInput(
+                f"{partial(self._output)} is damaged: it has fewer than the {self.done.rows:,} rows that "
+                "were saved; remove this file to begin again",
+                field="output",
+            )
+        self._file.truncate(self._end)
+
+    def append(self, numbers: np.ndarray, done: Done) -> None:
+        """Save the numbers of the next rows, float32 [rows, width]. done: the rows that are done with them.
+
+        Raises OSError, for instance if the disk is full. Then the rows are not done.
+        """
+        self._file.seek(self._end)
+        self._file.write(np.ascontiguousarray(numbers, dtype=_NUMBER).data)
+        self._sync()
+        self.done = done
+        self._write_state()
+
+    def finish(self) -> np.ndarray:
+        """Complete the file, and return its numbers, float32 [rows, width], mapped from the file."""
+        self._write_header()
+        self._sync()
+        shape = (self.done.rows, self._width)
+        return np.memmap(partial(self._output), _NUMBER, "r", len(self._header()), shape)
+
+    @property
+    def _end(self) -> int:
+        """The size of the file with the rows that are done."""
+        return len(self._header()) + self.done.rows * self._width * _NUMBER.itemsize
+
+    def _header(self) -> bytes:
+        """Return the header of a .npy file. NumPy pads it, so its size does not depend on the rows."""
+        header, shape = io.BytesIO(), (self.done.rows, self._width)
+        np.lib.format.write_array_header_1_0(
+            header, {"descr": _NUMBER.str, "fortran_order": False, "shape": shape}
+        )
+        return header.getvalue()
+
+    def _write_header(self) -> None:
+        self._file.seek(0)
+        self._file.write(self._header())
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _state(self) -> dict[str, Any] | None:
+        """Return what a run left, or None."""
+        path = progress(self._output)
+        if not path.exists() or self._file.seek(0, os.SEEK_END) == 0:
+            return None
+        try:
+            state: dict[str, Any] = orjson.loads(path.read_bytes())
+        except orjson.JSONDecodeError as error:
+            raise InvalidInput(
+                f"{path} is damaged; remove {partial(self._output)} to begin again", field="output"
+            ) from error
+        return state
+
+    def _write_state(self) -> None:
+        state = {"begun_with": self._begun_with, "done": asdict(self.done)}
+        write_whole(progress(self._output), orjson.dumps(state))
+
+
+@contextmanager
+def open_spool(output: Path, width: int, begun_with: Mapping[str, Any]) -> Iterator[Spool]:
+    """Open the spool of an output file: continue what an earlier run left, or begin.
+
+    width: numbers per row. Raises InvalidInput if the earlier run was begun with something else, if its files
+    are damaged, and if another process writes to them; OSError if the files cannot be written.
+    """
+    descriptor = os.open(partial(output), os.O_RDWR | os.O_CREAT, 0o666)
+    with open(descriptor, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A process that ended meanwhile may have renamed the file that was opened.
+            if not os.path.samestat(os.fstat(file.fileno()), partial(output).stat()):
+                raise BlockingIOError
+        except OSError as error:
+            raise InvalidInput(
+                f"another process writes to {partial(output)}; wait for its end", field="output"
+            ) from error
+        spool = Spool(output, file, width, begun_with)
+        spool.continue_or_begin()
+        yield spool
+
+
+def partial(output: Path) -> Path:
+    """Return the path of the numbers of an unfinished output."""
+    return output.with_name(f"{output.name}.partial")
+
+
+def progress(output: Path) -> Path:
+    """Return the path of the state of an unfinished output."""
+    return output.with_name(f"{output.name}.progress")
+
+
+def remove_spool(output: Path) -> None:
+    """Remove the files of an output that is complete or was never begun."""
+    partial(output).unlink(missing_ok=True)
+    progress(output).unlink()

@@ -1,0 +1,76 @@
+"""What a server logs once it is loaded: model, processor, database, what reuse saves, limits and address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attncache_core import PrefillEngine, native
+from service.commands.database_report import why_exact
+from service.settings import Settings
+
+
+def summary(engine: PrefillEngine, settings: Settings, urls: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of the summary. urls: where the server listens."""
+    yield f"model     {_model(engine)}"
+    yield f"computes  {_processor(engine)}"
+    yield f"database  {_database(engine)}"
+    yield f"reuse     {expected_savings(engine)}"
+    yield f"limits    {_limits(settings)}"
+    yield f"serves    {', '.join(urls)}"
+
+
+def expected_savings(engine: PrefillEngine) -> str:
+    """Return what reuse is expected to save, at which quality, or why nothing is reused."""
+    reuse = engine.map_reuse
+    if engine.key_values:
+        store = engine.key_values.store
+        most = store.memory.pool.places * store.layout.block_bytes / 2**20
+        disk = f" and {store.transfers.disk.most_bytes / 2**20:,.0f} MiB on disk" if store.transfers else ""
+        return f"storing keys and values in up to {most:,.0f} MiB of memory{disk}"
+    if reuse is None:
+        return f"serving exactly: {'; '.join(engine.reuse_off) or 'there is no database'}"
+    if reuse.reuse_off:
+        return f"serving exactly: {'; '.join(reuse.reuse_off)}"
+    manifest, budget = reuse.database.manifest, reuse.policy.budget
+    mean = manifest.quality.get("mean")
+    kept = f"mean {budget.measure} {mean:.4f} of the hits" if mean and budget.binds else "no budget is kept"
+    if reuse.gain is None:
+        if reuse.approximates:
+            return f"reusing attention whether it saves time here or not ({kept})"
+        return f"serving exactly: {why_exact(manifest)}"
+    saved = (
+        f"{1 - 1 / (1 + reuse.gain.together.full_batch):.0%} of the time of full batches and "
+        f"{1 - 1 / (1 + reuse.gain.together.one_text):.0%} of single texts here ({kept})"
+    )
+    if reuse.approximates:
+        return f"reusing attention: it saves {saved}"
+    return f"serving exactly: reuse would save {saved}, too little for --min-gain {reuse.gain.min_gain}"
+
+
+def _model(engine: PrefillEngine) -> str:
+    variant = "".join(
+        f", {name.replace('_', ' ')} {change}" for name, change in engine.checkpoint.variant.items()
+    )
+    return (
+        f"{engine.checkpoint.name} (fingerprint {engine.fingerprint[:12]}{variant}): task {engine.task}, "
+        f"up to {engine.max_tokens:,} tokens"
+    )
+
+
+def _processor(engine: PrefillEngine) -> str:
+    dtype = str(engine.dtype).removeprefix("torch.")
+    return f"in {dtype} on {engine.model.device}, {engine.threads} threads, by {native.level() or 'torch'}"
+
+
+def _database(engine: PrefillEngine) -> str:
+    if engine.database is None:
+        return "none"
+    return f"{engine.database.folder} ({engine.database.search.store.records:,} records)"
+
+
+def _limits(settings: Settings) -> str:
+    return (
+        f"batch {settings.max_batch_tokens:,} tokens, {settings.max_batch_sequences:,} texts; "
+        f"request {settings.max_request_inputs:,} texts, {settings.max_request_tokens:,} tokens, "
+        f"{settings.max_body_bytes / 2**20:,.1f} MiB; queue {settings.max_queue_sequences:,} texts"
+    )

@@ -1,0 +1,126 @@
+"""Log lines as text or as JSON, with the id of the request that they are about.
+
+No log line holds a text, an API key, a path of a client's choice or a query.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import orjson
+
+from service.observability.finished import FinishedRequest
+
+LogFormat = Literal["text", "json"]
+# The request that is being answered: in its task, and in the threads that the task waits for.
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+_ACCESS_LOGGER = "service.access"
+# An attribute of log records: the requests that the lines of the record are about.
+_REQUESTS = "answered_requests"
+
+
+def configure_logging(level: str, log_format: LogFormat = "text") -> None:
+    """Log messages of this level and above to stderr, one line per message as far as they have one line."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    # Python's warnings would otherwise be lines of another format.
+    logging.captureWarnings(True)
+    # uvicorn logs every step of start and stop, and the server logs these steps itself.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # --access-log asks for these lines, whatever the level of the others.
+    logging.getLogger(_ACCESS_LOGGER).setLevel(logging.INFO)
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, logger and message; then what else the line tells, as name=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a line, or a line for each request of the access log."""
+        if requests := _answered(record):
+            return "\n".join(self._access_line(request) for request in requests)
+        return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line without an exception's stack."""
+        request_id = REQUEST_ID.get()
+        about = "" if request_id is None else f" request_id={request_id}"
+        return super().formatMessage(record) + about
+
+    def _access_line(self, request: FinishedRequest) -> str:
+        fields = " ".join(f"{name}={value}" for name, value in _fields_of(request).items())
+        at = time.strftime(self.default_time_format, time.localtime(request.ended_at))
+        milliseconds = int(request.ended_at % 1 * 1000)
+        return f"{at},{milliseconds:03d} INFO {_ACCESS_LOGGER}: {_message_of(request)} {fields}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (RFC 3339, UTC), level, logger, message, and what else it tells."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a line, or a line for each request of the access log."""
+        if requests := _answered(record):
+            return "\n".join(map(self._access_line, requests))
+        line = _json_line(record.created, record.levelname.lower(), record.name, _valid(record.getMessage()))
+        request_id = REQUEST_ID.get()
+        if request_id is not None:
+            line["request_id"] = request_id
+        if record.exc_info:
+            line["exception"] = _valid(self.formatException(record.exc_info))
+        return orjson.dumps(line).decode()
+
+    def _access_line(self, request: FinishedRequest) -> str:
+        line = _json_line(request.ended_at, "info", _ACCESS_LOGGER, _message_of(request))
+        return orjson.dumps({**line, **_fields_of(request)}).decode()
+
+
+def log_access(requests: Sequence[FinishedRequest]) -> None:
+    """Log the lines of --access-log about requests."""
+    # One record for all of them, because a record takes ten times as long as a line.
+    logging.getLogger(_ACCESS_LOGGER).info(
+        "%d requests were answered", len(requests), extra={_REQUESTS: requests}
+    )
+
+
+def _answered(record: logging.LogRecord) -> Sequence[FinishedRequest]:
+    return getattr(record, _REQUESTS, ())
+
+
+def _json_line(at: float, level: str, logger: str, message: str) -> dict[str, Any]:
+    shown = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+    return {"time": shown, "level": level, "logger": logger, "message": message}
+
+
+def _message_of(request: FinishedRequest) -> str:
+    return f"{request.method} {request.route} {request.status}"
+
+
+def _fields_of(request: FinishedRequest) -> dict[str, Any]:
+    fields = {
+        "request_id": request.request_id,
+        "method": request.method,
+        "route": request.route,
+        "status": request.status,
+        "seconds": round(request.ended - request.started, 6),
+        "sequences": request.sequences,
+        "tokens": request.tokens,
+        "cached_tokens": request.cached_tokens,
+        "repeated": request.repeated,
+    }
+    if request.key is not None:
+        fields["key"] = request.key
+    return fields
+
+
+def _valid(text: str) -> str:
+    """Return the text without lone surrogates, which stand for bytes of file names that are no UTF-8."""
+    return text.encode(errors="backslashreplace").decode()

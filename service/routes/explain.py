@@ -1,0 +1,97 @@
+"""POST /explain: why a text reuses something or not, for operators.
+
+The route is served only with --admin. An explanation computes its text several times, layer by layer, and
+shows maps that are stored in the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import orjson
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from attncache_core import InputTooLong
+from attncache_core.engine.explain import Explanation, LayerMaps, explain
+from service.batching.sources import Texts
+from service.routes.common import ERRORS, call_of
+from service.schemas import Name, Text
+from service.state import Serving
+from service.web.endpoint import documented_body
+
+router = APIRouter()
+
+# An explanation of a longer text would keep a processor from the requests of clients for too long.
+_MOST_TOKENS = 512
+# Maps of longer texts would be many megabytes, and too small to see.
+_MOST_TOKENS_WITH_MAPS = 64
+_MAP_LEVELS = 65535
+_ERRORS = {status: documented for status, documented in ERRORS.items() if status != 404}
+
+
+class ExplainRequest(BaseModel):
+    """The body of POST /explain."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    input: Text = Field(description=f"One text of at most {_MOST_TOKENS} tokens.")
+    cache_salt: Name | None = Field(
+        None, description="Look up the stored keys and values of requests with this salt. Default: no salt."
+    )
+
+
+@router.post(
+    "/explain",
+    response_model=dict[str, Any],
+    responses=_ERRORS,
+    openapi_extra=documented_body(ExplainRequest),
+)
+async def explain_text(request: Request) -> Response:
+    """Explain what the server reuses for a text: the outcome, the nearest record, and both attention maps.
+
+    Then the text is answered as a request of a client, which says whether its result was kept.
+    """
+    call = call_of(request)
+    serving = call.serving()
+    body = await call.read(ExplainRequest)
+    salt = call.salt(body.cache_salt)
+    async with call.state.explaining:
+        found = await asyncio.to_thread(_explained, serving, body.input, salt)
+    source = Texts([body.input], call.state.settings.truncate)
+    pending = serving.batcher.submit(source, flow=call.client.flow, reuse=True, counted=False, salt=salt)
+    answered = await call.wait(pending)
+    content = {
+        **{name: value for name, value in asdict(found).items() if name not in ("ids", "layers")},
+        "was_kept": answered.repeated > 0,
+        "most_tokens_with_maps": _MOST_TOKENS_WITH_MAPS,
+        "layers": None if found.layers is None else [_layer(layer) for layer in found.layers],
+    }
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _explained(serving: Serving, text: str, salt: bytes) -> Explanation:
+    """Explain a text. Raises InputTooLong."""
+    engine = serving.engine
+    ids = engine.tokenize([text])[0]
+    if len(ids) > _MOST_TOKENS:
+        raise InputTooLong(f"input must have at most {_MOST_TOKENS} tokens to be explained", field="input")
+    return explain(engine, ids, salt=salt, maps=len(ids) <= _MOST_TOKENS_WITH_MAPS)
+
+
+def _layer(layer: LayerMaps) -> dict[str, Any]:
+    return {
+        "own": _encoded(layer.own),
+        "reused_heads": layer.reused_heads,
+        "given": None if layer.given is None else _encoded(layer.given),
+    }
+
+
+def _encoded(maps: np.ndarray) -> str:
+    """Return maps [heads, L, L] in base64, as 16-bit little-endian integers: 65535 stands for 1."""
+    levels = np.rint(np.clip(np.nan_to_num(maps), 0, 1) * _MAP_LEVELS).astype("<u2")
+    return base64.b64encode(levels.tobytes()).decode()

@@ -1,0 +1,1 @@
+"""The routes under /v1, in the shapes of OpenAI, vLLM and Cohere."""

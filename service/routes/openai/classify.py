@@ -1,0 +1,96 @@
+"""POST /v1/classify: texts to the probabilities of the server's labels, as clients of vLLM read them."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from service.batching.sources import Texts
+from service.routes.classes import classified
+from service.routes.common import ANSWER_HEADERS, answer, check_count
+from service.routes.computing import named
+from service.routes.openai.common import OPENAI_ERRORS, TAG, usage_of
+from service.routes.openai.schemas import ModelName, Salt, Usage, User
+from service.routes.served_names import check_model_name, served_name
+from service.schemas import Inputs
+from service.web.call import Answer, Call
+from service.web.endpoint import Endpoint
+from service.web.error_shapes import openai
+
+
+class ClassificationRequest(BaseModel):
+    """The body of POST /v1/classify."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    input: Inputs = Field(description="One text or a list of texts.")
+    model: ModelName = None
+    use_activation: bool | None = Field(
+        None, description="false returns logits instead of probabilities. Default: true."
+    )
+    user: User = None
+    cache_salt: Salt = None
+
+
+class Classification(BaseModel):
+    """The class of one text."""
+
+    index: int
+    label: str  # of the highest probability
+    probs: list[float]  # one per class, in the order of the classes
+    num_classes: int
+
+
+class Classifications(BaseModel):
+    """The response of POST /v1/classify."""
+
+    id: str
+    object: Literal["list"]
+    created: int  # Unix time
+    model: str
+    data: list[Classification]
+    usage: Usage
+
+
+async def create_classifications(call: Call) -> Answer:
+    """Return the probabilities of the labels of the server for each text."""
+    serving, settings = call.serving(), call.state.settings
+    reuse = call.reuse_wanted()
+    body = await call.read(ClassificationRequest)
+    check_model_name(body.model, settings)
+    check_count(body.input, "input", settings.max_request_inputs)
+    source = Texts(body.input, settings.truncate)
+    with named("input"):
+        found = await classified(call, serving, source, reuse=reuse, salt=call.salt(body.cache_salt))
+    rows = found.logits if body.use_activation is False else found.scores()
+    best = found.logits.argmax(axis=1).tolist()
+    data = [
+        {"index": index, "label": found.labels[column], "probs": row, "num_classes": len(found.labels)}
+        for index, (column, row) in enumerate(zip(best, rows, strict=True))
+    ]
+    content = {
+        "id": f"classify-{call.request_id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": served_name(settings),
+        "data": data,
+        "usage": usage_of(found.result, settings),
+    }
+    return answer(content, found.result, call, source)
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/v1/classify",
+        create_classifications,
+        ClassificationRequest,
+        Classifications,
+        "The classes of each input, in the order of the inputs.",
+        headers=ANSWER_HEADERS,
+        errors=OPENAI_ERRORS,
+        error_shape=openai,
+        tag=TAG,
+    ),
+)

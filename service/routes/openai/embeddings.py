@@ -1,0 +1,94 @@
+"""POST /v1/embeddings: texts or token ids to embeddings, as OpenAI's clients send and read them."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from typing import Any
+
+import numpy as np
+
+from attncache_core import InvalidInput, PrefillEngine
+from service.batching.sources import Source
+from service.batching.token_ids import TokenSequences, bare_prompt, prompt_of, source_of
+from service.routes.common import ANSWER_HEADERS, answer, check_count
+from service.routes.computing import computed, named
+from service.routes.embed import embedding_server
+from service.routes.openai.common import OPENAI_ERRORS, TAG, usage_of
+from service.routes.openai.schemas import Embeddings, EmbeddingsRequest
+from service.routes.served_names import check_model_name, served_name
+from service.web.call import Answer, Call
+from service.web.endpoint import Endpoint
+from service.web.error_shapes import openai
+
+
+async def create_embeddings(call: Call) -> Answer:
+    """Embed one text or several. Embeddings have unit length."""
+    serving, settings = embedding_server(call), call.state.settings
+    reuse = call.reuse_wanted()
+    body = await call.read(EmbeddingsRequest)
+    check_model_name(body.model, settings)
+    check_count(body.input, "input", settings.max_request_inputs)
+    serving.engine.require_dimensions(body.dimensions)
+    source = source_of(body.input, settings.truncate, "right")
+    if settings.check_token_ids:
+        _check_ends(serving.engine, source)
+    with named("input"):
+        result = await computed(
+            call,
+            serving,
+            source,
+            reuse=reuse,
+            prompt=prompt_of(serving.engine, source, None),
+            salt=call.salt(body.cache_salt),
+        )
+    embeddings = serving.engine.embeddings(result.outputs, normalize=True, dimensions=body.dimensions)
+    content = {
+        "object": "list",
+        "data": _encoded(embeddings, as_base64=body.encoding_format == "base64"),
+        "model": served_name(settings),
+        "usage": usage_of(result, settings),
+    }
+    return answer(content, result, call, source)
+
+
+def _encoded(embeddings: np.ndarray, *, as_base64: bool) -> list[dict[str, Any]]:
+    """Return the embeddings as JSON: rows of float32 [n, dimensions], or base64 of their bytes."""
+    rows = np.ascontiguousarray(embeddings, dtype="<f4")
+    encoded = [b64encode(row).decode() for row in rows] if as_base64 else rows
+    return [{"object": "embedding", "index": index, "embedding": own} for index, own in enumerate(encoded)]
+
+
+def _check_ends(engine: PrefillEngine, source: Source) -> None:
+    """Raise InvalidInput for token ids that lack the special tokens around every text of the model.
+
+    Ids of another tokenizer lack them. Clients of OpenAI may send such ids, and their embeddings would mean
+    nothing.
+    """
+    if not isinstance(source, TokenSequences):
+        return
+    frame = engine.tokenizer.frame(bare_prompt(engine))
+    before, after = frame.before, frame.after
+    for index, ids in enumerate(source.sequences):
+        if ids[: len(before)] != before or ids[len(ids) - len(after) :] != after:
+            raise InvalidInput(
+                f"input[{index}] does not begin and end with the special tokens of this model ({before} and "
+                f"{after}), so its ids seem to be those of another tokenizer: send text (LangChain does with "
+                "check_embedding_ctx_length=False), or ids as /tokenize gives them; a server with "
+                "--no-check-token-ids accepts all ids",
+                field=f"input[{index}]",
+            )
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/v1/embeddings",
+        create_embeddings,
+        EmbeddingsRequest,
+        Embeddings,
+        "One embedding per input, in the order of the inputs.",
+        headers=ANSWER_HEADERS,
+        errors=OPENAI_ERRORS,
+        error_shape=openai,
+        tag=TAG,
+    ),
+)

@@ -1,0 +1,103 @@
+"""The JSON schemas of the routes under /v1."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from service.schemas import Dimensions, Name, TextsOrIds
+
+ModelName = Annotated[
+    Name | None,
+    Field(description="Name of the model, as in /v1/models. Status 404 for others. Default: any."),
+]
+User = Annotated[Name | None, Field(description="Accepted, because clients send it. Changes nothing.")]
+Salt = Annotated[
+    Name | None,
+    Field(
+        description="Requests with different salts share no stored keys and values. Default: those without "
+        "a salt share theirs."
+    ),
+]
+
+
+class EmbeddingsRequest(BaseModel):
+    """The body of POST /v1/embeddings."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    input: TextsOrIds = Field(
+        description="One text or a list of texts, or the token ids of one text or several, computed as they "
+        "are."
+    )
+    model: ModelName = None
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: the bytes of little-endian float32 numbers. Default: float."
+    )
+    dimensions: Dimensions = None
+    user: User = None
+    cache_salt: Salt = None
+
+
+class PromptTokensDetails(BaseModel):
+    """What was not computed of the prompt."""
+
+    cached_tokens: int  # whose keys and values were stored
+
+
+class Usage(BaseModel):
+    """The tokens of a request, as the model's tokenizer makes them."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None  # absent with --no-reuse-headers
+
+
+class Embedding(BaseModel):
+    """One embedding."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # numbers, or base64
+
+
+class Embeddings(BaseModel):
+    """The response of POST /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class Model(BaseModel):
+    """A model that the server serves."""
+
+    id: str
+    object: Literal["model"]
+    created: int  # Unix time at which the server started
+    owned_by: str
+    max_model_len: int  # most tokens of a text
+
+
+class Models(BaseModel):
+    """The response of GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class OpenAIError(BaseModel):
+    """The error, for programs (`type` and `code`) and for people (`message`)."""
+
+    message: str = Field(examples=["input[3] must not be empty"])
+    type: str = Field(examples=["invalid_request_error"])
+    param: str | None = Field(examples=["input[3]"])
+    code: str = Field(examples=["invalid_input"])
+
+
+class OpenAIErrorBody(BaseModel):
+    """The body of every error response under /v1."""
+
+    error: OpenAIError

@@ -1,0 +1,149 @@
+"""How well documents answer a query.
+
+a model of pairs        query and document, as one sequence -> a logit -> sigmoid
+an embedding model      embedding of the query . embedding of the document, both of unit length
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from attncache_core import InvalidInput, PrefillEngine, normalize
+from attncache_core.text.prompts import Prompt
+from service.batching.left_cut import Side
+from service.batching.pending_request import RequestResult
+from service.batching.sources import Texts
+from service.errors import rename
+from service.routes.computing import computed, named
+from service.state import Serving
+from service.web.call import Call
+
+# The names of prompts that sentence-transformers uses for queries and documents.
+_QUERY_PROMPTS = ("query",)
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+
+
+class Question(NamedTuple):
+    """A query, and the documents that may answer it."""
+
+    query: str
+    documents: list[str]
+    field: str  # of the request, that holds the documents
+    truncate: bool
+    cut: Side = "right"
+    instruction: str | None = None  # replaces the instruction of the model's template
+    reuse: bool = True
+    salt: bytes = b""
+
+
+class Relevance(NamedTuple):
+    """The scores of documents, higher is better."""
+
+    scores: np.ndarray  # float32 [documents]
+    result: RequestResult  # of all sequences
+    source: Texts
+
+    @property
+    def best_first(self) -> list[int]:
+        """The indices of the documents, the best document first."""
+        order: list[int] = np.argsort(-self.scores, kind="stable").tolist()
+        return order
+
+
+async def relevance(call: Call, question: Question, *, raw: bool = False) -> Relevance:
+    """Score the documents of a question.
+
+    raw: return logits instead of scores between 0 and 1; embeddings have cosines in either case. Raises
+    InvalidInput if the model is neither one of pairs nor one of embeddings, and as Batcher.submit.
+    """
+    serving = call.serving()
+    if serving.engine.pair_scores.supported:
+        return await _by_pairs(call, serving, question, raw)
+    if serving.engine.task != "embed":
+        serving.engine.pair_scores.require()
+    if question.instruction is not None:
+        raise InvalidInput(
+            "instruction is accepted only by a model of pairs whose template holds an instruction",
+            field="instruction",
+        )
+    return await _by_embedding(call, serving, question)
+
+
+async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool) -> Relevance:
+    engine = serving.engine
+    # The documents of a request share the tokens of instruction and query, if the model is causal.
+    source = Texts(
+        [(question.query, document) for document in question.documents], question.truncate, question.cut
+    )
+    own = question.instruction is None
+    try:
+        with named(question.field):
+            result = await computed(
+                call,
+                serving,
+                source,
+                reuse=question.reuse,
+                prompt=engine.pair_scores.prompt(question.instruction),
+                labels=engine.label_tokens if own else None,
+                salt=question.salt,
+            )
+    except InvalidInput as error:
+        # The template left room when the server started, so the query takes the room.
+        rename(error, "query" if error.field == "template" else error.field)
+        raise
+    scores = engine.pair_scores.scores(
+        result.outputs, result.log_probabilities, "identity" if raw else "sigmoid"
+    )
+    return Relevance(scores, result, source)
+
+
+async def _by_embedding(call: Call, serving: Serving, question: Question) -> Relevance:
+    engine = serving.engine
+    of_query, of_documents = (_prompt(engine, names) for names in (_QUERY_PROMPTS, _DOCUMENT_PROMPTS))
+    if of_query == of_documents:
+        parts = [_Part([question.query, *question.documents], of_query, 1)]
+    else:
+        parts = [_Part([question.query], of_query, 1), _Part(question.documents, of_documents, 0)]
+    results = []
+    for part in parts:
+        source = Texts(part.texts, question.truncate, question.cut)
+        with named(question.field, partial(_name, question.field, part.queries)):
+            results.append(
+                await computed(
+                    call, serving, source, reuse=question.reuse, prompt=part.prompt, salt=question.salt
+                )
+            )
+    result = results[0] if len(results) == 1 else _joined(results)
+    embeddings = normalize(result.outputs)
+    return Relevance(embeddings[1:] @ embeddings[0], result, source)
+
+
+class _Part(NamedTuple):
+    texts: list[str]
+    prompt: Prompt | None
+    queries: int  # number of texts at the front that are the query
+
+
+def _name(field: str, queries: int, index: int) -> str:
+    return "query" if index < queries else f"{field}[{index - queries}]"
+
+
+def _joined(results: list[RequestResult]) -> RequestResult:
+    return replace(
+        results[-1],
+        outputs=np.concatenate([result.outputs for result in results]),
+        outcomes=tuple(outcome for result in results for outcome in result.outcomes),
+        asked_tokens=sum(result.asked_tokens for result in results),
+        cached_tokens=sum(result.cached_tokens for result in results),
+        repeated=sum(result.repeated for result in results),
+    )
+
+
+def _prompt(engine: PrefillEngine, names: tuple[str, ...]) -> Prompt | None:
+    """Return the first prompt of these names that the model has; None: the default prompt."""
+    known = engine.checkpoint.prompts
+    return next((engine.named_prompt(name) for name in names if name in known), None)

@@ -1,0 +1,194 @@
+"""POST /rerank: documents, best first for a query.
+
+texts           as clients of text-embeddings-inference send and read them
+documents       as clients of Cohere, Jina and vLLM send and read them
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from attncache_core import InvalidInput
+from service.routes.common import ANSWER_HEADERS, answer, check_count
+from service.routes.openai.common import OPENAI_ERRORS, usage_of
+from service.routes.openai.common import TAG as OPENAI_TAG
+from service.routes.openai.schemas import ModelName, Salt, Usage
+from service.routes.relevance import Question, Relevance, relevance
+from service.routes.served_names import check_model_name, served_name
+from service.routes.tei.common import TAG, TEI_ERRORS, truncates
+from service.schemas import Text, Texts, Truncate, TruncationDirection
+from service.web.call import Answer, Call
+from service.web.endpoint import Endpoint
+from service.web.error_shapes import openai, tei
+
+
+def _plain(document: Any) -> Any:
+    """Return the text of {"text": ...}, as Cohere's and Jina's clients may send a document."""
+    return document["text"] if isinstance(document, dict) and list(document) == ["text"] else document
+
+
+Document = Annotated[Text, BeforeValidator(_plain, json_schema_input_type=str | dict[str, str])]
+
+
+class RerankRequest(BaseModel):
+    """The body of POST /rerank."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    query: Text
+    texts: Texts | None = Field(None, description="The documents, for a response as a list.")
+    documents: Annotated[list[Document], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="The documents, instead of texts, for a response as an object with results."
+    )
+    model: ModelName = None
+    top_n: Annotated[int, Field(gt=0)] | None = Field(
+        None, description="Return this many of the best documents. Default: all."
+    )
+    return_text: bool = Field(False, description="With texts: return the texts too.")
+    return_documents: bool = Field(False, description="With documents: return the documents too.")
+    raw_scores: bool = Field(
+        False, description="Return the logits of a model of pairs, instead of numbers between 0 and 1."
+    )
+    instruction: Text | None = Field(
+        None,
+        description="Says what a query asks for, instead of the instruction in the server's template. Only "
+        "for a template that holds an instruction.",
+    )
+    truncate: Truncate = None
+    truncation_direction: TruncationDirection = None
+    cache_salt: Salt = None
+
+
+class Rank(BaseModel):
+    """A document of `texts`."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+class RankedText(BaseModel):
+    """The text of a document."""
+
+    text: str
+
+
+class RankedDocument(BaseModel):
+    """A document of `documents`."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class Ranked(BaseModel):
+    """The response to a request with `documents`."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: Usage
+
+
+async def rerank(call: Call) -> Answer:
+    """Order documents by how well they answer a query.
+
+    A cross-encoder, or a reranker in its template, scores each pair of query and document. An embedding model
+    scores by the cosine of both embeddings, with the model's prompts for queries and documents.
+    """
+    settings = call.state.settings
+    call.serving()
+    reuse = call.reuse_wanted()
+    body = await call.read(RerankRequest)
+    check_model_name(body.model, settings)
+    field, documents = _documents(body)
+    check_count(documents, field, settings.max_request_inputs - 1)
+    question = Question(
+        body.query,
+        documents,
+        field,
+        truncates(body.truncate, settings),
+        body.truncation_direction or "right",
+        body.instruction,
+        reuse,
+        call.salt(body.cache_salt),
+    )
+    found = await relevance(call, question, raw=body.raw_scores)
+    make = _of_texts if field == "texts" else _of_documents
+    return answer(make(found, documents, body, call), found.result, call, found.source)
+
+
+def _documents(body: RerankRequest) -> tuple[str, list[str]]:
+    """Return the field with the documents, and the documents. Raises InvalidInput."""
+    if body.texts is not None and body.documents is None:
+        if body.return_documents:
+            raise InvalidInput(
+                "return_documents belongs to documents; with texts, send return_text",
+                field="return_documents",
+            )
+        return "texts", body.texts
+    if body.documents is not None and body.texts is None:
+        if body.return_text:
+            raise InvalidInput(
+                "return_text belongs to texts; with documents, send return_documents", field="return_text"
+            )
+        return "documents", body.documents
+    raise InvalidInput("give either texts or documents", field="texts")
+
+
+def _of_texts(found: Relevance, texts: list[str], body: RerankRequest, call: Call) -> Any:  # noqa: ARG001
+    scores = found.scores.tolist()
+    return [
+        {"index": index, **({"text": texts[index]} if body.return_text else {}), "score": scores[index]}
+        for index in found.best_first[: body.top_n]
+    ]
+
+
+def _of_documents(found: Relevance, documents: list[str], body: RerankRequest, call: Call) -> Any:
+    scores = found.scores.tolist()
+    return {
+        "id": f"rerank-{call.request_id}",
+        "model": served_name(call.state.settings),
+        "results": [
+            {
+                "index": index,
+                "relevance_score": scores[index],
+                **({"document": {"text": documents[index]}} if body.return_documents else {}),
+            }
+            for index in found.best_first[: body.top_n]
+        ],
+        "usage": usage_of(found.result, call.state.settings),
+    }
+
+
+_SAYS = "The documents, best first: a list for texts, and an object with results for documents."
+
+ENDPOINTS = (
+    Endpoint(
+        "/rerank",
+        rerank,
+        RerankRequest,
+        list[Rank] | Ranked,
+        _SAYS,
+        headers=ANSWER_HEADERS,
+        errors=TEI_ERRORS,
+        error_shape=tei,
+        tag=TAG,
+    ),
+    *(
+        Endpoint(
+            path,
+            rerank,
+            RerankRequest,
+            list[Rank] | Ranked,
+            _SAYS,
+            headers=ANSWER_HEADERS,
+            errors=OPENAI_ERRORS,
+            error_shape=openai,
+            tag=OPENAI_TAG,
+        )
+        for path in ("/v1/rerank", "/v2/rerank")
+    ),
+)

@@ -1,0 +1,1 @@
+"""The routes of text-embeddings-inference (TEI), in its shapes, beside /embed."""

@@ -1,0 +1,62 @@
+"""POST /predict: texts, or pairs of texts, to the server's labels with scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from service.batching.sources import Texts
+from service.routes.classes import Classified, classified
+from service.routes.common import ANSWER_HEADERS, answer, check_count
+from service.routes.tei.common import TAG, TEI_ERRORS, truncates
+from service.routes.tei.schemas import PredictRequest
+from service.schemas import LabelScore
+from service.web.call import Answer, Call
+from service.web.endpoint import Endpoint
+from service.web.error_shapes import tei
+
+
+async def predict(call: Call) -> Answer:
+    """Score the labels of the server for each text or pair, best first."""
+    serving, settings = call.serving(), call.state.settings
+    reuse = call.reuse_wanted()
+    body = await call.read(PredictRequest)
+    check_count(body.inputs.texts, "inputs", settings.max_request_inputs)
+    source = Texts(
+        body.inputs.texts, truncates(body.truncate, settings), body.truncation_direction or "right"
+    )
+    found = await classified(call, serving, source, reuse=reuse, salt=call.salt())
+    most = body.parameters.top_k if body.parameters else None
+    content = [_best_first(found.labels, row, most) for row in _scores(found, body)]
+    is_list = body.inputs.is_list or body.parameters is not None
+    return answer(content if is_list else content[0], found.result, call, source)
+
+
+def _scores(found: Classified, body: PredictRequest) -> np.ndarray:
+    """Return scores, float32 [texts, labels], as the request asks for."""
+    function = body.parameters.function_to_apply if body.parameters else None
+    if body.raw_scores or function == "none":
+        return found.logits
+    return found.scores(None if function is None else function == "sigmoid")
+
+
+def _best_first(labels: tuple[str, ...], scores: np.ndarray, most: int | None) -> list[dict[str, Any]]:
+    order = np.argsort(-scores, kind="stable")[:most].tolist()
+    values = scores.tolist()
+    return [{"score": values[column], "label": labels[column]} for column in order]
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/predict",
+        predict,
+        PredictRequest,
+        list[LabelScore] | list[list[LabelScore]],
+        "The labels, best first: a list for one text or pair, and a list of lists for a list of them.",
+        headers=ANSWER_HEADERS,
+        errors=TEI_ERRORS,
+        error_shape=tei,
+        tag=TAG,
+    ),
+)

@@ -1,0 +1,125 @@
+"""POST /: whatever the body and the model are for, as clients of the Hugging Face Hub and of TEI expect.
+
+{"inputs": {"source_sentence": ...}}                      /similarity
+{"query": ...}                                            /rerank
+{"inputs": ..., "parameters": {"candidate_labels": ...}}  zero-shot classification
+{"inputs": ...}                                           /embed, or /predict if the model has classes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import orjson
+from pydantic import BaseModel, ConfigDict, RootModel
+
+from attncache_core import InvalidInput, NotFinite, PrefillEngine
+from service.errors import rename
+from service.routes.classify import scored
+from service.routes.common import ANSWER_HEADERS
+from service.routes.embed import embed
+from service.routes.rerank import Rank, Ranked, RerankRequest, rerank
+from service.routes.tei.common import TAG, TEI_ERRORS
+from service.routes.tei.predict import predict
+from service.routes.tei.schemas import PredictRequest, SimilarityRequest
+from service.routes.tei.similarity import similarity
+from service.schemas import ClassifyRequest, EmbedRequest, Inputs, LabelScore, Text, Texts
+from service.web.call import Answer, Call
+from service.web.endpoint import Endpoint
+from service.web.error_shapes import tei
+
+
+class ZeroShotParameters(BaseModel):
+    """The labels, and how they are scored."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    candidate_labels: Texts
+    multi_label: bool | None = None
+    hypothesis_template: Text | None = None
+
+
+class ZeroShotRequest(BaseModel):
+    """The body for zero-shot classification."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    inputs: Inputs
+    parameters: ZeroShotParameters
+
+
+class TaskRequest(
+    RootModel[EmbedRequest | PredictRequest | SimilarityRequest | RerankRequest | ZeroShotRequest]
+):
+    """The body of POST /."""
+
+
+async def task(call: Call) -> Answer:
+    """Embed, classify, compare or rank, as the body and the model say."""
+    engine = call.serving().engine
+    return await _handler(await call.content(), engine)(call)
+
+
+def _handler(content: bytes, engine: PrefillEngine) -> Callable[[Call], Awaitable[Answer]]:
+    """Return what answers a request with this body, and also raises the errors for it."""
+    classes = engine.task != "embed"
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        body = {}
+    if not isinstance(body, dict):
+        body = {}
+    parameters = body.get("parameters")
+    if isinstance(body.get("inputs"), dict):
+        return similarity
+    if "query" in body:
+        return rerank
+    if isinstance(parameters, dict) and "candidate_labels" in parameters:
+        return partial(_zero_shot, alone=not isinstance(body.get("inputs"), list))
+    # A server with labels can embed and classify, and only clients that classify send parameters.
+    return predict if classes or (engine.labels and parameters is not None) else embed
+
+
+async def _zero_shot(call: Call, *, alone: bool) -> Answer:
+    body = await call.read(ZeroShotRequest)
+    parameters = body.parameters
+    asked = ClassifyRequest.model_validate(
+        {
+            "inputs": body.inputs,
+            "labels": parameters.candidate_labels,
+            "multi_label": parameters.multi_label,
+            "hypothesis_template": parameters.hypothesis_template,
+        }
+    )
+    try:
+        return await scored(call, call.serving(), asked, call.reuse_wanted(), alone=alone)
+    except (InvalidInput, NotFinite) as error:
+        _rename(error)
+        raise
+
+
+def _rename(error: InvalidInput | NotFinite) -> None:
+    """Let an error about a field of ClassifyRequest name the field of ZeroShotRequest."""
+    field = error.field or ""
+    if field.startswith("labels"):
+        rename(error, f"parameters.candidate_{field}")
+    elif field in ("hypothesis_template", "multi_label"):
+        rename(error, f"parameters.{field}")
+
+
+_Answered = list[list[float]] | list[float] | list[LabelScore] | list[list[LabelScore]] | list[Rank] | Ranked
+
+ENDPOINTS = (
+    Endpoint(
+        "/",
+        task,
+        TaskRequest,
+        _Answered,
+        "What the route for the task answers.",
+        headers=ANSWER_HEADERS,
+        errors=TEI_ERRORS,
+        error_shape=tei,
+        tag=TAG,
+    ),
+)

@@ -1,0 +1,55 @@
+"""POST /similarity: the cosines of a text's embedding to the embeddings of other texts."""
+
+from __future__ import annotations
+
+from attncache_core import normalize
+from service.batching.sources import Texts
+from service.routes.common import ANSWER_HEADERS, answer, check_count
+from service.routes.computing import computed, named
+from service.routes.embed import embedding_server
+from service.routes.tei.common import TAG, TEI_ERRORS, truncates
+from service.routes.tei.schemas import SimilarityParameters, SimilarityRequest
+from service.web.call import Answer, Call
+from service.web.endpoint import Endpoint
+from service.web.error_shapes import tei
+
+_SOURCE, _SENTENCES = "inputs.source_sentence", "inputs.sentences"
+
+
+async def similarity(call: Call) -> Answer:
+    """Compare a text with other texts, by the cosines of their embeddings."""
+    serving, settings = embedding_server(call), call.state.settings
+    reuse = call.reuse_wanted()
+    body = await call.read(SimilarityRequest)
+    check_count(body.inputs.sentences, _SENTENCES, settings.max_request_inputs - 1)
+    parameters = body.parameters or SimilarityParameters()
+    name = parameters.prompt_name
+    prompt = None if name is None else serving.engine.named_prompt(name)
+    source = Texts(
+        [body.inputs.source_sentence, *body.inputs.sentences],
+        truncates(parameters.truncate, settings),
+        parameters.truncation_direction or "right",
+    )
+    with named(_SENTENCES, _name):
+        result = await computed(call, serving, source, reuse=reuse, prompt=prompt, salt=call.salt())
+    embeddings = normalize(result.outputs)
+    return answer(embeddings[1:] @ embeddings[0], result, call, source)
+
+
+def _name(index: int) -> str:
+    return f"{_SENTENCES}[{index - 1}]" if index else _SOURCE
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/similarity",
+        similarity,
+        SimilarityRequest,
+        list[float],
+        "One cosine per sentence.",
+        headers=ANSWER_HEADERS,
+        errors=TEI_ERRORS,
+        error_shape=tei,
+        tag=TAG,
+    ),
+)

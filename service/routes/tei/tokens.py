@@ -1,0 +1,103 @@
+"""POST /tokenize and POST /decode: texts to tokens, and tokens to texts. Nothing is computed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+
+from attncache_core import InputTooLong, InvalidInput
+from attncache_core.text.pieces import Piece
+from service.routes.common import check_count
+from service.routes.tei.common import TAG, TEI_ERRORS
+from service.routes.tei.schemas import DecodeRequest, SimpleToken, TokenizeRequest
+from service.web.call import Answer, Call
+from service.web.endpoint import Endpoint
+from service.web.error_shapes import tei
+
+# Of one request. The response has some 60 bytes per token.
+_MOST_CHARACTERS = 2**18
+_MOST_TOKENS = 2**18
+
+
+async def tokenize(call: Call) -> Answer:
+    """Return the tokens of each text in the server's template, as /embed computes them, without cutting."""
+    engine, settings = call.serving().engine, call.state.settings
+    body = await call.read(TokenizeRequest)
+    check_count(body.inputs, "inputs", settings.max_request_inputs)
+    prompt = engine.default_prompt if body.prompt_name is None else engine.named_prompt(body.prompt_name)
+    if prompt.template.is_for_pairs:
+        raise InvalidInput("the server's template takes pairs, and /tokenize takes texts", field="inputs")
+    characters = sum(map(len, body.inputs)) + prompt.template.characters * len(body.inputs)
+    if characters > _MOST_CHARACTERS:
+        raise InputTooLong(
+            f"inputs have {characters} characters in the template, and at most {_MOST_CHARACTERS} are "
+            "accepted; send fewer or shorter inputs",
+            field="inputs",
+        )
+    texts = list(map(prompt.template.around, body.inputs))
+    content = await asyncio.to_thread(
+        lambda: orjson.dumps(
+            [
+                list(map(_token, own))
+                for own in engine.tokenizer.pieces(texts, special=body.add_special_tokens)
+            ]
+        )
+    )
+    return Answer(content)
+
+
+async def decode(call: Call) -> Answer:
+    """Return the text of each list of token ids."""
+    engine, settings = call.serving().engine, call.state.settings
+    body = await call.read(DecodeRequest)
+    check_count(body.ids, "ids", settings.max_request_inputs)
+    tokens = sum(map(len, body.ids))
+    if tokens > _MOST_TOKENS:
+        raise InputTooLong(
+            f"ids has {tokens} token ids, and at most {_MOST_TOKENS} are accepted; send fewer", field="ids"
+        )
+    for index, own in enumerate(body.ids):
+        if max(own) >= engine.tokenizer.vocabulary:
+            raise InvalidInput(
+                f"ids[{index}] has a number that is no token id of this model, whose ids are 0 to "
+                f"{engine.tokenizer.vocabulary - 1}",
+                field=f"ids[{index}]",
+            )
+    texts = await asyncio.to_thread(engine.tokenizer.decode, body.ids, skip_special=body.skip_special_tokens)
+    return Answer(orjson.dumps(texts))
+
+
+def _token(piece: Piece) -> dict[str, Any]:
+    return {
+        "id": piece.id,
+        "text": piece.text,
+        "special": piece.is_special,
+        "start": piece.start,
+        "stop": piece.stop,
+    }
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/tokenize",
+        tokenize,
+        TokenizeRequest,
+        list[list[SimpleToken]],
+        "The tokens of each text.",
+        errors=TEI_ERRORS,
+        error_shape=tei,
+        tag=TAG,
+    ),
+    Endpoint(
+        "/decode",
+        decode,
+        DecodeRequest,
+        list[str],
+        "One text per list of token ids.",
+        errors=TEI_ERRORS,
+        error_shape=tei,
+        tag=TAG,
+    ),
+)

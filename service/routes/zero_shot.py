@@ -1,0 +1,90 @@
+"""Zero-shot classification: a model of natural language inference (NLI) scores labels it was not trained for.
+
+(input, label) -> the pair (input, hypothesis about the label) -> probability of entailment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from attncache_core import InputTooLong, InvalidInput, NotFinite, PrefillEngine
+from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, entailment_class
+from service.batching.pending_request import RequestResult
+from service.batching.sources import Source, Texts
+from service.errors import TooManyInputs, rename
+from service.routes.computing import computed, text_index
+from service.schemas import ClassifyRequest
+from service.state import Serving
+from service.web.call import Call
+
+
+class Scores(NamedTuple):
+    """The scores of labels for some inputs."""
+
+    labels: list[str]
+    scores: np.ndarray  # float32 [inputs, labels]
+    result: RequestResult
+
+
+def is_zero_shot(engine: PrefillEngine, body: ClassifyRequest) -> bool:
+    """Return whether the labels of a request are scored by entailment.
+
+    They are if the model is one of NLI, unless all labels are classes of the model and the request has no
+    field of zero-shot classification.
+    """
+    if engine.task != "classify" or entailment_class(engine.checkpoint.config) is None:
+        return False
+    asks = body.hypothesis_template is not None or body.multi_label is not None
+    return asks or not set(body.labels or ()) <= set(engine.labels or ())
+
+
+async def by_entailment(
+    call: Call, serving: Serving, body: ClassifyRequest, source: Source, reuse: bool
+) -> Scores:
+    """Score each label of the request for each input. Raises InvalidInput, TooManyInputs, and as submit."""
+    for field in ("session_id", "temperature"):
+        if getattr(body, field) is not None:
+            raise InvalidInput(
+                f"{field} is not accepted with labels that are scored by entailment", field=field
+            )
+    assert isinstance(source, Texts)
+    zero_shot = serving.engine.zero_shot(body.labels or [], body.hypothesis_template or HYPOTHESIS_TEMPLATE)
+    labels, most = len(zero_shot.labels), call.state.settings.max_queue_sequences
+    if source.count * labels > most:
+        raise TooManyInputs(
+            f"inputs make {source.count * labels} pairs with these labels, and at most {most} may wait",
+            field="labels" if labels > most else "inputs",
+        )
+    pairs = Texts(zero_shot.pairs(_plain(source)), source.truncate, source.cut)
+    with _names(labels):
+        result = await computed(
+            call,
+            serving,
+            pairs,
+            reuse=reuse,
+            prompt=zero_shot.prompt,
+            salt=call.salt(body.cache_salt),
+        )
+    logits = serving.engine.class_logits(result.outputs)
+    scores = zero_shot.scores(logits, bool(body.multi_label))
+    return Scores(list(zero_shot.labels), scores, result)
+
+
+@contextmanager
+def _names(labels: int) -> Iterator[None]:
+    """Let errors about a pair name the input, or the label that leaves no room for the input."""
+    try:
+        yield
+    except (InvalidInput, NotFinite) as error:
+        if (index := text_index(error)) is not None:
+            is_full = isinstance(error, InvalidInput) and not isinstance(error, InputTooLong)
+            rename(error, f"labels[{index % labels}]" if is_full else f"inputs[{index // labels}]")
+        raise
+
+
+def _plain(source: Texts) -> list[str]:
+    return [text for text in source.texts if isinstance(text, str)]

@@ -1,0 +1,73 @@
+"""How long clients may take, and what the process does when work does not end."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from service.settings.names import Group
+
+
+class Connections(Group):
+    """The limits of each connection."""
+
+    title: ClassVar[str] = "Connections"
+
+    max_connections: int = Field(
+        2048,
+        ge=1,
+        description="Most open connections of each listener. Further connections get status 503, except for "
+        "/health and /ready.",
+    )
+    header_seconds: float = Field(
+        10.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds for a new connection, and for the headers of a request, to arrive. Status 408 "
+        "after that.",
+    )
+    body_seconds: float = Field(
+        30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds for the body of a request to arrive. Status 408 after that.",
+    )
+    write_seconds: float = Field(
+        30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds for a client to read its response. The connection is cut after that.",
+    )
+    keep_alive_seconds: float = Field(
+        75.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Close a connection this long after its last response. Longer than a load balancer keeps "
+        "its connections.",
+    )
+
+
+class Supervision(Group):
+    """When the process ends."""
+
+    title: ClassVar[str] = "Watchdog and shutdown"
+
+    drain_seconds: float = Field(
+        30.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="Seconds from SIGTERM to the end of the process, whatever does not end by itself.",
+    )
+    stuck_seconds: float = Field(
+        120.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="A batch, or the event loop, that takes longer is stuck: /ready has status 503, and "
+        "after twice the time /health too.",
+    )
+    exit_when_stuck: bool = Field(
+        False,
+        description="End the process with exit code 70 when /health would have status 503, so that it is "
+        "started again.",
+    )

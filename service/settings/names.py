@@ -1,0 +1,39 @@
+"""What all groups of settings share: the names of a setting, and how a value is refused."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
+
+ENVIRONMENT_PREFIX = "ATTNCACHE_"
+CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
+
+
+class Group(BaseModel):
+    """Settings that belong together. The help and the documentation list them under `title`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: ClassVar[str]
+
+
+def option_name(field: str) -> str:
+    """Return the option of a field: max_batch_tokens -> --max-batch-tokens."""
+    return "--" + field.replace("_", "-")
+
+
+def environment_name(field: str) -> str:
+    """Return the environment variable of a field: max_batch_tokens -> ATTNCACHE_MAX_BATCH_TOKENS."""
+    return ENVIRONMENT_PREFIX + field.upper()
+
+
+def all_names(field: str) -> str:
+    """Return all names of a field, for errors: --port (ATTNCACHE_PORT, or port in the file)."""
+    return f"{option_name(field)} ({environment_name(field)}, or {field} in the file)"
+
+
+def refused(sentence: str) -> PydanticCustomError:
+    """Return the error that a validator raises. sentence: what is accepted, or what to leave out."""
+    return PydanticCustomError("refused", "{sentence}", {"sentence": sentence})

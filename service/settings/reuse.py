@@ -1,0 +1,143 @@
+"""What is reused: attention maps, keys and values, and the conversations of sessions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from attncache_core import Fetch
+from service.conversations.conversation import OverflowWay
+from service.settings.names import Group, refused
+
+
+class Reuse(Group):
+    """Whether anything is reused, and how attention maps are."""
+
+    title: ClassVar[str] = "Reuse of attention maps"
+
+    reuse: bool = Field(
+        True,
+        description="Reuse anything. --no-reuse switches off every kind of reuse, and opens no database.",
+    )
+    maps: bool = Field(
+        True,
+        description="Reuse attention maps, from --database or the default database. A causal model has no "
+        "default database.",
+    )
+    database: Path | None = Field(
+        None,
+        description="Folder of the attention database. Default: the default database of the model, which "
+        "the first start builds.",
+    )
+    threshold: float | None = Field(
+        None,
+        allow_inf_nan=False,
+        description="Least similarity θ of a hit, for all lengths. Default: the thresholds of the database, "
+        "which keep its quality budget.",
+    )
+    heads: str | None = Field(
+        None,
+        min_length=1,
+        description="Heads to reuse (all, layers:0-3, or a number). Default: the heads that the database "
+        "was calibrated with.",
+    )
+    search_always: bool = Field(
+        False, description="Compare every text with the records, even where reuse was measured not to pay."
+    )
+    min_gain: float = Field(
+        0.05,
+        ge=0,
+        allow_inf_nan=False,
+        description="Reuse only where reuse makes whole passes faster by at least this share, measured on "
+        "this machine; 0 reuses wherever the quality budget holds.",
+    )
+    verify_rate: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Compute this share of the hits again in full, after the response was sent.",
+    )
+    fetch: Fetch = Field(
+        Fetch.AUTO, description="How the maps of hits are read. auto selects the fastest way."
+    )
+    cache_dir: Path | None = Field(
+        None, description="Folder of default databases. Default: a folder in the user's cache folder."
+    )
+
+
+class KeyValues(Group):
+    """How keys and values of prefixes are stored."""
+
+    title: ClassVar[str] = "Keys and values"
+
+    kv: bool = Field(
+        True,
+        description="Store keys and values and reuse them: exactly, and only for causal models.",
+    )
+    kv_memory_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Most bytes of memory for stored keys and values. Default: a quarter of the memory that "
+        "is available at the start.",
+    )
+    kv_dir: Path | None = Field(
+        None,
+        description="Folder where keys and values are saved, for restarts and for more than memory holds. It "
+        "holds the tokens of texts. Default: keys and values are kept in memory only.",
+    )
+    kv_disk_bytes: int = Field(
+        16 * 2**30, ge=1, description="Most bytes of saved keys and values in --kv-dir, of all servers."
+    )
+    kv_disk_dtype: Literal["model", "int8"] = Field(
+        "model",
+        description="Numbers of saved keys and values: as computed, or in 8 bits, which takes half of the "
+        "bytes and is approximate.",
+    )
+    kv_eviction: Literal["look-ahead", "lru", "fifo"] = Field(
+        "look-ahead",
+        description="Which keys and values leave first when there is no room: those that no waiting request "
+        "will use (look-ahead), the least recently used, or the oldest.",
+    )
+    warm: Path | None = Field(
+        None,
+        description="File of texts whose keys and values are computed before the server is ready: .txt, one "
+        'text per line, or .jsonl, one {"text" or "template", "salt", "pin"} per line. Default: none.',
+    )
+
+    @field_validator("kv_dir", mode="before")
+    @classmethod
+    def _is_named(cls, folder: object) -> object:
+        if folder == "":
+            # Path("") would be the current folder.
+            raise refused("accepted is the name of a folder")
+        return folder
+
+
+class Sessions(Group):
+    """How conversations are kept."""
+
+    title: ClassVar[str] = "Sessions"
+
+    max_sessions: int = Field(
+        10_000, ge=1, description="Most sessions; beyond this number, the least recently used are dropped."
+    )
+    session_ttl_seconds: float = Field(
+        3600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Drop the history of a session this long after its last request.",
+    )
+    session_overflow: OverflowWay = Field(
+        "recompute",
+        description="What to do if a conversation does not fit into the model's window: cut its oldest "
+        "tokens and compute the rest again (recompute), refuse the request, or cut and use the stored keys "
+        "and values of the rest, which is approximate (truncate; keep-sinks keeps the first 4 tokens too).",
+    )
+    session_keep_ratio: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the window that a conversation fills after it was cut.",
+    )

@@ -1,0 +1,85 @@
+"""Settings: the fields of all groups, and what must hold between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import model_validator
+
+from service.settings.connections import Connections, Supervision
+from service.settings.limits import Limits
+from service.settings.model import Model, Processor
+from service.settings.names import Group, option_name, refused
+from service.settings.network import Network, Security
+from service.settings.observability import Observability
+from service.settings.reuse import KeyValues, Reuse, Sessions
+
+# In the order of the help and of the documentation.
+GROUPS: tuple[type[Group], ...] = (
+    Network,
+    Connections,
+    Supervision,
+    Security,
+    Model,
+    Processor,
+    Limits,
+    Reuse,
+    KeyValues,
+    Sessions,
+    Observability,
+)
+# Fields whose options are accepted but not shown: --fetch selects the baselines of the benchmark.
+HIDDEN_FIELDS = frozenset({"fetch"})
+# Fields that say how attention maps, or keys and values, are reused.
+_OF_MAPS = ("database", "threshold", "heads", "fetch", "search_always", "min_gain", "verify_rate")
+_OF_KEY_VALUES = (
+    "kv_memory_bytes",
+    "kv_dir",
+    "kv_disk_bytes",
+    "kv_disk_dtype",
+    "kv_eviction",
+    "warm",
+)
+
+
+class Settings(
+    Network,
+    Connections,
+    Supervision,
+    Security,
+    Model,
+    Processor,
+    Limits,
+    Reuse,
+    KeyValues,
+    Sessions,
+    Observability,
+):
+    """The settings of one server. Read once and never changed."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Settings:
+        if self.max_request_inputs > self.max_queue_sequences:
+            # Otherwise such a request would get status 429 for ever.
+            raise refused("--max-request-inputs must be at most --max-queue-sequences, which is smaller")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise refused("--tls-cert and --tls-key belong together; give both or none")
+        if self.unix_socket and self.port != type(self).model_fields["port"].default:
+            raise refused("--port has no effect with --unix-socket; leave one of them out")
+        if self.tls_cert and self.unix_socket and self.admin_port is None:
+            raise refused("--tls-cert has no effect with --unix-socket, which only this machine reaches")
+        if self.classifier and self.labels:
+            raise refused("--classifier and --labels both set the labels; leave one of them out")
+        self._refuse_without("maps", _OF_MAPS)
+        self._refuse_without("kv", _OF_KEY_VALUES)
+        for name in ("kv_disk_bytes", "kv_disk_dtype"):
+            if self.kv_dir is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise refused(f"{option_name(name)} has no effect without --kv-dir; give both or none")
+        self._refuse_without("reuse", ("maps", *_OF_MAPS, "kv", *_OF_KEY_VALUES))
+        return self
+
+    def _refuse_without(self, switch: str, options: Iterable[str]) -> None:
+        """Refuse options that have no effect because a switch is off."""
+        for name in options:
+            if not getattr(self, switch) and getattr(self, name) != type(self).model_fields[name].default:
+                raise refused(f"{option_name(name)} has no effect with --no-{switch}; leave one of them out")

@@ -1,0 +1,224 @@
+"""One HTTP request while it is answered: its headers and body, who sent it, and how long it may take."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel
+from starlette.types import Receive, Scope
+
+from attncache_core import AttnCacheError, InvalidInput
+from service.batching.pending_request import RequestResult
+from service.errors import ClientGone, DeadlineExceeded, ModelMismatch
+from service.state import ServiceState, Serving
+from service.web.bodies import checked
+from service.web.budget import require_small
+from service.web.keys import KeyHolder
+
+REUSE_HEADER = "X-AttnCache-Reuse"
+REQUIRE_MODEL_HEADER = "X-AttnCache-Require-Model"
+MODEL_HEADER = "X-AttnCache-Model"
+TIMEOUT_HEADER = "X-AttnCache-Timeout"
+REQUEST_ID_HEADER = "X-Request-Id"
+
+# A shorter beginning could be the beginning of another model's fingerprint too.
+_PINNED = re.compile("[0-9a-f]{8,64}")
+# A client that leaves earlier is noticed when its text is computed. Watching costs a task, and most requests
+# are answered earlier.
+_WATCH_AFTER_SECONDS = 0.05
+
+Schema = TypeVar("Schema", bound=BaseModel)
+T = TypeVar("T")
+
+
+class Client(NamedTuple):
+    """Who sent a request."""
+
+    # Requests of one flow wait for each other; flows take turns. From the outside in: a key, a connection.
+    flow: tuple[object, ...]
+    # Separates what is kept for a client from what is kept for others.
+    namespace: bytes = b""
+
+
+class Answer(NamedTuple):
+    """A response: its body, and headers beside those that every response has."""
+
+    content: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    status: int = 200
+    media_type: bytes = b"application/json"
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One HTTP request. Used on the event loop only."""
+
+    scope: Scope
+    receive: Receive
+    state: ServiceState
+    headers: dict[bytes, bytes]  # lower-case names; of repeated headers, the last
+    client: Client
+    request_id: str
+    holder: KeyHolder | None = None  # of the API key, if keys are set
+    is_in_quota: bool = False  # whether the quotas of the holder count this call as in flight
+    results: list[RequestResult] = field(default_factory=list)  # of all that was computed
+    started: float = field(default_factory=time.perf_counter)
+    body_bytes: int = 0  # that are counted as in flight
+    answered_by: str | None = None  # fingerprint of the model, once it is known
+    _content: bytes | None = None  # the body, if it is read several times
+    _seconds: float = float("inf")  # that the request may take; set by `serving`
+
+    def header(self, name: str) -> str | None:
+        """Return the value of a header, or None."""
+        value = self.headers.get(name.lower().encode())
+        return None if value is None else value.decode("latin-1").strip()
+
+    def serving(self) -> Serving:
+        """Return the engine and the other parts that serve this request.
+
+        Raises NotReady while the engine is loading, ModelMismatch if the request requires another model, and
+        InvalidInput if the required fingerprint is malformed.
+        """
+        serving = self.state.serving()
+        self._require_timeout()
+        self.answered_by = fingerprint = serving.engine.fingerprint
+        header = self.header(REQUIRE_MODEL_HEADER)
+        required = fingerprint if header is None else header.lower()
+        if not _PINNED.fullmatch(required):
+            raise InvalidInput(
+                f"{REQUIRE_MODEL_HEADER} must be a model's fingerprint, or at least its first 8 characters; "
+                f"{MODEL_HEADER} and /info show the fingerprint",
+                field=REQUIRE_MODEL_HEADER,
+            )
+        if not fingerprint.startswith(required):
+            raise ModelMismatch(
+                f"this server serves {self.state.settings.model}, fingerprint {fingerprint[:12]}, and the "
+                "request requires another model; send the request to a server of that model, or compute "
+                f"stored embeddings again with this model and require its fingerprint, which {MODEL_HEADER} "
+                "holds",
+                field=REQUIRE_MODEL_HEADER,
+            )
+        return serving
+
+    def reuse_wanted(self) -> bool:
+        """Return whether the header X-AttnCache-Reuse is on, as it is by default. Raises InvalidInput."""
+        value = self.header(REUSE_HEADER)
+        if value is None:
+            return True
+        if value.lower() not in ("on", "off"):
+            raise InvalidInput(f"{REUSE_HEADER} must be on or off", field=REUSE_HEADER)
+        return value.lower() == "on"
+
+    def salt(self, cache_salt: str | None = None) -> bytes:
+        """Return what separates requests: the namespace of the client, and the salt of the body."""
+        return self.client.namespace + (cache_salt or "").encode()
+
+    async def read(self, schema: type[Schema]) -> Schema:
+        """Read and check the request's body.
+
+        Raises BodyTooLarge, MalformedBody, InvalidInput, QueueFull if too many bytes are in flight, and
+        ClientGone.
+        """
+        return checked(await self._bytes() if self._content is None else self._content, schema)
+
+    async def content(self) -> bytes:
+        """Read the request's body and keep it for `read`, without a check. Raises as `read`."""
+        if self._content is None:
+            self._content = await self._bytes()
+        return self._content
+
+    async def wait(self, pending: asyncio.Future[T]) -> T:
+        """Wait for a result. If the client leaves before, or the deadline passes, the work is dropped.
+
+        Raises the error of the result, ClientGone or DeadlineExceeded.
+        """
+        loop = asyncio.get_running_loop()
+        watches: list[asyncio.Task[None]] = []
+        # Read before anything is submitted, by `serving`, so that this raises nothing.
+        left = self._seconds_left()
+        timer = loop.call_later(
+            min(_WATCH_AFTER_SECONDS, left),
+            lambda: watches.append(loop.create_task(self._give_up(pending))),
+        )
+        try:
+            result = await pending
+        finally:
+            timer.cancel()
+            for watch in watches:
+                watch.cancel()
+        if isinstance(result, RequestResult):
+            self.results.append(result)
+        return result
+
+    async def _give_up(self, pending: asyncio.Future[Any]) -> None:
+        """Fail `pending` when the client leaves or the deadline passes."""
+        error: AttnCacheError = ClientGone("the client left before its answer")
+        try:
+            async with asyncio.timeout(self._seconds_left()):
+                # The body has been read, so the next message can only say that the client has disconnected.
+                await self.receive()
+        except TimeoutError:
+            error = self._overdue()
+        if not pending.done():
+            pending.set_exception(error)
+
+    async def _bytes(self) -> bytes:
+        most = self.state.settings.max_body_bytes
+        announced = self.headers.get(b"content-length", b"")
+        # The header only refuses early: the bytes that arrive are counted. 20 digits exceed any limit.
+        if announced.isdigit():
+            require_small(int(announced[:20]), most)
+        message = await self._message()
+        if not message.get("more_body", False):
+            content: bytes = message.get("body", b"")
+            self._count(len(content), most)
+            return content
+        chunks, size = [message.get("body", b"")], len(message.get("body", b""))
+        while message.get("more_body", False):
+            self._count(size, most)
+            message = await self._message()
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+        self._count(size, most)
+        return b"".join(chunks)
+
+    def _count(self, size: int, most: int) -> None:
+        """Count this many bytes of the body as in flight. Raises BodyTooLarge, and QueueFull."""
+        require_small(size, most)
+        self.state.bodies.take(size - self.body_bytes)
+        self.body_bytes = size
+
+    async def _message(self) -> Any:
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client left before its body was complete")
+        return message
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self.started + self._seconds - time.perf_counter())
+
+    def _require_timeout(self) -> None:
+        """Read how many seconds the request may take. Raises InvalidInput for a wrong header."""
+        self._seconds = self.state.settings.request_seconds
+        asked = self.header(TIMEOUT_HEADER)
+        if asked is None:
+            return
+        try:
+            seconds = float(asked)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < float("inf"):
+            raise InvalidInput(
+                f"{TIMEOUT_HEADER} must be a number of seconds above 0, such as 2.5", field=TIMEOUT_HEADER
+            )
+        self._seconds = min(self._seconds, seconds)
+
+    def _overdue(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the request was not answered within {self._seconds:g} seconds and was dropped; send fewer "
+            f"texts, or allow more time by {TIMEOUT_HEADER} or --request-seconds"
+        )

@@ -1,0 +1,193 @@
+"""The sockets that the server listens on, and which routes each of them serves.
+
+    --host, --port or --unix-socket   "public"
+    --admin-host, --admin-port        "admin": the routes for operators, which are then not public
+
+All sockets listen before the model is loaded, so that an address that is taken is reported at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.errors import AddressUnavailable, InvalidSettings, NotFound, error_response
+from service.settings import Settings
+
+ListenerName = Literal["public", "admin"]
+# Key in a request's ASGI scope: the name of the listener that accepted the connection.
+LISTENER = "attncache.listener"
+# Key in a request's ASGI scope: what tells its connection from others. Unix sockets give no address.
+CONNECTION = "attncache.connection"
+# Paths for operators, with all that is below them.
+OPERATORS_PATHS = ("/metrics", "/info", "/docs", "/openapi.json", "/cache", "/explain")
+
+_BACKLOG = 2048
+# Of the socket's file: the user and the group of the server may connect.
+_UNIX_SOCKET_MODE = 0o660
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listener:
+    """A socket that listens."""
+
+    name: ListenerName
+    socket: socket.socket
+    url: str
+    tls: ssl.SSLContext | None = None
+    unix_socket: Path | None = None
+
+    def close(self) -> None:
+        """Remove the file of a Unix socket."""
+        if self.unix_socket is not None:
+            with contextlib.suppress(OSError):
+                self.unix_socket.unlink()
+
+
+def open_listeners(settings: Settings) -> list[Listener]:
+    """Return the listeners of these settings: the public one first.
+
+    Raises AddressUnavailable, and InvalidSettings if certificate and key cannot be used.
+    """
+    tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert and settings.tls_key else None
+    if settings.unix_socket is not None:
+        path = settings.unix_socket
+        listeners = [Listener("public", bind_unix(path), f"unix:{path}", unix_socket=path)]
+    else:
+        listeners = [_tcp("public", settings.host, settings.port, tls)]
+    if settings.admin_port is not None:
+        listeners.append(_tcp("admin", settings.admin_host, settings.admin_port, tls))
+    return listeners
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on host and port.
+
+    Raises AddressUnavailable if the address is in use or does not belong to this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Listen at once: two sockets may be bound to one address, but only one socket may listen.
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise AddressUnavailable(f"cannot listen on {host} port {port}: {reason}") from error
+    return listener
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """Return a Unix socket that listens at `path`. The file of a server that has ended is replaced.
+
+    Raises AddressUnavailable if another server listens there, or the path is no socket or not writable.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left_over(path):
+            path.unlink()
+        listener.bind(os.fspath(path))
+        # Nobody can connect before `listen`, so nobody connects with wider permissions.
+        path.chmod(_UNIX_SOCKET_MODE)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = (error.strerror or str(error)).lower()
+        raise AddressUnavailable(f"cannot listen on the Unix socket {path}: {reason}") from error
+    return listener
+
+
+def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
+    """Return the TLS context of a certificate chain and its key.
+
+    Raises InvalidSettings, which names the file and what is wrong with it.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    load_certificate(context, cert, key)
+    return context
+
+
+def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    """Use this certificate and key for new connections. Raises InvalidSettings and then changes nothing."""
+    for option, path in (("tls_cert", cert), ("tls_key", key)):
+        _refuse_unreadable(option, path)
+    # A context that failed to load a pair may hold half of the pair, so another context tries first.
+    for tried in (ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), context):
+        try:
+            # Without a password, OpenSSL would ask for one on the terminal.
+            tried.load_cert_chain(cert, key, password="")
+        except ssl.SSLError as error:
+            raise InvalidSettings(_what_is_wrong(error, cert, key), field="tls_cert") from error
+
+
+class OperatorsOnly:
+    """ASGI middleware that serves the routes for operators on the admin listener only."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "http" and scope.get(LISTENER) != "admin" and is_for_operators(scope["path"]):
+            await error_response(NotFound("this path is served on --admin-port only"))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def is_for_operators(path: str) -> bool:
+    """Return whether a path belongs to the routes for operators."""
+    return any(path == known or path.startswith(f"{known}/") for known in OPERATORS_PATHS)
+
+
+def _tcp(name: ListenerName, host: str, port: int, tls: ssl.SSLContext | None) -> Listener:
+    listener = bind(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    url = f"{'https' if tls else 'http'}://{shown}:{listener.getsockname()[1]}"
+    return Listener(name, listener, url, tls)
+
+
+def _is_left_over(path: Path) -> bool:
+    """Return whether the file is a socket that nobody listens on. Raises OSError if it is anything else."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISSOCK(mode):
+        raise OSError(errno.EEXIST, "the file exists and is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        try:
+            client.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            return True
+    raise OSError(errno.EADDRINUSE, "another server listens there")
+
+
+def _refuse_unreadable(option: str, path: Path) -> None:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        name = "--" + option.replace("_", "-")
+        raise InvalidSettings(f"{name} {path} cannot be read: {reason}", field=option) from error
+
+
+def _what_is_wrong(error: ssl.SSLError, cert: Path, key: Path) -> str:
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return f"--tls-key {key} is not the key of --tls-cert {cert}"
+    return (
+        f"--tls-cert {cert} and --tls-key {key} cannot be used: accepted are a certificate chain and its key "
+        f"in PEM, the key not encrypted ({error.reason or 'no PEM'})"
+    )

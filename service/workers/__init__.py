@@ -1,0 +1,1 @@
+"""Several processes that serve one address: one supervisor, and workers that are servers of their own."""

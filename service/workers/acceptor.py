@@ -1,0 +1,107 @@
+"""Accept connections on a socket that several workers listen on, so that all of them get equally many.
+
+All workers are woken for each connection. Without a rule, the first one that looks would take it, and clients
+that keep their connections would share few of the workers. So a worker first leaves a connection to workers
+with fewer connections. If none of them has taken it after a moment, because they are busy, it takes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+
+from service.web.listeners import Listener
+from service.workers.board import Board
+
+logger = logging.getLogger(__name__)
+
+# How long a connection is left to others, which may be busy or not have a processor at once.
+_LEAVE_SECONDS = 0.01
+# A worker that does not serve looks again after this time, while others serve.
+_LOADING_SECONDS = 0.05
+# After an error of the system, such as too many open files.
+_ERROR_SECONDS = 1.0
+
+
+class Acceptor:
+    """Accepts the connections of one listener for one worker. Used on the event loop."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        connection: Callable[[], asyncio.Protocol],
+        handshake_seconds: float,
+        board: Board,
+        worker: int,
+    ) -> None:
+        """connection: makes the protocol of a connection. handshake_seconds: the most for a TLS handshake."""
+        self._listener = listener
+        self._connection = connection
+        self._handshake_seconds = handshake_seconds
+        self._board = board
+        self._worker = worker
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        listener.socket.setblocking(False)
+        self._watch()
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._is_closed = True
+        self._loop.remove_reader(self._listener.socket)
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._opening:
+            task.cancel()
+
+    def _watch(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._listener.socket, self._on_connection)
+
+    def _on_connection(self) -> None:
+        if not self._board.others_should_accept(self._worker):
+            self._accept()
+        elif self._board.serves(self._worker):
+            self._pause(_LEAVE_SECONDS, self._accept)
+        else:
+            self._pause(_LOADING_SECONDS)
+
+    def _pause(self, seconds: float, then: Callable[[], None] = lambda: None) -> None:
+        self._loop.remove_reader(self._listener.socket)
+
+        def resume() -> None:
+            self._watch()
+            then()
+
+        self._timer = self._loop.call_later(seconds, resume)
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.socket.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # another worker took it, or the client has left
+        except OSError as error:
+            logger.error("cannot accept connections: %s", error.strerror)
+            self._pause(_ERROR_SECONDS)
+            return
+        client.setblocking(False)
+        if client.family != socket.AF_UNIX:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._board.add_connection(self._worker)
+        task = self._loop.create_task(self._open(client))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open(self, client: socket.socket) -> None:
+        tls = self._listener.tls
+        # A client that leaves, or does not finish its handshake, is no error of the server.
+        with contextlib.suppress(OSError, TimeoutError):
+            handshake_seconds = self._handshake_seconds if tls else None
+            await self._loop.connect_accepted_socket(
+                self._connection, client, ssl=tls, ssl_handshake_timeout=handshake_seconds
+            )

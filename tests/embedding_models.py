@@ -1,0 +1,387 @@
+"""Embedding models as they are published, at reduced size and with random weights.
+
+The JSON files have the keys and values of the published repositories, except for sizes, and the weights have
+the published names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from core_models import write_json
+from published_tokenizers import (
+    write_gemma_tokenizer,
+    write_modernbert_tokenizer,
+    write_qwen_tokenizer,
+    write_xlm_roberta_tokenizer,
+)
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModel
+
+QWEN_QUERY = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+GEMMA_PROMPTS = {
+    "query": "task: search result | query: ",
+    "document": "title: none | text: ",
+    "BitextMining": "task: search result | query: ",
+    "Clustering": "task: clustering | query: ",
+    "Classification": "task: classification | query: ",
+    "InstructionRetrieval": "task: code retrieval | query: ",
+    "MultilabelClassification": "task: classification | query: ",
+    "PairClassification": "task: sentence similarity | query: ",
+    "Reranking": "task: search result | query: ",
+    "Retrieval": "task: search result | query: ",
+    "Retrieval-query": "task: search result | query: ",
+    "Retrieval-document": "title: none | text: ",
+    "STS": "task: sentence similarity | query: ",
+    "Summarization": "task: summarization | query: ",
+}
+_VERSIONS = {"sentence_transformers": "5.1.0", "transformers": "4.57.0.dev0", "pytorch": "2.8.0+cu128"}
+
+
+def write_qwen3_embedding(folder: Path) -> Path:
+    """Write a model like Qwen/Qwen3-Embedding-0.6B: instruction prompts, last token, causal."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.3",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": write_qwen_tokenizer(folder),
+    }
+    _write_weights(folder, config)
+    _write_modules(folder, "lasttoken", 64)
+    write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "prompts": {"query": QWEN_QUERY, "document": ""},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+    )
+    return folder
+
+
+def write_embedding_gemma(folder: Path) -> Path:
+    """Write a model like google/embeddinggemma-300m: bidirectional Gemma 3 with two Dense modules."""
+    config = {
+        "_sliding_window_pattern": 6,
+        "architectures": ["Gemma3TextModel"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "dtype": "float32",
+        "eos_token_id": 1,
+        "final_logit_softcapping": None,
+        "head_dim": 32,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 48,
+        "initializer_range": 0.02,
+        "intermediate_size": 72,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+        "max_position_embeddings": 2048,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 3,
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 32,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": 16,
+        "transformers_version": "4.57.0.dev0",
+        "use_bidirectional_attention": True,
+        "use_cache": True,
+        "vocab_size": write_gemma_tokenizer(folder),
+    }
+    _write_weights(folder, config)
+    _write_modules(folder, "mean", 48, dense=[(48, 192), (192, 48)])
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 2048, "do_lower_case": False})
+    write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "model_type": "SentenceTransformer",
+            "__version__": _VERSIONS,
+            "prompts": GEMMA_PROMPTS,
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+    )
+    return folder
+
+
+def write_bge_m3(folder: Path) -> Path:
+    """Write a model like BAAI/bge-m3: XLM-RoBERTa, first token."""
+    config = {
+        "_name_or_path": "",
+        "architectures": ["XLMRobertaModel"],
+        "attention_probs_dropout_prob": 0.1,
+        "bos_token_id": 0,
+        "classifier_dropout": None,
+        "eos_token_id": 2,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 128,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 514,
+        "model_type": "xlm-roberta",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "output_past": True,
+        "pad_token_id": 1,
+        "position_embedding_type": "absolute",
+        "torch_dtype": "float32",
+        "transformers_version": "4.33.0",
+        "type_vocab_size": 1,
+        "use_cache": True,
+        "vocab_size": write_xlm_roberta_tokenizer(folder, 512),
+    }
+    _write_weights(folder, config)
+    _write_modules(folder, "cls", 64)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
+    versions = {"sentence_transformers": "2.2.2", "transformers": "4.33.0", "pytorch": "2.1.2+cu121"}
+    write_json(folder / "config_sentence_transformers.json", {"__version__": versions})
+    return folder
+
+
+def write_multilingual_e5_base(folder: Path) -> Path:
+    """Write a model like intfloat/multilingual-e5-base: XLM-RoBERTa, mean."""
+    config = {
+        "_name_or_path": "xlm-roberta-base",
+        "architectures": ["XLMRobertaModel"],
+        "attention_probs_dropout_prob": 0.1,
+        "bos_token_id": 0,
+        "classifier_dropout": None,
+        "eos_token_id": 2,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 128,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 514,
+        "model_type": "xlm-roberta",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "output_past": True,
+        "pad_token_id": 1,
+        "position_embedding_type": "absolute",
+        "torch_dtype": "float32",
+        "transformers_version": "4.29.0",
+        "type_vocab_size": 1,
+        "use_cache": True,
+        "vocab_size": write_xlm_roberta_tokenizer(folder, 512),
+    }
+    _write_weights(folder, config)
+    _write_modules(folder, "mean", 64)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
+    return folder
+
+
+def write_multilingual_e5_small(folder: Path) -> Path:
+    """Write a model like intfloat/multilingual-e5-small: BERT with XLM-RoBERTa's tokenizer, mean."""
+    config = {
+        "_name_or_path": "intfloat/multilingual-e5-small",
+        "architectures": ["BertModel"],
+        "attention_probs_dropout_prob": 0.1,
+        "classifier_dropout": None,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "hidden_size": 48,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 512,
+        "model_type": "bert",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "pad_token_id": 0,
+        "position_embedding_type": "absolute",
+        "tokenizer_class": "XLMRobertaTokenizer",
+        "torch_dtype": "float32",
+        "transformers_version": "4.29.0.dev0",
+        "type_vocab_size": 2,
+        "use_cache": True,
+        "vocab_size": write_xlm_roberta_tokenizer(folder, 512),
+    }
+    _write_weights(folder, config)
+    _write_modules(folder, "mean", 48)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
+    return folder
+
+
+def write_gte_modernbert(folder: Path) -> Path:
+    """Write a model like Alibaba-NLP/gte-modernbert-base: ModernBERT, first token."""
+    size = write_modernbert_tokenizer(folder)
+    unknown, first, last, padding = range(size - 5, size - 1)
+    config = {
+        "architectures": ["ModernBertModel"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": first,
+        "classifier_activation": "gelu",
+        "classifier_bias": False,
+        "classifier_dropout": 0.0,
+        "classifier_pooling": "mean",
+        "cls_token_id": first,
+        "decoder_bias": True,
+        "deterministic_flash_attn": False,
+        "embedding_dropout": 0.0,
+        "eos_token_id": last,
+        "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160000.0,
+        "gradient_checkpointing": False,
+        "hidden_activation": "gelu",
+        "hidden_size": 64,
+        "initializer_cutoff_factor": 2.0,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "layer_norm_eps": 1e-05,
+        "local_attention": 16,
+        "local_rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "mlp_bias": False,
+        "mlp_dropout": 0.0,
+        "model_type": "modernbert",
+        "norm_bias": False,
+        "norm_eps": 1e-05,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "pad_token_id": padding,
+        "position_embedding_type": "absolute",
+        "reference_compile": False,
+        "repad_logits_with_grad": False,
+        "sep_token_id": last,
+        "sparse_pred_ignore_index": -100,
+        "sparse_prediction": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.48.0",
+        "unk_token_id": unknown,
+        "vocab_size": size,
+    }
+    _write_weights(folder, config)
+    _write_modules(folder, "cls", 64, normalize=False)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 8192, "do_lower_case": False})
+    write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "__version__": _VERSIONS,
+            "prompts": {},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+    )
+    return folder
+
+
+EMBEDDING_MODELS: dict[str, Callable[[Path], Path]] = {
+    "qwen3-embedding": write_qwen3_embedding,
+    "embedding-gemma": write_embedding_gemma,
+    "bge-m3": write_bge_m3,
+    "multilingual-e5-base": write_multilingual_e5_base,
+    "multilingual-e5-small": write_multilingual_e5_small,
+    "gte-modernbert": write_gte_modernbert,
+}
+
+
+def write_dense(
+    folder: Path,
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool = False,
+    activation: str = "torch.nn.modules.linear.Identity",
+    **config: Any,
+) -> None:
+    """Write a Dense module with random weights, seeded by its sizes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = torch.Generator().manual_seed(inputs * 1000 + outputs)
+    sizes = {"linear.weight": (outputs, inputs)} | ({"linear.bias": (outputs,)} if bias else {})
+    weights = {name: torch.randn(size, generator=random) * inputs**-0.5 for name, size in sizes.items()}
+    save_file(weights, folder / "model.safetensors")
+    described = {"in_features": inputs, "out_features": outputs, "bias": bias}
+    write_json(folder / "config.json", described | {"activation_function": activation} | config)
+
+
+def list_modules(folder: Path, paths: list[str]) -> None:
+    """Write modules.json. paths: of the modules behind the Transformer, as in "1_Pooling"."""
+    listed = [("", "Transformer"), *((path, path.split("_", 1)[1]) for path in paths)]
+    write_json(
+        folder / "modules.json",
+        [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for number, (path, kind) in enumerate(listed)
+        ],
+    )
+    for path in paths:
+        (folder / path).mkdir(exist_ok=True)
+
+
+def _write_modules(
+    folder: Path,
+    pooling: str,
+    width: int,
+    *,
+    dense: list[tuple[int, int]] | None = None,
+    normalize: bool = True,
+) -> None:
+    kinds = ["Pooling", *["Dense"] * len(dense or ()), *["Normalize"] * normalize]
+    list_modules(folder, [f"{number}_{kind}" for number, kind in enumerate(kinds, start=1)])
+    flags = {
+        f"pooling_mode_{mode}": mode.startswith(pooling)
+        for mode in (
+            "cls_token",
+            "mean_tokens",
+            "max_tokens",
+            "mean_sqrt_len_tokens",
+            "weightedmean_tokens",
+            "lasttoken",
+        )
+    }
+    flags["pooling_mode_mean_sqrt_len_tokens"] = False
+    described = {"word_embedding_dimension": width} | flags | {"include_prompt": True}
+    write_json(folder / "1_Pooling" / "config.json", described)
+    for number, sizes in enumerate(dense or (), start=2):
+        write_dense(folder / f"{number}_Dense", *sizes)
+
+
+def _write_weights(folder: Path, config: dict[str, Any]) -> None:
+    """Write config.json, and large random weights as in families.write_family under the published names."""
+    write_json(folder / "config.json", config)
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    with torch.no_grad():
+        for values in model.parameters():
+            if values.dim() > 1:
+                torch.nn.init.normal_(values, std=0.25)
+            else:
+                values += torch.randn_like(values) * 0.1
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

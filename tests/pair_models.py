@@ -1,0 +1,386 @@
+"""Rerankers and classifiers of pairs as they are published, at reduced size and with random weights.
+
+config.json has the keys and values of the published repositories, except for sizes, and the tokenizer is of
+the published class.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from core_models import VOCABULARY, write_json, write_tokenizer
+from published_tokenizers import (
+    _QWEN_WORDS,
+    CORPUS,
+    write_modernbert_tokenizer,
+    write_xlm_roberta_tokenizer,
+)
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+ONE_CLASS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+NLI = {
+    "id2label": {"0": "entailment", "1": "neutral", "2": "contradiction"},
+    "label2id": {"entailment": 0, "neutral": 1, "contradiction": 2},
+}
+NLI_REVERSED = {
+    "id2label": {"0": "CONTRADICTION", "1": "NEUTRAL", "2": "ENTAILMENT"},
+    "label2id": {"CONTRADICTION": 0, "ENTAILMENT": 2, "NEUTRAL": 1},
+}
+NLI_OF_TWO = {
+    "id2label": {"0": "entailment", "1": "not_entailment"},
+    "label2id": {"entailment": 0, "not_entailment": 1},
+}
+CHAT_PADDING = 420  # the id of <|endoftext|> in the chat tokenizer
+GUARD = {
+    "id2label": {"0": "BENIGN", "1": "INJECTION", "2": "JAILBREAK"},
+    "label2id": {"BENIGN": 0, "INJECTION": 1, "JAILBREAK": 2},
+}
+
+
+def write_ms_marco_minilm(folder: Path, **changes: Any) -> Path:
+    """Write a model like cross-encoder/ms-marco-MiniLM-L6-v2: BERT, whose score is the logit."""
+    write_bert_tokenizer(folder)
+    return _write(
+        folder,
+        {
+            "architectures": ["BertForSequenceClassification"],
+            "attention_probs_dropout_prob": 0.1,
+            "classifier_dropout": None,
+            "gradient_checkpointing": False,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": 0.1,
+            "hidden_size": 48,
+            **ONE_CLASS,
+            "initializer_range": 0.02,
+            "intermediate_size": 96,
+            "layer_norm_eps": 1e-12,
+            "max_position_embeddings": 512,
+            "model_type": "bert",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "pad_token_id": 0,
+            "position_embedding_type": "absolute",
+            "sentence_transformers": {
+                "activation_fn": "torch.nn.modules.linear.Identity",
+                "version": "4.1.0.dev0",
+            },
+            "torch_dtype": "float32",
+            "transformers_version": "4.52.0.dev0",
+            "type_vocab_size": 2,
+            "use_cache": True,
+            "vocab_size": len(VOCABULARY),
+            **changes,
+        },
+    )
+
+
+def write_bge_reranker_v2_m3(folder: Path, **changes: Any) -> Path:
+    """Write a model like BAAI/bge-reranker-v2-m3: XLM-RoBERTa."""
+    return _write(
+        folder,
+        {
+            "_name_or_path": "BAAI/bge-m3",
+            "architectures": ["XLMRobertaForSequenceClassification"],
+            "attention_probs_dropout_prob": 0.1,
+            "bos_token_id": 0,
+            "classifier_dropout": None,
+            "eos_token_id": 2,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": 0.1,
+            "hidden_size": 64,
+            **ONE_CLASS,
+            "initializer_range": 0.02,
+            "intermediate_size": 128,
+            "layer_norm_eps": 1e-05,
+            "max_position_embeddings": 514,
+            "model_type": "xlm-roberta",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "output_past": True,
+            "pad_token_id": 1,
+            "position_embedding_type": "absolute",
+            "torch_dtype": "float32",
+            "transformers_version": "4.38.1",
+            "type_vocab_size": 1,
+            "use_cache": True,
+            "vocab_size": write_xlm_roberta_tokenizer(folder, 512),
+            **changes,
+        },
+    )
+
+
+def write_deberta_v3(folder: Path, **changes: Any) -> Path:
+    """Write a model like mixedbread-ai/mxbai-rerank-large-v1, or with other classes: DeBERTa-v3."""
+    return _write(
+        folder,
+        {
+            "architectures": ["DebertaV2ForSequenceClassification"],
+            "attention_probs_dropout_prob": 0.1,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": 0.1,
+            "hidden_size": 48,
+            **ONE_CLASS,
+            "initializer_range": 0.02,
+            "intermediate_size": 96,
+            "layer_norm_eps": 1e-07,
+            "max_position_embeddings": 512,
+            "max_relative_positions": -1,
+            "model_type": "deberta-v2",
+            "norm_rel_ebd": "layer_norm",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "pad_token_id": 0,
+            "pooler_dropout": 0,
+            "pooler_hidden_act": "gelu",
+            "pooler_hidden_size": 48,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_biased_input": False,
+            "position_buckets": 8,
+            "relative_attention": True,
+            "share_att_key": True,
+            "torch_dtype": "float16",
+            "transformers_version": "4.38.1",
+            "type_vocab_size": 0,
+            "vocab_size": write_deberta_tokenizer(folder),
+            **changes,
+        },
+    )
+
+
+def write_gte_reranker_modernbert(folder: Path, **changes: Any) -> Path:
+    """Write a model like Alibaba-NLP/gte-reranker-modernbert-base, or with other classes: ModernBERT."""
+    size = write_modernbert_tokenizer(folder)
+    _, first, last, padding = range(size - 5, size - 1)
+    return _write(
+        folder,
+        {
+            "architectures": ["ModernBertForSequenceClassification"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": first,
+            "classifier_activation": "gelu",
+            "classifier_bias": False,
+            "classifier_dropout": 0.0,
+            "classifier_pooling": "mean",
+            "cls_token_id": first,
+            "decoder_bias": True,
+            "deterministic_flash_attn": False,
+            "embedding_dropout": 0.0,
+            "eos_token_id": last,
+            "global_attn_every_n_layers": 3,
+            "global_rope_theta": 160000.0,
+            "gradient_checkpointing": False,
+            "hidden_activation": "gelu",
+            "hidden_size": 64,
+            **ONE_CLASS,
+            "initializer_cutoff_factor": 2.0,
+            "initializer_range": 0.02,
+            "intermediate_size": 96,
+            "layer_norm_eps": 1e-05,
+            "local_attention": 16,
+            "local_rope_theta": 10000.0,
+            "max_position_embeddings": 8192,
+            "mlp_bias": False,
+            "mlp_dropout": 0.0,
+            "model_type": "modernbert",
+            "norm_bias": False,
+            "norm_eps": 1e-05,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 4,
+            "pad_token_id": padding,
+            "position_embedding_type": "absolute",
+            "reference_compile": False,
+            "repad_logits_with_grad": False,
+            "sep_token_id": last,
+            "sparse_pred_ignore_index": -100,
+            "sparse_prediction": False,
+            "torch_dtype": "float16",
+            "transformers_version": "4.48.0",
+            "vocab_size": size,
+            **changes,
+        },
+    )
+
+
+def write_qwen3_reranker(folder: Path, **changes: Any) -> Path:
+    """Write a model like Qwen/Qwen3-Reranker-0.6B: a causal language model that answers yes or no."""
+    return _write(
+        folder,
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "head_dim": 16,
+            "hidden_act": "silu",
+            "hidden_size": 64,
+            "initializer_range": 0.02,
+            "intermediate_size": 96,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 28,
+            "model_type": "qwen3",
+            "num_attention_heads": 8,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.51.0",
+            "use_cache": True,
+            "use_sliding_window": False,
+            "vocab_size": write_chat_tokenizer(folder),
+            **changes,
+        },
+    )
+
+
+def write_mxbai_rerank_v2(folder: Path) -> Path:
+    """Write a model like mixedbread-ai/mxbai-rerank-base-v2: a causal language model that answers 0 or 1."""
+    return _write(
+        folder,
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "hidden_act": "silu",
+            "hidden_size": 56,
+            "initializer_range": 0.02,
+            "intermediate_size": 96,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 24,
+            "model_type": "qwen2",
+            "num_attention_heads": 14,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.49.0",
+            "use_cache": False,
+            "use_sliding_window": False,
+            "vocab_size": write_chat_tokenizer(folder),
+        },
+    )
+
+
+def write_bert_tokenizer(folder: Path) -> None:
+    """Write BERT's tokenizer with the tiny vocabulary. It gives the second text of a pair type 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    write_json(folder / "tokenizer_config.json", settings)
+    (folder / "vocab.txt").write_text("\n".join(VOCABULARY))
+
+
+def write_deberta_tokenizer(folder: Path) -> int:
+    """Write a tokenizer like DeBERTa-v3's, and return the size of its vocabulary."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Strip()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace("▁", prepend_scheme="always")
+    special = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=special, unk_token="[UNK]", show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens(["[MASK]"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    return _write_tokenizer(
+        folder,
+        tokenizer,
+        tokenizer_class="DebertaV2Tokenizer",
+        bos_token="[CLS]",
+        cls_token="[CLS]",
+        do_lower_case=False,
+        eos_token="[SEP]",
+        mask_token="[MASK]",
+        model_max_length=512,
+        pad_token="[PAD]",
+        sep_token="[SEP]",
+        sp_model_kwargs={},
+        split_by_punct=False,
+        unk_token="[UNK]",
+        vocab_type="spm",
+    )
+
+
+def write_chat_tokenizer(folder: Path) -> int:
+    """Write a tokenizer like Qwen's: byte-level BPE without special tokens around a text.
+
+    yes, no, 0 and 1 are tokens. Returns the size of the vocabulary.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator(["yes", "no"] * 50 + CORPUS, trainer)
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    assert tokenizer.token_to_id("<|endoftext|>") == CHAT_PADDING
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return _write_tokenizer(
+        folder,
+        tokenizer,
+        tokenizer_class="Qwen2Tokenizer",
+        add_bos_token=False,
+        add_prefix_space=False,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        errors="replace",
+        model_max_length=131072,
+        pad_token="<|endoftext|>",
+        split_special_tokens=False,
+        unk_token=None,
+    )
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, **settings: Any) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", settings)
+    return tokenizer.get_vocab_size()
+
+
+def _write(folder: Path, config: dict[str, Any]) -> Path:
+    """Write config.json and large random weights."""
+    write_json(folder / "config.json", config)
+    is_causal = config["architectures"][0].endswith("ForCausalLM")
+    torch.manual_seed(0)
+    loader = AutoModelForCausalLM if is_causal else AutoModelForSequenceClassification
+    model = loader.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    with torch.no_grad():
+        for values in model.parameters():
+            if values.dim() > 1:
+                torch.nn.init.normal_(values, std=0.25)
+            else:
+                values += torch.randn_like(values) * 0.1
+    tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != tied}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

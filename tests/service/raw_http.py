@@ -1,0 +1,145 @@
+"""The real server in this process, and clients that write bytes to its sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fake_engine import FakeEngine
+
+from attncache_core import PrefillEngine
+from service.app import create_app
+from service.settings import Settings
+from service.web.connection import Connection
+from service.web.listeners import open_listeners
+from service.web.server import Server
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n"
+# No test waits that long, unless it fails.
+PATIENCE_SECONDS = 60
+
+
+@dataclass
+class Served:
+    """A server that runs in a thread."""
+
+    engine: FakeEngine | PrefillEngine
+    server: Server
+    addresses: list[Any]
+
+    def connect(self, listener: int = 0, receive_buffer: int | None = None) -> socket.socket:
+        address = self.addresses[listener]
+        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+        client = socket.socket(family, socket.SOCK_STREAM)
+        client.settimeout(PATIENCE_SECONDS)
+        if receive_buffer is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        client.connect(address)
+        return client
+
+    def ask(self, request: bytes, listener: int = 0) -> Response:
+        with self.connect(listener) as client:
+            client.sendall(request)
+            return read_response(client)
+
+    def connections(self) -> list[Connection]:
+        return list(self.server.server_state.connections)  # type: ignore[arg-type]
+
+    def metric(self, name: str) -> float:
+        body = self.ask(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n", len(self.addresses) - 1).body
+        (line,) = [line for line in body.decode().splitlines() if line.startswith(f"attncache_{name} ")]
+        return float(line.split()[-1])
+
+
+@dataclass
+class Response:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        """The code of an error."""
+        return json.loads(self.body)["error"]["code"]
+
+
+@contextmanager
+def served(engine: FakeEngine | PrefillEngine | None = None, **settings: Any) -> Iterator[Served]:
+    """Yield the real server with an engine that is loaded, by default a fake one, on free ports."""
+    engine = engine or FakeEngine()
+    if "unix_socket" not in settings:
+        settings["port"] = 0
+    read = Settings(verify_rate=0, **settings)
+    listeners = open_listeners(read)
+    addresses = [listener.socket.getsockname() for listener in listeners]
+    server = Server(create_app(read, lambda: iter([engine])), read, listeners)  # type: ignore[list-item]
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    running = Served(engine, server, addresses)
+    try:
+        if not any(listener.tls for listener in listeners):
+            wait_until(lambda: running.ask(HEALTH.replace(b"/health", b"/ready")).status == 200)
+        yield running
+    finally:
+        if isinstance(engine, FakeEngine):
+            engine.may_run.set()
+        server.should_exit = True
+        thread.join(PATIENCE_SECONDS)
+        for listener in listeners:
+            listener.close()
+    assert not thread.is_alive()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def post(body: bytes, *headers: bytes, path: bytes = b"/embed") -> bytes:
+    lines = [b"POST %s HTTP/1.1" % path, b"Host: test", b"Content-Length: %d" % len(body), *headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def post_chunked(*chunks: bytes) -> bytes:
+    """Return the headers and the given chunks of a body, without its end."""
+    head = b"POST /embed HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
+
+
+def read_response(client: socket.socket) -> Response:
+    """Read one response with a Content-Length."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += _some_of(client)
+    head, _, body = received.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+    while len(body) < int(headers["content-length"]):
+        body += _some_of(client)
+    assert len(body) == int(headers["content-length"]), "more than one response was sent"
+    return Response(int(first.split()[1]), headers, body)
+
+
+def read_to_end(client: socket.socket) -> bytes:
+    """Read until the server closes the connection."""
+    received = b""
+    try:
+        while part := client.recv(65536):
+            received += part
+    except ConnectionResetError:
+        pass  # the server closed while this client was sending
+    return received
+
+
+def _some_of(client: socket.socket) -> bytes:
+    part = client.recv(65536)
+    assert part, "the server closed the connection before its response"
+    return part

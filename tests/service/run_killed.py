@@ -1,0 +1,35 @@
+"""Run a bulk command that kills its own process while a chunk is half written.
+
+python run_killed.py ROWS_PER_CHUNK CHUNK ARGUMENTS...
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from service.bulk import chunks, spool
+from service.cli import main
+
+chunks.CHUNK_ROWS, last = map(int, sys.argv[1:3])
+append, saved = spool.Spool.append, 0
+
+
+def append_until_killed(self: Any, numbers: Any, done: Any) -> None:
+    global saved
+    saved += 1
+    if saved == last:
+        self._file.seek(self._end)
+        self._file.write(numbers[: len(numbers) // 2].tobytes())
+        self._file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    append(self, numbers, done)
+
+
+spool.Spool.append = append_until_killed  # type: ignore[method-assign]
+main(sys.argv[3:])

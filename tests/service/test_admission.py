@@ -1,0 +1,163 @@
+"""What the server accepts, how long a request may take, and how long one client can delay another."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, serving
+from test_batcher import batching, hold, submit
+
+from service.batching.batcher import Batcher
+from service.batching.pending_request import RequestResult
+from service.batching.sources import Texts
+from service.errors import QueueFull
+
+pytestmark = pytest.mark.anyio
+
+
+def of_client(batcher: Batcher, name: str, texts: list[str]) -> asyncio.Future[RequestResult]:
+    return batcher.submit(Texts(texts, truncate=True), reuse=True, flow=(name,))
+
+
+async def test_thousands_of_texts_delay_another_clients_text_by_one_batch() -> None:
+    engine = FakeEngine()
+    async with batching(engine, tokens=100, sequences=64, queue=10_000) as batcher:
+        busy = await hold(engine, batcher)
+        many = [of_client(batcher, "greedy", [f"{part}-{n}" for n in range(250)]) for part in range(20)]
+        one = of_client(batcher, "modest", ["one text"])
+        engine.may_run.set()
+        await asyncio.gather(busy, one, *many)
+    # The greedy client came first, and has one batch before the other's turn.
+    assert "one text" in engine.batches[2]
+
+
+async def test_text_that_arrives_later_is_in_the_next_batch() -> None:
+    engine = FakeEngine()
+    async with batching(engine, tokens=100, sequences=64, queue=10_000) as batcher:
+        many = [of_client(batcher, "greedy", [f"{part}-{n}" for n in range(250)]) for part in range(20)]
+        while len(engine.batches) < 10:
+            await asyncio.sleep(0.0005)
+        engine.may_run.clear()
+        await asyncio.to_thread(engine.runs.acquire)
+        before = len(engine.batches)
+        one = of_client(batcher, "modest", ["one text"])
+        engine.may_run.set()
+        await asyncio.gather(one, *many)
+    place = next(number for number, batch in enumerate(engine.batches) if "one text" in batch)
+    # The batch that runs is in the list only when it has been computed.
+    assert place <= before + 1
+
+
+async def test_texts_of_another_client_are_tokenised_only_as_batches_need_them() -> None:
+    class CountingEngine(FakeEngine):
+        tokenized = 0
+
+        def tokenize(self, texts: Any, *more: Any, **named: Any) -> Any:
+            self.tokenized += len(texts)
+            return super().tokenize(texts, *more, **named)
+
+    engine = CountingEngine()
+    async with batching(engine, tokens=100, sequences=64, queue=10_000) as batcher:
+        busy = await hold(engine, batcher)
+        many = [of_client(batcher, "greedy", [f"{part}-{n}" for n in range(250)]) for part in range(20)]
+        engine.may_run.clear()
+        await asyncio.sleep(0.01)
+        assert engine.tokenized <= 1 + 250
+        engine.may_run.set()
+        await asyncio.gather(busy, *many)
+
+
+async def test_tokens_that_wait_are_limited_and_one_request_is_always_accepted() -> None:
+    engine = FakeEngine()
+    async with serving(engine, max_queue_tokens=100) as client:
+        engine.may_run.clear()
+        busy = asyncio.create_task(client.post("/embed", json={"inputs": "busy"}))
+        await asyncio.to_thread(engine.runs.acquire)
+        waiting = asyncio.create_task(client.post("/embed", json={"inputs": ["x" * 60] * 8}))
+        while "attncache_queue_sequences 8.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.001)
+        refused = await client.post("/embed", json={"inputs": "y" * 60})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert int(refused.headers["Retry-After"]) >= 1
+        engine.may_run.set()
+        assert [(await task).status_code for task in (busy, waiting)] == [200, 200]
+        assert (await client.post("/embed", json={"inputs": "y" * 60})).status_code == 200
+
+
+async def test_bytes_in_flight_are_limited() -> None:
+    engine = FakeEngine()
+    async with serving(engine, max_inflight_bytes=3000) as client:
+        engine.may_run.clear()
+        held = [
+            asyncio.create_task(client.post("/embed", json={"inputs": str(number) * 60}))
+            for number in range(20)
+        ]
+        await asyncio.to_thread(engine.runs.acquire)
+        large = {"inputs": ["z" * 60] * 40}
+        refused = await client.post("/embed", json=large)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert refused.headers["Retry-After"] == "1"
+        engine.may_run.set()
+        assert {(await task).status_code for task in held} == {200}
+        assert (await client.post("/embed", json=large)).status_code == 200
+
+
+async def test_overdue_request_is_dropped_and_the_next_one_served() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        engine.may_run.clear()
+        busy = asyncio.create_task(client.post("/embed", json={"inputs": "busy"}))
+        await asyncio.to_thread(engine.runs.acquire)
+        late = await client.post("/embed", json={"inputs": "late"}, headers={"X-AttnCache-Timeout": "0.01"})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        metrics = (await client.get("/metrics")).text
+        assert "attncache_queue_sequences 0.0" in metrics
+        assert 'attncache_requests_total{route="/embed",status="504"} 1.0' in metrics
+        engine.may_run.set()
+        assert (await busy).status_code == 200
+        assert (await client.post("/embed", json={"inputs": "next"})).status_code == 200
+    assert engine.batches == [["busy"], ["next"]]
+
+
+async def test_servers_deadline_holds_without_a_header_and_a_header_cannot_extend_it() -> None:
+    engine = FakeEngine()
+    async with serving(engine, request_seconds=0.05) as client:
+        engine.may_run.clear()
+        for headers in ({}, {"X-AttnCache-Timeout": "1000"}):
+            response = await client.post("/embed", json={"inputs": "text"}, headers=headers)
+            assert response.status_code == 504
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", ""])
+async def test_timeout_must_be_a_number_of_seconds(value: str) -> None:
+    async with serving(FakeEngine()) as client:
+        response = await client.post(
+            "/embed", json={"inputs": "text"}, headers={"X-AttnCache-Timeout": value}
+        )
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["field"]) == (
+        400,
+        "invalid_input",
+        "X-AttnCache-Timeout",
+    )
+
+
+async def test_bytes_are_given_back_whatever_happens() -> None:
+    engine = FakeEngine()
+    async with serving(engine, max_body_bytes=2000, max_request_inputs=2) as client:
+        app: Any = client._transport
+        for content in (b"{", b"x" * 3000, b'{"inputs": ["a", "b", "c"]}', b'{"inputs": "fine"}'):
+            await client.post("/embed", content=content)
+        assert app.app.state.service.bodies.taken == 0
+
+
+async def test_queue_full_names_the_time_until_what_waits_is_computed() -> None:
+    engine = FakeEngine()
+    async with batching(engine, queue=2) as batcher:
+        await hold(engine, batcher)
+        submit(batcher, ["a", "b"])
+        with pytest.raises(QueueFull) as refused:
+            submit(batcher, ["c"])
+    assert refused.value.retry_after_seconds >= 1

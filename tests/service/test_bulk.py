@@ -1,0 +1,613 @@
+"""Files of texts to files of embeddings and classes, also if the run is stopped anywhere."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import PRIVATE, model_arguments, run, succeeded
+from core_decoders import write_llama
+from core_models import damage_weights, random_text, write_model, write_sentence_transformer
+
+from attncache_core import Checkpoint, LinearClassifier, PrefillEngine, class_scores, fit_classifier
+from attncache_core.checkpoints.description import read_checkpoint
+from service.bulk import chunks, formats, spool
+from service.bulk.chunks import ChunkReader
+from service.bulk.computing import Computing
+from service.bulk.rows import open_rows
+from service.bulk.tasks import embedding
+
+ROWS_PER_CHUNK = 8
+SCRIPT = Path(__file__).with_name("run_killed.py")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", ROWS_PER_CHUNK)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """50 texts, some of them equal."""
+    random = np.random.default_rng(0)
+    distinct = [random_text(random, words) for words in random.integers(1, 12, size=40)]
+    return [distinct[index] for index in random.integers(0, 40, size=50)]
+
+
+@pytest.fixture
+def source(tmp_path: Path, texts: list[str]) -> Path:
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_engine: PrefillEngine, texts: list[str]) -> np.ndarray:
+    return tiny_engine.embed(texts)
+
+
+def write_texts(path: Path, texts: list[str]) -> Path:
+    """Write texts beside another column, in the format of the path's ending."""
+    rows = list(enumerate(texts))
+    if path.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        table = pyarrow.table({"id": [number for number, _ in rows], "body": texts})
+        parquet.write_table(table, path, row_group_size=7)
+        return path
+    with path.open("w", encoding="utf-8", newline="") as file:
+        if path.suffix == ".jsonl":
+            file.writelines(json.dumps({"id": number, "body": text}) + "\n" for number, text in rows)
+        else:
+            writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writerows([("id", "body"), *rows])
+    return path
+
+
+def embed_arguments(checkpoint: Checkpoint, source: Path, output: Path, *more: object) -> tuple[object, ...]:
+    return "embed", *model_arguments(checkpoint), "--input", source, "--output", output, *more
+
+
+def one_line(result: Any, *words: str, code: int = 2) -> str:
+    """Check that a command failed in one line with these words, beside lines of progress; return the line."""
+    assert result.exit_code == code, result.output
+    assert PRIVATE not in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("attncache: ")]
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in line
+    return line
+
+
+def left_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("texts"))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "tsv", "csv", "parquet"])
+def test_embeddings_are_in_the_order_of_the_input(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, texts: list[str], expected: np.ndarray, ending: str
+) -> None:
+    source, output = write_texts(tmp_path / f"texts.{ending}", texts), tmp_path / "out.npy"
+    shown = succeeded(run(*embed_arguments(tiny_checkpoint, source, output, "--column", "body")))
+    assert shown == f"{output}: 50 embeddings of 32 dimensions\n"
+    numbers = np.load(output)
+    assert numbers.dtype == np.float32
+    np.testing.assert_allclose(numbers, expected, atol=1e-5)
+    assert left_files(tmp_path) == ["out.npy"]
+
+
+def test_embeddings_as_parquet_and_with_fewer_dimensions(
+    tiny_checkpoint: Checkpoint,
+    tmp_path: Path,
+    source: Path,
+    tiny_engine: PrefillEngine,
+    texts: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(formats, "_NUMBERS_AT_ONCE", 16 * 20)
+    output = tmp_path / "out.parquet"
+    succeeded(run(*embed_arguments(tiny_checkpoint, source, output, "--dimensions", 16)))
+    read = parquet.ParquetFile(output)
+    assert [read.metadata.row_group(index).num_rows for index in range(3)] == [20, 20, 10]
+    column = read.read().column("embedding").combine_chunks()
+    numbers = column.flatten().to_numpy().reshape(-1, 16)
+    np.testing.assert_allclose(numbers, tiny_engine.embed(texts, dimensions=16), atol=1e-5)
+    assert left_files(tmp_path) == ["out.parquet"]
+
+
+def test_prompt_of_the_model_is_used(tmp_path: Path, source: Path, texts: list[str]) -> None:
+    folder = write_sentence_transformer(
+        tmp_path / "texts-model", prompts={"prompts": {"query": "query : "}, "default_prompt_name": None}
+    )
+    checkpoint, output = read_checkpoint(folder), tmp_path / "out.npy"
+    succeeded(run(*embed_arguments(checkpoint, source, output, "--prompt-name", "query")))
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    np.testing.assert_allclose(np.load(output), engine.embed(texts, prompt_name="query"), atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def classes(tiny_classifier_checkpoint: Checkpoint, texts: list[str]) -> np.ndarray:
+    engine = PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
+    return class_scores(engine.run(engine.requests(engine.tokenize(texts))).outputs)
+
+
+LABELS = ("transfer", "card", "help")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "tsv", "parquet"])
+def test_classes_are_in_the_order_of_the_input(
+    tiny_classifier_checkpoint: Checkpoint, tmp_path: Path, source: Path, classes: np.ndarray, ending: str
+) -> None:
+    output = tmp_path / f"out.{ending}"
+    arguments = model_arguments(tiny_classifier_checkpoint)
+    shown = succeeded(run("classify", *arguments, "--input", source, "--output", output))
+    assert shown == f"{output}: 50 texts, 3 labels\n"
+    if ending == "jsonl":
+        rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    elif ending == "parquet":
+        rows = pytest.importorskip("pyarrow.parquet").read_table(output).to_pylist()
+    else:
+        with output.open(encoding="utf-8") as file:
+            read = list(csv.DictReader(file, delimiter="\t"))
+        rows = [
+            {
+                "label": row["label"],
+                "score": float(row["score"]),
+                "scores": {label: float(row[label]) for label in LABELS},
+            }
+            for row in read
+        ]
+    scores = [[row["scores"][label] for label in LABELS] for row in rows]
+    np.testing.assert_allclose(scores, classes, atol=1e-5)
+    assert [row["label"] for row in rows] == [LABELS[best] for best in np.argmax(scores, axis=1)]
+    assert [row["score"] for row in rows] == [max(row) for row in scores]
+
+
+def test_labels_are_compared_by_embedding(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, texts: list[str]
+) -> None:
+    output = tmp_path / "out.jsonl"
+    given = ("--labels", "card, bank", "--input", source, "--output", output)
+    succeeded(run("classify", *model_arguments(tiny_checkpoint), *given))
+    engine = PrefillEngine.load(tiny_checkpoint.adapted(labels=["card", "bank"]), dtype="float32")
+    scores = class_scores(engine.class_logits(engine.embed(texts)))
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    np.testing.assert_allclose([list(row["scores"].values()) for row in rows], scores, atol=1e-5)
+
+
+def test_fitted_classifier_is_used(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, texts: list[str], expected: np.ndarray
+) -> None:
+    fitted = fit_classifier(
+        expected,
+        [text.split()[0] for text in texts],
+        fingerprint=tiny_checkpoint.embedding_fingerprint(),
+        model=tiny_checkpoint.name,
+    )
+    folder, output = tmp_path / "texts-classifier", tmp_path / "out.jsonl"
+    fitted.save(folder)
+    given = ("--classifier", folder, "--input", source, "--output", output)
+    succeeded(run("classify", *model_arguments(tiny_checkpoint), *given))
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    scores = class_scores(LinearClassifier.load(folder).logits(expected))
+    np.testing.assert_allclose([list(row["scores"].values()) for row in rows], scores, atol=1e-5)
+
+
+@pytest.mark.parametrize("labels", ["a,b", "lost card,lost bank,b"], ids=["one token", "several tokens"])
+def test_labels_are_scored_by_their_tokens(
+    tmp_path: Path, source: Path, texts: list[str], labels: str
+) -> None:
+    checkpoint, output = read_checkpoint(write_llama(tmp_path / "texts-llama")), tmp_path / "out.jsonl"
+    options = ("--task", "label-logits", "--labels", labels, "--batch-tokens", 64)
+    given = ("--input", source, "--output", output)
+    succeeded(run("classify", *model_arguments(checkpoint), *options, *given))
+    names = labels.split(",")
+    engine = PrefillEngine.load(checkpoint.adapted(label_logits=True, labels=names), dtype="float32")
+    tokens = engine.labels_in()
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == len(texts)
+    for text, row in list(zip(texts, rows, strict=True))[::7]:
+        requests = engine.requests(engine.tokenize([text], prompt=tokens.prompt), tokens.prompt, tokens)
+        result = engine.run(requests)
+        logits = engine.label_logits(tokens, result.outputs, result.log_probabilities)
+        np.testing.assert_allclose(
+            [row["scores"][name] for name in names], class_scores(logits)[0], atol=1e-4
+        )
+
+
+# Stopping and continuing.
+
+
+@pytest.fixture
+def whole(tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path) -> bytes:
+    """The output of a run that nobody stopped."""
+    output = tmp_path / "texts-whole.npy"
+    succeeded(run(*embed_arguments(tiny_checkpoint, source, output)))
+    return output.read_bytes()
+
+
+def test_killed_run_continues_with_the_same_bytes(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, whole: bytes
+) -> None:
+    output = tmp_path / "out.npy"
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    # Killed while the third chunk is half written.
+    killed = subprocess.run(
+        [sys.executable, str(SCRIPT), str(ROWS_PER_CHUNK), "3", *map(str, arguments)],
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert left_files(tmp_path) == ["out.npy.partial", "out.npy.progress"]
+    assert (tmp_path / "out.npy.partial").stat().st_size == 128 + (16 + 4) * 32 * 4
+    succeeded(run(*arguments))
+    assert output.read_bytes() == whole
+    assert left_files(tmp_path) == ["out.npy"]
+
+
+class Killed(BaseException):
+    """Ends a run as a signal would, except that handlers run."""
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def is_killed_before(step: int, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run a command until it is about to take this step on the disk; return whether there was such a step."""
+    steps = count()
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*values: Any, **named: Any) -> Any:
+            if next(steps) == step:
+                raise Killed
+            return original(*values, **named)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", counted(os.fsync))
+        patch.setattr(Path, "replace", counted(Path.replace))
+        patch.setattr(Path, "unlink", counted(Path.unlink))
+        try:
+            succeeded(run(*arguments))
+        except Killed:
+            return True
+    return False
+
+
+def stop_ever_later(
+    arguments: tuple[object, ...], output: Path, steps: Iterator[int], monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """Run a command that is killed after one of these numbers of steps, until it ends; return the stops."""
+    killed = (is_killed_before(step, arguments, monkeypatch) for step in steps)
+    return sum(takewhile(lambda stopped: stopped and not output.exists(), killed))
+
+
+def test_run_that_is_killed_again_and_again_gives_the_same_bytes(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.npy"
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    assert stop_ever_later(arguments, output, count(0, 3), monkeypatch) > 3
+    assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize("ending", ["npy", "parquet"])
+def test_run_that_is_killed_while_it_makes_the_output_gives_the_same_bytes(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    whole, output = tmp_path / f"texts-whole.{ending}", tmp_path / f"out.{ending}"
+    succeeded(run(*embed_arguments(tiny_checkpoint, source, whole)))
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    with monkeypatch.context() as patch:
+        patch.setattr(spool.Spool, "finish", interrupted)
+        one_line(run(*arguments), "50 rows are saved", code=130)
+    assert stop_ever_later(arguments, output, count(), monkeypatch) >= 2
+    assert output.read_bytes() == whole.read_bytes()
+
+
+def stop_after(chunk: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Let saving fail at this chunk, once."""
+    saved, append = count(), spool.Spool.append
+
+    def failing(*values: Any) -> None:
+        if next(saved) == chunk:
+            raise error
+        append(*values)
+
+    monkeypatch.setattr(spool.Spool, "append", failing)
+
+
+def test_interrupted_run_says_how_to_continue(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.npy"
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    stop_after(2, monkeypatch, KeyboardInterrupt())
+    one_line(run(*arguments), "stopped; 16 rows are saved in", "run the same command again", code=130)
+    succeeded(run(*arguments))
+    assert output.read_bytes() == whole
+
+
+def test_full_disk_is_one_line_and_the_run_continues(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.npy"
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    stop_after(3, monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    one_line(run(*arguments), str(output), "No space left on device; 24 rows are saved", "again to continue")
+    succeeded(run(*arguments))
+    assert output.read_bytes() == whole
+
+
+def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, texts: list[str], whole: bytes
+) -> None:
+    output, good = tmp_path / "out.npy", source.read_bytes()
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    source.write_text("\n".join([*texts[:29], "", *texts[30:]]) + "\n", encoding="utf-8")
+    line = one_line(run(*arguments), f"{source}, line 30: the text is empty; remove the row")
+    assert "24 rows are saved" in line
+    source.write_bytes(good)
+    succeeded(run(*arguments))
+    assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": "zanzibar"', ["a.jsonl, line 2: not JSON"]),
+        ("a.jsonl", '{"text": "a"}\n{"body": "zanzibar"}\n', ["line 2: no text in 'text'"]),
+        ("a.jsonl", '{"text": ""}\n', ["line 1: the text is empty"]),
+        ("a.jsonl", '{"text": "zan\\u0000zibar"}\n', ["line 1: the text holds a null byte"]),
+        ("a.tsv", "id\ttext\n1\tzanzibar\n2\n", ["line 3: 1 columns instead of 2"]),
+        ("a.tsv", "text\nzanzibar\n\nb\n", ["line 3: the text is empty"]),
+        ("a.csv", 'text\n"a\nb"\n""\n', ["line 4: the text is empty"]),
+        ("a.csv", "body\nzanzibar\n", ["a.csv has no column 'text'; it has 'body'"]),
+        ("a.txt", "zanzibar\n  \n", ["line 2: the text is empty"]),
+        ("a.txt", b"zanzibar\n\xff\n", ["a.txt is not UTF-8"]),
+        ("a.txt", "", ["a.txt has no texts"]),
+        ("a.xml", "", ["a.xml: unknown format"]),
+        ("a.parquet", "zanzibar", ["a.parquet is not a Parquet file"]),
+    ],
+)
+def test_bad_rows_and_files_are_refused_in_one_line(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, name: str, content: str | bytes, words: list[str]
+) -> None:
+    source = tmp_path / name
+    source.write_bytes(content.encode() if isinstance(content, str) else content)
+    one_line(run(*embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy")), *words)
+    assert not (tmp_path / "out.npy").exists()
+
+
+def test_row_of_a_parquet_file_without_a_text_is_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    source, output = tmp_path / "a.parquet", tmp_path / "out.npy"
+    parquet.write_table(pyarrow.table({"text": ["zanzibar", None], "id": [1, 2]}), source)
+    one_line(run(*embed_arguments(tiny_checkpoint, source, output)), "a.parquet, row 2: no text in 'text'")
+    one_line(
+        run(*embed_arguments(tiny_checkpoint, source, output, "--column", "body")),
+        "has no column 'body'; it has 'text', 'id'",
+    )
+
+
+def test_text_that_comes_to_nan_is_named_by_its_line(tmp_path: Path, texts: list[str]) -> None:
+    folder = damage_weights(write_sentence_transformer(tmp_path / "texts-model"), [-1])  # "##ing"
+    source, output = tmp_path / "texts.txt", tmp_path / "out.npy"
+    source.write_text("\n".join([*texts[:20], "carding zanzibar", *texts[20:]]), encoding="utf-8")
+    arguments = embed_arguments(read_checkpoint(folder), source, output)
+    one_line(run(*arguments), f"{source}, line 21: the model computes NaN or infinity", "16 rows are saved")
+
+
+def test_unfinished_output_is_continued_only_with_the_same_model_options_and_input(
+    tiny_checkpoint: Checkpoint,
+    tmp_path: Path,
+    source: Path,
+    texts: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = tmp_path / "out.npy"
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    stop_after(2, monkeypatch, KeyboardInterrupt())
+    assert run(*arguments).exit_code == 130
+    other = read_checkpoint(write_sentence_transformer(tmp_path / "texts-other", seed=1))
+    for given, words in (
+        (embed_arguments(other, source, output), "was begun with model fingerprint"),
+        ((*arguments, "--batch-tokens", 99), "was begun with --batch-tokens 1024, not 99"),
+        ((*arguments, "--dimensions", 8), "was begun with --dimensions None, not 8"),
+    ):
+        one_line(run(*given), words, "remove this file to begin again")
+    good = source.read_bytes()
+    for changed in (["card", *texts[1:]], texts[:9]):
+        source.write_text("\n".join(changed), encoding="utf-8")
+        one_line(run(*arguments), "does not begin with the 16 rows that are saved in")
+    source.write_bytes(good)
+    # More rows behind the ones that are done are welcome.
+    source.write_bytes(good + b"one more card\n")
+    succeeded(run(*arguments))
+    assert len(np.load(output)) == 51
+
+
+def test_damaged_and_foreign_files_are_refused(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.npy"
+    arguments = embed_arguments(tiny_checkpoint, source, output)
+    stop_after(2, monkeypatch, KeyboardInterrupt())
+    assert run(*arguments).exit_code == 130
+    numbers, state = spool.partial(output), spool.progress(output)
+    with spool.open_spool(tmp_path / "other.npy", 1, {}):
+        os.link(tmp_path / "other.npy.partial", tmp_path / "texts-link")
+        kept = numbers.read_bytes()
+        numbers.unlink()
+        os.link(tmp_path / "texts-link", numbers)
+        one_line(run(*arguments), "another process writes to")
+        numbers.unlink()
+        numbers.write_bytes(kept)
+    numbers.write_bytes(kept[:-1])
+    one_line(run(*arguments), "is damaged: it has fewer than the 16 rows that were saved")
+    state.write_text("{", encoding="utf-8")
+    one_line(run(*arguments), f"{state} is damaged; remove {numbers} to begin again")
+    numbers.unlink()
+    succeeded(run(*arguments))
+    one_line(run(*arguments), f"{output} exists; remove the file or choose another name")
+
+
+@pytest.mark.parametrize(
+    ("command", "output", "words"),
+    [
+        ("embed", "out.csv", ["out.csv: the file name must end in .npy or .parquet"]),
+        ("classify", "out.npy", ["must end in .jsonl or .tsv or .parquet"]),
+        ("embed", "absent/out.npy", ["absent", "No such file"]),
+    ],
+)
+def test_output_that_cannot_be_written_is_refused(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, command: str, output: str, words: list[str]
+) -> None:
+    given = ("--input", source, "--output", tmp_path / output)
+    one_line(run(command, *model_arguments(tiny_checkpoint), *given), *words)
+
+
+def test_model_without_the_task_is_refused(
+    tiny_checkpoint: Checkpoint, tiny_classifier_checkpoint: Checkpoint, tmp_path: Path, source: Path
+) -> None:
+    arguments = embed_arguments(tiny_classifier_checkpoint, source, tmp_path / "out.npy")
+    one_line(run(*arguments), "the model is a classifier and gives no embeddings")
+    given = ("--input", source, "--output", tmp_path / "out.jsonl")
+    one_line(run("classify", *model_arguments(tiny_checkpoint), *given), "give --labels or --classifier")
+
+
+def test_labels_that_no_table_can_hold_are_refused(tmp_path: Path, source: Path) -> None:
+    checkpoint = read_checkpoint(write_model(tmp_path / "texts-model", labels=["a\tb", "c"]))
+    given = ("--input", source, "--output", tmp_path / "out.tsv")
+    one_line(run("classify", *model_arguments(checkpoint), *given), "a label holds a tab", ".jsonl")
+
+
+def test_missing_pyarrow_is_named(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for given in (
+        embed_arguments(tiny_checkpoint, source, tmp_path / "out.parquet"),
+        embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy", "--format", "parquet"),
+    ):
+        one_line(run(*given), "Parquet files need pyarrow: pip install 'attncache[parquet]'")
+
+
+# Memory and work.
+
+
+class Endless:
+    """Rows without an end, which counts how many were read."""
+
+    share = 0.0
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        for number in count(1):
+            self.read = number
+            yield number, f"card {'bank ' * (number % 5)}"
+
+    def place(self, number: int) -> str:
+        return str(number)
+
+
+def test_at_most_one_chunk_is_read_ahead(tiny_engine: PrefillEngine) -> None:
+    rows = Endless()
+    task = embedding(tiny_engine, None, None)
+    with Computing(tiny_engine, task, 64) as computing:
+        computed = computing.computed(ChunkReader(rows).chunks())
+        for done in range(1, 6):
+            chunk, numbers = next(computed)
+            assert len(numbers) == len(chunk.texts) == ROWS_PER_CHUNK
+            assert rows.read == (done + 1) * ROWS_PER_CHUNK
+        computed.close()
+
+
+def test_long_texts_make_chunks_of_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_CHARACTERS", 40)
+    read = ChunkReader(Endless()).chunks()
+    sizes = [len(next(read).texts) for _ in range(4)]
+    assert max(sizes) < ROWS_PER_CHUNK
+    assert min(sizes) > 0
+
+
+@pytest.mark.parametrize("ending", ["txt", "tsv", "csv", "jsonl", "parquet"])
+def test_files_are_read_no_further_than_necessary(tmp_path: Path, ending: str) -> None:
+    source = write_texts(tmp_path / f"texts.{ending}", ["my card is lost " * 4] * 20_000)
+    with open_rows(source, "body") as rows:
+        texts = iter(rows)
+        shares = []
+        for _ in range(20):
+            for _ in range(1000):
+                next(texts)
+            shares.append(rows.share)
+    # A buffer ahead at most.
+    assert all(share <= (index + 1) / 20 + 0.02 for index, share in enumerate(shares))
+    assert shares[-1] > 0.95
+
+
+def test_equal_texts_of_a_chunk_are_computed_once(
+    tiny_engine: PrefillEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    run_engine = tiny_engine.run
+    monkeypatch.setattr(
+        tiny_engine, "run", lambda requests: ran.append(len(requests)) or run_engine(requests)
+    )
+    with Computing(tiny_engine, embedding(tiny_engine, None, None), 1024) as computing:
+        ((_, numbers),) = computing.computed(
+            [chunks.Chunk(["card", "bank", "card", "card"], [1, 2, 3, 4], chunks.NOTHING, 1.0)]
+        )
+    assert ran == [2]
+    assert (numbers[[0, 2]] == numbers[3]).all()
+    assert (numbers[1] != numbers[0]).any()
+
+
+def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(
+    tiny_engine: PrefillEngine, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[list[int]] = []
+    run_engine = tiny_engine.run
+    monkeypatch.setattr(
+        tiny_engine,
+        "run",
+        lambda requests: batches.append([len(request.ids) for request in requests]) or run_engine(requests),
+    )
+    given = [*texts, "card " * 100]
+    with Computing(tiny_engine, embedding(tiny_engine, None, None), 64) as computing:
+        list(computing.computed([chunks.Chunk(given, list(range(len(given))), chunks.NOTHING, 1.0)]))
+    batches.sort(key=max, reverse=True)
+    assert batches[0] == [102]
+    assert all(sum(lengths) <= 64 for lengths in batches[1:])
+    lengths = [length for batch in batches for length in sorted(batch, reverse=True)]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_shared_prefix_counts_once_in_a_batch(tmp_path: Path) -> None:
+    engine = PrefillEngine.load(read_checkpoint(write_llama(tmp_path / "llama")), dtype="float32")
+    assert engine.shares_prefixes(reuse=False)
+    front = "my card is lost and my bank is closed " * 4
+    texts = [f"{front}{word}" for word in ("today", "tomorrow", "online", "abroad")]
+    tokens = [len(ids) for ids in engine.tokenize(texts)]
+    with Computing(engine, embedding(engine, None, None), max(tokens) + 40) as computing:
+        (batch,) = computing._batches([[ids] for ids in engine.tokenize(texts)])
+    assert sorted(batch) == [0, 1, 2, 3]

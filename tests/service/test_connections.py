@@ -1,0 +1,357 @@
+"""Clients that take long, send much or read nothing, over raw sockets to the real server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+
+import pytest
+from fake_engine import FakeEngine
+from raw_http import (
+    HEALTH,
+    PATIENCE_SECONDS,
+    Served,
+    post,
+    post_chunked,
+    read_response,
+    read_to_end,
+    served,
+    wait_until,
+)
+
+# Computed each time, also if the text was computed before.
+EMBED = post(b'{"inputs": "a"}', b"X-AttnCache-Reuse: off")
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """A server with usual limits."""
+    with served() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Served]:
+    """A server that waits for clients only shortly."""
+    with served(
+        header_seconds=0.3,
+        body_seconds=0.3,
+        write_seconds=0.3,
+        keep_alive_seconds=0.3,
+        max_request_inputs=4096,
+        max_queue_sequences=65536,
+    ) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def counted(server: Served, reason: str, cuts: int = 1) -> Iterator[None]:
+    """Check that the metric of cut connections grows by `cuts`."""
+    name = f'connections_cut_total{{reason="{reason}"}}'
+    before = server.metric(name)
+    yield
+    wait_until(lambda: server.metric(name) == before + cuts)
+
+
+# Time.
+
+
+@pytest.mark.parametrize("sent", [b"GET /hea", b"POST /embed HTTP/1.1\r\nHost: test\r\nX-Endless: "])
+def test_headers_that_do_not_end_are_answered_408(hasty: Served, sent: bytes) -> None:
+    with counted(hasty, "request_timeout"), hasty.connect() as client:
+        client.sendall(sent)
+        response = read_response(client)
+        assert (response.status, response.code) == (408, "request_timeout")
+        assert response.headers["connection"] == "close"
+        assert read_to_end(client) == b""
+
+
+def test_headers_that_trickle_in_are_answered_408(hasty: Served) -> None:
+    with hasty.connect() as client:
+        client.settimeout(0.05)
+        client.sendall(b"GET /health HTTP/1.1\r\n")
+        received = b""
+        while not received:
+            client.sendall(b"X-More: 1\r\n")
+            with contextlib.suppress(TimeoutError):
+                received = client.recv(65536)
+        assert received.startswith(b"HTTP/1.1 408 ")
+
+
+def test_connection_without_a_request_is_closed_without_a_word(hasty: Served) -> None:
+    with hasty.connect() as client:
+        assert read_to_end(client) == b""
+
+
+def test_connection_that_only_sends_empty_lines_is_closed(hasty: Served) -> None:
+    with hasty.connect() as client:
+        client.settimeout(0.05)
+        closed = False
+        while not closed:
+            try:
+                client.sendall(b"\r\n")
+                closed = client.recv(65536) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                closed = True
+
+
+def test_idle_connection_is_closed_after_its_last_response(hasty: Served) -> None:
+    with hasty.connect() as client:
+        for _ in range(2):
+            client.sendall(HEALTH)
+            assert read_response(client).status == 200
+        assert read_to_end(client) == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(post(b"x" * 100)[:-1], id="a body without its last byte"),
+        pytest.param(post_chunked(b'{"inputs":'), id="chunks without an end"),
+        pytest.param(post_chunked(b"{}") + b"0\r\nX-Trailer: ", id="trailers without an end"),
+        pytest.param(post_chunked(b"{}") + b"5;extension=", id="a chunk extension without an end"),
+    ],
+)
+def test_body_that_does_not_end_is_answered_408(hasty: Served, sent: bytes) -> None:
+    with counted(hasty, "request_timeout"), hasty.connect() as client:
+        client.sendall(sent)
+        response = read_response(client)
+        assert (response.status, response.code) == (408, "request_timeout")
+        assert read_to_end(client) == b""
+
+
+def test_request_that_is_computed_is_not_cut(hasty: Served) -> None:
+    engine = hasty.engine
+    with counted(hasty, "request_timeout"), hasty.connect() as client:
+        engine.may_run.clear()
+        client.sendall(EMBED)
+        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
+        # Another connection waits out the same limits meanwhile.
+        with hasty.connect() as other:
+            other.sendall(b"GET /")
+            assert read_response(other).status == 408
+        engine.may_run.set()
+        assert read_response(client).status == 200
+
+
+def test_client_that_reads_nothing_is_cut(hasty: Served) -> None:
+    # Eight responses of 2 MB, which the buffers of both sockets do not hold.
+    request = post(json.dumps({"inputs": ["a"] * 4096}).encode())
+    with hasty.connect(receive_buffer=4096) as client, counted(hasty, "slow_reader"):
+        client.sendall(request * 8)
+
+
+# Size.
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"X: " + b"x" * MIB, id="one header"),
+        pytest.param(b"X: y\r\n" * 60_000, id="many headers"),
+        pytest.param(b"x" * MIB, id="one name"),
+    ],
+)
+def test_endless_headers_are_answered_431(server: Served, sent: bytes) -> None:
+    with counted(server, "headers_too_large"), server.connect() as client:
+        with contextlib.suppress(OSError):
+            client.sendall(b"GET /health HTTP/1.1\r\n" + sent)
+        response = read_response(client)
+        assert (response.status, response.code) == (431, "headers_too_large")
+
+
+def test_endless_url_is_refused(server: Served) -> None:
+    with server.connect() as client:
+        with contextlib.suppress(OSError):
+            client.sendall(b"GET /" + b"x" * MIB)
+        assert read_response(client).status == 431
+
+
+def test_headers_within_the_limit_are_served(server: Served) -> None:
+    request = HEALTH[:-2] + b"X: " + b"x" * 50_000 + b"\r\n\r\n"
+    assert server.ask(request).status == 200
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        pytest.param(b"0\r\n" + b"X-Trailer: yes\r\n" * MIB, id="trailers"),
+        pytest.param(b"0\r\nX-Trailer: " + b"x" * 18 * MIB, id="one trailer"),
+        pytest.param(b"1;" + b"x" * 18 * MIB, id="a chunk extension"),
+        pytest.param(b"1;a=b\r\nx\r\n1" + b";a=b" * MIB, id="many chunk extensions"),
+    ],
+)
+def test_endless_trailers_and_extensions_are_answered_431(server: Served, endless: bytes) -> None:
+    with counted(server, "headers_too_large"), server.connect() as client:
+        with contextlib.suppress(OSError):
+            client.sendall(post_chunked(b"{") + endless)
+        response = read_response(client)
+        assert (response.status, response.code) == (431, "headers_too_large")
+
+
+def test_trailers_do_not_become_headers_of_the_next_request(server: Served) -> None:
+    first = post_chunked(b'{"inputs": "a"}') + b"0\r\nX-AttnCache-Reuse: neither\r\n\r\n"
+    with server.connect() as client:
+        client.sendall(first)
+        assert read_response(client).status == 200
+        client.sendall(EMBED)
+        assert read_response(client).status == 200
+
+
+def test_body_in_chunks_of_one_byte_is_served(server: Served) -> None:
+    body = b'{"inputs": "' + b"a" * 50_000 + b'"}'
+    chunks = [body[index : index + 1] for index in range(len(body))]
+    assert server.ask(post_chunked(*chunks) + b"0\r\n\r\n").status == 200
+
+
+def test_body_that_is_not_read_is_held_back_in_the_client(server: Served) -> None:
+    """The app does not read the body of GET /health, and the client could send it for ever."""
+    request = post(b"", path=b"/health").replace(b"Content-Length: 0", b"Content-Length: %d" % (64 * MIB))
+    with server.connect() as client:
+        client.sendall(request)
+        assert read_response(client).status == 405
+        assert read_to_end(client) == b""
+
+
+def test_unread_body_holds_a_bounded_number_of_bytes(server: Served) -> None:
+    """While a request waits behind another one, nobody reads its body."""
+    engine = server.engine
+    engine.may_run.clear()
+    with server.connect() as client:
+        client.settimeout(0.5)
+        client.sendall(EMBED)
+        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            client.sendall(post(b"")[:-19] + b"Content-Length: %d\r\n\r\n" % (64 * MIB))
+            while True:
+                sent += client.send(b"x" * 65536)
+        (connection,) = [c for c in server.connections() if c.client == client.getsockname()]
+        assert len(connection.cycle.body) <= MIB / 2
+        assert connection.flow.read_paused
+        assert sent < 64 * MIB
+        engine.may_run.set()
+
+
+# Requests one after the other.
+
+
+def test_pipelined_requests_are_answered_in_order(server: Served) -> None:
+    with server.connect() as client:
+        client.sendall(HEALTH * 3 + HEALTH.replace(b"Host", b"Connection: close\r\nHost"))
+        received = read_to_end(client)
+    assert received.count(b"HTTP/1.1 200 ") == 4
+
+
+def test_pipeline_is_bounded_and_what_was_accepted_is_answered(server: Served) -> None:
+    engine = server.engine
+    engine.may_run.clear()
+    with server.connect() as client:
+        client.sendall(EMBED + HEALTH * 10_000)
+        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
+        (connection,) = [c for c in server.connections() if c.client == client.getsockname()]
+        assert len(connection.pipeline) <= 16
+        engine.may_run.set()
+        received = read_to_end(client)
+    assert 1 < received.count(b"HTTP/1.1 200 ") <= 17
+    assert received.count(b"HTTP/1.1 ") == received.count(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x16\x03\x01\x02\x00\x01\x00\x01", b"GET nonsense\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"]
+)
+def test_what_is_not_http_is_answered_400(server: Served, garbage: bytes) -> None:
+    with counted(server, "malformed_request"), server.connect() as client:
+        client.sendall(garbage)
+        response = read_response(client)
+        assert (response.status, response.code) == (400, "malformed_request")
+        assert read_to_end(client) == b""
+
+
+def test_garbage_behind_a_request_does_not_take_its_response(server: Served) -> None:
+    with server.connect() as client:
+        client.sendall(EMBED + b"nonsense\r\n\r\n")
+        assert read_response(client).status == 200
+        assert read_to_end(client) == b""
+
+
+def test_broken_body_behind_a_request_does_not_take_its_response(server: Served) -> None:
+    engine = server.engine
+    engine.may_run.clear()
+    with server.connect() as client:
+        client.sendall(EMBED + post_chunked() + b"nonsense\r\n")
+        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
+        engine.may_run.set()
+        assert read_response(client).status == 200
+        assert read_to_end(client) == b""
+
+
+def test_client_that_leaves_with_pipelined_requests_is_not_computed(server: Served) -> None:
+    engine = server.engine
+    gone = 'requests_total{route="/embed",status="499"}'
+    before = server.metric(gone)
+    engine.may_run.clear()
+    with server.connect() as client:
+        client.sendall(EMBED)
+        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
+        with server.connect() as leaving:
+            leaving.sendall(post(b'{"inputs": "left"}') + EMBED)
+            wait_until(lambda: any(len(connection.pipeline) == 1 for connection in server.connections()))
+        wait_until(lambda: server.metric(gone) == before + 1)
+        engine.may_run.set()
+        assert read_response(client).status == 200
+    assert ["left"] not in engine.batches
+
+
+def test_body_that_is_refused_early_after_expect_closes_the_connection(server: Served) -> None:
+    head = post(b"", b"Expect: 100-continue").replace(b"Length: 0", b"Length: %d" % (64 * MIB))
+    with server.connect() as client:
+        client.sendall(head)
+        response = read_response(client)
+        assert (response.status, response.headers["connection"]) == (413, "close")
+        assert read_to_end(client) == b""
+
+
+def test_upgrade_is_ignored(server: Served) -> None:
+    request = HEALTH.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: websocket\r\nHost")
+    assert server.ask(request).status == 200
+
+
+# How many.
+
+
+@pytest.fixture
+def small() -> Iterator[Served]:
+    with served(FakeEngine(), max_connections=3) as running:
+        yield running
+
+
+def test_connections_beyond_the_limit_get_503_and_health_is_answered(small: Served) -> None:
+    with contextlib.ExitStack() as connections:
+        for _ in range(3):
+            client = connections.enter_context(small.connect())
+            client.sendall(HEALTH)
+            assert read_response(client).status == 200
+        refused = small.ask(EMBED)
+        assert (refused.status, refused.code) == (503, "too_many_connections")
+        assert refused.headers["connection"] == "close"
+        assert int(refused.headers["retry-after"]) >= 1
+        for path in (b"/health", b"/ready"):
+            assert small.ask(HEALTH.replace(b"/health", path)).status == 200
+    wait_until(lambda: small.ask(EMBED).status == 200)
+
+
+def test_health_is_answered_while_many_connections_say_nothing(small: Served) -> None:
+    with contextlib.ExitStack() as connections:
+        silent = [connections.enter_context(small.connect()) for _ in range(40)]
+        wait_until(lambda: len(small.connections()) >= 19)
+        for _ in range(5):
+            assert small.ask(HEALTH).status == 200
+        # The oldest ones beyond the limit made room; those within the limit are still there.
+        assert read_response(silent[3]).status == 503
+        silent[0].sendall(EMBED)
+        assert read_response(silent[0]).status == 200

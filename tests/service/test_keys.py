@@ -1,0 +1,481 @@
+"""API keys: the file, who gets in, what is kept apart, and quotas."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from core_decoders import write_llama
+from fake_engine import FakeEngine, serving
+from raw_http import served, wait_until
+from test_service_metrics import samples
+
+from attncache_core import KeyValueOptions, PrefillEngine
+from attncache_core.checkpoints.description import read_checkpoint
+from service.errors import Forbidden, InvalidSettings, QuotaExceeded, Unauthorized
+from service.settings import gather_settings, read_settings
+from service.upkeep.warming import read_warm_file, warm
+from service.web.keys import KeyRing, check_admin, is_open
+from service.web.quotas import Quotas, QuotaUse
+
+pytestmark = pytest.mark.anyio
+
+ONE = "first-key-0123456789"
+TWO = "second-key-0123456789"
+OPS = "operator-key-0123456789"
+FILE = f"""# who    key
+one   {ONE}   # the shop
+two   {TWO}
+
+ops   {OPS}   admin requests_per_minute=6 tokens_per_minute=600 in_flight=2
+"""
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def headers(**named: str) -> dict[bytes, bytes]:
+    return {name.replace("_", "-").encode(): value.encode() for name, value in named.items()}
+
+
+def ring(text: str) -> KeyRing:
+    return KeyRing(None, text)
+
+
+def keys_file(folder: Path, text: str = FILE) -> Path:
+    path = folder / "keys"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return keys_file(tmp_path)
+
+
+# The file.
+
+
+def test_file_names_the_holders_and_what_they_may_do(file: Path) -> None:
+    keys = KeyRing(file, None)
+    assert keys.names == ["one", "ops", "two"]
+    operator = keys.holder(headers(x_api_key=OPS))
+    assert (operator.name, operator.is_admin, operator.quotas) == ("ops", True, Quotas(6, 600, 2))
+    client = keys.holder(headers(authorization=f"bearer  {ONE} "))
+    assert (client.name, client.is_admin, client.quotas) == ("one", False, Quotas())
+    assert client.namespace != keys.holder(headers(x_api_key=TWO)).namespace
+
+
+@pytest.mark.parametrize("given", [{}, headers(authorization=f"Basic {ONE}"), headers(x_request_id=ONE)])
+def test_request_without_a_key_is_told_how_to_send_one(file: Path, given: dict[bytes, bytes]) -> None:
+    with pytest.raises(Unauthorized, match="Authorization: Bearer KEY") as raised:
+        KeyRing(file, None).holder(given)
+    assert raised.value.challenge == 'Bearer realm="attncache"'
+
+
+@pytest.mark.parametrize("key", ["", ONE[:-1], ONE + "0", ONE.upper(), "ö" * 20, "x" * 100_000, "one"])
+def test_unknown_key_is_refused_and_not_repeated(file: Path, key: str) -> None:
+    with pytest.raises(Unauthorized) as raised:
+        KeyRing(file, None).holder(headers(x_api_key=key))
+    assert str(raised.value) == "the API key is not known to this server"
+    assert "invalid_token" in raised.value.challenge
+
+
+def test_keys_are_found_by_salted_digests_and_not_kept(file: Path) -> None:
+    keys, other = KeyRing(file, f"own {TWO}-of-variable"), KeyRing(file, None)
+    assert all(len(digest) == 32 for digest in keys._holders)
+    assert not set(keys._holders) & set(other._holders)
+    reachable, seen = [keys], set()
+    while reachable:
+        thing = reachable.pop()
+        if id(thing) in seen or isinstance(thing, type):
+            continue
+        seen.add(id(thing))
+        assert not isinstance(thing, str | bytes) or ONE not in str(thing)
+        assert not isinstance(thing, str | bytes) or TWO not in str(thing)
+        if hasattr(thing, "__dict__") or isinstance(thing, dict | list | tuple):
+            reachable += [own for own in gc.get_referents(thing) if not hasattr(own, "__globals__")]
+    assert len(seen) > 10
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("one\n", "line 1: must be a name, a key"),
+        (f"\n# two\n{ONE}\n", "line 3: must be a name, a key"),
+        ("one Short-Secret\n", "line 1: the key must have 16 to 256"),
+        (f"one {ONE}!\n", "line 1: the key must have"),
+        (f"one {'x' * 257}\n", "line 1: the key must have"),
+        (f"-one {ONE}\n", "line 1: the name must"),
+        (f"{'n' * 65} {ONE}\n", "line 1: the name must"),
+        (f"one {ONE}\ntwo {ONE}\n", "line 2: the key is the same as that of an earlier line"),
+        (f"one {ONE}\none {TWO} admin\n", "line 2: all lines of one name must have the same words"),
+        (f"one {ONE} Secret-Word\n", "line 1: after the key, accepted are admin, requests_per_minute=NUMBER"),
+        (f"one {ONE} in_flight=0\n", "line 1: after the key, accepted are"),
+        (f"one {ONE} in_flight=2 in_flight=3\n", "each at most once"),
+        ("# nobody\n", "has no key"),
+    ],
+)
+def test_malformed_file_is_refused_with_the_line_and_without_its_content(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    with pytest.raises(InvalidSettings) as raised:
+        KeyRing(keys_file(tmp_path, text), None)
+    assert says in str(raised.value)
+    assert str(tmp_path / "keys") in str(raised.value)
+    assert not any(secret in str(raised.value) for secret in (ONE, TWO, "Secret", "x" * 100))
+
+
+def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match="cannot be read: no such file"):
+        KeyRing(tmp_path / "none", None)
+    (tmp_path / "latin").write_bytes(b"one \xe4\xe4\xe4")
+    with pytest.raises(InvalidSettings, match="is not UTF-8"):
+        KeyRing(tmp_path / "latin", None)
+
+
+def test_variable_holds_one_key_of_the_operator_or_lines_of_the_file() -> None:
+    alone = ring(ONE).holder(headers(x_api_key=ONE))
+    assert (alone.name, alone.is_admin) == ("default", True)
+    several = ring(f"one {ONE}; two {TWO} admin")
+    assert several.names == ["one", "two"]
+    assert not several.holder(headers(x_api_key=ONE)).is_admin
+    for malformed, says in ((" ; ", "has no key"), (f"one {ONE};two", "entry 2: must be a name")):
+        with pytest.raises(InvalidSettings, match=says):
+            ring(malformed)
+
+
+def test_no_error_and_no_description_of_the_settings_shows_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNCACHE_API_KEY", ONE)
+    settings = gather_settings({})
+    assert settings.api_key is not None
+    assert settings.api_key.get_secret_value() == ONE
+    assert ONE not in f"{settings!r} {settings.model_dump_json()}"
+    with pytest.raises(InvalidSettings) as raised:
+        read_settings({"api_key": 1234567890123456})
+    assert "--api-key (ATTNCACHE_API_KEY, or api_key in the file) cannot be this value" in str(raised.value)
+
+
+def test_reload_takes_new_keys_drops_old_ones_and_keeps_what_was_used(file: Path) -> None:
+    keys = KeyRing(file, None)
+    use = keys.holder(headers(x_api_key=OPS)).use
+    keys_file(file.parent, FILE.replace(ONE, "new-key-of-one-0123456789") + "three third-key-0123456789\n")
+    keys.reload()
+    assert keys.names == ["one", "ops", "three", "two"]
+    assert keys.holder(headers(x_api_key="new-key-of-one-0123456789")).name == "one"
+    assert keys.holder(headers(x_api_key=OPS)).use is use
+    with pytest.raises(Unauthorized):
+        keys.holder(headers(x_api_key=ONE))
+    keys_file(file.parent, FILE.replace("in_flight=2", "in_flight=3"))
+    keys.reload()
+    assert keys.holder(headers(x_api_key=OPS)).use is not use
+
+
+def test_two_keys_of_one_name_are_one_holder_while_a_key_is_replaced() -> None:
+    keys = ring(f"one {ONE}; one {TWO}")
+    assert keys.holder(headers(x_api_key=ONE)) is keys.holder(headers(x_api_key=TWO))
+
+
+def test_malformed_file_changes_nothing_on_reload(file: Path) -> None:
+    keys = KeyRing(file, None)
+    keys_file(file.parent, f"one {TWO}\noops\n")
+    with pytest.raises(InvalidSettings, match="line 2"):
+        keys.reload()
+    assert keys.holder(headers(x_api_key=ONE)).name == "one"
+
+
+def test_only_health_the_page_and_metrics_of_the_admin_listener_are_open(file: Path) -> None:
+    for method, path in (("GET", "/health"), ("HEAD", "/ready"), ("GET", "/"), ("GET", "/page/page.js")):
+        assert is_open(method, path, "public")
+    for path in ("/metrics", "/docs", "/openapi.json", "/info", "/embed", "/page", "/health/", "//health"):
+        assert not is_open("GET", path, "public")
+    assert is_open("GET", "/metrics", "admin")
+    assert not is_open("POST", "/", "public")
+    assert not is_open("GET", "/info", "admin")
+    client, operator = (KeyRing(file, None).holder(headers(x_api_key=key)) for key in (ONE, OPS))
+    for path in ("/cache", "/cache/warm", "/metrics", "/explain"):
+        check_admin(path, operator)
+        with pytest.raises(Forbidden):
+            check_admin(path, client)
+    check_admin("/info", client)
+
+
+# Quotas.
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def refused(use: QuotaUse) -> tuple[str, int]:
+    with pytest.raises(QuotaExceeded) as raised:
+        use.begin()
+    return raised.value.quota, raised.value.retry_after_seconds
+
+
+def test_requests_are_refused_beyond_a_minute_s_worth_until_the_bucket_refills() -> None:
+    clock = Clock()
+    use = QuotaUse(Quotas(requests_per_minute=6), clock)
+    for _ in range(6):
+        use.begin()
+    assert refused(use) == ("requests_per_minute", 10)
+    clock.seconds = 4.5
+    quota, seconds = refused(use)
+    assert seconds == 6
+    clock.seconds += seconds
+    use.begin()
+    clock.seconds += 3600  # the bucket holds a minute's worth and no more
+    for _ in range(6):
+        use.begin()
+    assert refused(use)[0] == quota
+
+
+def test_tokens_are_charged_when_known_and_a_debt_is_paid_before_the_next_request() -> None:
+    clock = Clock()
+    use = QuotaUse(Quotas(tokens_per_minute=60), clock)
+    for _ in range(2):
+        use.begin()
+    use.end(100)
+    use.end(20)
+    quota, seconds = refused(use)
+    assert (quota, seconds) == ("tokens_per_minute", 61)
+    clock.seconds += seconds
+    use.begin()
+    use.end(0)
+
+
+def test_requests_in_flight_are_limited_and_a_refusal_uses_up_nothing() -> None:
+    clock = Clock()
+    use = QuotaUse(Quotas(requests_per_minute=3, in_flight=1), clock)
+    use.begin()
+    for _ in range(5):
+        assert refused(use) == ("in_flight", 1)
+    for _ in range(2):
+        use.end(0)
+        use.begin()
+    use.end(0)
+    assert refused(use)[0] == "requests_per_minute"
+
+
+# The server.
+
+
+def ask(client: httpx.AsyncClient, key: str, text: str = "a", **body: Any) -> Any:
+    body = body or {"inputs": text}
+    return client.post("/embed", json=body, headers=bearer(key))
+
+
+@pytest.mark.parametrize("admin", [False, True])
+async def test_every_route_but_health_ready_and_the_page_is_closed(file: Path, admin: bool) -> None:
+    async with serving(api_keys=file, admin=admin) as client:
+        app = client._transport.app  # type: ignore[attr-defined]
+        paths = {(method, path) for path, own in app.openapi()["paths"].items() for method in own}
+        paths |= {("get", path) for path in ("/docs", "/openapi.json", "/nowhere", "/embed/")}
+        paths |= {("options", "/embed"), ("post", "/"), ("delete", "/cache")}
+        is_open = {}
+        for method, path in paths:
+            response = await client.request(method, path)
+            is_open[method, path] = response.status_code != 401
+            if response.status_code == 401:
+                assert response.headers["WWW-Authenticate"] == 'Bearer realm="attncache"'
+                assert response.headers["X-Request-Id"]
+        assert {path for path, opened in is_open.items() if opened} == {("get", "/health"), ("get", "/ready")}
+        assert (await client.get("/")).status_code != 401
+
+
+async def test_key_opens_routes_and_the_operators_routes_need_an_admin_key(file: Path) -> None:
+    async with serving(api_keys=file, admin=True) as client:
+        for given in (bearer(ONE), {"X-API-Key": ONE}, {**bearer("other"), "X-API-Key": ONE}):
+            assert (await client.post("/embed", json={"inputs": "a"}, headers=given)).status_code == 200
+        wrong = await client.post("/embed", json={"inputs": "a"}, headers=bearer(ONE + "0"))
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "unauthorized")
+        assert "invalid_token" in wrong.headers["WWW-Authenticate"]
+        for path in ("/info", "/openapi.json", "/docs"):
+            assert (await client.get(path, headers=bearer(ONE))).status_code == 200
+        for path in ("/metrics", "/cache/stats"):
+            forbidden = await client.get(path, headers=bearer(ONE))
+            assert (forbidden.status_code, forbidden.json()["error"]["code"]) == (403, "forbidden")
+        assert (await client.get("/metrics", headers=bearer(OPS))).status_code == 200
+        assert (await client.get("/cache/stats", headers=bearer(OPS))).json()["error"][
+            "code"
+        ] == "no_key_values"
+        for path in ("/v1/embeddings", "/v1/unknown"):
+            assert (await client.post(path)).json()["error"]["type"] == "authentication_error"
+
+
+async def test_keys_are_in_no_log_no_metric_and_no_description(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("ERROR", logger="httpx")
+    caplog.set_level("DEBUG")
+    async with serving(api_keys=file, access_log=True) as client:
+        unknown = "never-known-0123456789"
+        shown = [(await ask(client, key)).text for key in (ONE, OPS, unknown)]
+        for path in ("/info", "/metrics", "/openapi.json"):
+            shown.append((await client.get(path, headers=bearer(OPS))).text)
+    assert 'attncache_key_requests_total{key="one"} 1.0' in shown[4]
+    assert 'attncache_key_tokens_total{key="one"} 1.0' in shown[4]
+    assert "service.access" in caplog.text
+    for secret in (ONE, TWO, OPS, unknown):
+        assert secret not in "".join([*shown, caplog.text])
+
+
+async def test_quotas_hold_for_each_key_and_their_refusals_are_counted(tmp_path: Path) -> None:
+    text = f"few {ONE} requests_per_minute=2\nshort {TWO} tokens_per_minute=10\nops {OPS} admin\n"
+    async with serving(api_keys=keys_file(tmp_path, text)) as client:
+        for key, sent in ((ONE, ["a", "b"]), (TWO, ["c" * 30])):
+            assert [(await ask(client, key, own)).status_code for own in sent] == [200] * len(sent)
+            response = await ask(client, key)
+            assert (response.status_code, response.json()["error"]["code"]) == (429, "quota_exceeded")
+            assert 1 <= int(response.headers["Retry-After"]) <= 126
+            # Other routes compute nothing, and stay open.
+            assert (await client.get("/info", headers=bearer(key))).status_code == 200
+        assert (await ask(client, OPS)).status_code == 200
+        found = samples((await client.get("/metrics", headers=bearer(OPS))).text)
+    for name, quota in (("few", "requests_per_minute"), ("short", "tokens_per_minute")):
+        assert found["attncache_quota_refusals_total", name, quota] == 1
+    assert found["attncache_key_tokens_total", "short"] == 30
+
+
+async def test_requests_in_flight_of_a_key_end_also_when_they_fail_or_their_client_leaves(
+    tmp_path: Path,
+) -> None:
+    engine = FakeEngine()
+    async with serving(engine, api_keys=keys_file(tmp_path, f"one {ONE} in_flight=1\n")) as client:
+        for body in ({"inputs": []}, {"inputs": "a", "unknown": 1}):
+            for _ in range(2):
+                assert (await ask(client, ONE, **body)).status_code == 400
+        engine.may_run.clear()
+        first = asyncio.create_task(ask(client, ONE, "held"))
+        await asyncio.to_thread(engine.runs.acquire)
+        assert (await ask(client, ONE)).json()["error"]["code"] == "quota_exceeded"
+        first.cancel()
+        engine.may_run.set()
+        await asyncio.gather(first, return_exceptions=True)
+        assert (await ask(client, ONE)).status_code == 200
+
+
+async def test_flow_of_a_key_holds_the_flows_of_its_connections(file: Path) -> None:
+    """Many texts of one key delay a text of another key by at most a batch; see test_batcher."""
+    engine = FakeEngine()
+    async with serving(engine, api_keys=file, max_batch_tokens=16) as client:
+        engine.may_run.clear()
+        held = asyncio.create_task(ask(client, TWO, "held"))
+        await asyncio.to_thread(engine.runs.acquire)
+        # The test's client has one address, so without keys all of these would be one flow.
+        many = asyncio.create_task(ask(client, ONE, inputs=[f"many {number}" for number in range(40)]))
+        batcher = client._transport.app.state.service.serving().batcher  # type: ignore[attr-defined]
+        while batcher.waiting_requests < 1:
+            await asyncio.sleep(0.001)
+        single = asyncio.create_task(ask(client, TWO, "single"))
+        while batcher.waiting_requests < 2:
+            await asyncio.sleep(0.001)
+        engine.may_run.set()
+        assert [(await own).status_code for own in (held, many, single)] == [200] * 3
+    assert any("single" in batch for batch in engine.batches[:4])
+
+
+def test_hangup_reads_the_file_again_and_keeps_the_keys_if_it_is_malformed(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def status(server: Any, key: str) -> int:
+        request = b"GET /info HTTP/1.1\r\nHost: test\r\nX-API-Key: %s\r\n\r\n" % key.encode()
+        return server.ask(request).status
+
+    caplog.set_level("INFO")
+    with served(api_keys=file) as server:
+        assert [status(server, key) for key in (ONE, TWO)] == [200, 200]
+        keys_file(file.parent, FILE.replace(ONE, "rotated-key-0123456789"))
+        server.server.handle_hangup(signal.SIGHUP, None)
+        wait_until(lambda: status(server, "rotated-key-0123456789") == 200)
+        assert [status(server, key) for key in (ONE, TWO)] == [401, 200]
+        keys_file(file.parent, "malformed\n")
+        server.server.handle_hangup(signal.SIGHUP, None)
+        wait_until(lambda: "line 1: must be a name" in caplog.text)
+        assert status(server, TWO) == 200
+    assert [line.levelno for line in caplog.records if "line 1" in line.message] == [logging.ERROR]
+
+
+# What is kept is kept apart.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def deciding(folder: Path, **settings: Any) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=KeyValueOptions(2**24))
+    return serving(engine, **settings)
+
+
+TEXT = "the bank was closed today. " * 4 + "where is my card"
+CACHED = "X-AttnCache-Cached-Tokens"
+
+
+async def test_two_keys_share_no_stored_keys_and_values(folder: Path, file: Path) -> None:
+    async with deciding(folder, api_keys=file, result_memory_bytes=0) as client:
+        found = [(await ask(client, key, TEXT)).headers[CACHED] for key in (ONE, ONE, TWO, TWO)]
+        tokens = found[0].removeprefix("0/")
+        assert found == [f"0/{tokens}", f"{tokens}/{tokens}"] * 2
+        salted = await ask(client, ONE, inputs=TEXT, cache_salt="two")
+        assert salted.headers[CACHED] == f"0/{tokens}"
+
+
+async def test_two_keys_share_no_results(file: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, api_keys=file, result_memory_bytes=2**20) as client:
+        for key in (ONE, ONE, TWO, TWO):
+            assert (await ask(client, key, "equal")).status_code == 200
+        labels = {"inputs": "text", "labels": ["red", "blue"]}
+        for key in (ONE, TWO):
+            await client.post("/classify", json=labels, headers=bearer(key))
+    assert engine.batches.count(["equal"]) == 2
+    assert engine.batches.count(["red", "blue"]) == 2
+
+
+async def test_two_keys_share_no_session(file: Path) -> None:
+    async with serving(api_keys=file) as client:
+        begun = {"session_id": "42", "transcript": "first"}
+        assert (await ask(client, ONE, **begun)).status_code == 200
+        turn = {"session_id": "42", "append": " second"}
+        assert (await ask(client, TWO, **turn)).json()["error"]["code"] == "unknown_session"
+        assert (await ask(client, ONE, **turn)).status_code == 200
+
+
+async def test_operator_warms_for_a_key(folder: Path, file: Path) -> None:
+    async with deciding(folder, api_keys=file, admin=True) as client:
+        body = {"texts": TEXT, "key": "two"}
+        warmed = await client.post("/cache/warm", json=body, headers=bearer(OPS))
+        assert warmed.json()["stored_tokens"] == warmed.json()["tokens"]
+        cached = [int((await ask(client, key, TEXT)).headers[CACHED].split("/")[0]) for key in (ONE, TWO)]
+        assert cached == [0, warmed.json()["tokens"]]
+        unknown = await client.post("/cache/warm", json={"texts": "a", "key": "none"}, headers=bearer(OPS))
+        assert (unknown.status_code, unknown.json()["error"]["field"]) == (400, "key")
+
+
+async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(
+    folder: Path, file: Path, tmp_path: Path
+) -> None:
+    named, unnamed = tmp_path / "named.jsonl", tmp_path / "unnamed.txt"
+    named.write_text('{"text": "the bank was closed today", "key": "two"}\n', encoding="utf-8")
+    unnamed.write_text("the bank was closed today\n", encoding="utf-8")
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=KeyValueOptions(2**24))
+    for path, keys in ((named, None), (unnamed, file)):
+        with pytest.raises(InvalidSettings, match='line 1: "key"'):
+            warm(engine, read_warm_file(path), read_settings({"warm": path, "api_keys": keys}))
+    warm(engine, read_warm_file(named), read_settings({"warm": named, "api_keys": file}))
+    async with serving(engine, api_keys=file) as client:
+        given = [(await ask(client, key, "the bank was closed today")).headers[CACHED] for key in (ONE, TWO)]
+    assert [int(own.split("/")[0]) > 0 for own in given] == [False, True]

@@ -1,0 +1,260 @@
+"""TCP, TLS and Unix sockets, and what the admin port serves."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import serving
+from raw_http import HEALTH, post, served, wait_until
+
+from attncache_core import AttnCacheError
+from service.errors import AddressUnavailable, InvalidSettings
+from service.settings import Settings, read_settings
+from service.web.listeners import OPERATORS_PATHS, bind_unix, is_for_operators, load_certificate, tls_context
+from service.web.server import reload_all
+
+EMBED = post(b'{"inputs": "a"}')
+
+
+# Unix sockets.
+
+
+def test_unix_socket_is_served_and_removed(tmp_path: Path) -> None:
+    path = tmp_path / "attncache.sock"
+    with served(unix_socket=path) as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        assert server.ask(EMBED).status == 200
+    assert not path.exists()
+
+
+def test_socket_of_a_server_that_has_ended_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "attncache.sock"
+    bind_unix(path).close()
+    assert path.is_socket()
+    with bind_unix(path), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+
+
+def test_socket_of_a_living_server_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "attncache.sock"
+    with bind_unix(path), pytest.raises(AddressUnavailable, match="another server listens"):
+        bind_unix(path)
+    assert path.is_socket()
+
+
+def test_file_that_is_no_socket_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(AddressUnavailable, match="not a socket"):
+        bind_unix(path)
+    assert path.read_text() == "mine"
+
+
+def test_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AddressUnavailable, match=r"absent/a\.sock: no such file"):
+        bind_unix(tmp_path / "absent" / "a.sock")
+
+
+# The admin port.
+
+
+@pytest.fixture(scope="module")
+def with_admin_port():
+    with served(admin_port=0, admin=True) as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", [*OPERATORS_PATHS, "/cache/stats", "/docs/oauth2-redirect"])
+def test_routes_for_operators_are_served_on_the_admin_port_only(with_admin_port: Any, path: str) -> None:
+    request = HEALTH.replace(b"/health", path.encode())
+    public, admin = (with_admin_port.ask(request, listener) for listener in (0, 1))
+    assert (public.status, public.code) == (404, "not_found")
+    assert b"--admin-port" in public.body
+    assert b"--admin-port" not in admin.body
+
+
+def test_both_listeners_serve_health_and_inference(with_admin_port: Any) -> None:
+    for listener in (0, 1):
+        for request in (HEALTH, HEALTH.replace(b"/health", b"/ready"), EMBED):
+            assert with_admin_port.ask(request, listener).status == 200
+
+
+def test_metrics_count_the_connections_of_each_listener(with_admin_port: Any) -> None:
+    with with_admin_port.connect() as client:
+        client.sendall(HEALTH)
+        client.recv(1)
+        assert with_admin_port.metric('connections{listener="public"}') >= 1
+        assert with_admin_port.metric('connections{listener="admin"}') == 1
+
+
+def test_paths_that_begin_alike_are_not_for_operators() -> None:
+    assert not any(map(is_for_operators, ("/information", "/cached", "/embed", "/docs2")))
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: Any) -> Path:
+    """A folder with first.pem, first.key, second.pem, second.key and an encrypted.key of first.pem."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed, which makes the certificates")
+    folder: Path = tmp_path_factory.mktemp("certificates")
+    for name in ("first", "second"):
+        files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem"]
+        names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "3650"]
+        curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        subprocess.run([openssl, "req", "-x509", *curve, *files, *names], check=True, capture_output=True)
+    encrypt = ["ec", "-in", folder / "first.key", "-out", folder / "encrypted.key", "-aes128"]
+    subprocess.run([openssl, *encrypt, "-passout", "pass:Sesam"], check=True, capture_output=True)
+    return folder
+
+
+def common_name(server: Any, trusted: Path) -> str:
+    """Return the name in the certificate that a new connection gets."""
+    context = ssl.create_default_context(cafile=trusted)
+    with server.connect() as client, context.wrap_socket(client, server_hostname="127.0.0.1") as encrypted:
+        encrypted.sendall(HEALTH)
+        assert encrypted.recv(12) == b"HTTP/1.1 200"
+        return dict(pairs[0] for pairs in encrypted.getpeercert()["subject"])["commonName"]
+
+
+def test_https_is_served_and_the_certificate_read_again(
+    certificates: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    shutil.copy(certificates / "first.pem", cert)
+    shutil.copy(certificates / "first.key", key)
+    with served(tls_cert=cert, tls_key=key) as server:
+        assert common_name(server, certificates / "first.pem") == "first"
+        shutil.copy(certificates / "second.pem", cert)
+        reload_all(server.server._state.reloads)
+        assert "is not the key of" in caplog.text
+        assert common_name(server, certificates / "first.pem") == "first"
+        shutil.copy(certificates / "second.key", key)
+        server.server.handle_hangup(signal.SIGHUP, None)
+        wait_until(lambda: not server.server._hangup)
+        assert common_name(server, certificates / "second.pem") == "second"
+        with server.connect() as plain:
+            plain.sendall(HEALTH)
+            assert b"200" not in plain.recv(64)
+
+
+def test_responses_over_tls_close_and_drain(certificates: Path) -> None:
+    cert, key = certificates / "first.pem", certificates / "first.key"
+    with served(tls_cert=cert, tls_key=key, header_seconds=0.3) as server:
+        with httpx.Client(verify=ssl.create_default_context(cafile=cert)) as client:
+            url = f"https://127.0.0.1:{server.addresses[0][1]}"
+            wait_until(lambda: client.get(f"{url}/ready").status_code == 200)
+            large = {"inputs": [str(number) for number in range(256)]}
+            assert len(client.post(f"{url}/embed", json=large).json()) == 256
+        # Neither a handshake that does not end nor headers that do not end are waited for.
+        with server.connect() as silent:
+            assert silent.recv(1) == b""
+        context = ssl.create_default_context(cafile=cert)
+        with server.connect() as slow, context.wrap_socket(slow, server_hostname="127.0.0.1") as encrypted:
+            encrypted.sendall(b"GET /")
+            assert encrypted.recv(12) == b"HTTP/1.1 408"
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "says"),
+    [
+        ("absent.pem", "first.key", r"--tls-cert .*absent\.pem cannot be read: no such file"),
+        ("first.pem", "absent.key", r"--tls-key .*absent\.key cannot be read: no such file"),
+        ("first.pem", "second.key", r"second\.key is not the key of .*first\.pem"),
+        ("first.pem", "encrypted.key", "not encrypted"),
+        ("first.key", "first.key", "in PEM"),
+        ("first.pem", "first.pem", "in PEM"),
+    ],
+)
+def test_certificate_that_cannot_be_used_is_refused_with_its_file(
+    certificates: Path, cert: str, key: str, says: str
+) -> None:
+    with pytest.raises(InvalidSettings, match=says):
+        tls_context(certificates / cert, certificates / key)
+
+
+def test_refused_certificate_changes_nothing(certificates: Path) -> None:
+    context = tls_context(certificates / "first.pem", certificates / "first.key")
+    with pytest.raises(AttnCacheError):
+        load_certificate(context, certificates / "second.pem", certificates / "first.key")
+    load_certificate(context, certificates / "first.pem", certificates / "first.key")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"tls_cert": "cert.pem"}, "--tls-cert and --tls-key belong together"),
+        ({"tls_key": "key.pem"}, "--tls-cert and --tls-key belong together"),
+        ({"unix_socket": "a.sock", "port": 9000}, "--port has no effect with --unix-socket"),
+        ({"unix_socket": "a.sock", "tls_cert": "a", "tls_key": "b"}, "--tls-cert has no effect"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidSettings, match=says):
+        read_settings(settings)
+    assert read_settings({}) == Settings()
+
+
+# Browsers and compression.
+
+
+ORIGIN = {"Origin": "https://app.example"}
+
+
+@pytest.mark.anyio
+async def test_cors_is_off_by_default() -> None:
+    async with serving() as client:
+        response = await client.post("/embed", json={"inputs": "a"}, headers=ORIGIN)
+        assert not [name for name in response.headers if name.startswith("access-control")]
+        preflight = {**ORIGIN, "Access-Control-Request-Method": "POST"}
+        assert (await client.options("/embed", headers=preflight)).status_code == 405
+
+
+@pytest.mark.anyio
+async def test_pages_of_allowed_origins_may_ask() -> None:
+    async with serving(cors_origin="https://other.example, https://app.example") as client:
+        wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        preflight = await client.options("/embed", headers={**ORIGIN, **wanted})
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == ORIGIN["Origin"]
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        response = await client.post("/embed", json={"inputs": "a"}, headers=ORIGIN)
+        assert response.headers["access-control-allow-origin"] == ORIGIN["Origin"]
+        assert "X-AttnCache-Hits" in response.headers["access-control-expose-headers"]
+        refused = await client.post("/embed", json={}, headers=ORIGIN)
+        assert refused.status_code == 400
+        assert refused.headers["access-control-allow-origin"] == ORIGIN["Origin"]
+        other = await client.post("/embed", json={"inputs": "a"}, headers={"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("gzip", "accepted", "texts", "encoding"),
+    [
+        (True, "gzip", 64, "gzip"),
+        (True, "identity", 64, None),
+        (True, "gzip", 1, None),
+        (False, "gzip", 64, None),
+    ],
+)
+async def test_only_large_responses_are_compressed_for_clients_that_ask(
+    gzip: bool, accepted: str, texts: int, encoding: str | None
+) -> None:
+    inputs = [f"text {number}" for number in range(texts)]
+    async with serving(gzip=gzip) as client:
+        response = await client.post("/embed", json={"inputs": inputs}, headers={"Accept-Encoding": accepted})
+        assert response.headers.get("content-encoding") == encoding
+        assert len(response.json()) == texts

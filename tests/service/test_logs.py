@@ -1,0 +1,219 @@
+"""Request ids, log lines as text and as JSON, and the access log."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from fake_engine import FAILING, FakeEngine, serving
+from test_keys import ONE, bearer, keys_file
+from test_privacy import BrokenEngine
+
+from service.observability.finished import FinishedRequest, FinishedRequests
+from service.observability.logs import (
+    REQUEST_ID,
+    JsonFormatter,
+    LogFormat,
+    TextFormatter,
+    configure_logging,
+    log_access,
+)
+
+pytestmark = pytest.mark.anyio
+
+SECRET = "Sesam"
+ID = "X-Request-Id"
+ANSWERED = FinishedRequest("id-1", "POST", "/embed", 200, 10.0, 10.25, 1e9, "one", 2, 30, 20, 1, [], {})
+
+
+@contextmanager
+def logging_to_stream(level: str, log_format: LogFormat = "text") -> Iterator[io.StringIO]:
+    """Yield what the server logs to stderr. pytest's handlers are taken away, which would be in the way."""
+    root, stream = logging.getLogger(), io.StringIO()
+    handlers, before = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        with redirect_stderr(stream):
+            configure_logging(level, log_format)
+        yield stream
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(before)
+        logging.captureWarnings(False)
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in stream.getvalue().splitlines()]
+
+
+# Request ids.
+
+
+@pytest.mark.parametrize("given", ["a", "x" * 128, 'job/7:"äß"'.encode("ascii", "ignore").decode(), "0-1_~!"])
+async def test_request_id_of_the_client_comes_back(given: str) -> None:
+    async with serving() as client:
+        for method, path in (("POST", "/embed"), ("GET", "/health"), ("GET", "/nowhere")):
+            assert (await client.request(method, path, headers={ID: given})).headers[ID] == given
+
+
+@pytest.mark.parametrize("given", [b"", b"two words", b"x" * 129, "ö".encode(), b"\x7f", b"tab\tbed"])
+async def test_other_ids_are_replaced(given: bytes) -> None:
+    async with serving() as client:
+        answered = [await client.get("/health", headers=[(ID.encode(), given)]) for _ in range(2)]
+    ids = {response.headers[ID] for response in answered}
+    assert len(ids) == 2
+    assert all(re.fullmatch("[0-9a-f]{16,64}", own) for own in ids)
+
+
+async def test_every_response_has_one_request_id(tmp_path: Path) -> None:
+    def statuses(responses: list[httpx.Response]) -> list[int]:
+        assert all(len(response.headers.get_list(ID)) == 1 for response in responses)
+        return [response.status_code for response in responses]
+
+    async with serving(BrokenEngine("run")) as client:
+        found = statuses(
+            [
+                await client.post("/embed", json={"inputs": "a"}),
+                await client.post("/embed", content=b"{"),
+                await client.get("/embed"),
+                await client.get("/nowhere"),
+                await client.get("/metrics"),
+            ]
+        )
+    assert found == [500, 400, 405, 404, 200]
+    async with serving(api_keys=keys_file(tmp_path)) as client:
+        closed = [await client.post("/embed"), await client.get("/nowhere")]
+        assert statuses(closed) == [401, 401]
+
+
+async def test_lines_about_a_request_have_its_id() -> None:
+    with logging_to_stream("info", "json") as stream:
+        async with serving(BrokenEngine("class_logits")) as client:
+            await client.post("/classify", json={"inputs": SECRET}, headers={ID: "job-7"})
+    (line,) = [line for line in lines(stream) if line["message"].startswith("a request failed")]
+    assert (line["request_id"], line["level"]) == ("job-7", "error")
+    assert SECRET not in stream.getvalue()
+
+
+# Formats.
+
+
+def test_json_lines_are_objects_with_time_level_logger_message_and_stack() -> None:
+    logger = logging.getLogger("service.test")
+    with logging_to_stream("info", "json") as stream:
+        logger.info("%d segments of\n%s", 3, "\udcff")
+        logger.debug("not logged")
+        try:
+            raise ValueError("broken\nfile")
+        except ValueError:
+            logger.exception("loading failed")
+        logging.getLogger("py.warnings").warning("deprecated")
+    said, failed, warned = lines(stream)
+    assert datetime.fromisoformat(said.pop("time")).utcoffset() is not None
+    assert said == {"level": "info", "logger": "service.test", "message": "3 segments of\n\\udcff"}
+    assert "ValueError: broken\nfile" in failed["exception"]
+    assert (warned["logger"], warned["level"]) == ("py.warnings", "warning")
+
+
+def test_messages_of_uvicorn_are_lines_of_the_same_format() -> None:
+    with logging_to_stream("info", "json") as stream:
+        logging.getLogger("uvicorn.error").warning("careful")
+        logging.getLogger("uvicorn.error").info("a step of the start")
+    assert [(line["logger"], line["message"]) for line in lines(stream)] == [("uvicorn.error", "careful")]
+
+
+def test_text_lines_end_with_the_request_id() -> None:
+    record = logging.LogRecord("service.test", logging.INFO, "", 0, "said %s", ("this",), None)
+    assert TextFormatter().format(record).endswith("INFO service.test: said this")
+    token = REQUEST_ID.set("job-7")
+    try:
+        assert TextFormatter().format(record).endswith("service.test: said this request_id=job-7")
+        assert orjson.loads(JsonFormatter().format(record))["request_id"] == "job-7"
+    finally:
+        REQUEST_ID.reset(token)
+
+
+# The access log.
+
+
+def test_access_line_tells_route_status_time_tokens_and_key() -> None:
+    with logging_to_stream("error", "json") as stream:
+        log_access([ANSWERED])
+    (line,) = lines(stream)
+    assert line == {
+        "time": "2001-09-09T01:46:40.000+00:00",
+        "level": "info",
+        "logger": "service.access",
+        "message": "POST /embed 200",
+        "request_id": "id-1",
+        "method": "POST",
+        "route": "/embed",
+        "status": 200,
+        "seconds": 0.25,
+        "sequences": 2,
+        "tokens": 30,
+        "cached_tokens": 20,
+        "repeated": 1,
+        "key": "one",
+    }
+
+
+def test_access_line_as_text_has_its_fields_behind_the_message() -> None:
+    with logging_to_stream("warning") as stream:
+        log_access([ANSWERED, ANSWERED._replace(key=None)])
+    assert stream.getvalue().endswith(
+        "INFO service.access: POST /embed 200 request_id=id-1 method=POST route=/embed status=200 "
+        "seconds=0.25 sequences=2 tokens=30 cached_tokens=20 repeated=1\n"
+    )
+
+
+async def test_access_log_has_a_line_for_each_request_and_no_text_no_path_no_query(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: Any = {"api_keys": keys_file(tmp_path), "access_log": True, "result_memory_bytes": 2**20}
+    caplog.set_level("ERROR", logger="httpx")  # the client's own log has the texts
+    with logging_to_stream("info", "json") as stream:
+        async with serving(**settings) as client:
+            for body in ({"inputs": [SECRET, "b"]}, {"inputs": [SECRET, "b"]}, {"inputs": FAILING}):
+                await client.post(f"/embed?text={SECRET}", json=body, headers=bearer(ONE))
+            await client.get(f"/{SECRET}", headers={ID: "job-7"})
+    told = [line for line in lines(stream) if line["logger"] == "service.access"]
+    told = [line for line in told if line["route"] != "/ready"]
+    told_of = [(own["route"], own["status"], own["tokens"], own["repeated"], own.get("key")) for own in told]
+    assert told_of == [
+        ("/embed", 200, 6, 0, "one"),
+        ("/embed", 200, 6, 2, "one"),
+        ("/embed", 500, 0, 0, "one"),
+        ("other", 401, 0, 0, None),
+    ]
+    assert told[-1]["request_id"] == "job-7"
+    assert SECRET not in stream.getvalue()
+    assert FAILING not in stream.getvalue()
+
+
+async def test_without_the_access_log_nothing_is_collected() -> None:
+    async with serving(FakeEngine()) as client:
+        assert client._transport.app.state.service.finished is None  # type: ignore[attr-defined]
+
+
+def test_consumer_that_fails_is_logged_and_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: object) -> None:
+        raise OSError(SECRET)
+
+    told: list[FinishedRequest] = []
+    finished = FinishedRequests([fail, told.extend])
+    finished.start()
+    finished.add(ANSWERED)
+    finished.close()
+    assert told == [ANSWERED]
+    assert "builtins.OSError" in caplog.text
+    assert SECRET not in caplog.text

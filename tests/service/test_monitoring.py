@@ -1,0 +1,166 @@
+"""The dashboard and the alerts read metrics, labels and values that the server has; the alerts fire."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from fake_engine import serving
+from prometheus_client.parser import text_string_to_metric_families
+from promql import Selector, selectors_of
+
+ROOT = Path(__file__).resolve().parents[2]
+ALERTS = ROOT / "docker/alerts.yml"
+DASHBOARD = ROOT / "docker/grafana/dashboards/attncache.json"
+# Prometheus adds these labels to every series that it scrapes, and this metric for every target.
+SCRAPED = {"job": "attncache", "instance": "attncache:8080"}
+UP = {"up": [SCRAPED]}
+KEY = "key-of-the-operator-0123456789"  # some metrics exist only with keys
+COLUMNS = 24  # of a dashboard
+
+
+class Query(NamedTuple):
+    place: str  # where it stands, for messages
+    expression: str
+    shown: str  # the text that shows labels of the result
+
+
+def alerts() -> list[dict[str, Any]]:
+    [group] = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return group["rules"]
+
+
+def panels() -> list[dict[str, Any]]:
+    return json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+
+
+def queries() -> list[Query]:
+    return [*queries_of_alerts(), *queries_of_panels()]
+
+
+def queries_of_alerts() -> Iterator[Query]:
+    for alert in alerts():
+        yield Query(alert["alert"], alert["expr"], alert["annotations"]["summary"])
+
+
+def queries_of_panels() -> Iterator[Query]:
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            yield Query(panel["title"], target["expr"], target.get("legendFormat", ""))
+
+
+@pytest.fixture(scope="module")
+async def series(anyio_backend) -> dict[str, list[dict[str, str]]]:  # noqa: ARG001 - the async fixture needs it
+    """The labels of every series of the server, by the name of the metric, as Prometheus keeps them."""
+    async with serving(api_key=f"operator {KEY} admin") as client:
+        text = (await client.get("/metrics", headers={"Authorization": f"Bearer {KEY}"})).text
+    found: dict[str, list[dict[str, str]]] = dict(UP)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels | SCRAPED)
+    return found
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.parametrize("query", queries(), ids=lambda query: query.place)
+@pytest.mark.anyio
+async def test_query_reads_series_that_the_server_has(query, series):
+    selectors = selectors_of(query.expression)
+    assert selectors
+    for selector in selectors:
+        assert selector.metric in series, selector
+        assert any(map(selector.selects, series[selector.metric])), selector
+
+
+@pytest.mark.parametrize("query", queries(), ids=lambda query: query.place)
+@pytest.mark.anyio
+async def test_labels_and_values_that_a_query_names_exist(query, series):
+    # An operator keeps the labels of its left side.
+    first, *_ = selectors = selectors_of(query.expression)
+    assert labels_shown(query.shown) <= labels_of_result(first, series), query
+    for selector in selectors:
+        found = series[selector.metric]
+        assert named_labels(selector) <= set(found[0]), selector
+        for matcher in selector.matchers:
+            for pattern in matcher.values:
+                assert any(matcher.names(pattern, labels[matcher.label]) for labels in found), pattern
+
+
+def named_labels(selector: Selector) -> set[str]:
+    return {matcher.label for matcher in selector.matchers} | (selector.grouped_by or set())
+
+
+def labels_of_result(selector: Selector, series: dict[str, list[dict[str, str]]]) -> set[str]:
+    return set(series[selector.metric][0] if selector.grouped_by is None else selector.grouped_by)
+
+
+def labels_shown(text: str) -> set[str]:
+    """The labels in `{{label}}` of Grafana, or in `{{ $labels.label }}` of Prometheus."""
+    return set(re.findall(r"\{\{(\w+)\}\}", text)) | set(re.findall(r"\$labels\.(\w+)", text))
+
+
+@pytest.mark.anyio
+async def test_every_metric_is_on_the_dashboard_or_in_an_alert(series):
+    asked = {selector.metric for query in queries() for selector in selectors_of(query.expression)}
+    of_histogram = re.compile(r"_(bucket|sum|count)$")
+    assert {of_histogram.sub("", name) for name in series} == {of_histogram.sub("", name) for name in asked}
+
+
+def test_rate_is_asked_only_of_counters():
+    for query in queries():
+        for metric in re.findall(r"(?:rate|increase)\((\w+)", query.expression):
+            assert metric.endswith(("_total", "_bucket", "_sum", "_count")), query
+
+
+def test_panels_have_distinct_numbers_fit_the_dashboard_and_do_not_overlap():
+    assert len({panel["id"] for panel in panels()}) == len(panels())
+    covered: set[tuple[int, int]] = set()
+    for panel in panels():
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= COLUMNS
+        cells = set(
+            itertools.product(
+                range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
+            )
+        )
+        assert not cells & covered, panel["title"]
+        covered |= cells
+
+
+def test_every_alert_is_explained_in_the_documentation():
+    page = (ROOT / "docs/deployment.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [alert["alert"] for alert in alerts()]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "config", "docker/prometheus.yml"),
+        ("check", "rules", "docker/alerts.yml"),
+        ("test", "rules", "tests/service/alerts_test.yml"),
+    ],
+    ids=" ".join,
+)
+def test_promtool_accepts_the_files_and_sees_each_alert_fire(arguments):
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed")
+    done = subprocess.run(["promtool", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_tests_of_the_alerts_cover_every_alert():
+    cases = yaml.safe_load((ROOT / "tests/service/alerts_test.yml").read_text(encoding="utf-8"))["tests"]
+    tested = {case["alertname"] for group in cases for case in group["alert_rule_test"] if case["exp_alerts"]}
+    assert tested == {alert["alert"] for alert in alerts()}

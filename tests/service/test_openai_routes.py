@@ -1,0 +1,283 @@
+"""The routes under /v1 answer in the shapes of OpenAI and vLLM, errors included."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from core_models import write_sentence_transformer
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, starting
+
+from attncache_core import PrefillEngine, class_scores
+from attncache_core.checkpoints.description import read_checkpoint
+
+pytestmark = pytest.mark.anyio
+
+PATHS = {
+    "/v1/embeddings": {"input": "a"},
+    "/v1/classify": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["a"]},
+}
+BYTES = [ord(own) for own in "aab"]
+
+
+def is_openai_error(response: httpx.Response) -> bool:
+    error = response.json()["error"]
+    return set(error) == {"message", "type", "param", "code"} and isinstance(error["message"], str)
+
+
+async def test_base64_is_the_bytes_of_the_numbers() -> None:
+    body = {"input": ["aab", "c"]}
+    async with serving() as client:
+        numbers = (await client.post("/v1/embeddings", json=body)).json()
+        encoded = (await client.post("/v1/embeddings", json=body | {"encoding_format": "base64"})).json()
+    for own, theirs in zip(numbers["data"], encoded["data"], strict=True):
+        row = np.frombuffer(base64.b64decode(theirs["embedding"]), dtype="<f4")
+        assert row.tolist() == np.float32(own["embedding"]).tolist()
+    assert numbers["usage"] == encoded["usage"]
+
+
+async def test_embeddings_have_unit_length_also_if_the_model_s_have_not(tmp_path: Path) -> None:
+    folder = write_sentence_transformer(tmp_path / "model", normalize=False)
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    async with serving(engine, model=str(folder)) as client:
+        own = (await client.post("/embed", json={"inputs": "where"})).json()[0]
+        [found] = (await client.post("/v1/embeddings", json={"input": "where"})).json()["data"]
+    assert abs(np.linalg.norm(own) - 1) > 0.01
+    np.testing.assert_allclose(found["embedding"], np.array(own) / np.linalg.norm(own), atol=1e-6)
+
+
+async def test_token_ids_are_computed_as_they_are() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        one = await client.post("/v1/embeddings", json={"input": BYTES})
+        both = await client.post("/v1/embeddings", json={"input": [BYTES, [ord("c")]]})
+    assert engine.batches == [["aab"], ["aab", "c"]]
+    expected = embedding_of(BYTES) / np.linalg.norm(embedding_of(BYTES))
+    np.testing.assert_allclose(one.json()["data"][0]["embedding"], expected, rtol=1e-6)
+    assert both.json()["usage"]["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize("ids", [[2, 5], [5, 3], [5], [3, 2]], ids=str)
+async def test_check_of_token_ids_can_be_switched_off(tmp_path: Path, ids: list[int]) -> None:
+    folder = write_sentence_transformer(tmp_path / "model")
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    for checks, status in ((True, 400), (False, 200)):
+        async with serving(engine, model=str(folder), check_token_ids=checks) as client:
+            response = await client.post("/v1/embeddings", json={"input": [[2, 5, 3], ids]})
+        assert response.status_code == status
+    async with serving(engine, model=str(folder)) as client:
+        refused = (await client.post("/v1/embeddings", json={"input": [[2, 5, 3], ids]})).json()["error"]
+    assert (refused["param"], refused["code"]) == ("input[1]", "invalid_input")
+    assert "/tokenize" in refused["message"]
+
+
+async def test_usage_says_nothing_about_reuse_without_the_headers_of_reuse() -> None:
+    async with serving(reuse_headers=False) as client:
+        response = await client.post("/v1/embeddings", json={"input": "abc"})
+    assert response.json()["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("served", "asked", "status"),
+    [
+        (None, "org/model", 200),
+        (None, None, 200),
+        (None, "model", 404),
+        (None, "", 400),
+        ("small,large", "small", 200),
+        ("small, large", "large", 200),
+        ("small,large", "org/model", 404),
+        ("small,*", "gpt-4", 200),
+        ("*", "gpt-4", 200),
+    ],
+    ids=str,
+)
+async def test_names_by_which_a_model_may_be_called(
+    served: str | None, asked: str | None, status: int
+) -> None:
+    async with serving(model="org/model", served_model_name=served) as client:
+        response = await client.post("/v1/embeddings", json={"input": "a", "model": asked})
+        listed = (await client.get("/v1/models")).json()["data"]
+        retrieved = await client.get(f"/v1/models/{asked or 'org/model'}")
+    name = "org/model" if served in (None, "*") else "small"
+    assert response.status_code == status
+    assert [own["id"] for own in listed] == [name]
+    if status == 200:
+        assert response.json()["model"] == name
+    if asked:
+        assert retrieved.status_code == status
+        assert status == 200 or is_openai_error(retrieved)
+
+
+async def test_classes_are_shaped_as_by_vllm() -> None:
+    engine = FakeEngine(labels=("x", "y", "z"))
+    async with serving(engine, model="fake") as client:
+        answer = (await client.post("/v1/classify", json={"input": ["a", "ab"], "model": "fake"})).json()
+        body = {"input": ["a", "ab"], "use_activation": False}
+        raw = (await client.post("/v1/classify", json=body)).json()
+    logits = engine.class_logits(np.stack([embedding_of([1]), embedding_of([1, 2])]))
+    assert (answer["object"], answer["model"], answer["usage"]["prompt_tokens"]) == ("list", "fake", 3)
+    assert answer["id"].startswith("classify-")
+    for index, own in enumerate(answer["data"]):
+        assert (own["index"], own["num_classes"]) == (index, 3)
+        assert own["label"] == "xyz"[int(logits[index].argmax())]
+        np.testing.assert_allclose(own["probs"], class_scores(logits)[index], rtol=1e-6)
+    np.testing.assert_allclose([own["probs"] for own in raw["data"]], logits, rtol=1e-6)
+
+
+BAD = [
+    (b"{", "malformed_body", None),
+    (b"[]", "invalid_input", None),
+    (b'{"input": 7}', "invalid_input", "input"),
+    (b'{"input": [null]}', "invalid_input", "input[0]"),
+    (b'{"input": ["a", 7]}', "invalid_input", "input[1]"),
+    (b'{"input": [[1], "a"]}', "invalid_input", "input[1]"),
+    (b'{"input": [[1], []]}', "invalid_input", "input[1]"),
+    (b'{"input": [[1, -1]]}', "invalid_input", "input[0]"),
+    (b'{"input": [1, 2.5]}', "invalid_input", "input[0]"),
+    (b'{"input": [1, true]}', "invalid_input", "input[0]"),
+    (b'{"input": [[1114112]]}', "invalid_input", "input[0]"),
+    (b'{"input": [[123456789012345678901234567890]]}', "invalid_input", "input[0]"),
+    (b'{"input": "a", "model": 7}', "invalid_input", "model"),
+    (b'{"input": "a", "dimensions": "7"}', "invalid_input", "dimensions"),
+    (b'{"input": "a", "dimensions": 7.5}', "invalid_input", "dimensions"),
+    (b'{"input": "a", "dimensions": 129}', "invalid_input", "dimensions"),
+    (b'{"input": "a", "encoding_format": 7}', "invalid_input", "encoding_format"),
+    (b'{"input": "a", "user": 7}', "invalid_input", "user"),
+    (b'{"input": "a", "Sesam": 7}', "invalid_input", None),
+    (b"{}", "invalid_input", "input"),
+]
+
+
+@pytest.mark.parametrize(("content", "code", "param"), BAD, ids=str)
+async def test_bad_body_of_embeddings_is_refused_with_the_field(
+    content: bytes, code: str, param: str | None
+) -> None:
+    async with serving() as client:
+        response = await client.post("/v1/embeddings", content=content)
+    assert response.status_code == 400
+    assert is_openai_error(response)
+    error = response.json()["error"]
+    assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
+    assert "Sesam" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        (b'{"input": [1]}', "input[0]"),
+        (b'{"input": []}', "input"),
+        (b'{"input": "a", "use_activation": "no"}', "use_activation"),
+        (b'{"input": "a", "model": "another"}', "model"),
+    ],
+    ids=str,
+)
+async def test_bad_body_of_classify_is_refused_with_the_field(content: bytes, param: str) -> None:
+    async with serving(FakeEngine(labels=("a", "b"))) as client:
+        response = await client.post("/v1/classify", content=content)
+    assert response.is_client_error
+    assert is_openai_error(response)
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("texts", "status", "code", "param"),
+    [
+        (["a", NOT_FINITE], 500, "not_finite", "input[1]"),
+        (["a", FAILING], 500, "internal_error", None),
+        (["a", "long" * 20], 422, "context_length_exceeded", "input[1]"),
+        (["a"] * 257, 422, "too_many_inputs", "input"),
+    ],
+    ids=["not finite", "failing", "too long", "too many"],
+)
+async def test_failures_name_the_field_of_the_request(
+    texts: list[str], status: int, code: str, param: str | None
+) -> None:
+    async with serving(truncate=False) as client:
+        response = await client.post("/v1/embeddings", json={"input": texts})
+    assert response.status_code == status
+    assert is_openai_error(response)
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == (code, param)
+    assert "inputs" not in error["message"]
+    assert error["type"] == ("server_error" if status == 500 else "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/embeddings", 405),
+        ("GET", "/v1", 404),
+        ("POST", "/v1/chat/completions", 404),
+        ("DELETE", "/v1/models/fake", 405),
+        ("GET", "/v2/nothing", 404),
+    ],
+)
+async def test_unknown_paths_and_methods_have_the_shape_of_openai(
+    method: str, path: str, status: int
+) -> None:
+    async with serving() as client:
+        response = await client.request(method, path)
+    assert response.status_code == status
+    assert is_openai_error(response)
+
+
+@pytest.mark.parametrize(("path", "body"), PATHS.items())
+async def test_every_refusal_has_the_shape_of_openai(path: str, body: dict[str, Any]) -> None:
+    large = next(iter(body)), "long" * 1000
+    async with serving(FakeEngine(labels=("a", "b")), max_body_bytes=1000, api_key="k" * 20) as client:
+        unauthorized = await client.post(path, json=body)
+        client.headers["Authorization"] = "Bearer " + "k" * 20
+        too_large = await client.post(path, json=dict([large]))
+        mismatch = await client.post(path, json=body, headers={"X-AttnCache-Require-Model": "f" * 8})
+        header = await client.post(path, json=body, headers={"X-AttnCache-Reuse": "maybe"})
+    answers = {401: unauthorized, 413: too_large, 409: mismatch, 400: header}
+    assert [own.status_code for own in answers.values()] == list(answers)
+    assert all(map(is_openai_error, answers.values()))
+    assert unauthorized.json()["error"]["code"] == "invalid_api_key"
+    assert unauthorized.headers["WWW-Authenticate"].startswith("Bearer")
+
+
+@pytest.mark.parametrize(("path", "body"), PATHS.items())
+async def test_full_queue_and_loading_have_the_shape_of_openai(path: str, body: dict[str, Any]) -> None:
+    engine = FakeEngine(labels=("a", "b"))
+    engine.may_run.clear()
+    limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_sequences": 1}
+    async with serving(engine, **limits) as client:
+        running = [asyncio.create_task(client.post("/embed", json={"inputs": own})) for own in "abc"]
+        while "attncache_queue_sequences 2.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
+        full = await client.post(path, json=body)
+        engine.may_run.set()
+        await asyncio.gather(*running)
+    assert is_openai_error(full)
+    error = full.json()["error"]
+    assert (full.status_code, error["type"], error["code"]) == (
+        429,
+        "rate_limit_error",
+        "rate_limit_exceeded",
+    )
+    assert int(full.headers["Retry-After"]) >= 1
+
+    async with starting(lambda: iter([])) as client:
+        loading = await client.post(path, json=body)
+        models = await client.get("/v1/models")
+    assert (loading.status_code, models.status_code) == (503, 503)
+    assert is_openai_error(loading)
+    assert is_openai_error(models)
+    assert loading.json()["error"]["type"] == "server_error"
+
+
+async def test_classifier_has_no_embeddings_and_embeddings_no_classes() -> None:
+    async with serving(FakeEngine(task="classify", labels=("a", "b"))) as client:
+        no_embedding = await client.post("/v1/embeddings", json={"input": "a"})
+    async with serving() as client:
+        no_classes = await client.post("/v1/classify", json={"input": "a"})
+    assert no_embedding.json()["error"]["code"] == "no_embedding"
+    assert no_classes.json()["error"]["code"] == "no_classifier"

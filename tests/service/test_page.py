@@ -1,0 +1,188 @@
+"""The files of the page, the route that explains a text, and the numbers that the page reads."""
+
+from __future__ import annotations
+
+import base64
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, serving
+from pydantic import SecretStr
+
+from attncache_core import AttentionDatabase, PrefillEngine
+from attncache_core.engine.explain import explain
+from service.web.listeners import is_for_operators
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDER = ROOT / "service" / "page"
+FILES = sorted(FOLDER.iterdir())
+TEXT = "where is my lost card today"
+
+
+def file_id(path: Path) -> str:
+    return path.name
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Any, tiny_database: Path) -> PrefillEngine:
+    """The tiny model with its database; only recorded texts hit."""
+    database = AttentionDatabase.open(tiny_database, threshold=1.0)
+    return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+
+
+@pytest.mark.parametrize("file", FILES, ids=file_id)
+async def test_each_file_is_served_with_headers_that_let_nothing_else_run(file: Path) -> None:
+    path = "/" if file.name == "index.html" else f"/page/{file.name}"
+    async with serving() as client:
+        response = await client.get(path)
+        head = await client.head(path)
+    assert (response.status_code, response.content) == (200, file.read_bytes())
+    assert head.status_code == 200
+    assert "default-src 'self'" in response.headers["content-security-policy"]
+    assert "unsafe" not in response.headers["content-security-policy"]
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["cache-control"] == "no-store"
+    expected = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+    assert response.headers["content-type"].startswith(expected[file.suffix[1:]])
+
+
+@pytest.mark.parametrize("path", ["/page/", "/page/unknown.js", "/page/..%2Fapp.py", "/page/%2e%2e/app.py"])
+async def test_other_files_are_not_served(path: str) -> None:
+    async with serving() as client:
+        assert (await client.get(path)).status_code == 404
+
+
+async def test_without_the_page_its_paths_are_unknown() -> None:
+    async with serving(page=False) as client:
+        statuses = [(await client.get(path)).status_code for path in ("/", "/page/main.js")]
+    # Clients may POST to /.
+    assert statuses == [405, 404]
+
+
+@pytest.mark.parametrize("file", FILES, ids=file_id)
+def test_no_file_names_another_server(file: Path) -> None:
+    addresses = re.findall(r"https?://[^\s\"')]+", file.read_text(encoding="utf-8"))
+    assert set(addresses) <= {"http://www.w3.org/2000/svg"}  # the name of SVG, which is no address
+
+
+def test_the_page_has_no_inline_script_style_or_handler() -> None:
+    html = (FOLDER / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", html) == []
+
+
+def test_every_file_that_files_name_exists() -> None:
+    for file in FILES:
+        text = file.read_text(encoding="utf-8")
+        named = re.findall(r'"/page/([\w.]+)"|from "\./([\w.]+)"', text)
+        assert {name for names in named for name in names if name} <= {own.name for own in FILES}, file
+
+
+def test_an_installed_package_has_every_file_of_the_page() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packaged = {path for pattern in patterns["service"] for path in (ROOT / "service").glob(pattern)}
+    assert packaged == set(FILES)
+
+
+async def test_with_keys_the_files_are_open_and_explanations_are_for_admins(engine: PrefillEngine) -> None:
+    lines = "search search-key-0123456789; operator operator-key-0123456789 admin"
+    async with serving(engine, admin=True, api_key=SecretStr(lines)) as client:
+        assert [(await client.get(path)).status_code for path in ("/", "/page/main.js")] == [200, 200]
+        statuses = [
+            (await client.post("/explain", json={"input": TEXT}, headers=headers)).status_code
+            for headers in (
+                {},
+                {"Authorization": "Bearer search-key-0123456789"},
+                {"Authorization": "Bearer operator-key-0123456789"},
+            )
+        ]
+    assert statuses == [401, 403, 200]
+
+
+def test_with_an_admin_port_explanations_are_on_the_admin_port() -> None:
+    assert is_for_operators("/explain")
+    assert not any(is_for_operators(path) for path in ("/", "/page/main.js", "/embed", "/health"))
+
+
+async def test_metrics_can_be_chosen_by_name() -> None:
+    names = ["attncache_queue_tokens", "attncache_sequences_total"]
+    async with serving() as client:
+        await client.post("/embed", json={"inputs": "a text"})
+        response = await client.get("/metrics", params={"name[]": names})
+    found = {re.split(r"[{ ]", line)[0] for line in response.text.splitlines() if not line.startswith("#")}
+    assert found == set(names)
+
+
+async def test_kept_results_and_waiting_tokens_are_in_the_metrics() -> None:
+    engine = FakeEngine()
+    async with serving(engine, result_memory_bytes=2**20) as client:
+        await client.post("/embed", json={"inputs": "a text"})
+        metrics = (await client.get("/metrics")).text
+    assert re.search(r"^attncache_results_bytes [1-9]", metrics, re.MULTILINE)
+    assert re.search(r"^attncache_queue_tokens 0", metrics, re.MULTILINE)
+
+
+async def test_an_explanation_is_served_only_with_admin(engine: PrefillEngine) -> None:
+    async with serving(engine) as client:
+        assert (await client.post("/explain", json={"input": TEXT})).status_code == 404
+
+
+async def test_route_explains_what_the_library_explains(engine: PrefillEngine) -> None:
+    async with serving(engine, admin=True) as client:
+        explained = (await client.post("/explain", json={"input": TEXT})).json()
+    (ids,) = engine.tokenize([TEXT])
+    expected = explain(engine, ids)
+    assert explained["outcome"] == expected.outcome == "miss"
+    assert explained["tokens"] == list(expected.tokens)
+    assert explained["chosen"]["similarity"] == pytest.approx(expected.chosen.similarity)
+    assert explained["cosine"] == pytest.approx(expected.cosine)
+    assert "ids" not in explained
+    for layer, own in zip(explained["layers"], expected.layers, strict=True):
+        assert layer["reused_heads"] == list(own.reused_heads)
+        for name in ("own", "given"):
+            levels = np.frombuffer(base64.b64decode(layer[name]), "<u2")
+            np.testing.assert_allclose(levels / 65535, getattr(own, name).ravel(), atol=1e-5)
+
+
+async def test_second_explanation_finds_the_result_of_the_first(engine: PrefillEngine) -> None:
+    async with serving(engine, admin=True, result_memory_bytes=2**20) as client:
+        kept = [(await client.post("/explain", json={"input": TEXT})).json()["was_kept"] for _ in range(2)]
+    assert kept == [False, True]
+
+
+async def test_explanation_of_a_longer_text_has_no_maps(engine: PrefillEngine) -> None:
+    async with serving(engine, admin=True) as client:
+        explained = (await client.post("/explain", json={"input": "card " * 100})).json()
+    assert len(explained["tokens"]) > explained["most_tokens_with_maps"]
+    assert explained["layers"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [({"input": ""}, 400), ({"input": 7}, 400), ({"inputs": "a"}, 400), ({}, 400)],
+    ids=["empty", "number", "other-field", "nothing"],
+)
+async def test_wrong_bodies_are_refused(engine: PrefillEngine, body: Any, status: int) -> None:
+    async with serving(engine, admin=True) as client:
+        assert (await client.post("/explain", json=body)).status_code == status
+
+
+async def test_text_that_is_too_long_to_explain_is_refused(tiny_checkpoint: Any) -> None:
+    engine = PrefillEngine.load(tiny_checkpoint, dtype="float32")
+    async with serving(engine, admin=True) as client:
+        engine.tokenizer.max_tokens = 600
+        response = await client.post("/explain", json={"input": "card " * 600})
+    assert response.status_code == 422
+    assert response.json()["error"]["field"] == "input"
+
+
+async def test_a_model_without_a_database_is_explained_too(tiny_engine: PrefillEngine) -> None:
+    async with serving(tiny_engine, admin=True) as client:
+        explained = (await client.post("/explain", json={"input": TEXT})).json()
+    assert (explained["outcome"], explained["length_group"]) == ("not_searched", None)
+    assert explained["layers"][0]["given"] is None

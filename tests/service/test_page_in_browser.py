@@ -1,0 +1,281 @@
+"""The page in a real browser, before the real server with a tiny model. Skipped without chromium."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from browser import Browser, Page, chromium
+from pydantic import SecretStr
+from raw_http import wait_until
+
+from attncache_core import AttentionDatabase, PrefillEngine
+from service.app import create_app
+from service.settings import Settings
+from service.web.listeners import open_listeners
+from service.web.server import Server
+
+TEXT = "where is my lost card today"
+KEY = "operator-key-0123456789"
+EXPLAINED = "document.querySelector('.explanation') !== null"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Any, tiny_database: Path) -> PrefillEngine:
+    database = AttentionDatabase.open(tiny_database, threshold=1.0)
+    return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+
+
+@contextmanager
+def running(engine: PrefillEngine, **settings: Any) -> Iterator[str]:
+    """Yield the address of the real server on a free port."""
+    read = Settings(port=0, verify_rate=0, **settings)
+    (listener,) = open_listeners(read)
+    server = Server(create_app(read, lambda: iter([engine])), read, [listener])
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: httpx.get(f"{listener.url}/ready").status_code == 200)
+        yield listener.url
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def url(engine: PrefillEngine) -> Iterator[str]:
+    with running(engine, admin=True) as address:
+        yield address
+
+
+def compute(page: Page, text: str) -> None:
+    page.type("#text", text)
+    page.click("#send")
+    page.wait(EXPLAINED)
+
+
+def embed(url: str, *texts: str) -> None:
+    assert httpx.post(f"{url}/embed", json={"inputs": texts}).status_code == 200
+
+
+def test_page_loads_without_problems_and_asks_nobody_else(browser: Browser, url: str) -> None:
+    with browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('state').textContent === 'live'")
+        assert page.text("#model").startswith("tiny-bert · float32")
+        assert page.problems() == []
+        assert [address for address in page.requested() if not address.startswith(url)] == []
+
+
+def test_numbers_move_after_requests(browser: Browser, url: str) -> None:
+    with browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('texts').textContent === '0'")
+        before = int(page.text("#start-miss"))
+        embed(url, "my new card", "the old bank", "please close it")
+        page.wait(f"Number(document.getElementById('start-miss').textContent) === {before + 3}")
+        page.wait("document.getElementById('p50').textContent !== '–'")
+        assert page.text("#texts") != "0"
+        assert page.text("#recent-miss").endswith("%")
+        embed(url, "my new card")
+        page.wait("document.getElementById('saved-kept').textContent !== '0%'")
+        assert page.problems() == []
+
+
+def test_box_embeds_a_text_and_shows_both_maps_and_why(browser: Browser, url: str) -> None:
+    with browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+        compute(page, TEXT)
+        assert "32 dimensions" in page.text("#answer")
+        assert "0/1 reused attention maps" in page.text("#answer")
+        assert page.text(".verdict").startswith("miss")
+        assert "Databases hold no texts" in page.text(".found")
+        assert page.text(".chips").split() == ["[CLS]", *TEXT.split(), "[SEP]"]
+        assert page.run("document.querySelectorAll('.thumbnail').length") == 12  # 3 layers of 4 heads
+        assert page.run(COLOURS_OF_LARGE_MAPS) == [True, True]
+        assert page.problems() == []
+
+
+# Whether each of the two large maps has many colours.
+COLOURS_OF_LARGE_MAPS = """
+[...document.querySelectorAll(".map canvas")].map((canvas) => {
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  return new Set(new Uint32Array(pixels.buffer)).size > 20;
+})
+"""
+
+
+def test_recorded_text_is_shown_as_a_hit(browser: Browser, url: str, tiny_corpus: Any) -> None:
+    with browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+        compute(page, tiny_corpus[5].text)
+        assert page.text(".verdict").startswith("hit")
+        assert "This very text is recorded" in page.text(".checks")
+
+
+def test_maps_are_read_by_keyboard(browser: Browser, url: str) -> None:
+    with browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+        compute(page, TEXT)
+        page.click('.thumbnail[data-layer="0"][data-head="0"]')
+        page.run("document.querySelector('.thumbnail[aria-pressed=true]').focus()")
+        page.press("ArrowRight")
+        page.press("ArrowDown")
+        assert page.text(".maps h4") == "Layer 2, head 2"
+        page.run("document.querySelector('.map canvas').focus()")
+        page.press("ArrowDown")
+        assert page.text(".readout").startswith("“where” attends to “[CLS]”: own 0.")
+
+
+def test_box_classifies_by_labels(browser: Browser, url: str) -> None:
+    with browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+        page.click('input[value="classify"]')
+        page.type("#labels", "card, transfer")
+        compute(page, TEXT)
+        assert sorted(
+            page.run("[...document.querySelectorAll('.scores th')].map((cell) => cell.textContent)")
+        ) == [
+            "card",
+            "transfer",
+        ]
+
+
+def test_text_is_shown_and_never_run(browser: Browser, url: str) -> None:
+    with browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+        compute(page, "<img src=x onerror=alert(1)> card <b>lost</b>")
+        assert page.run("document.querySelectorAll('.explanation img, .explanation b').length") == 0
+        assert page.problems() == []
+
+
+def test_error_of_the_server_is_shown(browser: Browser, url: str) -> None:
+    with browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+        page.run("document.getElementById('text').value = String.fromCharCode(0)")
+        page.click("#send")
+        page.wait("!document.getElementById('problem').hidden")
+        assert "null bytes" in page.text("#problem")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_stands_out_from_its_ground(browser: Browser, url: str, dark: bool) -> None:
+    with browser.page(dark=dark) as page:
+        page.open(url)
+        light, ground = (page.run(LUMINANCE % name) for name in ("--ink", "--surface"))
+        assert (light > ground) == dark
+        for name in ("--ink", "--muted", "--accent", "--bad"):
+            for ground_name in ("--surface", "--page"):
+                own, other = page.run(LUMINANCE % name), page.run(LUMINANCE % ground_name)
+                # The contrast that WCAG asks for.
+                assert (max(own, other) + 0.05) / (min(own, other) + 0.05) >= 4.5, (name, ground_name)
+
+
+# The relative luminance of a colour of the style sheet, as WCAG defines it.
+LUMINANCE = """
+(() => {
+  const colour = getComputedStyle(document.documentElement).getPropertyValue("%s").trim();
+  const linear = (part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  const [red, green, blue] = colour.match(/\\w\\w/g).map((part) => linear(parseInt(part, 16) / 255));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+})()
+"""
+
+
+@pytest.mark.parametrize("width", [360, 768])
+def test_narrow_page_does_not_scroll_sideways(browser: Browser, url: str, width: int) -> None:
+    with browser.page(width=width, height=740) as page:
+        page.open(url)
+        page.wait("document.getElementById('state').textContent === 'live'")
+        assert page.run("document.documentElement.scrollWidth") <= width
+        compute(page, "my card is lost and " * 11)
+        assert page.run("document.documentElement.scrollWidth") <= width
+
+
+def test_every_field_and_button_has_a_name(browser: Browser, url: str) -> None:
+    with browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+        compute(page, TEXT)
+        page.call("Accessibility.enable")
+        nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+        found = [
+            node
+            for node in nodes
+            if node.get("role", {}).get("value") in ("button", "textbox", "radio", "img")
+        ]
+        assert len(found) > 15
+        assert [node for node in found if not node.get("name", {}).get("value")] == []
+
+
+def test_hidden_or_paused_page_asks_for_nothing(browser: Browser, url: str) -> None:
+    with browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('state').textContent === 'live'")
+        page.click("#pause")
+        assert page.text("#state") == "paused"
+        page.run(AFTER_THE_LAST_POLL)
+        before = len(page.requested())
+        page.run(AFTER_TWO_POLLS)
+        assert len(page.requested()) == before
+        page.click("#pause")
+        page.wait("document.getElementById('state').textContent === 'live'")
+        page.run(
+            "Object.defineProperty(document, 'hidden', { value: true, configurable: true });"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+        page.run(AFTER_THE_LAST_POLL)
+        before = len(page.requested())
+        page.run(AFTER_TWO_POLLS)
+        assert len(page.requested()) == before
+        page.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+        wait_until(lambda: len(page.requested()) > before)
+
+
+AFTER_THE_LAST_POLL = "new Promise((resolve) => setTimeout(resolve, 500))"
+AFTER_TWO_POLLS = "new Promise((resolve) => setTimeout(resolve, 1600))"
+
+
+def test_page_asks_for_a_key_and_forgets_it(browser: Browser, engine: PrefillEngine) -> None:
+    with running(engine, admin=True, api_key=SecretStr(KEY)) as url, browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('key-dialog').open")
+        page.type("#key", KEY)
+        page.click("#key-form button[type=submit]")
+        page.wait("document.getElementById('state').textContent === 'live'")
+        compute(page, TEXT)
+        assert (
+            page.run("JSON.stringify([localStorage.length, sessionStorage.length, document.cookie])")
+            == '[0,0,""]'
+        )
+        page.open(url)
+        page.wait("document.getElementById('key-dialog').open")
+
+
+def test_without_admin_the_box_says_how_to_see_more(browser: Browser, engine: PrefillEngine) -> None:
+    with running(engine) as url, browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+        page.type("#text", TEXT)
+        page.click("#send")
+        page.wait("document.getElementById('explanation').textContent.includes('--admin')")
+        assert "32 dimensions" in page.text("#answer")
+        assert page.problems() == []

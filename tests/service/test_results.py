@@ -1,0 +1,246 @@
+"""Results of equal sequences: computed once, kept up to a number of bytes, and never shared across salts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from core_decoders import write_llama
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
+from hypothesis import given
+from hypothesis import strategies as st
+from test_batcher import LABELLED, LabelledEngine, assert_result_of
+
+from attncache_core import NotFinite, Outcome, PrefillEngine
+from attncache_core.checkpoints.description import read_checkpoint
+from service.batching.batcher import Batcher
+from service.batching.pending_request import RequestResult
+from service.batching.request_queue import Limits
+from service.batching.results import Lookup, Results, SequenceNames, SequenceResult
+from service.batching.sources import Texts
+from service.errors import InternalError
+from service.observability.metrics import Metrics
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def batching(engine: FakeEngine, sequences: int = 100, **more: Any) -> AsyncIterator[Batcher]:
+    limits = Limits(1000, sequences, 1000, request_tokens=10**6)
+    batcher = Batcher(engine, limits, Metrics(), **{"result_bytes": 2**20, **more})  # type: ignore[arg-type]
+    try:
+        yield batcher
+    finally:
+        engine.may_run.set()
+        await asyncio.to_thread(batcher.close)
+    assert (batcher.waiting_sequences, batcher.waiting_tokens) == (0, 0)
+
+
+def submit(batcher: Batcher, *texts: str, salt: bytes = b"", **more: Any) -> asyncio.Future[RequestResult]:
+    return batcher.submit(Texts(texts, truncate=True), **{"reuse": True, "salt": salt, **more})
+
+
+def result_of(number: int, size: int = 8) -> SequenceResult:
+    return SequenceResult(np.full(size, number, np.float32), Outcome.MISS, 3)
+
+
+async def test_text_that_was_computed_is_not_computed_again() -> None:
+    engine = FakeEngine()
+    async with batching(engine) as batcher:
+        first = await submit(batcher, "a", "bb")
+        second = await submit(batcher, "bb", "ccc", "a")
+    assert_result_of(["a", "bb"], first)
+    assert_result_of(["bb", "ccc", "a"], second)
+    assert engine.batches == [["a", "bb"], ["ccc"]]
+    assert (first.repeated, second.repeated, second.asked_tokens) == (0, 2, 6)
+
+
+async def test_texts_in_flight_are_computed_once() -> None:
+    engine = FakeEngine()
+    async with batching(engine) as batcher:
+        engine.may_run.clear()
+        pending = [submit(batcher, "same", str(number), "same") for number in range(5)]
+        await asyncio.to_thread(engine.runs.acquire)
+        engine.may_run.set()
+        for number, result in enumerate(await asyncio.gather(*pending)):
+            assert_result_of(["same", str(number), "same"], result)
+    assert sum(batch.count("same") for batch in engine.batches) == 1
+
+
+async def test_text_whose_client_left_is_computed_for_the_others_that_wait() -> None:
+    engine = FakeEngine()
+    async with batching(engine) as batcher:
+        engine.may_run.clear()
+        busy = submit(batcher, "busy")
+        await asyncio.to_thread(engine.runs.acquire)
+        gone = submit(batcher, "same")
+        others = [submit(batcher, "same") for _ in range(3)]
+        # The queue tokenises when it forms a batch, so the first of them is the one that computes.
+        gone.cancel()
+        engine.may_run.set()
+        for result in await asyncio.gather(*others):
+            assert_result_of(["same"], result)
+        await busy
+    assert sum(batch.count("same") for batch in engine.batches) == 1
+
+
+async def test_text_whose_client_left_while_it_was_tokenised_is_computed_for_later_requests() -> None:
+    engine = TokenisingSlowly()
+    async with batching(engine) as batcher:
+        gone = submit(batcher, "same")
+        await asyncio.to_thread(engine.tokenising.wait)
+        gone.cancel()
+        await asyncio.sleep(0)  # the batcher withdraws the request
+        engine.may_tokenise.set()
+        assert_result_of(["same"], await asyncio.wait_for(submit(batcher, "same"), timeout=10))
+
+
+class TokenisingSlowly(FakeEngine):
+    """Begins to tokenise, and ends when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenising, self.may_tokenise = threading.Event(), threading.Event()
+
+    def tokenize(self, *arguments: Any, **more: Any) -> list[list[int]]:
+        self.tokenising.set()
+        assert self.may_tokenise.wait(timeout=10)
+        return super().tokenize(*arguments, **more)
+
+
+async def test_client_that_leaves_between_tokenising_and_its_batch_is_replaced_by_one_that_waits() -> None:
+    engine = FakeEngine()
+    async with batching(engine, sequences=1) as batcher:
+        engine.may_run.clear()
+        # The first batch has room for one text: the second text is tokenised with it, and waits.
+        gone = submit(batcher, "first", "same")
+        await asyncio.to_thread(engine.runs.acquire)
+        other = submit(batcher, "same")
+        while not any(request is not None for request in batcher._queue._order):
+            await asyncio.sleep(0.001)
+        engine.runs = type(engine.runs)(0)
+        gone.cancel()
+        engine.may_run.set()
+        assert_result_of(["same"], await other)
+    assert ["same"] in engine.batches
+
+
+@pytest.mark.parametrize(("failing", "error"), [(FAILING, InternalError), (NOT_FINITE, NotFinite)])
+async def test_failure_reaches_all_that_wait_and_is_not_kept(failing: str, error: type[Exception]) -> None:
+    engine = FakeEngine()
+    async with batching(engine) as batcher:
+        engine.may_run.clear()
+        busy = submit(batcher, "busy")
+        await asyncio.to_thread(engine.runs.acquire)
+        pending = [submit(batcher, "fine", failing) for _ in range(3)]
+        engine.may_run.set()
+        for result in pending:
+            with pytest.raises(error):
+                await result
+        await busy
+        assert_result_of(["fine"], await submit(batcher, "fine"))
+        with pytest.raises(error):
+            await submit(batcher, failing)
+
+
+async def test_salts_share_nothing_and_reuse_off_neither_asks_nor_keeps() -> None:
+    engine = FakeEngine()
+    async with batching(engine) as batcher:
+        for salt in (b"", b"x", b"y", b"x"):
+            assert_result_of(["a"], await submit(batcher, "a", salt=salt))
+        assert engine.batches == [["a"]] * 3
+        assert (await submit(batcher, "a", reuse=False)).repeated == 0
+        await submit(batcher, "new", reuse=False)
+        assert (await submit(batcher, "new")).repeated == 0
+
+
+async def test_approximate_results_are_not_kept() -> None:
+    engine = FakeEngine(stored={"hits"}, damage=0.1)
+    async with batching(engine) as batcher:
+        for _ in range(3):
+            result = await submit(batcher, "hits", "full")
+            assert (result.hits, result.outcomes[1]) == (1, Outcome.MISS)
+    assert [batch.count("hits") for batch in engine.batches] == [1, 1, 1]
+    assert sum(batch.count("full") for batch in engine.batches) == 1
+
+
+async def test_sequences_of_labels_are_kept_by_their_plans() -> None:
+    engine = LabelledEngine()
+    async with batching(engine) as batcher:
+        first = await submit(batcher, "aa", "b", prompt=LABELLED)
+        again = await submit(batcher, "b", "aa", prompt=LABELLED)
+    np.testing.assert_array_equal(again.outputs, first.outputs[[3, 4, 5, 0, 1, 2]])
+    assert again.repeated == 6
+    assert len(engine.batches) == 1
+
+
+async def test_headers_and_metrics_tell_what_was_repeated() -> None:
+    async with serving(FakeEngine(), result_memory_bytes=2**20) as client:
+        await client.post("/embed", json={"inputs": ["a", "bb"]})
+        response = await client.post("/embed", json={"inputs": ["bb", "ccc", "a"]})
+        off = await client.post("/embed", json={"inputs": "a"}, headers={"X-AttnCache-Reuse": "off"})
+        metrics = (await client.get("/metrics")).text
+    assert response.headers["X-AttnCache-Repeated"] == "2/3"
+    assert off.headers["X-AttnCache-Repeated"] == "0/1"
+    np.testing.assert_allclose(response.json()[1], unit(embedding_of(b"ccc")), rtol=1e-6)
+    assert 'attncache_repeated_sequences_total{source="kept"} 2.0' in metrics
+    assert 'attncache_tokens_total{state="repeated"} 3.0' in metrics
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    return vector / np.linalg.norm(vector)
+
+
+async def test_kept_result_of_a_real_model_equals_the_computed_one(tmp_path: Path) -> None:
+    engine = PrefillEngine.load(read_checkpoint(write_llama(tmp_path)), dtype="float32")
+
+    async def ask(client: httpx.AsyncClient, **headers: str) -> httpx.Response:
+        return await client.post("/embed", json={"inputs": "my bank account"}, headers=headers)
+
+    async with serving(engine, result_memory_bytes=2**20) as client:
+        first, kept = await ask(client), await ask(client)
+        computed = await ask(client, **{"X-AttnCache-Reuse": "off"})
+    assert kept.headers["X-AttnCache-Repeated"] == "1/1"
+    assert kept.content == first.content
+    np.testing.assert_allclose(kept.json(), computed.json(), rtol=1e-5, atol=1e-6)
+
+
+def test_least_recently_used_results_leave() -> None:
+    each = result_of(0).bytes
+    results: Results[str] = Results(3 * each)
+    for number, name in enumerate([b"a", b"b", b"c"]):
+        assert results.find(name, "") is Lookup.UNKNOWN
+        results.settle(name, result_of(number), keep=True)
+    assert isinstance(results.find(b"a", ""), SequenceResult)
+    assert results.find(b"d", "") is Lookup.UNKNOWN
+    results.settle(b"d", result_of(3), keep=True)
+    assert results.find(b"b", "") is Lookup.UNKNOWN
+    assert all(isinstance(results.find(name, ""), SequenceResult) for name in (b"a", b"c", b"d"))
+    assert (len(results), results.bytes) == (3, 3 * each)
+
+
+def test_kept_result_holds_no_other_rows_of_its_batch() -> None:
+    outputs = np.zeros((64, 8), np.float32)
+    results: Results[str] = Results(2**20)
+    results.find(b"a", "")
+    results.settle(b"a", SequenceResult(outputs[3], Outcome.MISS, 3), keep=True)
+    kept = results.find(b"a", "")
+    assert isinstance(kept, SequenceResult)
+    assert kept.output.base is None
+
+
+sequences = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
+
+
+@given(first=sequences, second=sequences)
+def test_names_differ_if_tokens_salts_or_plans_differ(first: list[int], second: list[int]) -> None:
+    names = SequenceNames(b"", ())
+    assert (names(first) == names(second)) is (first == second)
+    assert len({names(first), SequenceNames(b"x", ())(first), names(first, 0), names(first, 1)}) == 4

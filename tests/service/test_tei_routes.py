@@ -1,0 +1,392 @@
+"""The routes of text-embeddings-inference answer in its shapes, errors included."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from core_models import write_model, write_sentence_transformer
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, starting
+from pair_models import write_ms_marco_minilm, write_qwen3_reranker
+from transformers import AutoTokenizer
+
+from attncache_core import PrefillEngine, Template, class_scores, normalize
+from attncache_core.checkpoints.description import read_checkpoint
+
+pytestmark = pytest.mark.anyio
+
+BODIES: dict[str, Any] = {
+    "/": {"inputs": "a"},
+    "/embed_all": {"inputs": "a"},
+    "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["a"]}},
+    "/rerank": {"query": "a", "texts": ["a"]},
+    "/predict": {"inputs": "a"},
+    "/tokenize": {"inputs": "a"},
+    "/decode": {"ids": [7]},
+}
+COMPUTED = [path for path in BODIES if path not in ("/tokenize", "/decode")]
+
+
+def unit(text: str) -> np.ndarray:
+    return normalize(embedding_of([ord(own) for own in text])[None])[0]
+
+
+def is_tei_error(response: httpx.Response) -> bool:
+    return set(response.json()) == {"error", "error_type"} and isinstance(response.json()["error"], str)
+
+
+def tiny(folder: Path, **how: Any) -> PrefillEngine:
+    return PrefillEngine.load(read_checkpoint(write_sentence_transformer(folder, **how)), dtype="float32")
+
+
+async def test_similarity_is_the_cosine_to_each_sentence() -> None:
+    body = {"inputs": {"source_sentence": "aab", "sentences": ["aab", "b", "c"]}}
+    async with serving() as client:
+        found = (await client.post("/similarity", json=body)).json()
+        prompted = body | {"parameters": {"prompt_name": "b", "truncate": True}}
+        with_prompt = (await client.post("/similarity", json=prompted)).json()
+    np.testing.assert_allclose(found, [unit("aab") @ unit(own) for own in ("aab", "b", "c")], atol=1e-6)
+    expected = [unit("b: aab") @ unit(f"b: {own}") for own in ("aab", "b", "c")]
+    np.testing.assert_allclose(with_prompt, expected, atol=1e-6)
+
+
+async def test_every_token_has_a_vector() -> None:
+    async with serving() as client:
+        of_texts = (await client.post("/embed_all", json={"inputs": ["ab", "c"]})).json()
+        of_ids = (await client.post("/embed_all", json={"inputs": [[97, 98], [99]]})).json()
+        prompted = (await client.post("/embed_all", json={"inputs": "a", "prompt_name": "b"})).json()
+    assert of_texts == of_ids == [[embedding_of([own]).tolist() for own in ids] for ids in ([97, 98], [99])]
+    assert [row.index(1.0) for row in prompted[0]] == [ord(own) for own in "b: a"]
+
+
+async def test_vectors_of_many_tokens_are_refused_before_they_are_computed() -> None:
+    engine = FakeEngine()
+    engine.hidden_size = 2**23 // 100
+    async with serving(engine) as client:
+        allowed = await client.post("/embed_all", json={"inputs": [[7] * 50, [8] * 50]})
+        refused = await client.post("/embed_all", json={"inputs": [[7] * 50, [8] * 51]})
+    assert (allowed.status_code, refused.status_code) == (200, 422)
+    assert "a request may have 100" in refused.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "texts", "is_list"),
+    [
+        ("a", ["a"], False),
+        (["a"], ["a"], False),
+        ([["a"]], ["a"], True),
+        ([["a"], ["ab"]], ["a", "ab"], True),
+    ],
+    ids=str,
+)
+async def test_predictions_have_the_shape_of_the_inputs(inputs: Any, texts: list[str], is_list: bool) -> None:
+    engine = FakeEngine(labels=("x", "y", "z"))
+    async with serving(engine) as client:
+        found = (await client.post("/predict", json={"inputs": inputs})).json()
+        raw = (await client.post("/predict", json={"inputs": inputs, "raw_scores": True})).json()
+    logits = engine.class_logits(np.stack([unit(own) * 0 + len(own) / 128 for own in texts]))
+    for answers, rows in ((found, class_scores(logits)), (raw, logits)):
+        for own, row in zip(answers if is_list else [answers], rows, strict=True):
+            assert [one["score"] for one in own] == sorted((one["score"] for one in own), reverse=True)
+            by_label = {one["label"]: one["score"] for one in own}
+            np.testing.assert_allclose([by_label[label] for label in "xyz"], row, rtol=1e-6)
+
+
+async def test_pair_of_a_classifier_is_two_texts_between_separators(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "classifier", labels=["x", "y", "z"])
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    [ids] = engine.tokenize([("where", "the card")])
+    expected = class_scores(engine.run(engine.requests([ids])).outputs)[0]
+    async with serving(engine) as client:
+        alone = (await client.post("/predict", json={"inputs": ["where", "the card"]})).json()
+        listed = (await client.post("/predict", json={"inputs": [["where"], ["where", "the card"]]})).json()
+    found = {own["label"]: own["score"] for own in alone}
+    np.testing.assert_allclose([found[label] for label in "xyz"], expected, atol=1e-6)
+    assert {own["label"]: pytest.approx(own["score"], abs=1e-6) for own in listed[1]} == found
+
+
+async def test_text_with_the_token_ids_of_a_pair_is_another_text(tmp_path: Path) -> None:
+    folder = write_ms_marco_minilm(tmp_path / "model")
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    async with serving(engine, result_memory_bytes=10**6) as client:
+        pair = (await client.post("/predict", json={"inputs": ["my card", "was stolen"]})).json()
+        text = (await client.post("/predict", json={"inputs": "my card [SEP] was stolen"})).json()
+    assert abs(pair[0]["score"] - text[0]["score"]) > 1e-3
+
+
+async def test_rerank_orders_texts_and_documents_by_their_score() -> None:
+    texts = ["b", "aab", "ab"]
+    async with serving(model="fake") as client:
+        of_texts = (await client.post("/rerank", json={"query": "aab", "texts": texts})).json()
+        body = {"query": "aab", "texts": texts, "return_text": True, "top_n": 2}
+        with_texts = (await client.post("/rerank", json=body)).json()
+        body = {"query": "aab", "documents": [{"text": "b"}, *texts[1:]], "return_documents": True}
+        documents = {
+            path: (await client.post(path, json=body)).json()
+            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        }
+    scores = {own["index"]: own["score"] for own in of_texts}
+    assert list(scores) == [1, 2, 0]
+    np.testing.assert_allclose(
+        list(scores.values()), [unit("aab") @ unit(texts[own]) for own in scores], atol=1e-6
+    )
+    assert [(own["index"], own["text"]) for own in with_texts] == [(1, "aab"), (2, "ab")]
+    for answer in documents.values():
+        assert (answer["model"], answer["usage"]["total_tokens"]) == ("fake", 9)
+        assert [own["document"]["text"] for own in answer["results"]] == ["aab", "ab", "b"]
+        assert {own["index"]: own["relevance_score"] for own in answer["results"]} == scores
+
+
+async def test_reranker_in_its_template_shares_instruction_and_query(tmp_path: Path) -> None:
+    query, documents = "where is my parcel", ["the parcel was sent", "reset my password"]
+    checkpoint = read_checkpoint(write_qwen3_reranker(tmp_path / "reranker")).adapted(
+        template=Template.named("qwen3-reranker"), label_logits=True, labels=["no", "yes"]
+    )
+    engine = PrefillEngine.load(checkpoint, dtype="float32", max_tokens=300)
+    body = {"query": query, "texts": documents}
+    async with serving(engine) as client:
+        found = (await client.post("/rerank", json=body)).json()
+        raw = (await client.post("/rerank", json=body | {"raw_scores": True})).json()
+        instructed = (await client.post("/rerank", json=body | {"instruction": "Find the sender."})).json()
+        metrics = (await client.get("/metrics")).text
+        too_long = await client.post("/rerank", json=body | {"query": query * 100})
+    for answer, how in (
+        (found, {}),
+        (raw, {"activation": "identity"}),
+        (instructed, {"instruction": "Find the sender."}),
+    ):
+        expected = engine.rerank(query, documents, **how)
+        ordered = [own["score"] for own in sorted(answer, key=lambda own: own["index"])]
+        np.testing.assert_allclose(ordered, expected, atol=1e-5)
+    counted = {
+        state: float(line.split()[-1])
+        for line in metrics.splitlines()
+        for state in ("asked", "computed")
+        if line.startswith(f'attncache_tokens_total{{state="{state}"}}')
+    }
+    assert counted["computed"] < 0.7 * counted["asked"]
+    assert (too_long.status_code, too_long.json()["error_type"]) == (400, "Validation")
+    assert too_long.json()["error"].startswith("query: there is no room left")
+
+
+async def test_tokens_of_a_text_and_back(tmp_path: Path) -> None:
+    engine = tiny(tmp_path / "model", prompts={"prompts": {"ask": "my "}, "default_prompt_name": None})
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = "Where is  the card?"
+    async with serving(engine) as client:
+        [tokens] = (await client.post("/tokenize", json={"inputs": text})).json()
+        body = {"inputs": [text], "add_special_tokens": False}
+        [plain] = (await client.post("/tokenize", json=body)).json()
+        [prompted] = (await client.post("/tokenize", json={"inputs": text, "prompt_name": "ask"})).json()
+        ids = [own["id"] for own in tokens]
+        one = (await client.post("/decode", json={"ids": ids})).json()
+        both = (
+            await client.post("/decode", json={"ids": [ids, ids[:2]], "skip_special_tokens": False})
+        ).json()
+        from_ids = (await client.post("/embed", json={"inputs": ids})).json()
+        from_text = (await client.post("/embed", json={"inputs": text})).json()
+    assert ids == theirs(text)["input_ids"]
+    assert [own["special"] for own in tokens] == [True] + [False] * (len(ids) - 2) + [True]
+    assert tokens[0] == {"id": ids[0], "text": "[CLS]", "special": True, "start": None, "stop": None}
+    assert plain == tokens[1:-1]
+    assert all(own["text"] == text[own["start"] : own["stop"]] for own in plain)
+    assert [own["id"] for own in prompted] == theirs(f"my {text}")["input_ids"]
+    assert one == [theirs.decode(ids, skip_special_tokens=True)]
+    assert both == [theirs.decode(own) for own in (ids, ids[:2])]
+    assert from_ids == from_text
+
+
+async def test_info_has_what_clients_of_tei_read(tmp_path: Path) -> None:
+    async with serving(tiny(tmp_path / "tiny"), model=str(tmp_path / "tiny"), max_request_inputs=7) as client:
+        info = (await client.get("/info")).json()
+    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert (info["model_id"], info["model_dtype"], info["model_sha"]) == ("tiny", "float32", None)
+    assert (info["max_input_length"], info["max_client_batch_size"]) == (512, 7)
+    assert info["auto_truncate"] is True
+    reranker = PrefillEngine.load(read_checkpoint(write_ms_marco_minilm(tmp_path / "ce")), dtype="float32")
+    async with serving(reranker) as client:
+        info = (await client.get("/info")).json()
+    assert info["model_type"] == {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
+    async with serving(FakeEngine(task="classify", labels=("a", "b"))) as client:
+        info = (await client.get("/info")).json()
+    assert info["model_type"]["classifier"]["label2id"] == {"a": 0, "b": 1}
+
+
+BAD = [
+    ("/embed_all", {"inputs": ""}, "inputs[0] must not be empty"),
+    ("/embed_all", {"inputs": [[1], [10**7]]}, "inputs[1] has a number that is no token id"),
+    ("/embed_all", {"inputs": [1], "prompt_name": "a"}, "prompt_name is accepted with texts only"),
+    (
+        "/embed_all",
+        {"inputs": "a", "truncation_direction": "up"},
+        "truncation_direction must be left or right",
+    ),
+    ("/similarity", {"inputs": "a"}, "inputs must be an object"),
+    ("/similarity", {"inputs": {"source_sentence": "a"}}, "inputs.sentences is required"),
+    (
+        "/similarity",
+        {"inputs": {"source_sentence": "", "sentences": ["a"]}},
+        "inputs.source_sentence must not",
+    ),
+    (
+        "/similarity",
+        {"inputs": {"source_sentence": "a", "sentences": ["a", 7]}},
+        "inputs.sentences[1] must be a",
+    ),
+    (
+        "/similarity",
+        {"inputs": {"source_sentence": "a", "sentences": []}},
+        "inputs.sentences must not be empty",
+    ),
+    (
+        "/similarity",
+        {**BODIES["/similarity"], "parameters": {"Sesam": 1}},
+        "parameters has an unknown field; the",
+    ),
+    ("/rerank", {"query": "a"}, "give either texts or documents"),
+    ("/rerank", {"query": "a", "texts": ["a"], "documents": ["a"]}, "give either texts or documents"),
+    ("/rerank", {"query": "", "texts": ["a"]}, "query must not be empty"),
+    ("/rerank", {"query": "a", "texts": ["a", ""]}, "texts[1] must not be empty"),
+    ("/rerank", {"query": "a", "texts": []}, "texts must not be empty"),
+    ("/rerank", {"query": "a", "documents": ["a", {"txt": "a"}]}, "documents[1] must be a string"),
+    ("/rerank", {"query": "a", "texts": ["a"], "top_n": 0}, "top_n must be greater than 0"),
+    ("/rerank", {"query": "a", "texts": ["a"], "return_documents": True}, "return_documents belongs to"),
+    ("/rerank", {"query": "a", "documents": ["a"], "return_text": True}, "return_text belongs to texts"),
+    ("/rerank", {"query": "a", "texts": ["a"], "instruction": "b"}, "instruction is accepted only by"),
+    ("/rerank", {"query": "a", "texts": ["a"], "model": "another"}, "model is not the model of this server"),
+    ("/rerank", {"query": "a", "texts": ["a"] * 256}, "texts must have at most 255 texts"),
+    ("/predict", {"inputs": ["a", "b", "c"]}, "inputs must be a text, a pair"),
+    ("/predict", {"inputs": [["a"], ["a", "b", "c"]]}, "element [1] is neither"),
+    ("/predict", {"inputs": [["a"], "b"]}, "element [1] is neither"),
+    ("/predict", {"inputs": []}, "inputs must be a text, a pair"),
+    ("/predict", {"inputs": 7}, "inputs must be a text, a pair"),
+    ("/predict", {"inputs": "a", "parameters": {"top_k": 0}}, "parameters.top_k must be greater than 0"),
+    (
+        "/predict",
+        {"inputs": "a", "parameters": {"function_to_apply": "tanh"}},
+        "must be 'sigmoid', 'softmax' or",
+    ),
+    ("/tokenize", {"inputs": [7]}, "inputs[0] must be a string"),
+    ("/tokenize", {"inputs": ["a" * 2**18, "b"]}, "at most 262144 are accepted"),
+    ("/decode", {"ids": "a"}, "ids must be a list of token ids, or"),
+    ("/decode", {"ids": []}, "ids must not be empty"),
+    ("/decode", {"ids": [[7], [10**7]]}, "ids[1] has a number that is no token id"),
+    ("/decode", {"ids": [7, "a"]}, "ids[0] must be a list of token ids"),
+    ("/decode", {"ids": [7] * (2**18 + 1)}, "at most 262144 are accepted"),
+    ("/", {"inputs": "a", "Sesam": 1}, "the body has an unknown field"),
+    (
+        "/",
+        {"inputs": "a", "parameters": {"candidate_labels": []}},
+        "parameters.candidate_labels must not be empty",
+    ),
+    (
+        "/",
+        {"inputs": "a", "parameters": {"candidate_labels": ["a", "a"]}},
+        "parameters.candidate_labels[1] repeats an earlier",
+    ),
+    (
+        "/",
+        {"inputs": "a", "parameters": {"candidate_labels": ["a"], "multi_label": True}},
+        "parameters.multi_label is accepted only",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), BAD, ids=range(len(BAD)))
+async def test_bad_body_is_refused_with_the_field_and_the_remedy(path: str, body: Any, message: str) -> None:
+    async with serving() as client:
+        response = await client.post(path, json=body)
+    assert response.status_code in (400, 404, 422)
+    assert is_tei_error(response)
+    assert message in response.json()["error"]
+    assert response.json()["error_type"] == "Validation"
+    assert "Sesam" not in response.text
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"a"', b"7", b"\xff"], ids=str)
+@pytest.mark.parametrize("path", BODIES)
+async def test_body_that_is_no_object_is_refused(path: str, content: bytes) -> None:
+    async with serving() as client:
+        response = await client.post(path, content=content)
+    assert response.status_code == 400
+    assert is_tei_error(response)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_every_refusal_has_the_shape_of_tei(path: str) -> None:
+    body = BODIES[path]
+    async with serving(FakeEngine(labels=("a", "b")), max_body_bytes=1000, api_key="k" * 20) as client:
+        unauthorized = await client.post(path, json=body)
+        client.headers["Authorization"] = "Bearer " + "k" * 20
+        answers = {
+            413: await client.post(path, content=b"[" * 1001),
+            409: await client.post(path, json=body, headers={"X-AttnCache-Require-Model": "f" * 8}),
+        }
+    async with starting(lambda: iter([])) as client:
+        answers[503] = await client.post(path, json=body)
+    answers[401] = unauthorized
+    assert {response.status_code: status for status, response in answers.items()} == {
+        status: status for status in answers
+    }
+    assert all(map(is_tei_error, answers.values()))
+    assert answers[503].json()["error_type"] == "Unhealthy"
+
+
+@pytest.mark.parametrize(("text", "status"), [(NOT_FINITE, 500), (FAILING, 500)])
+@pytest.mark.parametrize("path", ["/similarity", "/rerank"])
+async def test_failures_name_the_text_of_the_request(path: str, text: str, status: int) -> None:
+    bodies = {
+        "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b", text]}},
+        "/rerank": {"query": "a", "texts": ["b", text]},
+    }
+    async with serving() as client:
+        response = await client.post(path, json=bodies[path])
+        bodies["/rerank"] = {"query": text, "texts": ["b"]}
+        of_query = await client.post("/rerank", json=bodies["/rerank"])
+    assert (response.status_code, of_query.status_code) == (status, status)
+    if text == NOT_FINITE:
+        name = "inputs.sentences[1]" if path == "/similarity" else "texts[1]"
+        assert f"NaN or infinity for {name};" in response.json()["error"]
+        assert "NaN or infinity for query;" in of_query.json()["error"]
+    assert response.json()["error_type"] == "Backend"
+
+
+@pytest.mark.parametrize("path", COMPUTED)
+async def test_full_queue_has_the_shape_of_tei(path: str) -> None:
+    engine = FakeEngine(labels=("a", "b"))
+    engine.may_run.clear()
+    limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_sequences": 1}
+    async with serving(engine, **limits) as client:
+        running = [asyncio.create_task(client.post("/embed", json={"inputs": own})) for own in "abc"]
+        while "attncache_queue_sequences 2.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
+        full = await client.post(path, json=BODIES[path])
+        engine.may_run.set()
+        await asyncio.gather(*running)
+    assert full.status_code == 429
+    assert is_tei_error(full)
+    assert full.json()["error_type"] == "Overloaded"
+    assert int(full.headers["Retry-After"]) >= 1
+
+
+async def test_root_answers_as_the_route_for_the_body_and_the_model_does() -> None:
+    bodies = {
+        "/embed": {"inputs": ["a", "b"], "normalize": True},
+        "/similarity": {**BODIES["/similarity"], "parameters": {}},
+        "/rerank": BODIES["/rerank"],
+    }
+    async with serving() as client:
+        for path, body in bodies.items():
+            assert (await client.post("/", json=body)).json() == (await client.post(path, json=body)).json()
+        labels = {"parameters": {"candidate_labels": ["a", "c"]}}
+        zero_shot = await client.post("/", json={"inputs": "ab", **labels})
+        listed = await client.post("/", json={"inputs": ["ab"], **labels})
+        [expected] = (await client.post("/classify", json={"inputs": "ab", "labels": ["a", "c"]})).json()
+    assert (zero_shot.json(), listed.json()) == (expected, [expected])
+    async with serving(FakeEngine(task="classify", labels=("a", "b"))) as client:
+        body = {"inputs": "ab"}
+        assert (await client.post("/", json=body)).json() == (await client.post("/predict", json=body)).json()

@@ -1,0 +1,126 @@
+"""Token ids instead of texts, and texts that are cut at their beginning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from core_models import write_sentence_transformer
+from fake_engine import FakeEngine, serving
+
+from attncache_core import InputTooLong, InvalidInput, PrefillEngine, Template
+from attncache_core.checkpoints.description import read_checkpoint
+from service.batching.sources import Texts
+from service.batching.token_ids import TokenSequences, bare_prompt
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> PrefillEngine:
+    folder = write_sentence_transformer(tmp_path_factory.mktemp("models") / "tiny")
+    checkpoint = read_checkpoint(folder).adapted(template=Template("my ", " ?"))
+    return PrefillEngine.load(checkpoint, dtype="float32", max_tokens=12)
+
+
+def made(engine: PrefillEngine, source: Any, prompt: Any = None, most_tokens: int = 10**6) -> list[list[int]]:
+    parts = source.tokenize(engine, prompt or engine.default_prompt, b"", most_tokens)
+    return [list(ids) for part in parts for ids in part.sequences]
+
+
+async def test_token_ids_stand_in_no_template_and_get_no_special_tokens() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        response = await client.post("/embed", json={"inputs": [97, 98]})
+        several = await client.post("/embed", json={"inputs": [[97, 98], [99]], "dimensions": 100})
+        refused = await client.post("/embed", json={"inputs": [97], "prompt_name": "ask"})
+    assert engine.batches == [["ab"], ["ab", "c"]]
+    assert np.shape(response.json()) == (1, 128)
+    assert np.shape(several.json()) == (2, 100)
+    assert refused.json()["error"]["field"] == "prompt_name"
+
+
+async def test_token_ids_are_the_tokens_of_the_text_without_the_template(tmp_path: Path) -> None:
+    folder = write_sentence_transformer(tmp_path / "tiny")
+    plain = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    [ids] = plain.tokenize(["where is my card"])
+    in_template = read_checkpoint(folder).adapted(template=Template("my ", " ?"))
+    async with serving(PrefillEngine.load(in_template, dtype="float32")) as client:
+        found = (await client.post("/embed", json={"inputs": ids})).json()
+    np.testing.assert_allclose(found, plain.embed(["where is my card"]), atol=1e-6)
+
+
+def test_long_sequences_are_cut_at_a_side_or_refused(engine: PrefillEngine) -> None:
+    prompt, ids = bare_prompt(engine), list(range(5, 25))
+    for cut, kept in (("right", ids[:12]), ("left", ids[-12:])):
+        assert made(engine, TokenSequences([[7], ids], True, cut), prompt) == [[7], kept]
+    with pytest.raises(InputTooLong) as caught:
+        made(engine, TokenSequences([[7], ids], False), prompt)
+    assert caught.value.field == "inputs[1]"
+
+
+def test_sequences_come_in_parts_and_are_limited_together(engine: PrefillEngine) -> None:
+    source = TokenSequences([[5] * 10] * 250, True)
+    parts = list(source.tokenize(engine, bare_prompt(engine), b"", 2500))
+    assert [len(part.sequences) for part in parts] == [102, 102, 46]
+    assert (source.count, source.characters) == (250, 10_000)
+    with pytest.raises(InputTooLong, match="a request may have 2499"):
+        made(engine, source, bare_prompt(engine), 2499)
+
+
+def test_number_that_is_no_token_id_is_refused_with_its_sequence(engine: PrefillEngine) -> None:
+    assert made(engine, TokenSequences([[engine.vocabulary - 1]], True), bare_prompt(engine))
+    with pytest.raises(InvalidInput, match=f"0 to {engine.vocabulary - 1}") as caught:
+        made(engine, TokenSequences([[7], [engine.vocabulary, 7]], True), bare_prompt(engine))
+    assert caught.value.field == "inputs[1]"
+
+
+def test_text_cut_at_its_beginning_keeps_its_end_and_the_template(engine: PrefillEngine) -> None:
+    long, short = "the bank is where my card was lost when ?", "where is it ?"
+    right, plain = made(engine, Texts([long, short], True))
+    left, same = made(engine, Texts([long, short], True, "left"))
+    assert (len(left), len(right)) == (12, 12)
+    assert left[:2] == right[:2]  # [CLS] and the template
+    assert left[-2:] == right[-2:]  # the template and [SEP]
+    assert same == plain
+    [turn] = engine.tokenizer.turns([long])
+    assert left[2:-2] == turn[-8:]
+
+
+def test_left_cut_obeys_the_same_limits(engine: PrefillEngine) -> None:
+    with pytest.raises(InputTooLong, match="a request may have 20"):
+        made(engine, Texts(["where is my card " * 9] * 2, True, "left"), most_tokens=20)
+    with pytest.raises(InputTooLong) as caught:
+        made(engine, Texts(["card", "where is my card " * 9], False, "left"))
+    assert caught.value.field == "inputs[1]"
+    with pytest.raises(InvalidInput) as refused:
+        made(engine, Texts([("a", "b")], True, "left"))
+    assert refused.value.field == "truncation_direction"
+
+
+@pytest.mark.parametrize("front", ["where is my card ? " * 5000, "x" * 60_000 + " ", "x " * 9], ids=len)
+def test_end_of_a_text_fills_the_room_whatever_is_in_front_of_it(engine: PrefillEngine, front: str) -> None:
+    end = "when was the money sent to the bank"
+    [ids] = made(engine, Texts([front + end], True, "left"))
+    [expected] = engine.tokenizer.turns([end])
+    assert ids[2:-2] == expected[-8:]
+
+
+def test_end_of_a_text_with_long_tokens_fills_the_room(engine: PrefillEngine) -> None:
+    # Unknown words are one token each, however long they are.
+    text = " ".join("x" * 90 for _ in range(50))
+    [ids] = made(engine, Texts([text], True, "left"))
+    assert len(ids) == 12
+    with pytest.raises(InputTooLong, match="characters") as caught:
+        made(engine, Texts(["where", "x" * 10**6 + " card" * 3], True, "left"))
+    assert caught.value.field == "inputs[1]"
+
+
+@pytest.mark.parametrize("given", ["left", "right"])
+async def test_direction_is_refused_for_a_conversation(given: str) -> None:
+    body = {"session_id": "a", "transcript": "b", "truncation_direction": given}
+    async with serving() as client:
+        refused = await client.post("/embed", json=body)
+    assert (refused.status_code, refused.json()["error"]["field"]) == (400, "truncation_direction")

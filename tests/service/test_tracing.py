@@ -1,0 +1,191 @@
+"""Traces: what they tell, which variables ask for them, and how they leave the server."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, serving
+from test_logs import ANSWERED, SECRET
+
+from service.batching.pending_request import Timing
+from service.observability.tracing import Tracing, tracing_of
+
+sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the extra otel is not installed")
+export = pytest.importorskip("opentelemetry.sdk.trace.export")
+memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+collected = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+
+pytestmark = pytest.mark.anyio
+
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
+
+
+@pytest.fixture
+def exporter() -> Any:
+    return memory.InMemorySpanExporter()
+
+
+@pytest.fixture
+def tracing(exporter: Any) -> Tracing:
+    provider = sdk.TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    return Tracing(provider)
+
+
+TIMING = Timing(10.01, 10.02, 0.03, 10.06, 10.2, batches=1, batch_sequences=5)
+
+
+def seconds_of(span: Any, start: int) -> tuple[float, float]:
+    return round((span.start_time - start) / 1e9, 6), round((span.end_time - start) / 1e9, 6)
+
+
+def test_request_has_spans_of_its_stages_with_their_times(tracing: Tracing, exporter: Any) -> None:
+    tracing.record([ANSWERED._replace(timings=[TIMING])])
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    request = spans["POST /embed"]
+    assert {name: seconds_of(span, request.start_time) for name, span in spans.items()} == {
+        "POST /embed": (0.0, 0.25),
+        "queue": (0.01, 0.02),
+        "tokenize": (0.02, 0.05),
+        "batch": (0.06, 0.2),
+        "answer": (0.2, 0.25),
+    }
+    assert {span.parent.span_id for span in spans.values() if span.parent} == {request.context.span_id}
+    assert request.kind.name == "SERVER"
+    assert request.parent is None
+    assert dict(request.attributes) == {
+        "http.request.method": "POST",
+        "http.route": "/embed",
+        "http.response.status_code": 200,
+        "attncache.request_id": "id-1",
+        "attncache.sequences": 2,
+        "attncache.tokens": 30,
+        "attncache.cached_tokens": 20,
+        "attncache.repeated_sequences": 1,
+        "attncache.key": "one",
+    }
+    assert dict(spans["batch"].attributes) == {"attncache.batches": 1, "attncache.batch_sequences": 5}
+
+
+def test_request_whose_results_were_kept_has_no_batch(tracing: Tracing, exporter: Any) -> None:
+    tracing.record([ANSWERED._replace(timings=[Timing(10.0, 10.1, 0.01, 0.0, 10.12)])])
+    names = [span.name for span in exporter.get_finished_spans()]
+    assert names == ["queue", "tokenize", "answer", "POST /embed"]
+
+
+def test_span_belongs_to_the_trace_of_the_client(tracing: Tracing, exporter: Any) -> None:
+    tracing.record([ANSWERED._replace(trace={"traceparent": TRACEPARENT})])
+    (span,) = exporter.get_finished_spans()
+    assert f"{span.context.trace_id:032x}" == TRACE_ID
+    assert f"{span.parent.span_id:016x}" == PARENT_ID
+
+
+def test_failed_request_is_an_error_and_probes_are_not_traced(tracing: Tracing, exporter: Any) -> None:
+    probe = ANSWERED._replace(route="/health")
+    tracing.record([ANSWERED._replace(route="other", status=503), probe, ANSWERED._replace(status=404)])
+    failed, refused = exporter.get_finished_spans()
+    assert (failed.name, failed.status.status_code.name) == ("POST", "ERROR")
+    assert failed.attributes["error.type"] == "503"
+    assert "http.route" not in failed.attributes
+    assert refused.status.status_code.name == "UNSET"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"OTEL_SERVICE_NAME": "search"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_TRACES_EXPORTER": "none"},
+    ],
+)
+def test_nothing_is_traced_unless_variables_ask_for_it(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tracing_of(environment) is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "more", [{"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, {"OTEL_TRACES_EXPORTER": "zipkin"}]
+)
+def test_exporter_that_there_is_not_is_named_in_a_warning(
+    more: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tracing_of({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", **more}) is None
+    assert "only otlp, with the protocol http/protobuf" in caplog.text
+
+
+def test_missing_packages_are_named_in_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    assert tracing_of({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}) is None
+    assert "pip install 'attncache[otel]'" in caplog.text
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[bytes]]]:
+    """Yield the address of a collector, and the bodies that it gets."""
+    bodies: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            """Log nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+        server.shutdown()
+        thread.join()
+
+
+async def test_server_sends_its_traces_to_the_collector_of_the_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with collector() as (url, bodies):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
+        async with serving(FakeEngine()) as client:
+            await client.post(
+                f"/embed?text={SECRET}", json={"inputs": [SECRET, "b"]}, headers={"traceparent": TRACEPARENT}
+            )
+            await client.get(f"/{SECRET}")
+    (body,) = bodies
+    assert SECRET.encode() not in body
+    (resource,) = collected.ExportTraceServiceRequest.FromString(body).resource_spans
+    assert {own.value.string_value for own in resource.resource.attributes if own.key == "service.name"} == {
+        "attncache"
+    }
+    spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
+    assert set(spans) == {"POST /embed", "queue", "tokenize", "batch", "answer", "GET"}
+    traces = {name: span.trace_id.hex() for name, span in spans.items()}
+    assert [name for name, trace in traces.items() if trace != TRACE_ID] == ["GET"]
+    begun = [
+        spans[name].start_time_unix_nano for name in ("POST /embed", "queue", "tokenize", "batch", "answer")
+    ]
+    assert begun == sorted(begun)
+    assert spans["answer"].end_time_unix_nano <= spans["POST /embed"].end_time_unix_nano
+
+
+async def test_sampler_of_the_variables_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    with collector() as (url, bodies):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{url}/v1/traces")
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+        async with serving(FakeEngine()) as client:
+            await client.post("/embed", json={"inputs": "a"})
+    assert bodies == []

@@ -1,0 +1,94 @@
+"""The watchdog notices batches and event loops that do not end, and the health routes say so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from typing import Any
+
+import pytest
+from fake_engine import serving
+from raw_http import wait_until
+
+from service.upkeep.watchdog import Condition, Watchdog
+
+HOUR = 3600.0
+
+
+def test_nothing_is_overdue_before_the_first_batch_and_after_the_last() -> None:
+    watchdog = Watchdog(stuck_seconds=1e-9)
+    assert (watchdog.condition, watchdog.overdue_seconds) == (Condition.FINE, 0.0)
+    with contextlib.suppress(ZeroDivisionError), watchdog.watching():
+        wait_until(lambda: watchdog.condition is Condition.STUCK)
+        assert watchdog.overdue_seconds > 0
+        _ = 1 / 0
+    assert (watchdog.condition, watchdog.overdue_seconds) == (Condition.FINE, 0.0)
+
+
+def test_batch_within_its_time_is_fine() -> None:
+    watchdog = Watchdog(stuck_seconds=HOUR)
+    with watchdog.watching():
+        assert (watchdog.condition, watchdog.overdue_seconds) == (Condition.FINE, 0.0)
+
+
+def test_thread_that_hangs_is_not_hidden_by_threads_that_work() -> None:
+    watchdog, may_end = Watchdog(stuck_seconds=1e-3), threading.Event()
+
+    def hang() -> None:
+        with watchdog.watching():
+            may_end.wait()
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+
+    def is_stuck_beside_other_batches() -> bool:
+        with watchdog.watching():
+            pass
+        return watchdog.condition is Condition.STUCK
+
+    wait_until(is_stuck_beside_other_batches)
+    may_end.set()
+    thread.join()
+    assert watchdog.condition is Condition.FINE
+
+
+def test_event_loop_that_hangs_is_found_and_its_stack_logged(caplog: pytest.LogCaptureFixture) -> None:
+    watchdog, may_end = Watchdog(stuck_seconds=0.02), threading.Event()
+
+    async def hang_the_event_loop(secret: str) -> None:
+        watchdog.start(asyncio.get_running_loop())
+        may_end.wait()
+        assert secret
+        while watchdog.condition is not Condition.FINE:
+            await asyncio.sleep(0.001)
+
+    thread = threading.Thread(target=asyncio.run, args=(hang_the_event_loop("Sesam"),))
+    with caplog.at_level(logging.ERROR):
+        thread.start()
+        wait_until(lambda: watchdog.condition is Condition.STUCK)
+        wait_until(lambda: "in hang_the_event_loop" in caplog.text)
+        may_end.set()
+        thread.join()
+    watchdog.stop()
+    assert "Sesam" not in caplog.text
+
+
+@pytest.mark.anyio
+async def test_overdue_server_is_not_ready_and_a_stuck_one_not_healthy() -> None:
+    async with serving(stuck_seconds=HOUR) as client:
+        watchdog: Any = client._transport.app.state.service.watchdog  # type: ignore[attr-defined]
+        statuses = []
+        for condition in (1.5 * HOUR, 2.5 * HOUR):
+            watchdog.begin()
+            watchdog._began[threading.get_ident()] -= condition
+            answers = [await client.get(path) for path in ("/health", "/ready")]
+            statuses.append([answer.status_code for answer in answers])
+            assert answers[1].json()["error"]["code"] == "stuck"
+            metrics = (await client.get("/metrics")).text
+            (overdue,) = [line for line in metrics.splitlines() if line.startswith("attncache_overdue_sec")]
+            assert float(overdue.split()[1]) == pytest.approx(condition - HOUR, abs=60)
+            watchdog.end()
+        assert statuses == [[200, 503], [503, 503]]
+        assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]

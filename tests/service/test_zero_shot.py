@@ -1,0 +1,117 @@
+"""POST /classify with labels that a model of natural language inference was not trained for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_engine import FakeEngine, serving
+from pair_models import NLI, NLI_REVERSED, write_deberta_v3
+from transformers import pipeline
+
+from attncache_core import PrefillEngine
+from attncache_core.checkpoints.description import read_checkpoint
+
+pytestmark = pytest.mark.anyio
+
+INPUTS, LABELS = ["where is my parcel", "reset my password"], ["parcel", "password", "link"]
+# float32 sums in another order.
+FLOAT32 = 2e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_deberta_v3(tmp_path_factory.mktemp("models") / "nli", **NLI)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> PrefillEngine:
+    return PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+
+
+def by_label(answer: list[dict[str, Any]]) -> dict[str, float]:
+    return {own["label"]: own["score"] for own in answer}
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"multi_label": True}, {"hypothesis_template": "the text is about a {}"}], ids=str
+)
+async def test_scores_are_those_of_the_pipeline_of_transformers(
+    folder: Path, engine: PrefillEngine, how: dict[str, Any]
+) -> None:
+    theirs = pipeline("zero-shot-classification", str(folder), dtype=torch.float32, device="cpu")
+    async with serving(engine) as client:
+        answer = await client.post("/classify", json={"inputs": INPUTS, "labels": LABELS, **how})
+    for own, expected in zip(answer.json(), theirs(INPUTS, LABELS, **how), strict=True):
+        assert [one["label"] for one in own] == expected["labels"]
+        np.testing.assert_allclose([one["score"] for one in own], expected["scores"], atol=FLOAT32)
+    assert answer.headers["X-AttnCache-Hits"] == "0/6"
+
+
+async def test_labels_that_are_classes_restrict_the_classes(engine: PrefillEngine) -> None:
+    async with serving(engine) as client:
+        body = {"inputs": INPUTS[0]}
+        [own] = (await client.post("/classify", json=body)).json()
+        body["labels"] = ["entailment", "neutral"]
+        [restricted] = (await client.post("/classify", json=body)).json()
+        body["multi_label"] = False
+        [entailed] = (await client.post("/classify", json=body)).json()
+    own_scores, scores = by_label(own), by_label(restricted)
+    assert set(own_scores) == {"entailment", "neutral", "contradiction"}
+    ratio = own_scores["entailment"] / own_scores["neutral"]
+    assert scores["entailment"] / scores["neutral"] == pytest.approx(ratio, rel=1e-4)
+    assert by_label(entailed) != pytest.approx(scores, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "field"),
+    [
+        ({"labels": ["a", "a"]}, 400, "labels[1]"),
+        ({"labels": []}, 400, "labels"),
+        ({"labels": ["a", ""]}, 400, "labels[1]"),
+        ({"hypothesis_template": "no place"}, 400, "hypothesis_template"),
+        ({"hypothesis_template": "{} and {}"}, 400, "hypothesis_template"),
+        ({"hypothesis_template": "{query} {document}"}, 400, "hypothesis_template"),
+        ({"hypothesis_template": ""}, 400, "hypothesis_template"),
+        ({"hypothesis_template": "x " * 600 + "{}"}, 400, "labels[0]"),
+        ({"labels": None, "hypothesis_template": "{}"}, 400, "hypothesis_template"),
+        ({"labels": None, "multi_label": True}, 400, "multi_label"),
+        ({"multi_label": "yes"}, 400, "multi_label"),
+        ({"temperature": 2.0}, 400, "temperature"),
+        ({"template": "{}"}, 400, "template"),
+        ({"inputs": [[5]]}, 400, "inputs[0]"),
+        ({"inputs": ["a"] * 200, "labels": list(map(str, range(50)))}, 422, "inputs"),
+        ({"inputs": ["a", "where " * 600], "truncate": False}, 422, "inputs[1]"),
+        ({"inputs": None, "session_id": "a", "transcript": "b"}, 400, "session_id"),
+    ],
+    ids=range(17),
+)
+async def test_bad_request_is_refused_with_the_field(
+    engine: PrefillEngine, changes: dict[str, Any], status: int, field: str
+) -> None:
+    async with serving(engine) as client:
+        answer = await client.post("/classify", json={"inputs": INPUTS, "labels": LABELS, **changes})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["field"]) == (status, field)
+
+
+@pytest.mark.parametrize("field", [{"multi_label": True}, {"hypothesis_template": "It is {}"}], ids=str)
+async def test_other_models_refuse_the_fields_of_zero_shot_classification(field: dict[str, Any]) -> None:
+    for fake in (FakeEngine(), FakeEngine(task="classify", labels=("a", "b"))):
+        async with serving(fake) as client:
+            answer = await client.post("/classify", json={"inputs": "a", "labels": ["a", "b"], **field})
+        assert (answer.status_code, answer.json()["error"]["field"]) == (400, next(iter(field)))
+
+
+async def test_class_of_entailment_is_found_by_its_name(tmp_path: Path) -> None:
+    folder = write_deberta_v3(tmp_path / "nli", **NLI_REVERSED)
+    theirs = pipeline("zero-shot-classification", str(folder), dtype=torch.float32, device="cpu")
+    engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
+    async with serving(engine) as client:
+        [answer] = (await client.post("/classify", json={"inputs": INPUTS[0], "labels": LABELS})).json()
+    expected = theirs(INPUTS[0], LABELS)
+    found = by_label(answer)
+    np.testing.assert_allclose([found[own] for own in expected["labels"]], expected["scores"], atol=FLOAT32)
