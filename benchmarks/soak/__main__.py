@@ -13,6 +13,7 @@ from pathlib import Path
 
 import aiohttp
 
+from attncache_core import DEFAULT_MODEL, build_default_database, find_checkpoint
 from benchmarks.soak.clients import Clients
 from benchmarks.soak.disturbances import Disturbances
 from benchmarks.soak.report import Report, Sample
@@ -24,7 +25,11 @@ def main() -> None:
     """Read the options, run a soak and show its report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--database", type=Path, required=True, help="copied; the copy is damaged")
+    parser.add_argument(
+        "--database",
+        type=Path,
+        help="copied; the copy is damaged. Default: the default database, which is built if there is none",
+    )
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--texts", type=int, default=1000, help="distinct texts")
     parser.add_argument("--words", type=int, default=400, help="words of the longest text")
@@ -32,7 +37,8 @@ def main() -> None:
     parser.add_argument("serve", nargs="*", help="options of `attncache serve`, after --")
     options = parser.parse_args()
     texts = make_texts(options.texts, options.words, seed=16)
-    report = soak(options.database, texts, 60 * options.minutes, options.clients, options.serve)
+    database = options.database or build_default_database(find_checkpoint(DEFAULT_MODEL))
+    report = soak(database, texts, 60 * options.minutes, options.clients, options.serve)
     print(report.table())
     for problem in report.problems:
         print(problem, file=sys.stderr)

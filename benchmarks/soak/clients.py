@@ -7,7 +7,7 @@ import base64
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from time import perf_counter
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import numpy as np
 
-from benchmarks.soak.texts import LABELS, Idle
+from benchmarks.soak.texts import LABELS, REUSE, Idle, in_order_of_labels
 
 LEAST_COSINE = 0.9999
 # Of scores between 0 and 1: their cosines differ by less than 1e-3, divided by the temperature 0.05.
@@ -39,9 +39,7 @@ class Record:
     hits: int = 0  # answers that reused maps, which approximate
     least_cosine_of_hits: float = 1.0
     left: int = 0  # requests whose client left
-    seconds: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # when a request ended, and how long it took
+    seconds: list[float] = field(default_factory=list)  # that each request took
 
     def complain(self, what: str) -> None:
         """Note something that should not have happened."""
@@ -95,7 +93,6 @@ class Clients:
     def _texts(self, chosen: list[int]) -> list[str]:
         return [self._idle.texts[number] for number in chosen]
 
-    @contextlib.asynccontextmanager
     async def _post(
         self,
         client: aiohttp.ClientSession,
@@ -103,138 +100,102 @@ class Clients:
         content: Any,
         allowed: tuple[int, ...] = (200, 429),
         **headers: str,
-    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, Any]]:
-        """Ask, note the status and yield the response and its JSON. A status that is not allowed is noted."""
+    ) -> tuple[Any, Mapping[str, str]] | None:
+        """Ask, and note the status. Return the JSON and the headers of status 200, and None of others.
+
+        By default exact answers are asked for. A status that is not allowed is noted.
+        """
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        sent = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json", **headers}
+        fixed = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json", REUSE: "off"}
         began = perf_counter()
-        async with client.post(path, data=body, headers=sent) as response:
+        async with client.post(path, data=body, headers=fixed | headers) as response:
             answer = await response.json()
-            ended = perf_counter()
-            self.record.seconds.append((ended, ended - began))
-            self.record.statuses[path, response.status] += 1
-            if response.status != 200:
-                self.record.codes[_code(answer)] += 1
-            if response.status not in allowed:
-                self.record.complain(f"{path}: status {response.status}, {_code(answer)}")
-            yield response, answer
+        self.record.seconds.append(perf_counter() - began)
+        self.record.statuses[path, response.status] += 1
+        if response.status == 200 and 200 in allowed:
+            return answer, response.headers
+        self.record.codes[_code(answer)] += 1
+        if response.status not in allowed:
+            self.record.complain(f"{path}: status {response.status}, {_code(answer)}")
         if response.status == 429:
             await asyncio.sleep(min(0.2, float(response.headers["Retry-After"])))
+        return None
 
     # What is answered.
 
     async def _embed(self, client: aiohttp.ClientSession) -> None:
-        chosen = self._some()
-        reuse = self._random.choice(["on", "off"])
-        headers = {"X-AttnCache-Reuse": reuse}
-        async with self._post(client, "/embed", {"inputs": self._texts(chosen)}, **headers) as (
-            response,
-            answer,
-        ):
-            if response.status == 200:
-                hits = int(response.headers.get("X-AttnCache-Hits", "0/0").split("/")[0])
-                self._compare(f"/embed, reuse {reuse}", chosen, answer, hits)
+        chosen, reuse = self._some(), self._random.choice(["on", "off"])
+        content = {"inputs": self._texts(chosen)}
+        if answered := await self._post(client, "/embed", content, **{REUSE: reuse}):
+            rows, headers = answered
+            hits = int(headers.get("X-AttnCache-Hits", "0/0").split("/")[0])
+            self._compare(f"/embed, reuse {reuse}", chosen, rows, hits)
 
     async def _openai(self, client: aiohttp.ClientSession) -> None:
-        chosen = self._some()
-        encoding = self._random.choice(["float", "base64"])
+        chosen, encoding = self._some(), self._random.choice(["float", "base64"])
         content = {"input": self._texts(chosen), "encoding_format": encoding}
-        async with self._post(client, "/v1/embeddings", content, **{"X-AttnCache-Reuse": "off"}) as (
-            response,
-            answer,
-        ):
-            if response.status == 200:
-                rows = [own["embedding"] for own in answer["data"]]
-                if encoding == "base64":
-                    rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
-                self._compare("/v1/embeddings", chosen, rows)
+        if answered := await self._post(client, "/v1/embeddings", content):
+            rows = [own["embedding"] for own in answered[0]["data"]]
+            if encoding == "base64":
+                rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
+            self._compare("/v1/embeddings", chosen, rows)
 
     async def _embed_ids(self, client: aiohttp.ClientSession) -> None:
         # Ids that are too long are cut as they are, without the token that closes a text.
-        chosen = [
-            number for number in self._some(16) if len(self._idle.ids[number]) <= self._idle.most_tokens
-        ]
+        chosen = [own for own in self._some(16) if len(self._idle.ids[own]) <= self._idle.most_tokens]
         if not chosen:
             return
         content = {"inputs": [self._idle.ids[number] for number in chosen]}
-        async with self._post(client, "/embed", content, **{"X-AttnCache-Reuse": "off"}) as (
-            response,
-            answer,
-        ):
-            if response.status == 200:
-                self._compare("/embed of token ids", chosen, answer)
+        if answered := await self._post(client, "/embed", content):
+            self._compare("/embed of token ids", chosen, answered[0])
 
     async def _classify(self, client: aiohttp.ClientSession) -> None:
         chosen = self._some(64)
         content = {"inputs": self._texts(chosen), "labels": LABELS}
-        async with self._post(client, "/classify", content, **{"X-AttnCache-Reuse": "off"}) as (
-            response,
-            answer,
-        ):
-            if response.status == 200:
-                found = [
-                    [{own["label"]: own["score"] for own in row}[label] for label in LABELS] for row in answer
-                ]
-                self._near("/classify", np.array(found), self._idle.scores[chosen], _SCORE_TOLERANCE)
+        if answered := await self._post(client, "/classify", content):
+            found = np.array([in_order_of_labels(row) for row in answered[0]])
+            self._near("/classify", found, self._idle.scores[chosen], _SCORE_TOLERANCE)
 
     async def _similarity(self, client: aiohttp.ClientSession) -> None:
         one, *others = self._some(64) + self._some(1)
         content = {"inputs": {"source_sentence": self._texts([one])[0], "sentences": self._texts(others)}}
-        async with self._post(client, "/similarity", content, **{"X-AttnCache-Reuse": "off"}) as (
-            response,
-            answer,
-        ):
-            if response.status == 200:
-                self._near(
-                    "/similarity", np.array(answer), self._idle.similarities(one, others), _COSINE_TOLERANCE
-                )
+        if answered := await self._post(client, "/similarity", content):
+            wanted = self._idle.similarities(one, others)
+            self._near("/similarity", np.array(answered[0]), wanted, _COSINE_TOLERANCE)
 
     async def _rerank(self, client: aiohttp.ClientSession) -> None:
         one, *others = self._some(32) + self._some(1)
         content = {"query": self._texts([one])[0], "texts": self._texts(others), "raw_scores": True}
-        async with self._post(client, "/rerank", content, **{"X-AttnCache-Reuse": "off"}) as (
-            response,
-            answer,
-        ):
-            if response.status == 200:
-                found = np.array([own["score"] for own in sorted(answer, key=lambda own: own["index"])])
-                self._near("/rerank", found, self._idle.similarities(one, others), _COSINE_TOLERANCE)
+        if answered := await self._post(client, "/rerank", content):
+            ranks = sorted(answered[0], key=lambda own: own["index"])
+            found = np.array([own["score"] for own in ranks])
+            self._near("/rerank", found, self._idle.similarities(one, others), _COSINE_TOLERANCE)
 
     async def _tokenize(self, client: aiohttp.ClientSession) -> None:
         chosen = self._some()
-        async with self._post(client, "/tokenize", {"inputs": self._texts(chosen)}) as (response, answer):
-            if response.status == 200:
-                self.record.compared += len(chosen)
-                found = [[token["id"] for token in row] for row in answer]
-                if found != [self._idle.ids[number] for number in chosen]:
-                    self.record.complain("/tokenize: other tokens than those of the idle server")
+        if answered := await self._post(client, "/tokenize", {"inputs": self._texts(chosen)}):
+            self.record.compared += len(chosen)
+            found = [[token["id"] for token in row] for row in answered[0]]
+            if found != [self._idle.ids[number] for number in chosen]:
+                self.record.complain("/tokenize: other tokens than those of the idle server")
 
     # What goes wrong.
 
     async def _hurry(self, client: aiohttp.ClientSession) -> None:
         chosen, seconds = self._some(), 10 ** self._random.uniform(-4, 0)
-        headers = {"X-AttnCache-Timeout": f"{seconds:.6f}", "X-AttnCache-Reuse": "off"}
-        content, allowed = {"inputs": self._texts(chosen)}, (200, 429, 504)
-        async with self._post(client, "/embed", content, allowed, **headers) as (response, answer):
-            if response.status == 200:
-                self._compare("/embed in a hurry", chosen, answer)
+        content, timeout = {"inputs": self._texts(chosen)}, {"X-AttnCache-Timeout": f"{seconds:.6f}"}
+        if answered := await self._post(client, "/embed", content, (200, 429, 504), **timeout):
+            self._compare("/embed in a hurry", chosen, answered[0])
 
     async def _leave(self, client: aiohttp.ClientSession) -> None:
         path = self._random.choice(["/embed", "/v1/embeddings", "/classify"])
         texts = self._texts(self._some())
-        content = {"input": texts} if path.startswith("/v1") else {"inputs": texts}
+        content: dict[str, Any] = {"input": texts} if path.startswith("/v1") else {"inputs": texts}
         if path == "/classify":
-            content["labels"] = list(LABELS)
-        asked = asyncio.create_task(self._ask_and_forget(client, path, content))
-        await asyncio.sleep(self._random.random() ** 3)
-        asked.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asked
+            content["labels"] = LABELS
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._post(client, path, content), self._random.random() ** 3)
         self.record.left += 1
-
-    async def _ask_and_forget(self, client: aiohttp.ClientSession, path: str, content: Any) -> None:
-        async with self._post(client, path, content):
-            pass
 
     async def _leave_behind_half_a_body(self, _: aiohttp.ClientSession) -> None:
         target = urlsplit(self._url)
@@ -256,8 +217,7 @@ class Clients:
         wrong = b'{"inputs": %d}' % self._random.randrange(10**9)
         large = b'{"inputs": "%s"}' % (b"x" * 3_000_000)
         body = self._random.choice([cut, noise, wrong, b"[" * 100_000, large])
-        async with self._post(client, "/embed", body, (400, 413, 422, 429)):
-            pass
+        await self._post(client, "/embed", body, (400, 413, 422, 429))
 
     # What is compared.
 
@@ -294,5 +254,7 @@ class Clients:
 
 def _code(answer: Any) -> str:
     """Return the code of an error, in any of the shapes."""
+    if not isinstance(answer, dict):
+        return "no error"
     error = answer.get("error")
     return str(error["code"] if isinstance(error, dict) else answer.get("error_type"))

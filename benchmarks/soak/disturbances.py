@@ -7,8 +7,10 @@ import os
 import secrets
 import shutil
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from random import Random
+from time import perf_counter
 
 from benchmarks.soak.clients import Clients
 from benchmarks.soak.served import Process
@@ -37,7 +39,10 @@ class Disturbances:
     async def run(self, server: Process, clients: Clients, seconds: float, every: float) -> None:
         """Disturb the server every so many seconds. Ends after `seconds`."""
         ways = [self._cut, self._overwrite, self._remove, self._swap, self._restore]
-        for turn in range(int(seconds / every)):
+        until = perf_counter() + seconds
+        for turn in count():
+            if perf_counter() > until:
+                return
             if turn % 3 == 2:
                 await self._change_keys(server, clients)
             else:

@@ -65,10 +65,11 @@ class Report:
         statuses = Counter[int]()
         for (_, status), count in record.statuses.items():
             statuses[status] += count
-        times = np.sort([seconds for _, seconds in record.seconds]) * 1000
+        times = np.array(record.seconds) * 1000
         rows = {
             "load": f"{last.second:.0f} s, {len(times)} requests, {last.texts} texts",
             "statuses": ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items())),
+            "errors": ", ".join(f"{code} {count}" for code, count in sorted(record.codes.items())),
             "clients that left": str(record.left),
             "files and keys": ", ".join(
                 f"{what} {count}" for what, count in sorted(self.disturbances.items())

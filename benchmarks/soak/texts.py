@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from attncache_core.corpus import default_corpus
 
 LABELS = ("a payment", "a card", "an account", "something else")
-_EXACT = {"X-AttnCache-Reuse": "off"}
+REUSE = "X-AttnCache-Reuse"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ async def ask_idle(client: aiohttp.ClientSession, texts: list[str]) -> Idle:
     for text in texts:
         embeddings += await _answer(client, "/embed", {"inputs": text})
         (found,) = await _answer(client, "/classify", {"inputs": text, "labels": LABELS})
-        scores.append([{own["label"]: own["score"] for own in found}[label] for label in LABELS])
+        scores.append(in_order_of_labels(found))
         (tokens,) = await _answer(client, "/tokenize", {"inputs": text})
         ids.append([token["id"] for token in tokens])
     async with client.get("/info") as response:
@@ -58,8 +59,14 @@ async def ask_idle(client: aiohttp.ClientSession, texts: list[str]) -> Idle:
     return Idle(texts, np.array(embeddings, np.float32), np.array(scores, np.float32), ids, most_tokens)
 
 
+def in_order_of_labels(classes: list[dict[str, Any]]) -> list[float]:
+    """Return the scores of LABELS from the classes of one text, which come best first."""
+    scores = {own["label"]: own["score"] for own in classes}
+    return [scores[label] for label in LABELS]
+
+
 async def _answer(client: aiohttp.ClientSession, path: str, content: object) -> list:  # type: ignore[type-arg]
-    async with client.post(path, json=content, headers=_EXACT) as response:
+    async with client.post(path, json=content, headers={REUSE: "off"}) as response:
         if response.status != 200:
             raise RuntimeError(f"the idle server answered {path} with status {response.status}")
         return await response.json()  # type: ignore[no-any-return]

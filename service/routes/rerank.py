@@ -18,6 +18,7 @@ from service.routes.openai.schemas import ModelName, Salt, Usage
 from service.routes.relevance import Question, Relevance, relevance
 from service.routes.served_names import check_model_name, served_name
 from service.routes.tei.common import TAG, TEI_ERRORS, truncates
+from service.routes.tei.schemas import TeiErrorBody
 from service.schemas import Text, Texts, Truncate, TruncationDirection
 from service.web.call import Answer, Call
 from service.web.endpoint import Endpoint
@@ -173,7 +174,7 @@ ENDPOINTS = (
         list[Rank] | Ranked,
         _SAYS,
         headers=ANSWER_HEADERS,
-        errors=TEI_ERRORS,
+        errors=TEI_ERRORS | {404: {"model": TeiErrorBody, "description": OPENAI_ERRORS[404]["description"]}},
         error_shape=tei,
         tag=TAG,
     ),

@@ -31,6 +31,7 @@ class Endpoint:
     errors: dict[int | str, dict[str, Any]] = field(default_factory=dict)  # responses by status
     error_shape: ErrorShape = ours
     tag: str = "AttnCache"
+    reuses: bool = True  # whether the handler reads X-AttnCache-Reuse
 
 
 def document(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
@@ -47,7 +48,10 @@ def document(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
             tags=[endpoint.tag],
             response_model=endpoint.response,
             responses={200: {"headers": endpoint.headers, "description": endpoint.says}, **endpoint.errors},
-            openapi_extra={**documented_body(endpoint.request), "parameters": _PARAMETERS},
+            openapi_extra={
+                **documented_body(endpoint.request),
+                "parameters": [own for own in _PARAMETERS if endpoint.reuses or own["name"] != REUSE_HEADER],
+            },
         )
 
 

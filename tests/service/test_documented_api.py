@@ -34,7 +34,7 @@ CHECKS = {
     # The document does not say which texts, ids and names fit the model.
     "positive_data_acceptance": {"enabled": False},
 }
-EXAMPLES = max(1, settings.default.max_examples // 5)
+EXAMPLES = settings.default.max_examples // 10
 
 
 def embedder(request: pytest.FixtureRequest) -> PrefillEngine:

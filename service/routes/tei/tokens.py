@@ -89,6 +89,7 @@ ENDPOINTS = (
         errors=TEI_ERRORS,
         error_shape=tei,
         tag=TAG,
+        reuses=False,
     ),
     Endpoint(
         "/decode",
@@ -99,5 +100,6 @@ ENDPOINTS = (
         errors=TEI_ERRORS,
         error_shape=tei,
         tag=TAG,
+        reuses=False,
     ),
 )
