@@ -409,7 +409,7 @@ def test_ctrl_c_ends_the_measurement_and_shows_the_rows_so_far(texts_file: Path,
 
 def test_this_server_is_measured(texts_file: Path, tmp_path: Path) -> None:
     app = create_app(Settings(), lambda: iter([FakeEngine()]))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -6,7 +6,6 @@ import hashlib
 import multiprocessing
 import os
 import shutil
-import signal
 import stat
 import struct
 import tempfile
@@ -292,8 +291,12 @@ def test_writer_is_told_of_each_part_and_may_stop(tier, folder):
     told = []
     tier.write(block(3), content(3), told.append)
     assert told == [0, 1, 2]
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        tier.write(block(4), content(4), lambda _: signal.raise_signal(signal.SIGINT))
+        tier.write(block(4), content(4), interrupt)
     assert files(folder) == [path_of(folder, block(3))]
     assert_accounted(tier, folder)
 
