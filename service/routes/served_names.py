@@ -9,6 +9,8 @@ from service.settings import Settings
 
 # Accepts every name, as a name of --served-model-name.
 _ANY = "*"
+# Says for itself that the client means whatever model the server has.
+_DEFAULT = "default"
 
 
 def served_name(settings: Settings) -> str:
@@ -18,7 +20,7 @@ def served_name(settings: Settings) -> str:
 
 def check_model_name(name: str | None, settings: Settings) -> None:
     """Raise UnknownModel if a request is for another model. None: the request is for any model."""
-    accepted = _given(settings) or [_own_name(settings), settings.model]
+    accepted = _given(settings) or [_own_name(settings), settings.model, _DEFAULT]
     if name is not None and name not in accepted and _ANY not in accepted:
         raise UnknownModel(
             f"model is not the model of this server, which is {served_name(settings)}; send this name, or "

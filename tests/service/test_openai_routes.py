@@ -88,7 +88,9 @@ async def test_usage_says_nothing_about_reuse_without_the_headers_of_reuse() -> 
     [
         (None, "org/model", 200),
         (None, None, 200),
+        (None, "default", 200),
         (None, "model", 404),
+        ("small,large", "default", 404),
         (None, "", 400),
         ("small,large", "small", 200),
         ("small, large", "large", 200),
