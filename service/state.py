@@ -165,6 +165,7 @@ class ServiceState:
                 queue_sequences=self.settings.max_queue_sequences,
                 request_tokens=self.settings.max_request_tokens,
                 queue_tokens=self.settings.max_queue_tokens,
+                queue_seconds=self.settings.max_queue_seconds,
             )
             batcher = Batcher(
                 engine,

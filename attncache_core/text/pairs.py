@@ -8,7 +8,7 @@ the type of a token, which tells the first text from the second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, overload
 
@@ -74,19 +74,30 @@ class PairLayout(NamedTuple):
         kinds = [types[start] if start < end else 0 for start, end in bounds]
         return cls(ids[:first], ids[between:second], ids[after:], kinds)
 
-    def around(self, first: list[int], second: list[int], room: int, cut: Cut) -> PairTokens:
+    def around(
+        self,
+        first: list[int],
+        second: list[int],
+        room: int,
+        cut: Cut,
+        counts: Callable[[], tuple[int, int]] | None = None,
+    ) -> PairTokens:
         """Return the sequence of a pair with these token ids, cut to `room` tokens.
 
-        Raises NoRoom if a text that is not cut leaves no room.
+        counts: returns how many tokens the texts have, if these are only their first ones, and more than
+        `room`; asked only if that matters. Raises NoRoom if a text that is not cut leaves no room.
         """
         special = len(self.before) + len(self.between) + len(self.after)
-        kept = kept_tokens(len(first), len(second), room - special, cut)
+        lengths = len(first), len(second)
+        if counts is not None and 2 * min(lengths) > room - special:
+            lengths = counts()
+        kept = kept_tokens(*lengths, room - special, cut)
         parts = (self.before, first[: kept[0]], self.between, second[: kept[1]], self.after)
         types = None
         if any(self.types):
             types = [kind for kind, part in zip(self.types, parts, strict=True) for _ in part]
         ids = [token for part in parts for token in part]
-        return PairTokens(ids, types, sum(kept) < len(first) + len(second))
+        return PairTokens(ids, types, sum(kept) < sum(lengths))
 
 
 def kept_tokens(first: int, second: int, room: int, cut: Cut) -> tuple[int, int]:

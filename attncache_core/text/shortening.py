@@ -46,6 +46,16 @@ def shortened(tokenizer: Tokenizer, text: str, tokens: int, field: str) -> str:
     return text
 
 
+def count_tokens(tokenizer: Tokenizer, text: str, tokens: int) -> int:
+    """Return how many tokens a text has, for a model whose sequences have `tokens` tokens.
+
+    Of a text with more than `most_characters`, the rest is taken to have as many tokens per character.
+    """
+    part = text[: most_characters(tokens)]
+    count = len(tokenizer.encode(part, add_special_tokens=False))
+    return round(count * len(text) / len(part)) if part else 0
+
+
 def require_few_characters_of_text(text: str, tokens: int, field: str) -> None:
     """Raise InputTooLong, which names `field`, if a text must be tokenised as a whole and is too long."""
     if len(text) > most_characters(tokens):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import groupby, takewhile
 from typing import overload
 
@@ -28,10 +28,11 @@ from attncache_core.text.bounds import (
 from attncache_core.text.pairs import Cut, NoRoom, PairLayout, PairTokens
 from attncache_core.text.pieces import Piece, pieces_of
 from attncache_core.text.prompts import Frame, Prompt, SequencePlan
-from attncache_core.text.shortening import require_few_characters_of_text, shortened
+from attncache_core.text.shortening import count_tokens, require_few_characters_of_text, shortened
 
 # transformers reports a limit of 10^30 tokens for a tokenizer without a limit.
 _NO_LIMIT = 10**9
+_Pair = tuple[str, str]
 # A sample text, for questions about a template whose answer does not depend on the text.
 _ANY_TEXT = "text"
 # Texts whose first tokens differ, also where a tokenizer joins a token with the text before it.
@@ -174,9 +175,14 @@ class TextTokenizer:
         """Yield the tokens of each text of a prompt, cut to `room` tokens. Raises as `tokenize` does."""
         template, first = prompt.template, 0
         for separated, stretch in groupby(texts, lambda text: is_separated(template, text)):
-            own = [self._shortened(text, f"inputs[{index}]") for index, text in enumerate(stretch, first)]
+            whole = list(stretch)
+            own = [self._shortened(text, f"inputs[{index}]") for index, text in enumerate(whole, first)]
             if separated:
-                pairs = [text for text in own if isinstance(text, tuple)]
+                pairs = [
+                    (text, before)
+                    for text, before in zip(own, whole, strict=True)
+                    if isinstance(text, tuple) and isinstance(before, tuple)
+                ]
                 yield from self._between_separators(pairs, prompt.cut, room, truncate, first)
             else:
                 for index, ids in enumerate(self._encoded(map(template.around, own))):
@@ -187,20 +193,27 @@ class TextTokenizer:
             first += len(own)
 
     def _between_separators(
-        self, pairs: Sequence[tuple[str, str]], cut: Cut, room: int, truncate: bool, first: int
+        self, pairs: Sequence[tuple[_Pair, _Pair]], cut: Cut, room: int, truncate: bool, first: int
     ) -> Iterator[PairTokens]:
         """Yield the tokens of each pair between the checkpoint's separators, cut to `room` tokens.
 
-        A text that is in several pairs is tokenised once. first: index of the first pair in the request.
+        A text that is in several pairs is tokenised once. pairs: shortened, and before that. first: index of
+        the first pair in the request.
         """
-        distinct = dict.fromkeys(text for pair in pairs for text in pair)
+        distinct = dict.fromkeys(text for pair, _ in pairs for text in pair)
         encoded = zip(distinct, self._encoded(distinct, special=False), strict=True)
         known: dict[str, list[int]] = {}
-        for index, (one, other) in enumerate(pairs, first):
+        count = cache(partial(count_tokens, self._tokenizer, tokens=self.max_tokens))
+
+        def counts(whole: _Pair) -> tuple[int, int]:
+            return count(whole[0]), count(whole[1])
+
+        for index, ((one, other), whole) in enumerate(pairs, first):
             while one not in known or other not in known:
                 known.update([next(encoded)])
+            of_whole = partial(counts, whole) if (one, other) != whole else None
             try:
-                tokens = self._pair_layout.around(known[one], known[other], room, cut)
+                tokens = self._pair_layout.around(known[one], known[other], room, cut, of_whole)
             except NoRoom as error:
                 raise no_room(self.max_tokens, f"inputs[{index}]") from error
             if tokens.is_cut and not truncate:

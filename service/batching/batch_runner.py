@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 
-from attncache_core import NotFinite, PrefillEngine, PrefillRequest, PrefillResult
+from attncache_core import AttnCacheError, NotFinite, PrefillEngine, PrefillRequest, PrefillResult
 from service.batching.pending_request import PendingRequest, PendingSequence, RequestResult, Share
 from service.batching.request_queue import RequestQueue
 from service.batching.results import Lookup, Results, SequenceResult
@@ -46,7 +46,7 @@ class BatchRunner:
         results: Results[tuple[PendingRequest, PendingSequence]] | None,
         compute_again: Callable[[PendingRequest, PendingSequence], None],
     ) -> None:
-        """queue: is told the speed of each batch. loop: the event loop that the futures belong to.
+        """queue: knows the sequences that wait. loop: the event loop that the futures belong to.
 
         results: of sequences, to be used for others; None: results are not shared. compute_again: queues a
         sequence whose result was expected from another request in vain.
@@ -82,21 +82,13 @@ class BatchRunner:
         """
         if self._results is None or request.names is None:
             return made
-        own, finished = [], []
-        for sequence in made:
-            found = (
-                Lookup.UNKNOWN
-                if sequence.name is None
-                else self._results.find(sequence.name, (request, sequence))
-            )
-            if found is Lookup.UNKNOWN:
-                own.append(sequence)
-                continue
-            is_kept = isinstance(found, SequenceResult)
-            self._metrics.observe_repeated("kept" if is_kept else "in_flight", len(sequence.ids))
-            if isinstance(found, SequenceResult) and (result := request.add(found, sequence.place)):
-                finished.append((request, result))
-        self._resolve(finished)
+        own: list[PendingSequence] = []
+        try:
+            self._look_up(request, made, own)
+        except BaseException:
+            # The caller does not get to know them, and others may wait for them already.
+            self.give_up(own)
+            raise
         return own
 
     def give_up(self, sequences: Iterable[PendingSequence]) -> None:
@@ -105,9 +97,7 @@ class BatchRunner:
             if self._results is None or sequence.name is None:
                 continue
             for request, expected in self._results.give_up(sequence.name):
-                if not request.future.done():
-                    for again in self.not_known(request, [expected]):
-                        self._compute_again(request, again)
+                self._instead(request, expected)
 
     def run(self, shares: list[Share]) -> None:
         """Run a batch and answer the requests that are complete with it. Raises nothing: requests fail."""
@@ -116,9 +106,13 @@ class BatchRunner:
         # A panic in compiled code is not an Exception.
         except BaseException as error:
             log_failure(logger, "a batch failed", error)
-            self.reject([(share.request, InternalError()) for share in shares])
-            for share in shares:
-                self.give_up(share.sequences)
+            self.fail(shares)
+
+    def fail(self, shares: list[Share]) -> None:
+        """Answer the requests of a batch that will not be run, or has failed, with InternalError."""
+        self.reject([(share.request, InternalError()) for share in shares])
+        for share in shares:
+            self.give_up(share.sequences)
 
     def reject(self, failed: Sequence[tuple[PendingRequest, BaseException]]) -> None:
         """Let the event loop set each request's error, unless the request is done. Called in any thread."""
@@ -157,14 +151,34 @@ class BatchRunner:
                 else:
                     self.run([share])
             return
-        if result.tokens:  # texts that are known whole say nothing about the texts that wait
-            self._queue.note_speed(result.tokens, time.perf_counter() - started)
         # Counted before the answers leave, so that a client with an answer finds the answer in the metrics.
         # Counting afterwards would be no faster: this thread would hold the interpreter lock all the same.
         self._count(shares, result, started)
         self._deliver(shares, result)
         if verifier and policy:
             verifier.offer(requests, result, policy)
+
+    def _look_up(
+        self, request: PendingRequest, made: list[PendingSequence], own: list[PendingSequence]
+    ) -> None:
+        """Add the sequences to `own` that the request must compute itself, and answer it if all are known."""
+        assert self._results is not None
+        answer: RequestResult | None = None
+        for sequence in made:
+            found = (
+                Lookup.UNKNOWN
+                if sequence.name is None
+                else self._results.find(sequence.name, (request, sequence))
+            )
+            if found is Lookup.UNKNOWN:
+                own.append(sequence)
+                continue
+            is_kept = isinstance(found, SequenceResult)
+            self._metrics.observe_repeated("kept" if is_kept else "in_flight", len(sequence.ids))
+            if isinstance(found, SequenceResult):
+                answer = request.add(found, sequence.place)
+        if answer is not None:
+            self._resolve([(request, answer)])
 
     def _count(self, shares: list[Share], result: PrefillResult, started: float) -> None:
         """Put a batch into the metrics, and log files that were lost."""
@@ -186,7 +200,7 @@ class BatchRunner:
     def _deliver(self, shares: list[Share], result: PrefillResult) -> None:
         """Hand the results of a batch to its requests, and to others that wait for them."""
         finished: Finished = []
-        failed: dict[PendingRequest, NotFinite] = {}
+        failed: dict[PendingRequest, AttnCacheError] = {}
         computed = zip(
             ((request, own) for request, sequences in shares for own in sequences),
             self._of_sequences(result, (len(own.ids) for share in shares for own in share.sequences)),
@@ -196,13 +210,21 @@ class BatchRunner:
         for (request, sequence), own, is_finite in computed:
             shared, waiters = self._settled(sequence, own, is_finite)
             for waiting, expected, found in ((request, sequence, own), *((*who, shared) for who in waiters)):
+                try:
+                    answer = waiting.add(found, expected.place) if is_finite else None
+                # What fails for one request, such as memory for its result, fails for no other.
+                except BaseException as error:
+                    log_failure(logger, "a result was not delivered", error)
+                    failed.setdefault(waiting, InternalError())
+                    continue
                 if not is_finite:
                     text = expected.place // len(waiting.prompt.sequence_plans)
                     failed.setdefault(waiting, NotFinite.of(text))
-                elif (answer := waiting.add(found, expected.place)) is not None:
+                elif answer is not None:
                     finished.append((waiting, answer))
+        if not_finite := sum(isinstance(error, NotFinite) for error in failed.values()):
+            logger.error("%d requests of a batch came to NaN or infinity", not_finite)
         if failed:
-            logger.error("%d requests of a batch came to NaN or infinity", len(failed))
             # Rejected before the other requests are answered, so that failed requests get no result.
             self.reject(list(failed.items()))
         self._resolve(finished)
@@ -227,13 +249,26 @@ class BatchRunner:
         """Return the result of a sequence as others get it, and who waited for it."""
         if self._results is None or sequence.name is None:
             return result, []
-        if is_finite and self._is_approximate(result):
-            # Not the one for the other, because their results will be approximate too.
-            for request, expected in self._results.give_up(sequence.name):
-                if not request.future.done():
-                    self._compute_again(request, expected._replace(name=None))
-            return result, []
-        return self._results.settle(sequence.name, result, keep=is_finite)
+        try:
+            if not (is_finite and self._is_approximate(result)):
+                return self._results.settle(sequence.name, result, keep=is_finite)
+        except BaseException as error:
+            log_failure(logger, "a result was not kept for others", error)
+        # Not the one for the other, because their results will be approximate too.
+        for request, expected in self._results.give_up(sequence.name):
+            self._instead(request, expected._replace(name=None))
+        return result, []
+
+    def _instead(self, request: PendingRequest, sequence: PendingSequence) -> None:
+        """Let a request compute what it expected from another one in vain. Raises nothing: it fails."""
+        if request.future.done():
+            return
+        try:
+            for own in self.not_known(request, [sequence]):
+                self._compute_again(request, own)
+        except BaseException as error:
+            log_failure(logger, "a sequence was not queued again", error)
+            self.reject([(request, InternalError())])
 
     def _is_approximate(self, result: SequenceResult) -> bool:
         key_values = self.engine.key_values

@@ -26,7 +26,13 @@ from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
 from service.batching.batch_runner import BatchRunner
-from service.batching.pending_request import PendingRequest, PendingSequence, RequestResult, Timing
+from service.batching.pending_request import (
+    PendingRequest,
+    PendingSequence,
+    RequestResult,
+    Share,
+    Timing,
+)
 from service.batching.request_queue import Limits, RequestQueue
 from service.batching.results import Results, SequenceNames
 from service.batching.sources import Source
@@ -63,7 +69,7 @@ class Batcher:
         self._limits = limits
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._queue = RequestQueue(limits, self._tokenize, self._give_up, engine.parallel_runs)
+        self._queue = RequestQueue(limits, self._tokenize, self._give_up, self._fail, engine.parallel_runs)
         self._results: Results[tuple[PendingRequest, PendingSequence]] | None = (
             Results(result_bytes) if result_bytes else None
         )
@@ -195,6 +201,10 @@ class Batcher:
         """Let other requests compute sequences that they expected from a request that has ended."""
         self._runner.give_up(sequences)
 
+    def _fail(self, shares: list[Share]) -> None:
+        """Fail the requests of a batch that will not be run."""
+        self._runner.fail(shares)
+
     def _compute_again(self, request: PendingRequest, sequence: PendingSequence) -> None:
         """Compute a sequence that the request expected from another request."""
         starting = self._queue.add_again(request, [sequence])
@@ -206,17 +216,30 @@ class Batcher:
         try:
             self._run_batches()
         except BaseException as error:
-            log_failure(logger, "the turn of an engine thread failed", error)
-            with contextlib.suppress(RuntimeError):
-                self._start(self._queue.fail_turn())
+            self._fail_turn(error)
+        else:
+            self._verify_later()
+
+    def _fail_turn(self, error: BaseException) -> None:
+        log_failure(logger, "the turn of an engine thread failed", error)
+        with contextlib.suppress(RuntimeError):
+            self._start(self._queue.fail_turn())
 
     def _run_batches(self) -> None:
-        for shares in self._queue.batches():
-            with self._watching():
-                self._runner.run(shares)
-            verifier = self.verifier
-            if verifier and verifier.is_overdue:
-                verifier.verify_some()
+        # Closed at once if this raises: the batch would count as computed, and keep others waiting.
+        with contextlib.closing(self._queue.batches()) as batches:
+            for shares in batches:
+                try:
+                    with self._watching():
+                        self._runner.run(shares)
+                except BaseException:
+                    self._runner.fail(shares)
+                    raise
+                verifier = self.verifier
+                if verifier and verifier.is_overdue:
+                    verifier.verify_some()
+
+    def _verify_later(self) -> None:
         verifier = self.verifier
         if verifier and verifier.has_work:
             # Verification starts from the event loop, behind the answers there, so that answers go first.
@@ -225,9 +248,12 @@ class Batcher:
 
     def _verify_until_requests_wait(self, verifier: Verifier) -> None:
         # If another engine thread runs, the end of its turn starts verification again.
-        if self._queue.begin_idle_turn():
+        if not self._queue.begin_idle_turn():
+            return
+        try:
             while verifier.has_work and self._queue.is_idle:
                 verifier.verify_some()
+        finally:
             self._queue.end_idle_work()
             self._run_until_empty()
 

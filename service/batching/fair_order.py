@@ -1,13 +1,21 @@
-"""The order in which waiting requests are served: flows take turns, and a flow that is new goes first.
+"""The order in which waiting requests are served: flows take turns, by what their items cost.
 
-This is deficit round robin (Shreedhar and Varghese 1995) with the lists of new and old flows of RFC 8290. A
-flow that is served more than its turn allows waits until all others had a turn. A flow that was not waiting
-is served before the flows that wait, once. So one text never waits for more than one turn of a client with
-thousands of texts. Flows can hold flows: the connections of a key take turns within the turn of the key.
+This is start-time fair queueing (Goyal, Vin and Cheng 1996). Each flow has a virtual time, which grows by the
+cost of what is served, and the flow with the least time is next. A flow that begins to wait begins at the
+present virtual time, which grows by the share of each flow in what is served. So the flow goes before flows
+that were served more than their share, and one text waits for at most one batch of a client with thousands of
+texts. And the flow goes behind flows that began to wait long before it, however many flows come anew. Flows
+can hold flows: the connections of a key take turns within the turn of the key.
+
+The order also tells how much is served before an item that would be added now: not all that waits, but what
+the flow itself has waiting, and what the others get until their times have passed the time of the item.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -18,10 +26,8 @@ T = TypeVar("T")
 class FairOrder(Generic[T]):
     """Items of flows in the order of their service. Not thread safe."""
 
-    def __init__(self, quantum: int) -> None:
-        """quantum: cost that one flow may be charged before the next flow has its turn."""
-        self._quantum = quantum
-        self._root: _Flow[T] = _Flow()
+    def __init__(self) -> None:
+        self._root: _Flow[T] = _Flow(0)
 
     def __iter__(self) -> Iterator[T]:
         """Iterate over all items, roughly in the order of their service."""
@@ -29,19 +35,30 @@ class FairOrder(Generic[T]):
 
     def add(self, item: T, flow: Sequence[Hashable]) -> None:
         """Add an item behind the items of its flow. flow: from the outside in: a key, a connection."""
-        self._root.add(item, flow, self._quantum)
+        self._root.add(item, flow)
+
+    def count(self, flow: Sequence[Hashable], cost: int) -> None:
+        """Note that items of a flow cost this much more, or less if negative. The flow has had an item.
+
+        The costs of all items that were removed must come to 0.
+        """
+        self._root.count(flow, cost)
+
+    def ahead(self, flow: Sequence[Hashable], at_once: int) -> int:
+        """Return the cost that is charged, at most, before an item that is added to a flow now is served.
+
+        at_once: the most that a flow is charged before the next one is served. Each other flow counts too
+        much by up to this cost. Items that are added later may go first if their flows did not wait yet.
+        """
+        return self._root.ahead(flow, at_once)
 
     def head(self) -> T | None:
         """Return the item to serve next, or None if there is no item."""
-        return self._root.head(self._quantum)
+        return self._root.head()
 
     def charge(self, cost: int) -> None:
         """Charge the flow of the item that `head` returned last."""
         self._root.charge(cost)
-
-    def end_turn(self) -> None:
-        """End the turn of the flow whose item `head` returned last, also if it was charged less."""
-        self._root.end_turn()
 
     def remove(self, item: T, flow: Sequence[Hashable]) -> None:
         """Remove an item. Raises ValueError if the flow has no such item."""
@@ -51,67 +68,108 @@ class FairOrder(Generic[T]):
 class _Flow(Generic[T]):
     """Items of one flow, or flows within a flow."""
 
-    __slots__ = ("_children", "_new", "_old", "_own", "_served", "credit")
+    __slots__ = (
+        "_children",
+        "_heap",
+        "_now",
+        "_numbers",
+        "_own",
+        "_own_cost",
+        "_served",
+        "_waiting",
+        "cost",
+        "count_of_items",
+        "time",
+    )
 
-    def __init__(self, credit: int = 0) -> None:
-        self.credit = credit  # cost that this flow may still be charged in its turn
+    def __init__(self, time: float) -> None:
+        self.time = time  # virtual time: grows by the cost that is charged
+        self.cost = 0  # of all items
+        self.count_of_items = 0
         self._own: deque[T] = deque()
+        self._own_cost = 0
         self._children: dict[Hashable, _Flow[T]] = {}
-        self._new: deque[Hashable] = deque()
-        self._old: deque[Hashable] = deque()
+        # Each child once, by a time that it has or had, and by when it was put there.
+        self._heap: list[tuple[float, int, Hashable]] = []
+        self._numbers = itertools.count()
+        self._waiting = 0  # children with items
+        self._now = 0.0  # the time at which a child begins to wait
         self._served: _Flow[T] | None = None  # the child whose item `head` returned
-
-    def __bool__(self) -> bool:
-        return bool(self._own) or any(self._children.values())
 
     def items(self) -> Iterator[T]:
         yield from self._own
-        for name in (*self._new, *self._old):
-            yield from self._children[name].items()
+        for child in sorted(self._children.values(), key=lambda own: own.time):
+            yield from child.items()
 
-    def add(self, item: T, flow: Sequence[Hashable], quantum: int) -> None:
+    def add(self, item: T, flow: Sequence[Hashable]) -> None:
+        self.count_of_items += 1
         if not flow:
             self._own.append(item)
             return
         name = flow[0]
-        if name not in self._children:
-            self._children[name] = _Flow(quantum)
-            self._new.append(name)
-        self._children[name].add(item, flow[1:], quantum)
+        child = self._children.get(name)
+        if child is None:
+            child = self._children[name] = _Flow(self._now)
+            heapq.heappush(self._heap, (child.time, next(self._numbers), name))
+        if not child.count_of_items:
+            self._waiting += 1
+            child.time = max(child.time, self._now)
+        child.add(item, flow[1:])
 
-    def head(self, quantum: int) -> T | None:
+    def count(self, flow: Sequence[Hashable], cost: int) -> None:
+        self.cost += cost
+        if flow:
+            self._children[flow[0]].count(flow[1:], cost)
+        else:
+            self._own_cost += cost
+
+    def ahead(self, flow: Sequence[Hashable], at_once: int) -> int:
+        if not flow:
+            return self._own_cost
+        child = self._children.get(flow[0])
+        within, starts = 0, self._now
+        if child is not None:
+            within = child.ahead(flow[1:], at_once)
+            starts = within + (child.time if child.count_of_items else max(child.time, self._now))
+        others = (
+            min(other.cost, starts - other.time + at_once)
+            for other in self._children.values()
+            if other is not child and other.time <= starts
+        )
+        return self._own_cost + within + math.ceil(sum(others))
+
+    def head(self) -> T | None:
         if self._own:
             self._served = None
             return self._own[0]
-        while self._new or self._old:
-            names = self._new or self._old
-            child = self._children[names[0]]
-            if child.credit <= 0:
-                child.credit += quantum
-                self._old.append(names.popleft())
-            elif (item := child.head(quantum)) is not None:
+        while self._heap:
+            time, _, name = self._heap[0]
+            child = self._children[name]
+            if time < child.time:
+                heapq.heapreplace(self._heap, (child.time, next(self._numbers), name))
+            elif (item := child.head()) is not None:
+                self._now = max(self._now, time)
                 self._served = child
                 return item
-            elif names is self._new:
-                # An empty flow keeps its place among the old ones for a round. Otherwise a client that sends
-                # one text after the other would always be new.
-                self._old.append(names.popleft())
             else:
-                del self._children[names.popleft()]
+                # Until its time has come, an empty flow is kept. Otherwise a client that sends one text after
+                # the other would never be charged.
+                heapq.heappop(self._heap)
+                del self._children[name]
         return None
 
     def charge(self, cost: int) -> None:
         if self._served is not None:
-            self._served.credit -= cost
+            self._served.time += cost
             self._served.charge(cost)
-
-    def end_turn(self) -> None:
-        if self._served is not None:
-            self._served.credit = min(0, self._served.credit)
-            self._served.end_turn()
+            # One more than wait, so that a child that begins to wait now goes before the one that was served.
+            self._now += cost / (self._waiting + 1)
 
     def remove(self, item: T, flow: Sequence[Hashable]) -> None:
         if flow:
-            self._children[flow[0]].remove(item, flow[1:])
+            child = self._children[flow[0]]
+            child.remove(item, flow[1:])
+            self._waiting -= not child.count_of_items
         else:
             self._own.remove(item)
+        self.count_of_items -= 1

@@ -1,7 +1,11 @@
 """The queue of requests: who is admitted, who waits, and which sequences form the next batch.
 
     add -> tokenise, part by part, as batches need it -> batches; flows take turns (see fair_order.py)
-                                                      -> withdraw if the client has gone
+        -> QueueFull                                  -> withdraw if the client has gone
+
+A request is refused if the queue has no room for its sequences and tokens, or if too many seconds of work
+come before it. The work that comes before it depends on its flow: a client that floods the queue is refused,
+while a request of another client, whose turn is next, is admitted.
 
 The queue also decides how many engine threads run: as many as there are sequences, up to a limit.
 """
@@ -10,10 +14,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from attncache_core.reuse.kv.memory import Wanted
+from service.batching.drain_speed import DrainSpeed
 from service.batching.fair_order import FairOrder
 from service.batching.pending_request import PendingRequest, PendingSequence, Share
 from service.errors import QueueFull
@@ -34,6 +41,7 @@ class Limits:
     queue_sequences: int
     request_tokens: int
     queue_tokens: int = 2**62
+    queue_seconds: float = math.inf  # of work that may come before a request that is admitted
 
 
 class RequestQueue:
@@ -54,26 +62,32 @@ class RequestQueue:
         limits: Limits,
         tokenize: Callable[[PendingRequest], list[PendingSequence] | None],
         give_up: Callable[[list[PendingSequence]], None],
+        fail: Callable[[list[Share]], None],
         threads: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """tokenize: returns the sequences of the next part of a request that the request must compute itself.
 
         It returns None if it has failed the request. give_up: is told of sequences that will not be computed
-        because their request ended before the queue had them. threads: the most engine threads that may run
-        at once.
+        because their request ended before the queue had them. fail: fails the requests of a batch that will
+        not be run, because forming it has failed. threads: the most engine threads that may run at once.
+        clock: returns seconds.
         """
         self._limits = limits
         self._tokenize = tokenize
         self._give_up = give_up
+        self._fail = fail
         self._threads = threads
+        self._clock = clock
         self._lock = threading.Lock()
         # Held while a batch is formed, because forming tokenises: one thread at a time. Taken before `_lock`.
         self._forming = threading.Lock()
-        self._order: FairOrder[PendingRequest] = FairOrder(limits.batch_tokens)
+        self._order: FairOrder[PendingRequest] = FairOrder()
+        self._looked_at: PendingRequest | None = None  # while a batch is formed
         self._waiting_requests = 0
         self._waiting_sequences = 0
         self._waiting_tokens = 0
-        self._tokens_per_second = 0.0
+        self._speed = DrainSpeed(threads * limits.batch_tokens)
         self._characters_per_token: float | None = None  # of the texts that were tokenised lately
         self._running = 0  # engine threads in a turn, which ends when nothing waits
         self._computing = 0  # of them, the threads that compute
@@ -97,19 +111,18 @@ class RequestQueue:
         """Let at most this number of engine threads run. Threads beyond it end their turns after a batch."""
         with self._lock:
             self._threads = threads
+            self._speed.round_tokens = threads * self._limits.batch_tokens
 
     def add(self, request: PendingRequest) -> int:
         """Queue a request. Returns the number of engine threads that the caller must start.
 
-        Raises QueueFull if the request's sequences or tokens do not fit.
+        Raises QueueFull if the request's sequences or tokens do not fit, or if too much comes before it.
         """
         request.guess_tokens(self._characters_per_token or _USUAL_CHARACTERS_PER_TOKEN)
         count, tokens = request.count, request.guessed_tokens
         with self._lock:
-            if self._waiting_sequences + count > self._limits.queue_sequences:
-                raise QueueFull("too many texts are waiting", retry_after_seconds=self._seconds_to_empty())
-            if self._waiting_tokens and self._waiting_tokens + tokens > self._limits.queue_tokens:
-                raise QueueFull("too many tokens are waiting", retry_after_seconds=self._seconds_to_empty())
+            self._require_room(count, tokens)
+            self._require_short_wait(request)
             self._enter(request, count, tokens)
             starting = max(0, min(self._threads - self._running, count))
             starting = starting if self._may_begin_batch() else 0
@@ -140,14 +153,15 @@ class RequestQueue:
             with self._lock:
                 self._leave(request)
 
-    def batches(self) -> Iterator[list[Share]]:
+    def batches(self) -> Generator[list[Share], None, None]:
         """Yield the batches of an engine thread's turn, until nothing waits. The caller runs each batch."""
-        while shares := self._next_batch():
+        while batch := self._next_batch():
             try:
-                yield shares
+                yield batch.shares
             finally:  # a thread that counts as computing for ever would keep small batches waiting
                 with self._lock:
                     self._computing -= 1
+                    self._note_speed(batch.tokens)
 
     def upcoming(self) -> list[Wanted]:
         """Return how stored keys and values of the sequences that wait are looked up, soonest first."""
@@ -198,17 +212,8 @@ class RequestQueue:
             self._running += starting
         return starting
 
-    def note_speed(self, tokens: int, seconds: float) -> None:
-        """Add one batch to the mean speed, from which `add` computes when a refused client may retry."""
-        with self._lock:
-            # The other threads that compute are about as fast as this thread.
-            speed = tokens / max(seconds, 1e-6) * max(1, self._computing)
-            # A mean over about the last ten batches.
-            weight = 0.1 if self._tokens_per_second else 1.0
-            self._tokens_per_second += (speed - self._tokens_per_second) * weight
-
-    def _next_batch(self) -> list[Share]:
-        """Take the next batch. An empty batch ends the turn of the engine thread.
+    def _next_batch(self) -> _Batch | None:
+        """Take the next batch. None ends the turn of the engine thread.
 
         A turn ends for one of three reasons: nothing waits; too little waits beside a computed batch; more
         threads run than may.
@@ -218,29 +223,38 @@ class RequestQueue:
                 with self._lock:
                     goes_on = self._running <= self._threads and self._may_begin_batch()
                     free = max(1, self._threads - self._computing)
-                shares = self._form(free) if goes_on else []
+                shares: list[Share] = []
+                try:
+                    if goes_on:
+                        self._form(free, shares)
+                    tokens = sum(own.added for share in shares for own in share.sequences)
+                    with self._lock:
+                        self._note_speed(0)
+                except BaseException:
+                    self._fail_formed(shares)
+                    raise
                 with self._lock:
                     if shares:
                         self._computing += 1
-                        return shares
+                        return _Batch(shares, tokens)
                     # A request that came while the last ones were looked at did not start a thread.
                     if not (goes_on and self._waiting_requests):
                         self._running -= 1
-                        return []
+                        return None
 
-    def _form(self, free: int) -> list[Share]:
+    def _form(self, free: int, shares: list[Share]) -> None:
         """Take sequences for one batch. free: the threads that are free to share what waits.
 
         A batch holds at most the part of the waiting tokens that this thread would get if all free threads
         took equal parts, or `least_part` tokens if that is more, but at least one text.
         """
-        shares: list[Share] = []
         room = _Room(self._limits.batch_tokens, self._limits.batch_sequences, _MOST_LOOKUPS)
         while True:
             with self._lock:
-                request = self._order.head()
+                self._looked_at = None
+                request = self._looked_at = self._order.head()
                 if request is None:
-                    return shares
+                    return
                 if request.future.done():
                     self._leave(request)
                     continue
@@ -248,16 +262,25 @@ class RequestQueue:
                     if not shares:  # only now, because the first part of the first request is tokenised
                         room.part = max(self.least_part, math.ceil(self._waiting_tokens / free))
                     if not self._take(request, room, shares):
-                        # Otherwise what is left of the turn would be worth a whole batch.
-                        self._order.end_turn()
-                        return shares
+                        return
                 if request.is_tokenized and not request.waits:
                     self._leave(request)
                     continue
                 if shares and not room.has_any:
-                    return shares
+                    return
             if not request.waits:
                 self._look_up_part(request, room)
+
+    def _fail_formed(self, shares: list[Share]) -> None:
+        """Fail the requests of a batch whose forming has failed, and the request that was looked at.
+
+        Otherwise the next turn would fail on it again, and on what it comes before.
+        """
+        with self._lock:
+            blamed = [self._looked_at] if self._looked_at is not None else [] if shares else list(self._order)
+            for request in blamed:
+                self._leave(request)
+        self._fail([*shares, *(Share(request, []) for request in blamed)])
 
     def _take(self, request: PendingRequest, room: _Room, shares: list[Share]) -> bool:
         """Take what fits of a request. Returns whether the batch may have room for more.
@@ -290,11 +313,15 @@ class RequestQueue:
         before, waiting = request.tokenized, len(request.sequences)
         guessed = request.guessed_tokens
         self._tokenize_part(request)
-        known = request.tokenized - before - (len(request.sequences) - waiting)
-        room.lookups -= max(1, request.tokenized - before)
-        if known or request.tokenized == before:
+        made = request.tokenized - before
+        known = made - (len(request.sequences) - waiting)
+        room.lookups -= max(1, made)
+        if known or not made:
+            cost = max(1, guessed - request.guessed_tokens)
             with self._lock:
-                self._order.charge(max(1, guessed - request.guessed_tokens))
+                self._order.charge(cost)
+                if known:
+                    self._note_speed(cost * known // made)
 
     def _tokenize_part(self, request: PendingRequest) -> None:
         """Tokenise the next part of a request. The caller must hold `_forming`, and not the lock."""
@@ -338,8 +365,9 @@ class RequestQueue:
         """Remove a request and what still waits of it. The caller must hold the lock."""
         if not request.queued:
             return
-        request.queued = False
+        # First, so that a request that cannot be removed can be removed again.
         self._order.remove(request, request.flow)
+        request.queued = False
         self._waiting_requests -= 1
         self._count(request, -request.waiting_sequences, -request.waiting_tokens)
 
@@ -349,11 +377,54 @@ class RequestQueue:
         request.waiting_tokens += tokens
         self._waiting_sequences += sequences
         self._waiting_tokens += tokens
+        self._order.count(request.flow, tokens)
 
-    def _seconds_to_empty(self) -> int:
-        if not self._tokens_per_second:
-            return 1
-        return max(1, math.ceil(self._waiting_tokens / self._tokens_per_second))
+    def _require_room(self, sequences: int, tokens: int) -> None:
+        """Raise QueueFull if so many sequences and tokens do not fit. The caller must hold the lock."""
+        more = self._waiting_sequences + sequences - self._limits.queue_sequences
+        if more > 0:
+            # Sequences of mean length must leave the queue.
+            leaving = self._waiting_tokens * min(1.0, more / max(1, self._waiting_sequences))
+            raise self._full("too many texts are waiting", leaving)
+        more = self._waiting_tokens + tokens - self._limits.queue_tokens
+        if self._waiting_tokens and more > 0:
+            raise self._full("too many tokens are waiting", min(more, self._waiting_tokens))
+
+    def _require_short_wait(self, request: PendingRequest) -> None:
+        """Raise QueueFull if too many seconds of work come before a request. The caller must hold the lock.
+
+        What fits into a batch may always wait. Otherwise the engine could wait for requests that are refused.
+        """
+        speed, seconds = self._speed.tokens_per_second, self._limits.queue_seconds
+        if speed is None:
+            return
+        ahead = self._order.ahead(request.flow, self._limits.batch_tokens)
+        more = ahead - max(self._limits.batch_tokens, speed * seconds)
+        if more > 0:
+            raise self._full(
+                f"about {ahead / speed:.1f} seconds of work come before this request, and "
+                f"--max-queue-seconds allows {seconds:g}",
+                more,
+            )
+
+    def _full(self, reason: str, leaving: float) -> QueueFull:
+        """Return the error of a request that may be admitted when so many tokens have left the queue."""
+        seconds = math.ceil(leaving / self._speed.tokens_per_second) if self._speed.tokens_per_second else 1
+        return QueueFull(
+            f"{reason}; send the request again after the seconds in Retry-After",
+            retry_after_seconds=max(1, seconds),
+        )
+
+    def _note_speed(self, tokens: int) -> None:
+        """Note that tokens, which have left the queue, are computed. The caller must hold the lock."""
+        self._speed.note(tokens, self._clock(), others_wait=bool(self._waiting_sequences))
+
+
+class _Batch(NamedTuple):
+    """What one engine thread computes at a time."""
+
+    shares: list[Share]
+    tokens: int  # as the queue has counted them
 
 
 @dataclass(slots=True)

@@ -18,11 +18,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Generic, TypeVar
+from functools import cached_property
+from itertools import chain
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from attncache_core import Outcome
+from attncache_core.text.prompts import SequencePlan
 
 W = TypeVar("W")
 # Of a result: its objects, its name, and its entry in the dictionary with its order.
@@ -63,9 +66,13 @@ class SequenceResult:
 class SequenceNames:
     """Names the sequences of one request: equal names have equal results."""
 
-    def __init__(self, *changes: object) -> None:
-        """changes: all that changes the results of the request's sequences, beside their tokens."""
-        self._common = hashlib.blake2b(repr(changes).encode(), digest_size=16)
+    def __init__(self, salt: bytes, plans: Sequence[SequencePlan]) -> None:
+        """salt: requests of other salts share no result. plans: what is read from the sequences.
+
+        Both are read when the first sequence is named, because plans may hold the tokens of many labels.
+        """
+        self._salt = salt
+        self._plans = plans
 
     def __call__(self, ids: Sequence[int], *changes: object) -> bytes:
         """Return the name of a sequence. changes: all that changes its result, beside its tokens."""
@@ -74,6 +81,16 @@ class SequenceNames:
             name.update(repr(changes).encode() + b"\0")
         name.update(array("i", ids))
         return name.digest()
+
+    @cached_property
+    def _common(self) -> Any:  # a hash object, which has no public type
+        common = hashlib.blake2b(b"%d:" % len(self._salt) + self._salt, digest_size=16)
+        for plan in self._plans:
+            counts = plan.prompt_tokens, len(plan.continuation), len(plan.targets), plan.states
+            common.update(array("q", counts))
+            common.update(array("q", plan.continuation))
+            common.update(array("q", chain.from_iterable(plan.targets)))
+        return common
 
 
 class Lookup(Enum):
@@ -117,15 +134,15 @@ class Results(Generic[W]):
             return Lookup.UNKNOWN
 
     def settle(self, name: bytes, result: SequenceResult, *, keep: bool) -> tuple[SequenceResult, list[W]]:
-        """Take a result that was computed. Returns it as others get it, and who waited for it."""
-        with self._lock:
-            waiters = self._waiters.pop(name, [])
-        if not (keep or waiters):
-            return result, waiters
+        """Take a result that was computed. Returns it as others get it, and who waited for it.
+
+        If this raises, they still wait.
+        """
         shared = result.repeated()
-        if keep:
-            self._keep(name, shared)
-        return shared, waiters
+        with self._lock:
+            if keep:
+                self._keep(name, shared)
+            return shared, self._waiters.pop(name, [])
 
     def give_up(self, name: bytes) -> list[W]:
         """Note that a result will not be computed after all. Returns who waited for it."""
@@ -139,10 +156,10 @@ class Results(Generic[W]):
             self.bytes = 0
 
     def _keep(self, name: bytes, result: SequenceResult) -> None:
-        with self._lock:
-            if name in self._kept or result.bytes > self._most_bytes:
-                return
-            self._kept[name] = result
-            self.bytes += result.bytes
-            while self.bytes > self._most_bytes:
-                self.bytes -= self._kept.popitem(last=False)[1].bytes
+        """Keep a result. The caller must hold the lock."""
+        if name in self._kept or result.bytes > self._most_bytes:
+            return
+        self._kept[name] = result
+        self.bytes += result.bytes
+        while self.bytes > self._most_bytes:
+            self.bytes -= self._kept.popitem(last=False)[1].bytes

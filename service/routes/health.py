@@ -33,6 +33,7 @@ _SHOWN_SETTINGS = {
     "max_batch_tokens",
     "max_batch_sequences",
     "max_queue_sequences",
+    "max_queue_seconds",
     "max_request_inputs",
     "max_request_tokens",
     "max_body_bytes",

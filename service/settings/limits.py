@@ -43,6 +43,12 @@ class Limits(Group):
         description="Most tokens that may wait; tokens are guessed from characters. Further requests get "
         "status 429. One request is always accepted if nothing waits.",
     )
+    max_queue_seconds: float = Field(
+        2.0,
+        ge=0,
+        description="Most seconds of work that may come before a request, as measured. Further requests of "
+        "the same client get status 429 at once. A full batch may always wait; inf has no limit.",
+    )
     max_inflight_bytes: int = Field(
         256 * 2**20,
         ge=1,

@@ -156,7 +156,8 @@ class Verifier:
             return
         hits = self._take()
         try:
-            self._verify(hits)
+            if hits:  # another thread may have taken or dropped the last ones
+                self._verify(hits)
         # A panic in compiled code is not an Exception, and serving must go on.
         except BaseException as error:
             log_failure(logger, "verifying hits failed", error)

@@ -31,7 +31,8 @@ CONNECTION = "attncache.connection"
 # Paths for operators, with all that is below them.
 OPERATORS_PATHS = ("/metrics", "/info", "/docs", "/openapi.json", "/cache", "/explain")
 
-_BACKLOG = 2048
+# Connections that the system keeps until they are accepted. It drops further ones, which try again later.
+BACKLOG = 2048
 # Of the socket's file: the user and the group of the server may connect.
 _UNIX_SOCKET_MODE = 0o660
 
@@ -82,7 +83,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         # Listen at once: two sockets may be bound to one address, but only one socket may listen.
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise AddressUnavailable(f"cannot listen on {host} port {port}: {reason}") from error
@@ -101,7 +102,7 @@ def bind_unix(path: Path) -> socket.socket:
         listener.bind(os.fspath(path))
         # Nobody can connect before `listen`, so nobody connects with wider permissions.
         path.chmod(_UNIX_SOCKET_MODE)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         reason = (error.strerror or str(error)).lower()
@@ -131,6 +132,9 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
             tried.load_cert_chain(cert, key, password="")
         except ssl.SSLError as error:
             raise InvalidSettings(_what_is_wrong(error, cert, key), field="tls_cert") from error
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise InvalidSettings(f"--tls-cert {cert} cannot be read: {reason}", field="tls_cert") from error
 
 
 class OperatorsOnly:

@@ -27,11 +27,11 @@ from uvicorn.config import STARTUP_FAILURE
 from attncache_core import AttnCacheError, PrefillEngine
 from service.app import create_app
 from service.ending import end_process
-from service.errors import ShuttingDown
+from service.errors import ShuttingDown, log_failure
 from service.settings import Settings
 from service.state import ServiceState
 from service.web.connection import Connection, ConnectionLimits, Gate
-from service.web.listeners import Listener, load_certificate
+from service.web.listeners import BACKLOG, Listener, load_certificate
 from service.workers.acceptor import Acceptor
 from service.workers.team import Team
 
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 _CLOSING_SHARE = 0.2
 _MOST_CLOSING_SECONDS = 5.0
 _CUT_SECONDS = 0.5
+# Until the event loop has read what a new connection has sent already.
+_ARRIVING_SECONDS = 0.01
 _SECONDS_BETWEEN_CHECKS = 1.0
 # Beside connections: the model's files, segments of the database, threads' descriptors.
 _OTHER_FILES = 512
@@ -198,8 +200,11 @@ class Server(uvicorn.Server):
             self._team.write(serves=False, connections=0)
         closing = min(_MOST_CLOSING_SECONDS, _CLOSING_SHARE * self._drain_seconds)
         await self._drain(self._drain_seconds - closing)
+        is_opening = self._is_opening()
         for server in self.servers:
             server.close()
+        if is_opening:
+            await self._answer_last()
         for connection in self._connections():
             connection.drain()
             if not connection.is_idle:
@@ -216,10 +221,15 @@ class Server(uvicorn.Server):
     async def _accept(self, gate: Gate, listener: Listener) -> asyncio.base_events.Server:
         loop, connection = asyncio.get_running_loop(), self._maker_of_connections(gate)
         if listener.unix_socket is not None:
-            return await loop.create_unix_server(connection, sock=listener.socket)
+            return await loop.create_unix_server(connection, sock=listener.socket, backlog=BACKLOG)
         handshake = gate.limits.header_seconds if listener.tls else None
         return await loop.create_server(
-            connection, sock=listener.socket, ssl=listener.tls, ssl_handshake_timeout=handshake
+            connection,
+            sock=listener.socket,
+            # asyncio would listen again, with a hundred.
+            backlog=BACKLOG,
+            ssl=listener.tls,
+            ssl_handshake_timeout=handshake,
         )
 
     def _accept_in_turn(self, gate: Gate, listener: Listener, team: Team) -> asyncio.base_events.Server:
@@ -233,7 +243,10 @@ class Server(uvicorn.Server):
         return lambda: Connection(gate, self.config, self.server_state, self.lifespan.state, loop)
 
     async def _drain(self, seconds: float) -> None:
-        """Answer what arrives, and close each connection after its response, until nothing is in flight."""
+        """Answer what arrives, and close each connection after its response, until nothing is in flight.
+
+        Other workers may pass on requests as long as they drain too.
+        """
         self._state.draining = True
         for gate in self._gates:
             gate.draining = True
@@ -241,12 +254,30 @@ class Server(uvicorn.Server):
             connection.drain()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while loop.time() < deadline and (self.server_state.tasks or self._is_receiving()):
+        while loop.time() < deadline and not self._is_drained():
             self._check_connections()
             await asyncio.sleep(_TICK_SECONDS)
 
+    def _is_drained(self) -> bool:
+        answered = not self.server_state.tasks and not self._is_receiving()
+        return answered if self._team is None else self._team.is_drained(nothing_in_flight=answered)
+
+    async def _answer_last(self) -> None:
+        """Answer what arrives on connections that were accepted just before the listeners were closed."""
+        deadline = asyncio.get_running_loop().time() + _CUT_SECONDS
+        while self._is_opening() and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_ARRIVING_SECONDS)
+        await asyncio.sleep(_ARRIVING_SECONDS)
+        await self._drain(_CUT_SECONDS)
+
     def _is_receiving(self) -> bool:
-        return not all(connection.is_idle for connection in self._connections())
+        return self._is_opening() or not all(connection.is_idle for connection in self._connections())
+
+    def _is_opening(self) -> bool:
+        """Return whether a connection was accepted of which `_connections` does not know yet."""
+        # Without a team, asyncio opens connections as it accepts them.
+        acceptors = cast(list[Acceptor], self.servers) if self._team is not None else []
+        return any(acceptor.is_opening for acceptor in acceptors)
 
     def _connections(self) -> list[Connection]:
         # All are made by `_accept`.
@@ -282,5 +313,7 @@ def reload_all(reloads: Iterable[Callable[[], None]]) -> None:
             reload()
         except AttnCacheError as error:
             logger.error("SIGHUP: %s; the server goes on with what it has", error)
+        except Exception as error:
+            log_failure(logger, "SIGHUP: the server goes on with what it has", error)
         else:
             logger.info("SIGHUP: read again")

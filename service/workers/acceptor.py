@@ -50,14 +50,17 @@ class Acceptor:
         listener.socket.setblocking(False)
         self._watch()
 
+    @property
+    def is_opening(self) -> bool:
+        """Whether a connection was accepted that has no protocol yet."""
+        return bool(self._opening)
+
     def close(self) -> None:
-        """Accept no more connections."""
+        """Accept no more connections. Those that were accepted get their protocol."""
         self._is_closed = True
         self._loop.remove_reader(self._listener.socket)
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._opening:
-            task.cancel()
 
     def _watch(self) -> None:
         if not self._is_closed:

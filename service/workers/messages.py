@@ -109,8 +109,9 @@ async def _answered(question: Message, answering: Answering, reader: asyncio.Str
     gone = asyncio.Event()
 
     async def watch() -> None:
-        # Nothing is sent before the answer, so this is the end of the connection.
-        await reader.read(1)
+        # Nothing is sent before the answer, so this is the end of the connection, or its reset.
+        with contextlib.suppress(OSError):
+            await reader.read(1)
         gone.set()
 
     watching = asyncio.create_task(watch())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -9,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from attncache_core import AttnCacheError
@@ -36,13 +37,18 @@ class Process:
 
     id: int
     pipe: int  # its reports
+    _unread: bytearray = field(default_factory=bytearray)  # the beginning of a report
 
     def reports(self) -> list[tuple[str, str]]:
-        """Return what the worker has reported and nobody has read: READY or REFUSED, and a message."""
-        try:
-            lines = os.read(self.pipe, 2**16).splitlines()
-        except BlockingIOError:
-            return []
+        """Return what the worker has reported and nobody has read: READY or REFUSED, and a message.
+
+        A long report arrives in parts, and is returned when it is complete.
+        """
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self.pipe, 2**16):
+                self._unread.extend(part)
+        *lines, rest = self._unread.split(b"\n")
+        self._unread[:] = rest
         return [(kind, message) for kind, message in map(json.loads, lines)]
 
     def exit_code(self) -> int | None:
@@ -81,7 +87,9 @@ def _run(serve: Serve, pipe: int, life: int, on_orphaned: Callable[[], None]) ->
     """Be the worker process, and end it."""
 
     def report(kind: str, message: str) -> None:
-        os.write(pipe, json.dumps([kind, message]).encode() + b"\n")
+        line = json.dumps([kind, message]).encode() + b"\n"
+        while line:
+            line = line[os.write(pipe, line) :]
 
     code = 1
     try:

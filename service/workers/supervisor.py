@@ -172,6 +172,7 @@ class Supervisor:
         self._kill_at = time.monotonic() + self._settings.drain_seconds + _KILL_SECONDS
         for worker in self._workers:
             worker.start_at = None
+        self._board.set_all_end()
         self._send(signal.SIGTERM)
 
     def _send(self, number: int) -> None:

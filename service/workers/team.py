@@ -53,6 +53,7 @@ class Team:
         self.worker = worker
         self.count = count
         self.board = board
+        self.answering = 0  # requests that others have passed on
         self._on_serving: Callable[[], None] | None = on_serving
         self._folder = folder
         self._others = {other: Peer(self._socket(other)) for other in range(count) if other != worker}
@@ -67,7 +68,11 @@ class Team:
         async def answer(question: Message, gone: asyncio.Event) -> Message:
             if question.fields["kind"] == "metrics":
                 return Message({}, encoded(await self._own_metrics(state)))
-            return await answer_passed(question, gone, state, answering)
+            self.answering += 1
+            try:
+                return await answer_passed(question, gone, state, answering)
+            finally:
+                self.answering -= 1
 
         self._server = await listen(self._socket(self.worker), answer)
 
@@ -84,6 +89,16 @@ class Team:
         if serves and self._on_serving is not None:
             self._on_serving()
             self._on_serving = None
+
+    def is_drained(self, *, nothing_in_flight: bool) -> bool:
+        """Let the others know, while this worker ends, whether it has something left to answer. Called often.
+
+        nothing_in_flight: whether its own connections are answered. Returns whether the worker may end: it
+        has answered what others have passed on and, if all workers end, nobody will pass on anything more.
+        """
+        done = nothing_in_flight and not self.answering
+        self.board.write(self.worker, serves=False, connections=0, drained=done)
+        return done and (not self.board.all_end or self.board.others_are_drained(self.worker))
 
     def quota_use(self, name: str, quotas: Quotas) -> SharedQuotaUse:
         """Return what counts the use of the quotas of an API key's holder, over all workers."""

@@ -161,3 +161,23 @@ async def test_queue_full_names_the_time_until_what_waits_is_computed() -> None:
         with pytest.raises(QueueFull) as refused:
             submit(batcher, ["c"])
     assert refused.value.retry_after_seconds >= 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": "text"}),
+        ("/embed", {"session_id": "s", "transcript": "text"}),
+        ("/classify", {"inputs": "text", "labels": ["a", "b"]}),
+        ("/v1/embeddings", {"input": "text"}),
+        ("/similarity", {"inputs": {"source_sentence": "text", "sentences": ["a"]}}),
+    ],
+)
+async def test_wrong_timeout_is_refused_by_its_name_before_anything_is_computed(path: str, body: Any) -> None:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        refused = await client.post(path, json=body, headers={"X-AttnCache-Timeout": "soon"})
+        assert (refused.status_code, "X-AttnCache-Timeout must be a number" in refused.text) == (400, True)
+        metrics = (await client.get("/metrics")).text
+    assert engine.batches == []
+    assert "attncache_tokenize_seconds_count 0.0" in metrics

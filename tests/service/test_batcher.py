@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,14 +13,14 @@ from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncache_core import InputTooLong, NotFinite, Outcome, PrefillRequest, PrefillResult
+from attncache_core import InputTooLong, InvalidInput, NotFinite, Outcome
 from attncache_core.checkpoints.template import Template
 from attncache_core.text.prompts import Prompt, SequencePlan
 from service.batching.batcher import Batcher
 from service.batching.pending_request import RequestResult
 from service.batching.request_queue import Limits
 from service.batching.sources import Texts
-from service.errors import InternalError, QueueFull
+from service.errors import InternalError, QueueFull, ShuttingDown
 from service.observability.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -32,9 +33,11 @@ async def batching(
     sequences: int = 100,
     queue: int = 1000,
     metrics: Metrics | None = None,
+    queue_seconds: float = math.inf,
 ) -> AsyncIterator[Batcher]:
     """Yield a batcher for the engine. At the end, assert that nothing waits any more."""
-    batcher = Batcher(engine, Limits(tokens, sequences, queue, request_tokens=10**6), metrics or Metrics())
+    limits = Limits(tokens, sequences, queue, request_tokens=10**6, queue_seconds=queue_seconds)
+    batcher = Batcher(engine, limits, metrics or Metrics())
     try:
         yield batcher
     finally:
@@ -243,23 +246,6 @@ async def test_full_queue_refuses_at_once_and_serves_what_it_has() -> None:
         assert_result_of(["g", "h", "i", "j"], await submit(batcher, ["g", "h", "i", "j"]))
 
 
-async def test_retry_time_grows_with_the_waiting_tokens() -> None:
-    class SlowEngine(FakeEngine):
-        def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
-            time.sleep(0.05)
-            return super().run(requests)
-
-    engine = SlowEngine()
-    async with batching(engine, queue=4) as batcher:
-        await submit(batcher, ["1"])  # at most 20 tokens per second
-        await hold(engine, batcher)
-        submit(batcher, ["x" * 60] * 4)
-        await queued(batcher, 1)
-        with pytest.raises(QueueFull) as refused:
-            submit(batcher, ["y"])
-        assert refused.value.retry_after_seconds >= 240 / 20
-
-
 class Panic(BaseException):
     """A panic of compiled code, which is not an Exception."""
 
@@ -426,3 +412,31 @@ async def test_closing_finishes_what_is_queued() -> None:
         pending = [submit(batcher, [text, text]) for text in "abc"]
     for text, result in zip("abc", pending, strict=True):
         assert_result_of([text, text], await result)
+
+
+async def test_request_after_the_end_is_refused() -> None:
+    async with batching(FakeEngine()) as batcher:
+        pass
+    with pytest.raises(ShuttingDown) as refused:
+        submit(batcher, ["late"])
+    assert refused.value.retry_after_seconds >= 1
+
+
+@pytest.mark.parametrize("plans", [1, 3])
+async def test_text_without_a_token_is_refused_and_named(plans: int) -> None:
+    class Forgetting(FakeEngine):
+        """Its tokenizer knows no token of the text "unknown"."""
+
+        def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
+            made = super().tokenize([text for text in texts for _ in range(plans)], *arguments)
+            return [[] if "".join(map(chr, ids)) == "unknown" else ids for ids in made]
+
+    engine = Forgetting()
+    prompt = Prompt(Template(), (SequencePlan(0),) * plans)
+    async with batching(engine) as batcher:
+        with pytest.raises(InvalidInput, match="no token that the model knows") as refused:
+            await batcher.submit(Texts(["known", "unknown"], truncate=True), reuse=True, prompt=prompt)
+        assert refused.value.field == "inputs[1]"
+        following = await batcher.submit(Texts(["next"], truncate=True), reuse=True, prompt=prompt)
+        assert_result_of(["next"] * plans, following)
+    assert all("unknown" not in batch for batch in engine.batches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
@@ -355,3 +356,26 @@ def test_health_is_answered_while_many_connections_say_nothing(small: Served) ->
         assert read_response(silent[3]).status == 503
         silent[0].sendall(EMBED)
         assert read_response(silent[0]).status == 200
+
+
+# Who waits for whom.
+
+
+def test_connections_of_a_unix_socket_take_turns(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    settings = {"max_batch_tokens": 64, "max_request_inputs": 64, "result_memory_bytes": 0}
+    with served(engine, unix_socket=tmp_path / "a.sock", **settings) as server, server.connect() as busy:
+        engine.may_run.clear()
+        busy.sendall(EMBED)
+        assert engine.runs.acquire(timeout=PATIENCE_SECONDS)
+        with server.connect() as many, server.connect() as one:
+            many.sendall(post(json.dumps({"inputs": [f"{n:032}" for n in range(40)]}).encode()))
+            wait_until(lambda: server.metric("queue_sequences") == 40)
+            one.sendall(post(b'{"inputs": "one text"}'))
+            wait_until(lambda: server.metric("queue_sequences") == 41)
+            engine.may_run.set()
+            for client in (many, one, busy):
+                assert read_response(client).status == 200
+    place = next(number for number, batch in enumerate(engine.batches) if "one text" in batch)
+    # The busy text, and a turn of the connection that came before.
+    assert place <= 2

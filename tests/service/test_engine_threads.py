@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -305,3 +308,80 @@ def test_hits_of_a_policy_that_was_tightened_meanwhile_do_not_count() -> None:
     verifier.offer(requests, result, tightened)
     verify_all(verifier)
     assert verifier.policy != tightened
+
+
+class Fault(BaseException):
+    """An error that nobody expects."""
+
+
+# What a request passes on an engine thread.
+FAULTY = ("service/batching/", "service/upkeep/verifier", "service/observability/metrics", "fake_engine")
+# The first call of a turn, which catches what the others raise, the last one of an idle turn, and the way of
+# an answer to the event loop.
+FAULTLESS = {"_run_until_empty", "end_idle_work", "_resolve", "reject"}
+
+
+class FaultyCalls:
+    """Raises at one call of one function on an engine thread."""
+
+    def __init__(self, function: str | None, call: int = 1) -> None:
+        """function: its qualified name; None: none raises. call: which of its calls, from 1."""
+        self._function, self._call = function, call
+        self.calls: Counter[str] = Counter()
+        self.is_over = False  # nothing raises any more
+
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
+        code = frame.f_code
+        if self.is_over or event != "call" or not any(part in code.co_filename for part in FAULTY):
+            return
+        # Generators are called each time that they go on, also by whoever closes them.
+        is_generator = bool(code.co_flags & inspect.CO_GENERATOR)
+        on_engine_thread = threading.current_thread().name.startswith("engine")
+        if is_generator or code.co_name in FAULTLESS or not on_engine_thread:
+            return
+        self.calls[code.co_qualname] += 1
+        if code.co_qualname == self._function and self.calls[self._function] == self._call:
+            raise Fault
+
+
+async def answers_despite(faults: FaultyCalls, engine: FakeEngine, requests: list[list[str]]) -> list[Any]:
+    """Return the answers to these requests, and to one more after all faults."""
+    metrics = Metrics()
+    verifier = Verifier(engine, 1.0, metrics, random.Random(0))  # type: ignore[arg-type]
+    limits = Limits(1000, 3, 1000, 10**6)
+    batcher = Batcher(engine, limits, metrics, verifier, result_bytes=2**20)  # type: ignore[arg-type]
+    async with asyncio.timeout(30):
+        pending = [submit(batcher, texts) for texts in requests]
+        answers = await asyncio.gather(*pending, return_exceptions=True)
+        while batcher._queue._running:
+            await asyncio.sleep(0.0005)
+        faults.is_over = True
+        answers.append(await submit(batcher, ["next"]))
+    await asyncio.to_thread(batcher.close)
+    assert (batcher.waiting_requests, batcher.waiting_sequences, batcher.waiting_tokens) == (0, 0, 0)
+    assert (batcher._queue._running, batcher._queue._computing, batcher._queue._idle_work) == (0, 0, 0)
+    return answers
+
+
+def test_whatever_raises_on_an_engine_thread_each_request_is_answered_and_the_next_one_served() -> None:
+    requests = [["a", "same", "hits", "b"], ["same"], ["hits"]]
+
+    def answers_of(faults: FaultyCalls) -> list[Any]:
+        engine = FakeEngine(stored={"hits"})
+        threading.setprofile(faults)
+        try:
+            return asyncio.run(answers_despite(faults, engine, requests))
+        finally:
+            threading.setprofile(None)
+
+    without_faults = FaultyCalls(None)
+    for texts, answer in zip([*requests, ["next"]], answers_of(without_faults), strict=True):
+        assert_result_of(texts, answer)
+    assert {"Results.settle", "RequestQueue._take", "BatchRunner._deliver"} <= set(without_faults.calls)
+    for function, count in without_faults.calls.items():
+        for call in {1, count}:
+            for texts, answer in zip(
+                [*requests, ["next"]], answers_of(FaultyCalls(function, call)), strict=True
+            ):
+                if not isinstance(answer, InternalError):
+                    assert_result_of(texts, answer)

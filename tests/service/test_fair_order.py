@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from service.batching.fair_order import FairOrder
 
-QUANTUM = 10
-
 
 def served(order: FairOrder[tuple[str, int]], flows: dict[tuple[str, int], tuple[str, ...]]) -> list[str]:
     """Serve everything; an item is (name, cost). Returns the names in the order of service."""
@@ -21,7 +19,7 @@ def served(order: FairOrder[tuple[str, int]], flows: dict[tuple[str, int], tuple
 
 
 def order_of(*items: tuple[str, int, tuple[str, ...]]) -> list[str]:
-    order: FairOrder[tuple[str, int]] = FairOrder(QUANTUM)
+    order: FairOrder[tuple[str, int]] = FairOrder()
     flows = {}
     for name, cost, flow in items:
         flows[name, cost] = flow
@@ -46,7 +44,7 @@ def test_flows_take_turns_by_cost() -> None:
 
 
 def test_new_flow_goes_before_flows_that_were_served() -> None:
-    order: FairOrder[tuple[str, int]] = FairOrder(QUANTUM)
+    order: FairOrder[tuple[str, int]] = FairOrder()
     for number in range(100):
         order.add((f"many {number}", 10), ("many",))
     for _ in range(3):
@@ -59,7 +57,7 @@ def test_new_flow_goes_before_flows_that_were_served() -> None:
 
 
 def test_flow_that_sends_one_item_after_the_other_is_not_always_new() -> None:
-    order: FairOrder[tuple[str, int]] = FairOrder(QUANTUM)
+    order: FairOrder[tuple[str, int]] = FairOrder()
     for number in range(50):
         order.add((f"many {number}", 10), ("many",))
     names = []
@@ -73,13 +71,13 @@ def test_flow_that_sends_one_item_after_the_other_is_not_always_new() -> None:
     assert 4 <= names.count("many") <= 6
 
 
-def test_turn_that_is_ended_is_not_continued() -> None:
-    order: FairOrder[tuple[str, int]] = FairOrder(QUANTUM)
+def test_flow_that_was_charged_less_than_the_others_is_next() -> None:
+    order: FairOrder[tuple[str, int]] = FairOrder()
     for name in ("first", "second"):
         for number in range(3):
             order.add((f"{name} {number}", 1), (name, "connection"))
     assert order.head() == ("first 0", 1)
-    order.end_turn()
+    order.charge(1)
     assert order.head() == ("second 0", 1)
 
 
@@ -96,7 +94,7 @@ def test_keys_take_turns_whatever_number_of_connections_they_have() -> None:
     )
 )
 def test_everything_is_served_once_and_no_flow_gets_far_ahead(items: list[tuple[int, str, str]]) -> None:
-    order: FairOrder[tuple[int, int, str, str]] = FairOrder(QUANTUM)
+    order: FairOrder[tuple[int, int, str, str]] = FairOrder()
     left = Counter(key for _, key, _ in items)
     costs: Counter[str] = Counter()
     for number, (cost, key, connection) in enumerate(items):
@@ -112,6 +110,94 @@ def test_everything_is_served_once_and_no_flow_gets_far_ahead(items: list[tuple[
         costs[key] += cost
         waiting = [costs[other] for other in left if left[other]]
         if waiting and left[key]:
-            # A flow is ahead by its own turn, the turn of the other, and the item that ended each turn.
-            assert costs[key] - min(waiting) <= 2 * (QUANTUM + 25)
+            # A flow is ahead by its last item, and by that of the other before it.
+            assert costs[key] - min(waiting) <= 2 * 25
     assert sorted(seen) == list(range(len(items)))
+
+
+flows = st.tuples(st.sampled_from("xyz"), st.sampled_from("pq"))
+
+
+def charged_before(order: FairOrder[int], item: int, where: dict[int, tuple[str, ...]]) -> int:
+    """Serve until this item is next. Returns what was charged; each item costs 1."""
+    charged = 0
+    while (served := order.head()) != item:
+        assert served is not None
+        order.charge(1)
+        order.remove(served, where[served])
+        order.count(where[served], -1)
+        charged += 1
+    return charged
+
+
+def filled(
+    added: list[tuple[str, ...]], served_before: int
+) -> tuple[FairOrder[int], dict[int, tuple[str, ...]]]:
+    """Return an order after some of its items were served."""
+    order: FairOrder[int] = FairOrder()
+    where = dict(enumerate(added))
+    for number, flow in where.items():
+        order.add(number, flow)
+        order.count(flow, 1)
+    for _ in range(min(served_before, len(added))):
+        item = order.head()
+        assert item is not None
+        charged_before(order, item, where)
+        order.charge(1)
+        order.remove(item, where[item])
+        order.count(where[item], -1)
+    return order, where
+
+
+@given(added=st.lists(flows, max_size=150), served_before=st.integers(0, 150), flow=flows)
+def test_no_more_than_what_is_ahead_is_served_before_an_item_that_is_added(
+    added: list[tuple[str, str]], served_before: int, flow: tuple[str, str]
+) -> None:
+    order, where = filled([*added], served_before)
+    ahead = order.ahead(flow, 1)
+    order.add(len(added), flow)
+    order.count(flow, 1)
+    assert charged_before(order, len(added), where) <= ahead <= max(0, len(added) - served_before)
+
+
+@given(
+    added=st.lists(st.sampled_from("xyz"), max_size=150),
+    served_before=st.integers(0, 150),
+    flow=st.sampled_from("xyz"),
+)
+def test_what_is_ahead_is_too_much_by_at_most_one_item_of_each_other_flow(
+    added: list[str], served_before: int, flow: str
+) -> None:
+    order, where = filled([(name,) for name in added], served_before)
+    ahead = order.ahead((flow,), 1)
+    order.add(len(added), (flow,))
+    order.count((flow,), 1)
+    assert charged_before(order, len(added), where) >= ahead - 2
+
+
+def test_ahead_of_a_flow_that_is_new_is_what_began_to_wait_before_it_and_was_not_served() -> None:
+    order, _ = filled([("many",)] * 100, served_before=15)
+    assert order.ahead(("new",), 1) == 0
+    assert order.ahead(("many",), 1) == 85
+    order.add(200, ("few",))
+    order.count(("few",), 1)
+    assert order.ahead(("new",), 1) == 1
+    assert order.ahead(("many",), 1) == 86
+
+
+def test_flows_that_come_later_keep_no_earlier_one_waiting() -> None:
+    order: FairOrder[tuple[str, int]] = FairOrder()
+    order.add(("busy", 10), ("old",))
+    order.head()
+    order.charge(10)
+    order.remove(("busy", 10), ("old",))
+    order.add(("waits", 10), ("old",))
+    served = []
+    for number in range(5):
+        order.add((f"new {number}", 10), (number,))
+        item = order.head()
+        assert item is not None
+        order.charge(10)
+        order.remove(item, ("old",) if item[0] == "waits" else (int(item[0][-1]),))
+        served.append(item[0])
+    assert "waits" in served[:3]

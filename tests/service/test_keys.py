@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
+import resource
 import signal
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -24,6 +26,7 @@ from service.settings import gather_settings, read_settings
 from service.upkeep.warming import read_warm_file, warm
 from service.web.keys import KeyRing, check_admin, is_open
 from service.web.quotas import Quotas, QuotaUse
+from service.web.server import reload_all
 
 pytestmark = pytest.mark.anyio
 
@@ -479,3 +482,40 @@ async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(
     async with serving(engine, api_keys=file) as client:
         given = [(await ask(client, key, "the bank was closed today")).headers[CACHED] for key in (ONE, TWO)]
     assert [int(own.split("/")[0]) > 0 for own in given] == [False, True]
+
+
+def test_reload_that_the_system_refuses_leaves_the_keys_as_they_are(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = KeyRing(file, None)
+    new = "rotated-key-0123456789"
+    keys_file(file.parent, FILE.replace(ONE, new))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # No descriptor is left: the lowest free one is the limit.
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        reload_all([keys.reload])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "cannot be read: too many open files; the server goes on with what it has" in caplog.text
+    assert keys.holder(headers(x_api_key=ONE)).name == "one"
+    reload_all([keys.reload])
+    assert keys.holder(headers(x_api_key=new)).name == "one"
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("a bug"), MemoryError()])
+def test_whatever_a_reload_raises_the_others_follow(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def failing() -> None:
+        raise error
+
+    with caplog.at_level(logging.INFO):
+        reload_all([failing, lambda: calls.append(1)])
+    assert calls == [1]
+    assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.INFO]
+    assert "the server goes on with what it has" in caplog.text

@@ -7,6 +7,7 @@ import signal
 import socket
 import ssl
 import stat
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,28 @@ from raw_http import HEALTH, post, served, wait_until
 from attncache_core import AttnCacheError
 from service.errors import AddressUnavailable, InvalidSettings
 from service.settings import Settings, read_settings
-from service.web.listeners import OPERATORS_PATHS, bind_unix, is_for_operators, load_certificate, tls_context
+from service.web.listeners import (
+    BACKLOG,
+    OPERATORS_PATHS,
+    bind_unix,
+    is_for_operators,
+    load_certificate,
+    tls_context,
+)
 from service.web.server import reload_all
 
 EMBED = post(b'{"inputs": "a"}')
+
+
+@pytest.mark.skipif(not Path("/proc/sys/net/core/somaxconn").exists(), reason="needs Linux")
+def test_system_keeps_many_connections_until_they_are_accepted() -> None:
+    with served() as server:
+        (listener,) = server.server._listeners
+        # struct tcp_info: of a socket that listens, tcpi_sacked is the most connections that wait.
+        (most,) = struct.unpack_from(
+            "I", listener.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32), 28
+        )
+    assert most == min(BACKLOG, int(Path("/proc/sys/net/core/somaxconn").read_text()))
 
 
 # Unix sockets.

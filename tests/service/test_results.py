@@ -13,16 +13,18 @@ import httpx
 import numpy as np
 import pytest
 from core_decoders import write_llama
-from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from test_batcher import LABELLED, LabelledEngine, assert_result_of
 
 from attncache_core import NotFinite, Outcome, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.text.prompts import Prompt, SequencePlan, Target
 from service.batching.batcher import Batcher
 from service.batching.pending_request import RequestResult
-from service.batching.request_queue import Limits
+from service.batching.request_queue import _MOST_LOOKUPS, Limits
 from service.batching.results import Lookup, Results, SequenceNames, SequenceResult
 from service.batching.sources import Texts
 from service.errors import InternalError
@@ -244,3 +246,167 @@ def test_names_differ_if_tokens_salts_or_plans_differ(first: list[int], second: 
     names = SequenceNames(b"", ())
     assert (names(first) == names(second)) is (first == second)
     assert len({names(first), SequenceNames(b"x", ())(first), names(first, 0), names(first, 1)}) == 4
+
+
+def plan_of(token: int, targets: tuple[Target, ...] = ()) -> SequencePlan:
+    return SequencePlan(0, (token,), targets)
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        (plan_of(1),),
+        (plan_of(2),),
+        (plan_of(1), plan_of(2)),
+        (SequencePlan(0, (1, 2)),),
+        (SequencePlan(1, (1,)),),
+        (SequencePlan(0, (1,), states=True),),
+        (plan_of(1, (Target(0, 1),)),),
+        (plan_of(1, (Target(1, 0),)),),
+        (SequencePlan(0, (), (Target(1, 0),)),),
+    ],
+    ids=repr,
+)
+def test_names_differ_if_any_number_of_a_plan_differs(plans: tuple[SequencePlan, ...]) -> None:
+    assert SequenceNames(b"", plans)([1]) == SequenceNames(b"", [*plans])([1])
+    others = [(), (plan_of(3),), (*plans, plan_of(1)), (SequencePlan(0, (1, 0)),)]
+    assert len({SequenceNames(b"", own)([1]) for own in (plans, *others)}) == 1 + len(others)
+
+
+class NotedTokens(tuple[int, ...]):
+    """Tokens that note which threads read them."""
+
+    readers: set[str] = set()  # noqa: RUF012
+
+    def __len__(self) -> int:
+        self.readers.add(threading.current_thread().name)
+        return super().__len__()
+
+    def __repr__(self) -> str:
+        self.readers.add(threading.current_thread().name)
+        return super().__repr__()
+
+
+async def test_event_loop_does_not_read_the_tokens_of_labels() -> None:
+    tokens = NotedTokens([ord("x")])
+    prompt = Prompt(Template(), (SequencePlan(0, tokens), SequencePlan(0, (ord("y"),))))
+    async with batching(LabelledEngine()) as batcher:
+        tokens.readers.clear()
+        await submit(batcher, "a", prompt=prompt)
+    assert tokens.readers
+    assert all(name.startswith("engine") for name in tokens.readers)
+
+
+# Results that are not as expected.
+
+
+async def test_hits_that_were_asked_for_together_are_computed_for_each_request() -> None:
+    engine = FakeEngine(stored={"hits"}, damage=0.1)
+    async with batching(engine) as batcher:
+        engine.may_run.clear()
+        busy = submit(batcher, "busy")
+        await asyncio.to_thread(engine.runs.acquire)
+        pending = [submit(batcher, "hits", str(number)) for number in range(3)]
+        engine.may_run.set()
+        for result in await asyncio.gather(*pending):
+            assert (result.hits, result.repeated) == (1, 0)
+        await busy
+    # The others are not computed one after the other, in the hope for an exact result.
+    assert engine.batches[1:] == [["hits", "0", "1", "2"], ["hits", "hits"]]
+
+
+async def test_result_that_cannot_be_delivered_fails_its_request_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = RequestResult.of
+
+    def failing(results: list[SequenceResult], timing: Any) -> RequestResult:
+        if results[0].tokens == len("too much"):
+            raise MemoryError
+        return of(results, timing)
+
+    monkeypatch.setattr(RequestResult, "of", failing)
+    engine = FakeEngine()
+    async with batching(engine) as batcher:
+        engine.may_run.clear()
+        busy = submit(batcher, "busy")
+        await asyncio.to_thread(engine.runs.acquire)
+        texts = [("first", "same"), ("too much",), ("same",), ("last",)]
+        pending = [submit(batcher, *own) for own in texts]
+        engine.may_run.set()
+        async with asyncio.timeout(10):
+            first, failed, waiting, last = await asyncio.gather(*pending, return_exceptions=True)
+        await busy
+    assert isinstance(failed, InternalError)
+    for result, own in ((first, texts[0]), (waiting, texts[2]), (last, texts[3])):
+        assert_result_of(list(own), result)
+    assert engine.batches[1:] == [["first", "same", "too much", "last"]]
+
+
+async def test_result_that_cannot_be_kept_is_computed_for_those_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(_result: SequenceResult) -> SequenceResult:
+        raise MemoryError
+
+    monkeypatch.setattr(SequenceResult, "repeated", failing)
+    engine = FakeEngine()
+    async with batching(engine) as batcher, asyncio.timeout(10):
+        for result in await asyncio.gather(*(submit(batcher, "same") for _ in range(3))):
+            assert_result_of(["same"], result)
+    assert sum(batch.count("same") for batch in engine.batches) == 3
+
+
+class CountingEngine(FakeEngine):
+    """Notes, for each batch, how many texts were tokenised before it was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenized = 0
+        self.tokenized_before: dict[str, int] = {}
+
+    def tokenize(self, texts: list[str], *arguments: Any, **more: Any) -> list[list[int]]:
+        self.tokenized += len(texts)
+        return super().tokenize(texts, *arguments, **more)
+
+    def run(self, requests: Any) -> Any:
+        self.tokenized_before.update(dict.fromkeys(texts_of(requests), self.tokenized))
+        return super().run(requests)
+
+
+@pytest.mark.parametrize("first", ["known", "other"])
+async def test_client_whose_texts_are_all_known_delays_another_by_a_turn(first: str) -> None:
+    engine = CountingEngine()
+    limits = Limits(10**5, 100, 10**6, request_tokens=10**6)
+    batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)  # type: ignore[arg-type]
+    await submit(batcher, "known")
+    engine.may_run.clear()
+    busy = submit(batcher, "busy")
+    await asyncio.to_thread(engine.runs.acquire)
+    before = engine.tokenized
+    other = [submit(batcher, "other", flow=("other",))] if first == "other" else []
+    known = [submit(batcher, "known", flow=("known",)) for _ in range(3000)]
+    other = other or [submit(batcher, "other", flow=("other",))]
+    engine.may_run.set()
+    await asyncio.gather(busy, *other, *known)
+    await asyncio.to_thread(batcher.close)
+    assert sum(batch.count("known") for batch in engine.batches) == 1
+    assert engine.tokenized_before["other"] - before <= _MOST_LOOKUPS + 2
+
+
+async def test_known_texts_end_the_turn_of_their_client() -> None:
+    engine = CountingEngine()
+    limits = Limits(100, 100, 10**6, request_tokens=10**6)
+    batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)  # type: ignore[arg-type]
+    await submit(batcher, "known")
+    engine.may_run.clear()
+    busy = submit(batcher, "busy")
+    await asyncio.to_thread(engine.runs.acquire)
+    # The clients have the same number of requests, and those of the second one fill a batch each.
+    known = [submit(batcher, "known", flow=("known",)) for _ in range(400)]
+    other = [submit(batcher, f"{number:060}", flow=("other",)) for number in range(4)]
+    before = engine.tokenized
+    engine.may_run.set()
+    await asyncio.gather(busy, *other, *known)
+    await asyncio.to_thread(batcher.close)
+    assert engine.tokenized_before[f"{0:060}"] - before < 200

@@ -21,6 +21,7 @@ from test_lifecycle import request_and_leave
 from attncache_core import KeyValueOptions, PrefillEngine, PrefillRequest
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
+from attncache_core.reuse.kv.capacity import DistinctSessions
 from attncache_core.text.prompts import SequencePlan
 from service.conversations.conversation import History
 from service.conversations.sessions import Session, Sessions
@@ -626,3 +627,12 @@ async def test_session_of_an_encoder_computes_every_turn_in_full(tiny_engine: Pr
             assert frame.around(ids) == tiny_engine.tokenize([" ".join(turns[:count])])[0]
             alone = tiny_engine.embed([" ".join(turns[:count])], normalize=False)
             np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
+
+
+def test_count_of_distinct_sessions_holds_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DistinctSessions, "MOST", 3)
+    sessions = Sessions(ttl_seconds=1e9, most_sessions=2, most_waiting=1)
+    for number in [*range(5), 4]:
+        sessions.keep((b"", str(number)), history_of(1))
+    assert sessions.distinct == 3
+    assert len(sessions._distinct._last_use) == 3

@@ -800,3 +800,11 @@ async def test_thresholds_of_a_real_engine_rise_until_fewer_hit(real_engine: Pre
     assert all_hit.headers["X-AttnCache-Hits"] == "60/60" != fewer.headers["X-AttnCache-Hits"]
     assert real_engine.policy is not None
     assert real_engine.policy.group_of(7).tightened >= 1
+
+
+def test_nothing_is_computed_if_another_thread_has_taken_the_hits(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine(stored=AnyText())
+    verifier = Verifier(engine, 1.0, Metrics())  # type: ignore[arg-type]
+    verifier.verify_some()
+    assert engine.batches == []
+    assert caplog.records == []

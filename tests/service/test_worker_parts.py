@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import json
 import math
+import os
+import select
 import shutil
+import socket
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,7 +29,9 @@ from service.app import create_app
 from service.errors import InvalidSettings, QuotaExceeded, WorkerUnavailable
 from service.observability.metrics import Metrics
 from service.settings import Settings, read_settings
+from service.web.listeners import Listener, bind
 from service.web.quotas import Quotas
+from service.workers.acceptor import Acceptor
 from service.workers.added_metrics import (
     added,
     decoded,
@@ -35,6 +43,7 @@ from service.workers.added_metrics import (
 )
 from service.workers.board import Board
 from service.workers.messages import Message, Peer, listen
+from service.workers.process import READY, REFUSED, Process
 from service.workers.shared_quotas import SharedQuotaUse, forget_in_flight
 from service.workers.shares import share_of, worker_count, workers_for
 from service.workers.team import QUOTAS, Team
@@ -111,6 +120,72 @@ def test_worker_that_ended_or_loads_or_is_silent_gets_no_connections_while_other
     monkeypatch.setattr("service.workers.board.time.monotonic_ns", lambda: now + 10**11)
     board.write(0, serves=True, connections=5)
     assert [board.others_should_accept(worker) for worker in range(2)] == [False, True]
+
+
+# Who may end.
+
+
+def test_worker_that_ends_alone_waits_for_what_was_passed_on_to_it(folder: Path) -> None:
+    board = Board(2)
+    team = Team(0, 2, board, folder, lambda: None)
+    board.write(1, serves=True, connections=5)
+    assert not team.is_drained(nothing_in_flight=False)
+    assert team.is_drained(nothing_in_flight=True)
+    team.answering = 1
+    assert not team.is_drained(nothing_in_flight=True)
+
+
+def test_workers_that_end_together_wait_until_all_have_answered(folder: Path) -> None:
+    board = Board(3)
+    board.set_all_end()
+    first, second = (Team(worker, 3, board, folder, lambda: None) for worker in range(2))
+    board.write(2, serves=True, connections=0)
+    assert not second.is_drained(nothing_in_flight=True)
+    assert not first.is_drained(nothing_in_flight=True)
+    board.clear(2)  # has ended
+    assert first.is_drained(nothing_in_flight=True)
+    second.answering = 1
+    assert not second.is_drained(nothing_in_flight=True)
+    assert not first.is_drained(nothing_in_flight=True)
+
+
+def test_worker_that_is_silent_keeps_no_other_from_ending(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = Board(2)
+    board.set_all_end()
+    team = Team(0, 2, board, folder, lambda: None)
+    board.write(1, serves=True, connections=1)
+    now = time.monotonic_ns()
+    monkeypatch.setattr("service.workers.board.time.monotonic_ns", lambda: now + 10**11)
+    assert team.is_drained(nothing_in_flight=True)
+
+
+class Echo(asyncio.Protocol):
+    """Sends back what it receives."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(data)
+
+
+@pytest.mark.anyio
+async def test_connection_that_was_accepted_before_the_end_is_served() -> None:
+    board = Board(1)
+    board.write(0, serves=True, connections=0)
+    with bind("127.0.0.1", 0) as listening, socket.socket() as client:
+        acceptor = Acceptor(Listener("public", listening, ""), Echo, 5, board, 0)
+        # Without a turn of the event loop, so that nobody has accepted it yet.
+        client.connect(listening.getsockname())
+        acceptor._accept()
+        assert acceptor.is_opening
+        acceptor.close()
+        client.sendall(b"hello")
+        client.settimeout(30)
+        assert await asyncio.to_thread(client.recv, 5) == b"hello"
+        assert not acceptor.is_opening
 
 
 # Metrics.
@@ -208,6 +283,40 @@ def test_requests_of_a_worker_that_ended_are_not_in_flight(folder: Path) -> None
         other.begin()
 
 
+def test_lock_that_a_stopped_worker_holds_blocks_nobody(folder: Path) -> None:
+    quotas = Quotas(requests_per_minute=100, in_flight=2)
+    use, other = (SharedQuotaUse(folder / QUOTAS, "client", quotas, worker, 2) for worker in range(2))
+    use.begin()
+    (path,) = (folder / QUOTAS).iterdir()
+    refused: list[QuotaExceeded] = []
+
+    def count() -> None:
+        use.begin()
+        try:
+            other.begin()
+        except QuotaExceeded as error:
+            refused.append(error)
+        use.end(1)
+        other.begin()
+        forget_in_flight(folder / QUOTAS, 1)
+
+    with path.open("rb") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        counting = threading.Thread(target=count, daemon=True)
+        counting.start()
+        counting.join(30)
+        assert not counting.is_alive()
+    assert "2 requests in flight" in str(refused[0])
+    other.begin()
+    with pytest.raises(QuotaExceeded, match="2 requests in flight"):
+        use.begin()
+
+
+def test_quotas_without_a_file_are_refused(folder: Path) -> None:
+    with pytest.raises(InvalidSettings, match="quotas of client cannot be counted: no such file"):
+        SharedQuotaUse(folder / "absent", "client", Quotas(in_flight=1), 0, 2)
+
+
 # Messages.
 
 
@@ -251,6 +360,70 @@ async def test_other_worker_is_told_if_nobody_waits_any_more(folder: Path) -> No
     asking.cancel()
     await asyncio.wait_for(told.wait(), 30)
     server.close()
+
+
+@pytest.mark.anyio
+async def test_reset_of_a_connection_tells_that_nobody_waits(folder: Path) -> None:
+    told, begun = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def answering(question: Message, gone: asyncio.Event) -> Message:
+        begun.release()
+        if question.fields["waits"]:
+            await gone.wait()
+            told.set()
+        return Message({})
+
+    server = await listen(folder / "0.sock", answering)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(folder / "0.sock"))
+        for waits in (b'{"waits":false}', b'{"waits":true}'):
+            client.sendall(len(waits).to_bytes(4, "big") + bytes(4) + waits)
+            await begun.acquire()
+        # Who leaves without having read the first answer resets the connection.
+        while not select.select([client], [], [], 0)[0]:
+            await asyncio.sleep(0.001)
+    await asyncio.wait_for(told.wait(), 30)
+    server.close()
+
+
+# Reports to the supervisor.
+
+
+def test_long_report_is_read_in_parts_and_once() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    process = Process(0, reading)
+    message = "ä" * 200_000
+    line = json.dumps([REFUSED, message]).encode() + b"\n"
+
+    def write() -> None:
+        with open(writing, "wb", buffering=0) as pipe:
+            left = line + line[: len(line) // 2]  # the second one is cut
+            while left:
+                left = left[pipe.write(left) :]
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    found: list[tuple[str, str]] = []
+    while writer.is_alive():
+        found += process.reports()
+    found += process.reports()
+    os.close(reading)
+    assert found == [(REFUSED, message)]
+
+
+def test_reports_that_arrive_together_are_all_read() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    process = Process(0, reading)
+    assert process.reports() == []
+    os.write(writing, b'["ready", ""]\n["refused", "w')
+    assert process.reports() == [(READY, "")]
+    os.write(writing, b'hy"]\n')
+    assert process.reports() == [(REFUSED, "why")]
+    os.close(writing)
+    assert process.reports() == []
+    os.close(reading)
 
 
 # Two workers.

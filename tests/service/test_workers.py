@@ -140,6 +140,7 @@ def servers(certificates: Path) -> Iterator[Servers]:
         "plain": ("loads", {"workers": 3}),
         "keys": ("loads", {"workers": 2, "api_keys": str(folder / KEYS)}),
         "sockets": ("loads", {"workers": 2, "unix_socket": str(folder / "public"), "admin_port": 0, **tls}),
+        "drains": ("loads", {"workers": 2}),
         "stuck": ("loads", {"workers": 2, "stuck_seconds": 0.5, "exit_when_stuck": True}),
         "refuses": ("refuses", {"workers": 2}),
         "fails": ("fails", {"workers": 2}),
@@ -353,6 +354,35 @@ def test_unix_socket_and_tls_are_served_by_all_workers_until_they_have_drained(
     assert server.end() == 0
     assert not public.exists()
     assert "Traceback" not in server.log
+
+
+def test_worker_that_has_drained_answers_what_the_others_pass_on(servers: Servers) -> None:
+    server = servers["drains"].wait_until_ready()
+    clients: dict[str, list[socket.socket]] = {}
+    for _ in range(8):
+        client = server.connect()
+        client.sendall(get("/health"))
+        clients.setdefault(worker_of(read_response(client)), []).append(client)
+    early, late = clients.values()
+    requests = {
+        client: embed({"session_id": f"d{number}", "transcript": "a"})
+        for number, client in enumerate([*early, *late])
+    }
+    for client, request in requests.items():
+        client.sendall(request[:-1])
+    time.sleep(0.2)  # the workers have received them
+    server.send(signal.SIGTERM)
+    for client in early:
+        client.sendall(requests[client][-1:])
+    answered = [read_response(client).status for client in early]
+    time.sleep(0.5)  # one of the workers has nothing left to answer
+    for client in late:
+        client.sendall(requests[client][-1:])
+    answered += [read_response(client).status for client in late]
+    for client in requests:
+        client.close()
+    assert answered == [200] * 8
+    assert server.end() == 0
 
 
 def test_stuck_worker_is_replaced_and_a_second_signal_ends_all_at_once(servers: Servers) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from core_models import write_model
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pair_models import (
     write_bge_reranker_v2_m3,
@@ -51,6 +51,37 @@ def test_tokens_and_types_of_a_pair_are_those_of_transformers(checkpoint, first,
     if checkpoint.token_types < 2:
         types = [0]
     assert found.types == (types if any(types) else None)
+
+
+# Words of very different numbers of tokens per character, so that more characters may be fewer tokens.
+many_words = st.builds(
+    lambda words, times: " ".join(words * times),
+    st.lists(st.sampled_from(WORDS), min_size=1, max_size=3),
+    st.integers(1, 120),
+)
+
+
+@pytest.fixture(scope="module")
+def cutting(checkpoint):
+    """A tokenizer for each length, and that of transformers. Loading them takes longer than cutting."""
+    lengths = [30, 31]
+    ours = {longest: TextTokenizer(checkpoint, longest) for longest in lengths}
+    return ours, AutoTokenizer.from_pretrained(checkpoint.folder)
+
+
+@settings(max_examples=50, deadline=None)
+@given(many_words, many_words, st.sampled_from([30, 31]))
+@example("where " * 200, "? " * 300, 30)
+@example("where " * 200, "? " * 300, 31)
+@example("? " * 300, "where " * 200, 30)
+@example("? " * 300, "where " * 200, 31)
+def test_pair_whose_texts_are_cut_before_they_are_tokenised_is_cut_as_by_transformers(
+    cutting, first, second, longest
+):
+    ours, theirs = cutting
+    expected = theirs([(first, second)], truncation="longest_first", max_length=longest)
+    (found,) = ours[longest].tokenize([(first, second)], truncate=True)
+    assert [list(found)] == expected["input_ids"]
 
 
 @pytest.mark.parametrize("side", ["longest_first", "only_first"])

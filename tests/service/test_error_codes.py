@@ -1,0 +1,331 @@
+"""Every error code is in the table of docs/api.md, and every one can be met: each is provoked here."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio.to_thread
+import httpx
+import numpy as np
+import orjson
+import pytest
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, serving, starting
+from raw_http import HEALTH, Response, post, read_response, served
+from test_results import batching
+from test_results import submit as submit_texts
+
+import attncache_core.errors
+import service.errors
+from attncache_core import AttnCacheError
+from attncache_core.checkpoints.description import find_checkpoint, read_checkpoint
+from attncache_core.heads.classifier import fit_classifier
+from attncache_core.reuse.maps.database import AttentionDatabase
+from service.errors import error_response
+from service.routes.served_names import check_model_name
+from service.settings import Settings, read_settings
+from service.web.call import Call, Client
+from service.web.listeners import bind
+from service.workers.messages import Message, Peer
+
+pytestmark = pytest.mark.anyio
+
+API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+# These end the start of a server, or a command, and one is only in the metrics: none is a response.
+NO_RESPONSES = {
+    "address_unavailable",
+    "build_failed",
+    "client_gone",
+    "corrupt_database",
+    "database_refused",
+    "invalid_settings",
+    "model_not_found",
+    "unsupported_model",
+}
+
+# Returns the response of a server, or raises the error.
+Provocation = Callable[[Path], Awaitable[httpx.Response | Response]]
+PROVOCATIONS: dict[str, Provocation] = {}
+
+
+def kinds_below(base: type[AttnCacheError]) -> Iterator[type[AttnCacheError]]:
+    """Yield the classes of errors, without those of the commands that measure."""
+    for kind in base.__subclasses__():
+        if kind.__module__.startswith(("attncache_core.", "service.")) and ".bench." not in kind.__module__:
+            yield kind
+            yield from kinds_below(kind)
+
+
+KINDS = sorted(
+    {kind for kind in kinds_below(AttnCacheError) if "code" in vars(kind)}, key=lambda kind: kind.code
+)
+
+
+def provokes(code: str) -> Callable[[Provocation], Provocation]:
+    def register(provocation: Provocation) -> Provocation:
+        assert code not in PROVOCATIONS
+        PROVOCATIONS[code] = provocation
+        return provocation
+
+    return register
+
+
+def provoked_by(
+    code: str, path: str, body: Any, engine: dict[str, Any] | None = None, **settings: Any
+) -> None:
+    """Register a POST request with this body, in JSON unless it is bytes, to a server with these settings."""
+
+    @provokes(code)
+    async def answer(_folder: Path) -> httpx.Response:
+        async with serving(FakeEngine(**(engine or {})), **settings) as client:
+            content = body if isinstance(body, bytes) else orjson.dumps(body)
+            return await client.post(path, content=content)
+
+
+def documented() -> dict[str, str]:
+    """Return the status of each code in the table of the page; "" for errors that are no response."""
+    section = API_PAGE.read_text(encoding="utf-8").split("\n## Errors\n", 1)[1].split("\n## ", 1)[0]
+    found: dict[str, str] = {}
+    for row in re.findall(r"^\| ([\d, ]*) ?\| (`.*?`) \| ", section, re.MULTILINE):
+        codes = re.findall(r"`(\w+)`", row[1])
+        statuses = row[0].strip().split(", ")
+        for code, status in zip(codes, statuses if len(statuses) > 1 else statuses * len(codes), strict=True):
+            assert code not in found, f"{code} is in the table twice"
+            found[code] = status
+    return found
+
+
+def test_table_has_every_code_with_its_status_and_no_other() -> None:
+    expected = {kind.code: "" if kind.code in NO_RESPONSES else str(kind.status) for kind in KINDS}
+    assert documented() == expected
+
+
+def test_every_class_has_a_code_of_its_own_and_stands_in_the_two_modules_of_errors() -> None:
+    assert len({kind.code for kind in KINDS}) == len(KINDS)
+    assert {kind.__module__ for kind in KINDS} == {attncache_core.errors.__name__, service.errors.__name__}
+
+
+def test_every_code_is_provoked() -> None:
+    assert set(PROVOCATIONS) == {kind.code for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.code)
+async def test_code_and_status_are_met(kind: type[AttnCacheError], tmp_path: Path) -> None:
+    async with asyncio.timeout(60):
+        try:
+            response = await PROVOCATIONS[kind.code](tmp_path)
+        except AttnCacheError as error:
+            answered = error_response(error)
+            status, content = answered.status_code, bytes(answered.body)
+        else:
+            status, content = (
+                (response.status, response.body)
+                if isinstance(response, Response)
+                else (response.status_code, response.content)
+            )
+    assert (orjson.loads(content)["error"]["code"], status) == (kind.code, kind.status)
+
+
+LABELS = {"task": "classify", "labels": ("a", "b")}
+provoked_by("malformed_body", "/embed", b"{")
+provoked_by("invalid_input", "/embed", {"inputs": ""})
+provoked_by("no_classifier", "/classify", {"inputs": "a"})
+provoked_by("no_embedding", "/embed", {"inputs": "a"}, LABELS)
+provoked_by("input_too_long", "/embed", {"inputs": "a" * 100, "truncate": False})
+provoked_by("too_many_inputs", "/embed", {"inputs": ["a", "b"]}, max_request_inputs=1)
+provoked_by("body_too_large", "/embed", {"inputs": "a" * 99}, max_body_bytes=50)
+provoked_by("not_finite", "/embed", {"inputs": NOT_FINITE})
+provoked_by("internal_error", "/embed", {"inputs": FAILING})
+provoked_by("unknown_session", "/embed", {"session_id": "s", "append": "a"})
+provoked_by("not_found", "/nowhere", {})
+provoked_by("method_not_allowed", "/health", {})
+provoked_by("no_key_values", "/cache/lookup", {"texts": "a"}, admin=True)
+provoked_by("unauthorized", "/embed", {"inputs": "a"}, api_key="a-key-0123456789abc")
+
+
+@provokes("forbidden")
+async def _(_folder: Path) -> httpx.Response:
+    async with serving(api_key="client a-key-0123456789abc") as client:
+        return await client.get("/metrics", headers={"X-API-Key": "a-key-0123456789abc"})
+
+
+@provokes("quota_exceeded")
+async def _(_folder: Path) -> httpx.Response:
+    key = "a-key-0123456789abc"
+    async with serving(api_key=f"client {key} requests_per_minute=1") as client:
+        for _ in range(2):
+            response = await client.post("/embed", json={"inputs": "a"}, headers={"X-API-Key": key})
+        return response
+
+
+@provokes("model_mismatch")
+async def _(_folder: Path) -> httpx.Response:
+    async with serving() as client:
+        headers = {"X-AttnCache-Require-Model": "f" * 64}
+        return await client.post("/embed", json={"inputs": "a"}, headers=headers)
+
+
+@provokes("unknown_model")
+async def _(_folder: Path) -> httpx.Response:
+    # The routes that raise it answer with the codes of OpenAI.
+    check_model_name("another", Settings())
+    raise AssertionError
+
+
+@provokes("deadline_exceeded")
+async def _(_folder: Path) -> httpx.Response:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        engine.may_run.clear()
+        return await client.post("/embed", json={"inputs": "a"}, headers={"X-AttnCache-Timeout": "0.01"})
+
+
+@provokes("queue_full")
+async def _(_folder: Path) -> httpx.Response:
+    engine = FakeEngine()
+    async with serving(engine, max_queue_sequences=1, max_request_inputs=1) as client:
+        engine.may_run.clear()
+        computed = asyncio.create_task(client.post("/embed", json={"inputs": "computed"}))
+        await asyncio.to_thread(engine.runs.acquire)
+        waiting = asyncio.create_task(client.post("/embed", json={"inputs": "waits"}))
+        while "attncache_queue_sequences 1.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.001)
+        refused = await client.post("/embed", json={"inputs": "refused"})
+        engine.may_run.set()
+        await asyncio.gather(computed, waiting)
+        return refused
+
+
+@provokes("not_ready")
+async def _(_folder: Path) -> httpx.Response:
+    may_load = threading.Event()
+
+    def load_engine() -> FakeEngine:
+        assert may_load.wait(60)
+        return FakeEngine()
+
+    async with starting(load_engine) as client:
+        try:
+            return await client.post("/embed", json={"inputs": "a"})
+        finally:
+            may_load.set()
+
+
+@provokes("stuck")
+async def _(_folder: Path) -> httpx.Response:
+    async with serving(stuck_seconds=3600) as client:
+        watchdog: Any = client._transport.app.state.service.watchdog  # type: ignore[attr-defined]
+        watchdog.begin()
+        watchdog._began[threading.get_ident()] -= 5000
+        try:
+            return await client.get("/ready")
+        finally:
+            watchdog.end()
+
+
+@provokes("shutting_down")
+async def _(_folder: Path) -> httpx.Response:
+    async with batching(FakeEngine()) as batcher:
+        pass
+    await submit_texts(batcher, "a")
+    raise AssertionError
+
+
+@provokes("worker_unavailable")
+async def _(folder: Path) -> httpx.Response:
+    await Peer(folder / "no.sock").ask(Message({}))
+    raise AssertionError
+
+
+@provokes("client_gone")
+async def _(_folder: Path) -> httpx.Response:
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    state: Any = SimpleNamespace(settings=Settings())
+    await Call({"type": "http"}, receive, state, {}, Client(()), "1").content()
+    raise AssertionError
+
+
+async def _raw(request: bytes, **settings: Any) -> Response:
+    def ask() -> Response:
+        with served(**settings) as server:
+            return server.ask(request)
+
+    return await anyio.to_thread.run_sync(ask)
+
+
+@provokes("malformed_request")
+async def _(_folder: Path) -> Response:
+    return await _raw(b"nonsense\r\n\r\n")
+
+
+@provokes("headers_too_large")
+async def _(_folder: Path) -> Response:
+    return await _raw(HEALTH[:-2] + b"X: y\r\n" * 20_000)
+
+
+@provokes("request_timeout")
+async def _(_folder: Path) -> Response:
+    return await _raw(post(b"{}")[:-1], body_seconds=0.2)
+
+
+@provokes("too_many_connections")
+async def _(_folder: Path) -> Response:
+    def ask() -> Response:
+        with served(max_connections=1) as server, server.connect() as only:
+            only.sendall(HEALTH)
+            read_response(only)
+            return server.ask(post(b'{"inputs": "a"}'))
+
+    return await anyio.to_thread.run_sync(ask)
+
+
+@provokes("invalid_settings")
+async def _(_folder: Path) -> Response:
+    read_settings({"port": "many"})
+    raise AssertionError
+
+
+@provokes("address_unavailable")
+async def _(_folder: Path) -> Response:
+    with bind("127.0.0.1", 0) as taken:
+        bind("127.0.0.1", taken.getsockname()[1])
+    raise AssertionError
+
+
+@provokes("model_not_found")
+async def _(folder: Path) -> Response:
+    find_checkpoint(str(folder / "absent"))
+    raise AssertionError
+
+
+@provokes("unsupported_model")
+async def _(folder: Path) -> Response:
+    (folder / "config.json").write_text('{"model_type": "sundial"}')
+    read_checkpoint(folder)
+    raise AssertionError
+
+
+@provokes("database_refused")
+async def _(folder: Path) -> Response:
+    AttentionDatabase.open(folder / "absent")
+    raise AssertionError
+
+
+@provokes("corrupt_database")
+async def _(folder: Path) -> Response:
+    (folder / "manifest.json").write_text("{")
+    AttentionDatabase.open(folder)
+    raise AssertionError
+
+
+@provokes("build_failed")
+async def _(_folder: Path) -> Response:
+    fit_classifier(np.ones((2, 4)), ["a", "a"], fingerprint="", model="")
+    raise AssertionError

@@ -1,0 +1,274 @@
+"""Requests are refused at once if too much work comes before them, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from fake_engine import OWN_PROMPT, FakeEngine, serving
+from hypothesis import given
+from hypothesis import strategies as st
+from test_batcher import batching, hold, submit
+
+from service.batching.batcher import Batcher
+from service.batching.pending_request import PendingRequest, PendingSequence, Share
+from service.batching.request_queue import Limits, RequestQueue
+from service.batching.sources import Texts
+from service.errors import QueueFull
+
+BATCH = 40  # tokens; a token of the fake engine is a character
+SPEED = 8.0  # tokens per second
+MOST_SECONDS = 20.0
+MANY = 10**6
+
+
+class SimulatedQueue:
+    """A queue whose one engine thread computes 8 tokens per second of a clock that the test turns."""
+
+    def __init__(self, most_seconds: float = MOST_SECONDS, sequences: int = MANY, tokens: int = MANY) -> None:
+        self.now = 0.0
+        limits = Limits(BATCH, MANY, sequences, MANY, tokens, most_seconds)
+        self.queue = RequestQueue(
+            limits, self._tokenize, lambda _: None, lambda _: None, clock=lambda: self.now
+        )
+        self._engine: Any = FakeEngine()
+        self._known: set[str] = set()
+        self._turn: Any = None
+        self._taken: list[PendingRequest] = []
+
+    def add(self, flow: str, *texts: str) -> PendingRequest:
+        """Queue texts of a client. Raises QueueFull."""
+        request = PendingRequest(
+            Texts(texts, truncate=True), OWN_PROMPT, False, True, future_of_nobody(), (flow,)
+        )
+        starting = self.queue.add(request)
+        if starting:
+            self._turn = self.queue.batches()
+            self._begin_batch()
+        return request
+
+    def flood(self, flow: str, *texts: str) -> QueueFull:
+        """Queue the same texts again and again, until they are refused. Returns the error."""
+        for _ in range(1000):
+            try:
+                self.add(flow, *texts)
+            except QueueFull as error:
+                return error
+        raise AssertionError("nothing was refused")
+
+    def run(self, seconds: float = float("inf")) -> None:
+        """Compute until the queue is empty, or for so many seconds and to the end of the batch."""
+        until = self.now + seconds
+        while self._taken and self.now < until:
+            self._end_batch()
+
+    def run_until_begun(self, request: PendingRequest) -> None:
+        """Compute until the batch that begins holds a sequence of the request."""
+        while request not in self._taken:
+            self._end_batch()
+
+    def know(self, *texts: str) -> None:
+        """Let the results of these texts be known from now on."""
+        self._known.update(texts)
+
+    def _begin_batch(self) -> None:
+        shares: list[Share] = next(self._turn, [])
+        self._taken = [share.request for share in shares]
+        self._tokens = sum(len(own.ids) for share in shares for own in share.sequences)
+
+    def _end_batch(self) -> None:
+        self.now += self._tokens / SPEED
+        self._begin_batch()
+
+    def _tokenize(self, request: PendingRequest) -> list[PendingSequence]:
+        made = request.next_part(self._engine, MANY)
+        return [own for own in made if "".join(map(chr, own.ids)) not in self._known]
+
+
+def future_of_nobody() -> Any:
+    """A future that is never done, and needs no event loop."""
+    return Future()
+
+
+def measured_queue(**limits: Any) -> SimulatedQueue:
+    """A queue that has measured its speed, and the characters of a token, and is empty."""
+    simulated = SimulatedQueue(**limits)
+    simulated.add("earlier", *["x" * BATCH] * 10)
+    simulated.run()
+    return simulated
+
+
+clients_texts = st.lists(
+    st.tuples(st.sampled_from("xyz"), st.lists(st.integers(1, 15), min_size=1, max_size=8)), max_size=60
+)
+
+
+@given(requests=clients_texts, client=st.sampled_from("xyzn"))
+def test_admitted_request_waits_about_as_long_as_allowed_at_most(
+    requests: list[tuple[str, list[int]]], client: str
+) -> None:
+    simulated = measured_queue()
+    for name, lengths in requests:
+        try:
+            simulated.add(name, *("t" * length for length in lengths))
+        except QueueFull:
+            continue
+    try:
+        request = simulated.add(client, "text")
+    except QueueFull:
+        return
+    since = simulated.now
+    simulated.run_until_begun(request)
+    # Beside what is ahead: the batch that is being computed, and what a batch leaves empty, because a text
+    # that does not fit waits for the next turn of its flow.
+    assert simulated.now - since <= (MOST_SECONDS + BATCH / SPEED) * BATCH / (BATCH - 14)
+
+
+@given(
+    requests=clients_texts, client=st.sampled_from("xyz"), lengths=st.lists(st.integers(1, 15), min_size=1)
+)
+def test_request_that_comes_again_after_retry_after_is_admitted(
+    requests: list[tuple[str, list[int]]], client: str, lengths: list[int]
+) -> None:
+    simulated = measured_queue(most_seconds=1.0)
+    for name, own in requests:
+        try:
+            simulated.add(name, *("t" * length for length in own))
+        except QueueFull:
+            continue
+    refused = simulated.flood(client, *("t" * length for length in lengths))
+    assert refused.retry_after_seconds >= 1
+    simulated.run(refused.retry_after_seconds)
+    simulated.add(client, *("t" * length for length in lengths))
+
+
+def test_flood_of_one_client_is_refused_and_another_client_is_served_next() -> None:
+    simulated = measured_queue()
+    refused = simulated.flood("greedy", "x" * 10)
+    assert "21.2 seconds of work come before this request, and --max-queue-seconds allows 20" in str(refused)
+    since = simulated.now
+    request = simulated.add("modest", "one text")
+    simulated.run_until_begun(request)
+    assert simulated.now - since <= 2 * BATCH / SPEED
+
+
+def test_retry_after_is_the_time_until_enough_has_left_the_queue() -> None:
+    simulated = measured_queue(most_seconds=0.0)
+    simulated.add("a", "x" * BATCH)  # is computed
+    simulated.add("a", *["x" * BATCH] * 9)
+    with pytest.raises(QueueFull) as refused:
+        simulated.add("a", "one text")
+    # A full batch may wait, and 8 more are too much.
+    assert refused.value.retry_after_seconds == 8 * BATCH / SPEED
+    simulated.run(8 * BATCH / SPEED - 1)
+    simulated.add("a", "one text")
+
+
+def test_retry_after_of_a_queue_without_room_is_the_time_until_there_is_room() -> None:
+    texts = measured_queue(sequences=10)
+    texts.add("a", "x" * BATCH)
+    texts.add("a", *["x" * 20] * 10)
+    with pytest.raises(QueueFull, match="too many texts") as refused:
+        texts.add("b", "x", "y")
+    assert refused.value.retry_after_seconds == 2 * 20 / SPEED
+    tokens = measured_queue(tokens=200)
+    tokens.add("a", "x" * BATCH)
+    tokens.add("a", *["x" * 20] * 10)
+    with pytest.raises(QueueFull, match="too many tokens") as refused:
+        tokens.add("b", "x" * 60)
+    assert refused.value.retry_after_seconds == 60 / SPEED + 0.5  # rounded up
+
+
+def test_nothing_is_refused_before_the_speed_is_known() -> None:
+    simulated = SimulatedQueue(most_seconds=0.0)
+    for _ in range(50):
+        simulated.add("a", "x" * BATCH)
+    simulated.run()
+    simulated.add("a", "x" * BATCH)
+    simulated.add("a", *["x" * BATCH] * 2)
+    with pytest.raises(QueueFull):
+        simulated.add("a", "x")
+
+
+def test_request_of_any_size_is_admitted_to_an_empty_queue() -> None:
+    simulated = measured_queue(most_seconds=0.0)
+    simulated.add("a", *["x" * BATCH] * 50)
+    simulated.run()
+    simulated.add("a", *["x" * BATCH] * 50)
+
+
+def test_texts_whose_results_are_known_make_the_queue_faster() -> None:
+    simulated = measured_queue()
+    simulated.know("known text")
+    # Many requests, because the texts of a request are tokenised together. A quarter is computed.
+    for _ in range(10):
+        simulated.add("a", "x" * BATCH)
+        for _ in range(4):
+            simulated.add("a", "x" * 10)
+            for _ in range(3):
+                simulated.add("a", "known text")
+        simulated.run()
+    simulated.add("a", "x" * BATCH)
+    added = 0
+    while True:
+        try:
+            simulated.add("a", "known text")
+        except QueueFull:
+            break
+        added += 10
+    assert added > 2 * MOST_SECONDS * SPEED
+
+
+async def measured_batcher(batcher: Batcher, engine: FakeEngine) -> asyncio.Future[Any]:
+    """Let a batcher measure its speed, and keep its engine busy."""
+    await submit(batcher, ["x" * 10] * 50)
+    return await hold(engine, batcher)
+
+
+@pytest.mark.anyio
+async def test_batcher_refuses_one_client_and_serves_the_other() -> None:
+    engine = FakeEngine()
+    async with batching(engine, tokens=10, queue_seconds=0.0) as batcher:
+        busy = await measured_batcher(batcher, engine)
+
+        def submitted(client: str, *texts: str) -> asyncio.Future[Any]:
+            return batcher.submit(Texts(texts, truncate=True), reuse=True, flow=(client,))
+
+        waiting = submitted("greedy", *["x" * 10] * 3)
+        with pytest.raises(QueueFull):
+            submitted("greedy", "x")
+        other = submitted("modest", "one text")
+        engine.may_run.set()
+        await asyncio.gather(busy, waiting, other)
+        await submitted("greedy", "x")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("path", "body", "described"),
+    [
+        ("/embed", {"inputs": "x"}, lambda error: error["error"]["code"] == "queue_full"),
+        ("/v1/embeddings", {"input": "x"}, lambda error: error["error"]["type"] == "rate_limit_error"),
+        ("/embed_all", {"inputs": "x"}, lambda error: error["error_type"] == "Overloaded"),
+    ],
+)
+async def test_refusal_has_the_shape_of_each_api(path: str, body: Any, described: Any) -> None:
+    engine = FakeEngine()
+    async with serving(engine, max_queue_seconds=0, max_batch_tokens=10) as client:
+        assert (await client.post("/embed", json={"inputs": ["x" * 10] * 50})).status_code == 200
+        engine.may_run.clear()
+        busy = asyncio.create_task(client.post("/embed", json={"inputs": "busy"}))
+        await asyncio.to_thread(engine.runs.acquire)
+        waiting = asyncio.create_task(client.post("/embed", json={"inputs": ["x" * 10] * 8}))
+        while "attncache_queue_sequences 8.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.001)
+        refused = await client.post(path, json=body)
+        assert (refused.status_code, described(refused.json())) == (429, True)
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert "--max-queue-seconds allows 0" in refused.text
+        assert (await client.get("/info")).json()["settings"]["max_queue_seconds"] == 0
+        engine.may_run.set()
+        assert [(await task).status_code for task in (busy, waiting)] == [200, 200]
+        assert (await client.post(path, json=body)).status_code == 200
