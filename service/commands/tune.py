@@ -257,9 +257,9 @@ def _settings(report: TuneReport, given: dict[str, Any], output: Path) -> dict[s
     values |= {"database": report.database, "min_gain": 0.0} if report.database else {"maps": False}
     for name in ("model", "template", "classifier", "database"):
         if name in values and Path(values[name]).exists():
-            values[name] = Path(values[name]).resolve()
+            values[name] = str(Path(values[name]).resolve())
     if "quantize_texts" in values:
-        values["quantize_texts"] = Path(values["quantize_texts"]).resolve()  # with :column, if it is there
+        values["quantize_texts"] = str(Path(values["quantize_texts"]).resolve())  # with :column, if given
     return values
 
 

@@ -32,33 +32,37 @@ def show_report(report: TuneReport) -> None:
 
 
 def table(report: TuneReport) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and a row for each way, the fastest first. The chosen way is marked with *."""
+    """Return the columns and a row for each way, the fastest first. The chosen way is marked with *.
+
+    Speeds are ratios to the exact model: of full batches, and of one text alone. MB are of the weights.
+    """
     agrees = report.budget.measure is Measure.AGREEMENT
     has_accuracy = any(own.accuracy is not None for own in report.measured)
     has_hits = any(own.way.maps for own in report.measured)
-    columns = ["way", str(report.budget.measure), "at least"]
+    columns = ["way", str(report.budget.measure)]
     columns += [] if agrees else ["99 of 100"]
     columns += ["accuracy"] if has_accuracy else []
-    columns += ["speed", "texts/s", "one text", "ms", "weights MB"]
+    columns += ["speed", "one text", "MB"]
     columns += ["hits"] if has_hits else []
     rows = []
     for own in sorted(report.measured, key=lambda own: -own.speed):
         quality = own.quality
         row = [f"{'* ' if own is report.chosen else ''}{own.way.name}"]
-        row += [f"{quality.mean:.4f}", f"{quality.lower_bound:.4f}"]
+        row += [f"{quality.mean:.4f}"]
         row += [] if agrees else ["-" if quality.floor is None else f"{quality.floor:.4f}"]
         row += ["-" if own.accuracy is None else f"{own.accuracy:.4f}"] if has_accuracy else []
-        row += [f"{own.speed:.2f}", f"{own.texts_per_second:,.0f}"]
-        row += [f"{own.speed_alone:.2f}", f"{own.milliseconds_alone:.2f}"]
-        row += [f"{own.weight_bytes / 1e6:,.0f}"]
+        row += [f"{own.speed:.2f}", f"{own.speed_alone:.2f}", f"{own.weight_bytes / 1e6:,.0f}"]
         row += [f"{own.hit_rate:.0%}" if own.way.maps else ""] if has_hits else []
         rows.append([*row, "inside" if quality.keeps(report.budget) else "outside"])
     return [*columns, "budget"], rows
 
 
 def conclusion(report: TuneReport) -> Iterator[str]:
-    """Yield what was chosen, and why, in lines."""
-    yield f"budget: {budget_in_words(report.budget)}"
+    """Yield the speed of the exact model, the budget and what was chosen, in lines."""
+    exact = report.measured[0]
+    alone = f"{exact.milliseconds_alone:.2f} ms for one text"
+    yield f"exact: {exact.texts_per_second:,.0f} texts/s in full batches, {alone}"
+    yield f"budget, kept with 95 % confidence: {_in_words(report.budget)}"
     chosen = report.chosen
     if chosen is None:
         yield "no way keeps the budget: serve in float32"
@@ -97,7 +101,7 @@ def line_of(own: MeasuredWay) -> str:
     return f"{own.way.name}: quality {own.quality.mean:.4f}, {_gain(own)}"
 
 
-def budget_in_words(budget: Budget) -> str:
+def _in_words(budget: Budget) -> str:
     """Return a budget in one line."""
     if budget.measure is Measure.AGREEMENT:
         return f"at least {budget.least} of the decisions are those of the model in float32"

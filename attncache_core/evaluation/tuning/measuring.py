@@ -9,12 +9,14 @@ every way tokenises alike.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 from pydantic import ConfigDict
@@ -32,6 +34,7 @@ from attncache_core.heads.vectors import require_finite
 from attncache_core.text.prefix_tree import added_tokens
 
 _ALONE = 24  # texts that are timed alone
+_EXACT, _WAY = "exact", "way"
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,16 @@ class Subject:
             results = list(pool.map(self.engine.run, self._batches))
             return time.perf_counter() - started, results
 
-    def run_alone(self) -> float:
-        """Run some texts one after the other. Returns the mean seconds of a text."""
+    def run_alone(self, index: int) -> float:
+        """Run one of the texts that are timed alone. Returns the seconds."""
         started = time.perf_counter()
-        for requests in self._alone:
-            self.engine.run(requests)
-        return (time.perf_counter() - started) / len(self._alone)
+        self.engine.run(self._alone[index])
+        return time.perf_counter() - started
+
+    @property
+    def alone(self) -> range:
+        """The indices of the texts that are timed alone."""
+        return range(len(self._alone))
 
     @contextmanager
     def _pool(self) -> Iterator[ThreadPoolExecutor]:
@@ -133,12 +140,6 @@ class Judge:
         return float(np.mean([own == true for own, true in zip(decided, self.truth, strict=True)]))
 
 
-class _Round(NamedTuple):
-    seconds: float
-    seconds_alone: float
-    results: list[PrefillResult]
-
-
 def measure(
     way: Way,
     subject: Subject,
@@ -154,22 +155,34 @@ def measure(
     subject: the way's engine; `exact` itself to measure the exact model. rounds: timed rounds after a warm-up
     round. on_step: called with the number of finished steps and of all steps. Raises NotFinite.
     """
-    subjects = {"exact": exact} if subject is exact else {"exact": exact, "way": subject}
-    first, timed = alternate({name: _passes(own) for name, own in subjects.items()}, rounds, on_step)
-    results = first["exact" if subject is exact else "way"].results
-    full, own = timed["exact"], timed.get("way", timed["exact"])
+    subjects = {_EXACT: exact} if subject is exact else {_EXACT: exact, _WAY: subject}
+    steps = (rounds + 1) * len(subjects), len(exact.alone)
+    first, timed = alternate(
+        {name: own.run for name, own in subjects.items()}, rounds, lambda done, _: on_step(done, sum(steps))
+    )
+    alone: dict[str, list[float]] = {name: [] for name in subjects}
+    for index in exact.alone:
+        # Text by text, because a disturbance of the machine may be shorter than all these texts together.
+        _, seconds = alternate(
+            {name: partial(own.run_alone, index) for name, own in subjects.items()}, rounds
+        )
+        for name, own in seconds.items():
+            alone[name] += own
+        on_step(steps[0] + index + 1, sum(steps))
+    name = _EXACT if subject is exact else _WAY
+    results = first[name][1]
     answers = subject.answers(results)
-    hits = [outcome.is_hit for result in results for outcome in result.outcomes]
+    in_batches = {name: [seconds for seconds, _ in own] for name, own in timed.items()}
     return MeasuredWay(
         way,
         judge.quality(answers),
         judge.accuracy(answers),
-        speed=median_ratio([each.seconds for each in full], [each.seconds for each in own]),
-        speed_alone=median_ratio([each.seconds_alone for each in full], [each.seconds_alone for each in own]),
-        texts_per_second=len(answers) / float(np.median([each.seconds for each in own])),
-        milliseconds_alone=float(np.median([each.seconds_alone for each in own])) * 1e3,
+        speed=median_ratio(in_batches[_EXACT], in_batches[name]),
+        speed_alone=median_ratio(alone[_EXACT], alone[name]),
+        texts_per_second=len(answers) / statistics.median(in_batches[name]),
+        milliseconds_alone=statistics.median(alone[name]) * 1e3,
         weight_bytes=weight_bytes,
-        hit_rate=float(np.mean(hits)),
+        hit_rate=float(np.mean([outcome.is_hit for result in results for outcome in result.outcomes])),
     )
 
 
@@ -199,14 +212,6 @@ def service_batches(
 def _tokens(requests: Sequence[PrefillRequest], shares_prefixes: bool) -> int:
     sequences = [request.ids for request in requests]
     return sum(added_tokens(sequences) if shares_prefixes else map(len, sequences))
-
-
-def _passes(subject: Subject) -> Callable[[], _Round]:
-    def run() -> _Round:
-        seconds, results = subject.run()
-        return _Round(seconds, subject.run_alone(), results)
-
-    return run
 
 
 def _unchanged(answers: np.ndarray) -> np.ndarray:

@@ -29,6 +29,7 @@ class Quality:
     @classmethod
     def of(cls, fidelity: np.ndarray, measure: Measure) -> Self:
         """Return the quality from the measure of each text, float64 [texts], of at least 20 texts."""
+        fidelity = np.minimum(fidelity, 1.0)  # a cosine may be rounded up
         bound = 1 - upper_bounds(1 - fidelity, measure)[-1]
         floor = _kept_floor(fidelity) if measure is Measure.COSINE else None
         return cls(float(fidelity.mean()), float(bound), floor)

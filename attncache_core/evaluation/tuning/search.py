@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from attncache_core.evaluation.tuning.measuring import MeasuredWay
-from attncache_core.evaluation.tuning.ways import Way
+from attncache_core.evaluation.tuning.ways import KINDS, Way
 from attncache_core.reuse.maps.budget import Budget
 
 # Measures a way, or returns None if the way cannot be measured. Knows ways that it measured before.
@@ -50,23 +50,20 @@ class Search:
     def combine(self) -> None:
         """Measure combinations of the parts that pay, two parts first, while they get faster."""
         found = [own for of_kind in self._parts.values() for own in of_kind]
-        seen: set[Way] = set()
         while found:
             found = [
                 better
                 for first in sorted(found, key=lambda own: -own.speed)
-                for kind in self._parts
-                if (better := self._best_with(first, kind, seen))
+                # In the order of the kinds only, so that no combination is met twice.
+                for kind in KINDS[1 + max(map(KINDS.index, first.way.parts)) :]
+                if (better := self._best_with(first, kind))
             ]
 
-    def _best_with(self, first: MeasuredWay, kind: str, seen: set[Way]) -> MeasuredWay | None:
+    def _best_with(self, first: MeasuredWay, kind: str) -> MeasuredWay | None:
         """Return the fastest way of `first` and one part of this kind that keeps the budget and pays."""
         for part in sorted(self._parts[kind], key=lambda own: -own.speed):
             way = first.way.with_part(part.way)
-            if way is None or way in seen:
-                continue
-            seen.add(way)
-            measured = self._measure(way)
+            measured = self._measure(way) if way else None
             if measured and measured.quality.keeps(self._budget):
                 return measured if measured.speed >= first.speed * (1 + self._min_gain) else None
         return None

@@ -22,6 +22,8 @@ from attncache_core.errors import InvalidInput
 # The ways that an operator may choose from; quantisations have the names of --quantize.
 WAYS = ("dtype", *(kind.value for kind in Quantization), "attention", "blocks", "maps")
 EXACT = "exact"
+# The kinds of parts. Maps come last, because a combination with maps needs a database of its own.
+KINDS = ("dtype", "quantization", "attention", "blocks", "maps")
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,14 @@ class Way:
     @property
     def parts(self) -> dict[str, str]:
         """The parts by kind, in words."""
-        words = {
-            "dtype": self.dtype,
-            "quantization": self.quantization and self.quantization.value,
-            "attention": self.drop_attention and f"no attention in {_numbers(self.drop_attention)}",
-            "blocks": self.drop_blocks and f"no layer {_numbers(self.drop_blocks)}",
-            "maps": self.maps and "maps",
-        }
-        return {kind: word for kind, word in words.items() if word}
+        words = (
+            self.dtype,
+            self.quantization.value if self.quantization else None,
+            f"no attention in {_numbers(self.drop_attention)}" if self.drop_attention else None,
+            f"no layer {_numbers(self.drop_blocks)}" if self.drop_blocks else None,
+            "maps" if self.maps else None,
+        )
+        return {kind: word for kind, word in zip(KINDS, words, strict=True) if word}
 
     @property
     def name(self) -> str:
