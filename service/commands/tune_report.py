@@ -77,8 +77,8 @@ def comment(report: TuneReport) -> Iterator[str]:
     yield WRITTEN_BY
     yield from conclusion(report)
     yield (
-        f"measured on {report.measuring} held-out texts; {report.choosing} others ranked layers and were "
-        "recorded"
+        f"measured on {report.measuring} held-out texts; {report.choosing} others were used to rank layers "
+        "and to build databases"
     )
     facts = {**machine(report.inputs["threads"]), **_facts(report)}
     yield from textwrap.wrap(", ".join(f"{name} {fact}" for name, fact in facts.items()), _WIDTH)
