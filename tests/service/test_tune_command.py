@@ -97,6 +97,16 @@ def test_exact_settings_are_written_if_nothing_pays(tiny_checkpoint, texts, tmp_
     assert engine.info().variant == {}
 
 
+def test_float32_is_served_if_no_way_keeps_the_budget(tiny_checkpoint, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "choose", lambda *_: None)
+    output = tmp_path / "tuned.toml"
+    given = ("--dtype", "auto", "--ways", "int4")
+    assert "no way keeps the budget: serve in float32" in succeeded(
+        tune(tiny_checkpoint, texts, output, *given)
+    )
+    assert served(output)[0] == Settings(model=str(tiny_checkpoint.folder), dtype="float32", maps=False)
+
+
 def test_run_that_was_stopped_continues_when_the_command_is_given_again(
     tiny_checkpoint, texts, tmp_path, monkeypatch
 ):
