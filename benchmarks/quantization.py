@@ -11,7 +11,6 @@ embeddings with those of the float32 model, for the texts of --texts or for rand
 """
 
 import argparse
-import gc
 import statistics
 import tempfile
 import time
@@ -29,7 +28,7 @@ from attncache_core.engine.layers import run_layers
 from attncache_core.heads.vectors import cosines
 from attncache_core.models import PackedModel, load_model
 from attncache_core.reuse.execution.fetch import HitRecords
-from attncache_core.runtime.memory import keep_freed_memory
+from attncache_core.runtime.memory import keep_freed_memory, tensor_bytes
 from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.token_batch import pack
 from attncache_core.text.tokenizer import TextTokenizer
@@ -56,17 +55,6 @@ def embeddings(model: PackedModel, sequences: Sequences) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def kept_bytes() -> int:
-    """Return the size of all CPU tensors of this process in bytes; oneDNN tensors have no storage to ask."""
-    gc.collect()
-    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
-    packed = {id(item): item.nbytes for item in tensors if item.is_mkldnn}
-    storages = [
-        item.untyped_storage() for item in tensors if not item.is_mkldnn and item.device.type == "cpu"
-    ]
-    return sum(packed.values()) + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-
-
 def milliseconds(
     models: dict[str, PackedModel], shape: tuple[int, int], rounds: int, threads: int
 ) -> list[float]:
@@ -88,9 +76,9 @@ def measure(checkpoint: Checkpoint, texts: Sequence[str], options: argparse.Name
     formats = number_formats(getattr(torch, options.dtype))
     models, megabytes = {}, []
     for name, (quantization, dtype) in formats.items():
-        before = kept_bytes()
+        before = tensor_bytes()
         models[name] = load_model(replace(checkpoint, quantization=quantization), dtype)
-        megabytes.append((kept_bytes() - before) / 1e6)
+        megabytes.append((tensor_bytes() - before) / 1e6)
     times = np.array([milliseconds(models, shape, options.rounds, options.threads) for shape in SHAPES])
     random = np.random.default_rng(0)
     sequences = [random.integers(2000, 20000, random.integers(8, 40)).tolist() for _ in range(64)]

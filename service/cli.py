@@ -36,6 +36,7 @@ _COMMANDS = _LazyCommands(
         "inspect": "service.commands.database:inspect",
         "prune": "service.commands.prune:prune",
         "serve": "service.commands.serve:serve",
+        "tune": "service.commands.tune:tune",
         "verify": "service.commands.database:verify",
     }
 )

@@ -12,6 +12,7 @@ import numpy as np
 from attncache_core import InvalidInput
 from attncache_core.evaluation.comparison import MethodReport
 from attncache_core.evaluation.curves import Curves, pareto_front
+from attncache_core.evaluation.tuning.tune import TuneReport
 
 _SIZE = (7.0, 4.5)
 
@@ -112,6 +113,33 @@ class Plots:
         axes.margins(0.1)
         axes.legend()
         self._save(figure, "presets")
+
+    def ways(self, report: TuneReport, name: str) -> None:
+        """Plot quality against speed of the ways that a tuning measured, in the files with this name."""
+        rows = [
+            (own.way.name, own.speed, own.speed_alone, own.quality.mean, own.quality.lower_bound)
+            for own in report.measured
+        ]
+        self._write(name, ("way", "speed", "speed_alone", "quality", "lower_bound"), rows)
+        figure, axes = self._axes(
+            "speed in full batches, relative to the exact model", f"mean {report.budget.measure} of all texts"
+        )
+        axes.axhline(report.budget.least, color="grey", linewidth=1, linestyle="--", label="budget")
+        for own in report.measured:
+            marker = "*" if own is report.chosen else "o"
+            outside = not own.quality.keeps(report.budget)
+            filling = {"facecolors": "none", "edgecolors": "black"} if outside else {}
+            axes.scatter(own.speed, own.quality.mean, marker=marker, **filling)
+            axes.annotate(
+                own.way.name,
+                (own.speed, own.quality.mean),
+                xytext=(4, 4),
+                textcoords="offset points",
+                fontsize=7,
+            )
+        axes.margins(0.15)
+        axes.legend()
+        self._save(figure, name)
 
     def _axes(self, x: str, y: str) -> tuple[Any, Any]:
         figure = self._figure(figsize=_SIZE, layout="constrained")

@@ -38,6 +38,19 @@ def read_labelled(
     return [text for text, _ in rows], [label for _, label in rows]
 
 
+def read_texts_with_labels(source: str, label_column: str) -> tuple[list[str], list[str]]:
+    """Return the texts and the labels of a file, which may have no rows.
+
+    source: "FILE", of which the column `text` is read, or "FILE:column".
+    Raises InvalidInput if read_rows raises it, and if several columns are named.
+    """
+    path, columns = _path_and_columns(source, "text")
+    if len(columns) > 1:
+        raise InvalidInput(f"{path}: texts with labels have one column of texts", field="texts")
+    rows = list(read_rows(path, (*columns, label_column)))
+    return [text for text, _ in rows], [label for _, label in rows]
+
+
 def read_rated(path: str, first: str, second: str, rating: str) -> tuple[list[str], list[str], list[float]]:
     """Return the first texts, the second texts and the ratings of pairs of texts.
 

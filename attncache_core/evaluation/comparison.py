@@ -10,6 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from attncache_core.heads.vectors import require_finite
 from attncache_core.reuse.plan import Outcome
 from attncache_core.text.labels import LabelTokens
 
+T = TypeVar("T")
 # A method computes the outputs of token sequences.
 Method = Callable[[Sequence[Sequence[int]]], PrefillResult]
 FULL = "full"
@@ -92,20 +95,40 @@ def compare(
     together = len(task.labels.prompt.sequence_plans) if task.labels else 1
     size = max(1, batch_size // together) * together
     batches = [task.sequences[at : at + size] for at in range(0, len(task.sequences), size)]
-    first: dict[str, _Run] = {}
-    timed: dict[str, list[_Run]] = {name: [] for name in methods}
-    for round_number in range(rounds + 1):
-        for step, (name, method) in enumerate(methods.items(), 1):
-            done = _run(method, batches, task.labels)
-            if round_number:
-                timed[name].append(done)
-            else:
-                first[name] = done
-            on_step(round_number * len(methods) + step, (rounds + 1) * len(methods))
+    passes = {name: partial(_run, method, batches, task.labels) for name, method in methods.items()}
+    first, timed = alternate(passes, rounds, on_step)
     return [
         _report(name, first[name], timed[name], first[FULL], timed[FULL], task, comparator, decisions)
         for name in methods
     ]
+
+
+def alternate(
+    passes: Mapping[str, Callable[[], T]],
+    rounds: int,
+    on_step: Callable[[int, int], None] = lambda *_: None,
+) -> tuple[dict[str, T], dict[str, list[T]]]:
+    """Run each pass once as a warm-up, and then `rounds` times; the passes alternate in each round.
+
+    on_step: called with the number of finished steps and of all steps. Returns the results of the warm-up,
+    and of the rounds, by name.
+    """
+    first: dict[str, T] = {}
+    timed: dict[str, list[T]] = {name: [] for name in passes}
+    for round_number in range(rounds + 1):
+        for step, (name, run) in enumerate(passes.items(), 1):
+            done = run()
+            if round_number:
+                timed[name].append(done)
+            else:
+                first[name] = done
+            on_step(round_number * len(passes) + step, (rounds + 1) * len(passes))
+    return first, timed
+
+
+def median_ratio(full: Sequence[float], method: Sequence[float]) -> float:
+    """Return the median over rounds of full / method. A disturbance of a round affects both durations."""
+    return statistics.median(a / b for a, b in zip(full, method, strict=True))
 
 
 def _run(method: Method, batches: Sequence[Sequence[Sequence[int]]], labels: LabelTokens | None) -> _Run:
@@ -148,7 +171,7 @@ def _report(
     hits = np.array([outcome.is_hit for outcome in run.outcomes])
     changed = hits.reshape(len(run.outputs), -1).any(axis=1) | (name in _CHANGING_ALL)
     cosine = comparator.fidelity(run.outputs, full.outputs)[changed]
-    speedup = _ratio([each.seconds for each in full_timed], [each.seconds for each in timed])
+    speedup = median_ratio([each.seconds for each in full_timed], [each.seconds for each in timed])
     return MethodReport(
         method=name,
         scores=scores,
@@ -167,16 +190,11 @@ def _report(
         attention_seconds=statistics.median(each.attention_seconds for each in timed),
         search_seconds=statistics.median(each.search_seconds for each in timed),
         speedup=speedup,
-        attention_speedup=_ratio(
+        attention_speedup=median_ratio(
             [each.attention_seconds for each in full_timed], [each.attention_seconds for each in timed]
         ),
         gamma=gamma(full_score, score, speedup),
     )
-
-
-def _ratio(full: Sequence[float], method: Sequence[float]) -> float:
-    """Return the median over rounds of full / method. A disturbance of a round affects both durations."""
-    return statistics.median(a / b for a, b in zip(full, method, strict=True))
 
 
 def _interval(items: np.ndarray | None, full: np.ndarray | None) -> tuple[float, float] | None:

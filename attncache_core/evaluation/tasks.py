@@ -65,6 +65,13 @@ def recordable_sequences(task: Task) -> Sequences:
     return [ids[: len(ids) - label_tokens] for ids in task.sequences[:: len(sequence_plans)]]
 
 
+def label_names(labels: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return the labels by the model's names. The data may have numbers instead of the model's names."""
+    if set(labels) <= set(known) or not all(label.isdigit() and int(label) < len(known) for label in labels):
+        return list(labels)
+    return [known[int(label)] for label in labels]
+
+
 @dataclass(frozen=True)
 class RatedPairs:
     """Pairs of texts, and people's ratings of their similarity."""

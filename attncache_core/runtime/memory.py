@@ -1,11 +1,14 @@
-"""Control the memory of the process: keep freed memory for the next batch, release mapped weights."""
+"""Control the memory of the process: keep freed memory, release mapped weights, count what tensors hold."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 from pathlib import Path
+
+import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # Freed blocks up to this size are kept. The largest activations of a batch of 1024 tokens are smaller.
@@ -48,6 +51,17 @@ def release_mapped_weights() -> None:
             first, last = (int(address, 16) for address in mapping.split()[0].split("-"))
             # Unlike MADV_DONTNEED, MADV_PAGEOUT keeps changes if a page has been written to.
             library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_PAGEOUT)
+
+
+def tensor_bytes() -> int:
+    """Return the size of all tensors of this process in bytes, on every device. Takes part of a second."""
+    gc.collect()
+    # isinstance would ask objects of other libraries for their class, and some of them answer by a warning.
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    # oneDNN's tensors have no storage to ask.
+    packed = {id(item): item.nbytes for item in tensors if item.is_mkldnn}
+    storages = [item.untyped_storage() for item in tensors if not item.is_mkldnn]
+    return sum(packed.values()) + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def available_memory() -> int:

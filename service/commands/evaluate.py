@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from attncache_core.evaluation.tasks import (
     ClassificationTask,
     RatedPairs,
     SimilarityTask,
+    label_names,
     multi_token_labels,
 )
 from attncache_core.runtime.devices import Dtype
@@ -108,7 +108,7 @@ def classification(
         raise InvalidInput(
             "the model has no classes: give --train, --classifier, or --labels with --task", field="train"
         )
-    sequences, names = evaluation.tokenize(texts, read), _label_names(labels, known)
+    sequences, names = evaluation.tokenize(texts, read), label_names(labels, known)
     evaluation.run(ClassificationTask(Path(data).stem, evaluation.full, sequences, names))
 
 
@@ -181,10 +181,3 @@ def curves(
     with shown_progress() as progress:
         plot_curves(full, opened, full.tokenize(texts), most, output, progress)
     click.echo(f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir())))
-
-
-def _label_names(labels: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return the labels by the model's names. The data may have numbers instead of the model's names."""
-    if set(labels) <= set(known) or not all(label.isdigit() and int(label) < len(known) for label in labels):
-        return list(labels)
-    return [known[int(label)] for label in labels]

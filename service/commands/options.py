@@ -74,6 +74,9 @@ device_option = click.option(
 )
 
 
+quantize_texts_option = _of_settings("quantize_texts", str)
+
+
 def quantize_options(command: Command) -> Command:
     """Add --quantize and --quantize-texts."""
     quantize = click.option(
@@ -82,7 +85,7 @@ def quantize_options(command: Command) -> Command:
         callback=lambda _context, _option, value: value and Quantization(value),
         help="Quantise the weights of the model's layers. Default: no quantisation.",
     )
-    return quantize(_of_settings("quantize_texts", str)(command))
+    return quantize(quantize_texts_option(command))
 
 
 def quantization_texts(source: str | None) -> list[str]:
@@ -144,6 +147,20 @@ model_option = click.option(
 )
 
 
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(get_args(Dtype)),
+    default="auto",
+    show_default=True,
+    help=Settings.model_fields["dtype"].description,
+)
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads of the model and the index. Default: as many as the processor quota allows.",
+)
+
+
 def whole_model_options(command: Command) -> Command:
     """Add the options of model_options, but without drop_options and use_options.
 
@@ -156,23 +173,7 @@ def whole_model_options(command: Command) -> Command:
         command(checkpoint=chosen_checkpoint(**chosen), **values)
 
     described: Command = with_checkpoint
-    for option in (
-        click.option(
-            "--threads",
-            type=click.IntRange(min=1),
-            help="Threads of the model and the index. Default: as many as the processor quota allows.",
-        ),
-        quantize_options,
-        click.option(
-            "--dtype",
-            type=click.Choice(get_args(Dtype)),
-            default="auto",
-            show_default=True,
-            help=Settings.model_fields["dtype"].description,
-        ),
-        revision_option,
-        model_option,
-    ):
+    for option in (threads_option, quantize_options, dtype_option, revision_option, model_option):
         described = option(described)
     return described
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncache_core.corpus.reading import read_labelled, read_rated, read_texts
+from attncache_core.corpus.reading import read_labelled, read_rated, read_texts, read_texts_with_labels
 from attncache_core.corpus.tables import read_rows
 from attncache_core.errors import InvalidInput
 
@@ -298,3 +298,11 @@ def test_rated_file_without_a_pair_or_a_column_is_refused(file):
         read_rated(file("a.tsv", "one\ttwo\tscore\n"), "one", "two", "score")
     with pytest.raises(InvalidInput, match="no column 'score'"):
         read_rated(file("b.tsv", "one\ttwo\trating\na\tb\t1\n"), "one", "two", "score")
+
+
+def test_texts_with_labels_are_read_from_the_named_column(file):
+    path = file("asked.csv", "text,asked,kind\nno,yes,a\nno,again,b\n")
+    assert read_texts_with_labels(f"{path}:asked", "kind") == (["yes", "again"], ["a", "b"])
+    assert read_texts_with_labels(path, "kind") == (["no", "no"], ["a", "b"])
+    with pytest.raises(InvalidInput, match="one column of texts"):
+        read_texts_with_labels(f"{path}:text,asked", "kind")

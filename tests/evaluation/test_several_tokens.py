@@ -15,6 +15,8 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.evaluation.comparison import compare
 from attncache_core.evaluation.methods import Methods
 from attncache_core.evaluation.tasks import ClassificationTask, multi_token_labels, recordable_sequences
+from attncache_core.evaluation.tuning.measuring import Judge, Subject, measure
+from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.heads.comparator import Measure, OutputComparator
 
 # A text has three sequences, one per first token of the labels of two tokens. The sequences also score the
@@ -123,3 +125,18 @@ def test_command_excludes_recorded_prompts_of_evaluated_texts(engine, texts, dat
     assert "agreement" in output
     refused = run("evaluate", "classification", *arguments, "--labels", "bank,card bank")
     assert_one_line(refused, "labels of the data are none of the model's 2 classes")
+
+
+def test_tuning_judges_the_decisions_among_labels_of_several_tokens(engine, texts):
+    subject = Subject(engine, texts)
+    answers = subject.answers(subject.run()[1])
+    expected = logits_of(engine, texts, reuse=False)
+    np.testing.assert_allclose(answers, expected, atol=1e-3)
+    others = expected.copy()
+    others[:3] = -others[:3]  # a reference that decides otherwise about three texts
+    truth = [LABELS[row] for row in expected.argmax(axis=1)]
+    judge = Judge(Measure.AGREEMENT, others, LABELS, truth=["bank", *truth[1:]])
+    measured = measure(Way(), subject, subject, judge, rounds=1, weight_bytes=0)
+    assert measured.quality.mean == pytest.approx(1 - 3 / len(texts))
+    assert measured.accuracy == pytest.approx(1 - (truth[0] != "bank") / len(texts))
+    assert (measured.speed, measured.speed_alone, measured.hit_rate) == (1.0, 1.0, 0.0)

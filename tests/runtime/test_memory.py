@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from attncache_core.engine import prefill as engine
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.runtime import memory
-from attncache_core.runtime.memory import release_mapped_weights
+from attncache_core.runtime.memory import release_mapped_weights, tensor_bytes
 
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 # The C library's numbers of the mallopt parameters.
@@ -100,3 +100,16 @@ def mapped_bytes(path):
     lines = Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines()
     headings = [number for number, line in enumerate(lines) if line.endswith(str(path))]
     return sum(int(lines[number + 4].split()[1]) * 1024 for number in headings)
+
+
+def test_bytes_of_tensors_count_each_storage_once_and_only_while_it_is_held():
+    before = tensor_bytes()
+    held = torch.zeros(1000, 300)
+    view = held[10:20]
+    assert tensor_bytes() - before == 1000 * 300 * 4
+    packed = torch.zeros(64, 64).to_mkldnn()
+    assert tensor_bytes() - before == 1000 * 300 * 4 + 64 * 64 * 4
+    del held, packed
+    assert tensor_bytes() - before == 1000 * 300 * 4  # the view holds the whole storage
+    del view
+    assert tensor_bytes() == before

@@ -1,0 +1,56 @@
+"""Databases of attention maps for ways that reuse maps, built from the choosing texts.
+
+    FOLDER/<digest of model, texts, dtype and budget>       built once, and opened again by a later tuning
+
+A database serves only the variant of the model that it was built with, and keeps what the variant leaves of
+the budget.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import BuildOptions
+from attncache_core.calibration.calibrate import Progress
+from attncache_core.calibration.policy_selection import could_keep_floor
+from attncache_core.corpus import CorpusSentence
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.database import AttentionDatabase
+
+_HELD_OUT = 10  # a build holds out one of so many texts
+
+
+def budget_of_build(rest: Budget, texts: int) -> Budget:
+    """Return the budget to build a database for, from what is left of the operator's budget.
+
+    texts: number of choosing texts. The floor is left to the measurement on the measuring texts if a build
+    holds out too few texts to prove the floor, because then only recorded texts would hit.
+    """
+    return rest if could_keep_floor(rest, texts // _HELD_OUT) else replace(rest, floor=0.0)
+
+
+def open_or_build(
+    engine: PrefillEngine, texts: Sequence[str], budget: Budget, parent: Path, progress: Progress
+) -> AttentionDatabase:
+    """Return the database of an engine's model, these texts and this budget; build it if it is missing.
+
+    engine: without a database. A build that was stopped continues. Raises BuildFailed.
+    """
+    identity = [engine.fingerprint, str(engine.dtype), list(texts), asdict(budget)]
+    folder = parent / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    if not folder.exists():
+        decides = budget.measure is Measure.AGREEMENT
+        options = (
+            BuildOptions(min_agreement=budget.least)
+            if decides
+            else BuildOptions(min_cosine=budget.least, min_text_cosine=budget.floor)
+        )
+        build_database(engine, [CorpusSentence(text, text) for text in texts], folder, options, progress)
+    return AttentionDatabase.open(folder)

@@ -1,0 +1,345 @@
+"""Measure the ways to spend a quality budget on an operator's texts, and choose one.
+
+    texts -> half that chooses, half that measures                        texts
+      reference   answers in float32 without any way
+      exact       the model in the operator's dtype: every way is compared with its speed
+      ways        measured beside the exact model, one after the other    search, measuring, databases
+      choice      the fastest way that keeps the budget                   search.choose
+
+Every measured way is kept in a file at once, so a stopped tuning continues (results).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from attncache_core import native
+from attncache_core.calibration.calibrate import Progress
+from attncache_core.checkpoints.checkpoint import Checkpoint, Quantization
+from attncache_core.corpus.reading import spread
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import AttnCacheError, InvalidInput, NotFinite
+from attncache_core.evaluation.importance import measure_importance
+from attncache_core.evaluation.tasks import full_outputs, label_names
+from attncache_core.evaluation.tuning.databases import budget_of_build, open_or_build
+from attncache_core.evaluation.tuning.measuring import Judge, MeasuredWay, Subject, measure
+from attncache_core.evaluation.tuning.quality import texts_needed
+from attncache_core.evaluation.tuning.results import Results
+from attncache_core.evaluation.tuning.search import Search, choose
+from attncache_core.evaluation.tuning.texts import Texts, split
+from attncache_core.evaluation.tuning.ways import WAYS, Way
+from attncache_core.heads.classifier import LinearClassifier, fit_classifier
+from attncache_core.heads.comparator import Measure
+from attncache_core.models.families import is_causal
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.runtime.devices import Device, Dtype, resolve_device, resolve_dtype
+from attncache_core.runtime.memory import tensor_bytes
+from attncache_core.runtime.processor import processor_name
+from attncache_core.version import __version__
+
+_RANKING_TEXTS = 500  # choosing texts on which layers are ranked
+_EXACT = Way()
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What an operator chooses."""
+
+    checkpoint: Checkpoint  # without a variant; with the texts to calibrate int8 with
+    texts: Texts
+    min_cosine: float  # budget of embeddings: mean cosine over the measuring texts
+    min_text_cosine: float  # budget of embeddings: cosine of 99 of 100 texts
+    min_agreement: float  # budget of decisions: share of the texts' decisions that stay
+    results: Path  # the file of what was measured
+    databases: Path  # the folder of the databases that are built
+    dtype: Dtype = "auto"
+    device: Device = "cpu"
+    threads: int | None = None
+    max_tokens: int | None = None
+    classifier: LinearClassifier | None = None
+    database: Path | None = None  # of the exact model; None: databases are built
+    ways: tuple[str, ...] | None = None  # of WAYS; None: all that suit the model
+    sample: int = 1000  # most texts to measure on
+    rounds: int = 7
+    min_gain: float = 0.05
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """What was measured, and what was chosen."""
+
+    budget: Budget
+    inputs: dict[str, Any]  # model, machine and versions, see Results
+    choosing: int  # number of texts
+    measuring: int  # number of texts
+    measured: list[MeasuredWay]  # the exact model first
+    failed: dict[str, str]  # name of a way -> why it could not be measured
+    chosen: MeasuredWay | None  # None: only float32 keeps the budget
+    database: Path | None  # of the chosen way
+    classifier: LinearClassifier | None  # as the chosen way serves it; None: as the operator gave it
+
+
+@dataclass(frozen=True)
+class TuneEvents:
+    """What is called while a tuning runs."""
+
+    progress: Progress = lambda *_: None
+    begun: Callable[[Texts, Texts, Results], None] = lambda *_: None  # choosing, measuring
+    measured: Callable[[MeasuredWay, bool], None] = lambda *_: None  # and whether the figures were kept
+    failed: Callable[[str, str], None] = lambda *_: None  # name of a way, and why
+
+
+class Tuning:
+    """One tuning. Owns the exact engine and the judge of answers."""
+
+    def __init__(self, options: TuneOptions, events: TuneEvents) -> None:
+        """Load the exact model, split the texts, compute the reference, and open the results.
+
+        Raises InvalidInput if there are too few texts, if the model scores pairs, if the results file is
+        none, and as the engine and the database do.
+        """
+        self.options, self.events = options, events
+        if options.checkpoint.is_for_pairs:
+            raise InvalidInput("tune measures single texts, and the model scores pairs", field="model")
+        self.database = AttentionDatabase.open(options.database) if options.database else None
+        if self.database:
+            self.database.require_fingerprint(options.checkpoint.fingerprint(), options.checkpoint.name)
+        before = tensor_bytes()
+        engine = self._load(_EXACT)
+        self._exact_bytes = tensor_bytes() - before
+        self.budget = self._budget_of(engine)
+        sequences = engine.tokenize(options.texts.texts)
+        self.choosing, self.measuring = split(
+            options.texts, sequences, texts_needed(self.budget), options.sample
+        )
+        self.exact = Subject(engine, self.measuring.texts)
+        self.judge = self._judge()
+        self.inputs = self._inputs()
+        self.results = Results.open(options.results, self.inputs)
+        self.measured: dict[Way, MeasuredWay] = {}
+        self.failed: dict[str, str] = {}
+
+    def run(self) -> TuneReport:
+        """Measure all ways and choose one. Can be stopped at any time: what was measured is kept."""
+        self.events.begun(self.choosing, self.measuring, self.results)
+        if self._measure(_EXACT) is None:
+            raise InvalidInput(f"the model cannot be measured: {self.failed['exact']}", field="model")
+        search = Search(self._measure, self.budget, self.options.min_gain)
+        search.try_each(self._plain_ways())
+        for kind, make in (
+            ("attention", lambda layers: Way(drop_attention=layers)),
+            ("blocks", lambda layers: Way(drop_blocks=layers)),
+        ):
+            if kind in self.ways:
+                search.try_dropping(make, self.results.least_important(kind, self._rank))
+        search.combine()
+        measured = list(self.measured.values())
+        chosen = choose(measured, self.budget, self.options.min_gain)
+        return TuneReport(
+            self.budget,
+            self.inputs,
+            len(self.choosing.texts),
+            len(self.measuring.texts),
+            measured,
+            self.failed,
+            chosen,
+            self._folder_of(chosen.way) if chosen and chosen.way.maps else None,
+            self._classifier_of(chosen.way) if chosen and chosen.way.changes_model else None,
+        )
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The names of the ways to measure; see WAYS.
+
+        By default, a causal model reuses no maps: they save a tenth of its time at best.
+        """
+        if self.options.ways is not None:
+            return self.options.ways
+        maps = self.database is not None or not is_causal(self.options.checkpoint)
+        return tuple(name for name in WAYS if maps or name != "maps")
+
+    def _plain_ways(self) -> Iterator[Way]:
+        """Yield the ways of one part that drop no layer."""
+        engine = self.exact.engine
+        if "dtype" in self.ways:
+            if str(engine.dtype) == "torch.bfloat16":
+                yield Way(dtype="float32")
+            elif resolve_dtype("auto", resolve_device(self.options.device)) != engine.dtype:
+                yield Way(dtype="bfloat16")
+        for quantization in Quantization:
+            if quantization.value in self.ways:
+                yield Way(quantization=quantization)
+        if "maps" in self.ways:
+            yield Way(maps=True)
+
+    def _measure(self, way: Way) -> MeasuredWay | None:
+        """Return the figures of a way, kept or measured now; None if it cannot be measured."""
+        if way in self.measured:
+            return self.measured[way]
+        if way.maps and self.database and way.changes_model:
+            return None  # the operator's database serves the exact model only
+        try:
+            of_maps = self._budget_of_maps(way) if way.maps and not self.database else None
+            found = self.results.find(way, of_maps)
+            with self._text_numbers(self.measuring):
+                own = found or self._measure_now(way, of_maps)
+        except AttnCacheError as error:
+            self.failed[way.name] = str(error)
+            self.events.failed(way.name, str(error))
+            return None
+        if found is None:
+            self.results.add(own, of_maps)
+        self.measured[way] = own
+        self.events.measured(own, found is not None)
+        return own
+
+    def _measure_now(self, way: Way, of_maps: Budget | None) -> MeasuredWay:
+        timed = partial(
+            measure,
+            way,
+            exact=self.exact,
+            judge=self.judge,
+            rounds=self.options.rounds,
+            on_step=partial(self.events.progress, f"measuring {way.name}"),
+        )
+        if way == _EXACT:
+            return timed(self.exact, weight_bytes=self._exact_bytes)
+        database = self._database_of(way, of_maps) if way.maps else None
+        before = tensor_bytes()
+        engine = self._load(way, database)
+        weight_bytes = tensor_bytes() - before
+        return timed(Subject(engine, self.measuring.texts), weight_bytes=weight_bytes)
+
+    def _load(self, way: Way, database: AttentionDatabase | None = None) -> PrefillEngine:
+        options = self.options
+        return PrefillEngine.load(
+            way.variant_of(options.checkpoint),
+            database=database,
+            dtype=way.dtype or options.dtype,
+            device=options.device,
+            threads=options.threads,
+            max_tokens=options.max_tokens,
+            classifier=self._classifier_of(way),
+        )
+
+    def _classifier_of(self, way: Way) -> LinearClassifier | None:
+        """Return the operator's classifier, bound to the variant of the model that a way runs."""
+        classifier = self.options.classifier
+        if classifier is None or not way.changes_model:
+            return classifier
+        return replace(
+            classifier, fingerprint=way.variant_of(self.options.checkpoint).embedding_fingerprint()
+        )
+
+    def _budget_of(self, engine: PrefillEngine) -> Budget:
+        """Return the budget of decisions if the engine decides, else the budget of embeddings."""
+        options = self.options
+        if engine.labels is not None or engine.task == "label-logits":
+            return Budget(Measure.AGREEMENT, options.min_agreement)
+        return Budget(Measure.COSINE, options.min_cosine, options.min_text_cosine)
+
+    def _judge(self) -> Judge:
+        """Return the judge of answers. Raises InvalidInput if a true label is no class of the model."""
+        engine, truth = self.exact.engine, self.measuring.labels
+        classes = engine.labels_in().labels if engine.task == "label-logits" else engine.labels
+        classifier = None
+        if truth is not None and classes is not None:
+            truth = label_names(truth, classes)
+            unknown = set(truth) - set(classes)
+            if unknown:
+                raise InvalidInput(
+                    f"{len(unknown)} labels of the texts are none of the model's {len(classes)} classes",
+                    field="label_column",
+                )
+        elif self.choosing.labels is not None:
+            with self._text_numbers(self.choosing):
+                outputs = full_outputs(engine, engine.tokenize(self.choosing.texts))
+            classifier = fit_classifier(
+                outputs, self.choosing.labels, fingerprint="", model=engine.checkpoint.name
+            )
+        is_reference = engine.dtype is torch.float32
+        subject = (
+            self.exact if is_reference else Subject(self._load(Way(dtype="float32")), self.measuring.texts)
+        )
+        with self._text_numbers(self.measuring):
+            reference = subject.answers(subject.run()[1])
+        return Judge(self.budget.measure, reference, classes, engine.multi_label, truth, classifier)
+
+    @contextmanager
+    def _text_numbers(self, part: Texts) -> Iterator[None]:
+        """Let NotFinite name a text of a part by its number among all texts."""
+        try:
+            yield
+        except NotFinite as error:
+            number = self.options.texts.texts.index(part.texts[error.index])
+            raise NotFinite.of(number, "texts") from error
+
+    def _rank(self) -> dict[str, list[int]]:
+        """Rank the layers of the exact model on the choosing texts, the least important first."""
+        engine = self.exact.engine
+        found = measure_importance(
+            engine.model,
+            engine.tokenize(spread(self.choosing.texts, _RANKING_TEXTS)),
+            partial(self.events.progress, "ranking layers"),
+        )
+        return {
+            "attention": np.argsort(found.attention, kind="stable").tolist(),
+            "blocks": np.argsort(found.blocks, kind="stable").tolist(),
+        }
+
+    def _budget_of_maps(self, way: Way) -> Budget:
+        """Return the budget to build a way's database for. Raises InvalidInput if no budget is left."""
+        without = self._measure(replace(way, maps=False))
+        rest = without.quality.rest_of(self.budget) if without else None
+        if rest is None:
+            raise InvalidInput("the other parts leave nothing of the budget to maps", field="ways")
+        return budget_of_build(rest, len(self.choosing.texts))
+
+    def _database_of(self, way: Way, budget: Budget | None) -> AttentionDatabase:
+        """Return the database of a way, without records of measuring texts. Builds it if it is missing."""
+        if budget is None:
+            assert self.database
+            measured = self.exact.engine.tokenize(self.measuring.texts)
+            return self.database.without(measured)[0]
+        engine = self._load(replace(way, maps=False))
+        return open_or_build(
+            engine, self.choosing.texts, budget, self.options.databases, self.events.progress
+        )
+
+    def _folder_of(self, way: Way) -> Path:
+        """Return the folder of a way's database."""
+        return self._database_of(way, None if self.database else self._budget_of_maps(way)).folder
+
+    def _inputs(self) -> dict[str, Any]:
+        """Return what the figures depend on. The texts are a digest."""
+        engine, options = self.exact.engine, self.options
+        texts = [[part.texts, part.labels] for part in (self.choosing, self.measuring)]
+        int8 = Way(quantization=Quantization.INT8).variant_of(options.checkpoint)
+        return {
+            "model": options.checkpoint.name,
+            "fingerprint": engine.fingerprint,
+            "texts": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+            "texts of int8": int8.variant["quantization_texts"],
+            "database": self.database.manifest.id if self.database else None,
+            "policy": self.database.search.policy.digest if self.database else None,
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "device": str(engine.model.device),
+            "processor": processor_name(),
+            "threads": engine.threads,
+            "compiled code": native.level(),
+            "rounds": options.rounds,
+            "attncache": __version__,
+            **{package: importlib.metadata.version(package) for package in ("torch", "transformers")},
+        }

@@ -1,0 +1,118 @@
+"""Show what a tuning measured: as a table, and as the comment of a settings file."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+import click
+
+from attncache_core.evaluation.tuning.measuring import MeasuredWay
+from attncache_core.evaluation.tuning.tune import TuneReport
+from attncache_core.evaluation.tuning.ways import EXACT
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
+from service.bench.report import machine, show_machine, show_table
+
+# The first line of a settings file, by which a later tuning knows that it may replace the file.
+WRITTEN_BY = "Written by `attncache tune`, which replaces this file when it runs again."
+_WIDTH = 100
+_OF_TEXTS = ("fingerprint", "texts", "texts of int8", "database", "policy")
+
+
+def show_report(report: TuneReport) -> None:
+    """Print the machine, the table with the fastest way first, and what was chosen."""
+    show_machine({**machine(report.inputs["threads"]), **_facts(report)})
+    columns, rows = table(report)
+    show_table(f"{report.measuring} held-out texts", columns, rows)
+    for name, reason in report.failed.items():
+        click.echo(f"not measured: {name}: {reason}")
+    for line in conclusion(report):
+        click.echo(line)
+
+
+def table(report: TuneReport) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and a row for each way, the fastest first. The chosen way is marked with *.
+
+    Speeds are ratios to the exact model: of full batches, and of one text alone. MB are of the weights.
+    """
+    agrees = report.budget.measure is Measure.AGREEMENT
+    has_accuracy = any(own.accuracy is not None for own in report.measured)
+    has_hits = any(own.way.maps for own in report.measured)
+    columns = ["way", str(report.budget.measure)]
+    columns += [] if agrees else ["99 of 100"]
+    columns += ["accuracy"] if has_accuracy else []
+    columns += ["speed", "one text", "MB"]
+    columns += ["hits"] if has_hits else []
+    rows = []
+    for own in sorted(report.measured, key=lambda own: -own.speed):
+        quality = own.quality
+        row = [f"{'* ' if own is report.chosen else ''}{own.way.name}"]
+        row += [f"{quality.mean:.4f}"]
+        row += [] if agrees else ["-" if quality.floor is None else f"{quality.floor:.4f}"]
+        row += ["-" if own.accuracy is None else f"{own.accuracy:.4f}"] if has_accuracy else []
+        row += [f"{own.speed:.2f}", f"{own.speed_alone:.2f}", f"{own.weight_bytes / 1e6:,.0f}"]
+        row += [f"{own.hit_rate:.0%}" if own.way.maps else ""] if has_hits else []
+        rows.append([*row, "inside" if quality.keeps(report.budget) else "outside"])
+    return [*columns, "budget"], rows
+
+
+def conclusion(report: TuneReport) -> Iterator[str]:
+    """Yield the speed of the exact model, the budget and what was chosen, in lines."""
+    exact = report.measured[0]
+    alone = f"{exact.milliseconds_alone:.2f} ms for one text"
+    yield f"exact: {exact.texts_per_second:,.0f} texts/s in full batches, {alone}"
+    yield f"budget, kept with 95 % confidence: {_in_words(report.budget)}"
+    chosen = report.chosen
+    if chosen is None:
+        yield "no way keeps the budget: serve in float32"
+    elif chosen.way.name == EXACT:
+        yield "chosen: exact, because nothing inside the budget pays"
+    else:
+        yield f"chosen: {chosen.way.name}: {_gain(chosen)}"
+
+
+def comment(report: TuneReport) -> Iterator[str]:
+    """Yield the lines of the comment of a settings file: what was measured, where, and what was chosen."""
+    yield WRITTEN_BY
+    yield from conclusion(report)
+    yield (
+        f"measured on {report.measuring} held-out texts; {report.choosing} others were used to rank layers "
+        "and to build databases"
+    )
+    facts = {**machine(report.inputs["threads"]), **_facts(report)}
+    yield from textwrap.wrap(", ".join(f"{name} {fact}" for name, fact in facts.items()), _WIDTH)
+    yield ""
+    columns, rows = table(report)
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in [columns, *rows]:
+        cells = [
+            cell.rjust(width) if number else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells)
+    for name, reason in report.failed.items():
+        yield f"not measured: {name}: {reason}"
+    yield ""
+
+
+def line_of(own: MeasuredWay) -> str:
+    """Return the figures of a way in one line."""
+    return f"{own.way.name}: quality {own.quality.mean:.4f}, {_gain(own)}"
+
+
+def _in_words(budget: Budget) -> str:
+    """Return a budget in one line."""
+    if budget.measure is Measure.AGREEMENT:
+        return f"at least {budget.least} of the decisions are those of the model in float32"
+    floor = f", and {budget.floor} for 99 of 100 texts" if budget.floor else ""
+    return f"mean cosine to the model in float32 at least {budget.least}{floor}"
+
+
+def _gain(own: MeasuredWay) -> str:
+    return f"batches {own.speed:.2f} times as fast, one text {own.speed_alone:.2f} times"
+
+
+def _facts(report: TuneReport) -> dict[str, object]:
+    known = {"processor", "threads", "torch", "transformers", *_OF_TEXTS}
+    return {name: fact for name, fact in report.inputs.items() if name not in known}

@@ -1,0 +1,335 @@
+"""A tuning measures real engines on held-out texts, keeps what it measured, and survives ways that fail."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from core_models import random_text, write_model
+
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    DatabaseRefused,
+    InvalidInput,
+    PrefillEngine,
+    Quantization,
+    UnsupportedModel,
+    fit_classifier,
+)
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.evaluation.tuning import databases, tune
+from attncache_core.evaluation.tuning.measuring import Subject, service_batches
+from attncache_core.evaluation.tuning.texts import Texts, split
+from attncache_core.evaluation.tuning.tune import TuneEvents, TuneOptions, Tuning
+from attncache_core.evaluation.tuning.ways import Way
+from attncache_core.heads.vectors import cosines
+from attncache_core.runtime.memory import tensor_bytes
+
+WEIGHTS = Way(quantization=Quantization.INT8_WEIGHT_ONLY)
+INT4 = Way(quantization=Quantization.INT4)
+# The speeds that ways are given, because a test cannot know how fast a machine is.
+SPEEDS = {"int8-weight-only": 1.5, "int4": 1.4, "maps": 1.3}
+
+
+@pytest.fixture(autouse=True)
+def measured_ways(monkeypatch) -> list[str]:
+    """The names of the ways that were measured, which all have the speeds above."""
+    names, real = [], tune.measure
+
+    def measure(way, *arguments, **options):
+        names.append(way.name)
+        own = real(way, *arguments, **options)
+        return replace(own, speed=SPEEDS.get(way.name, 1.0), speed_alone=1.0)
+
+    monkeypatch.setattr(tune, "measure", measure)
+    # Counting the bytes of all tensors of a large test process takes longer than everything else.
+    monkeypatch.setattr(tune, "tensor_bytes", lambda: 0)
+    return names
+
+
+@pytest.fixture
+def options(tiny_checkpoint, tiny_corpus, tmp_path) -> TuneOptions:
+    """120 texts, of which 60 measure; a budget that only 8-bit weights keep."""
+    return TuneOptions(
+        tiny_checkpoint,
+        Texts([sentence.text for sentence in tiny_corpus][::2], None),
+        min_cosine=0.99,
+        min_text_cosine=0.0,
+        min_agreement=0.9,
+        results=tmp_path / "tuned.json",
+        databases=tmp_path / "databases",
+        dtype="float32",
+        ways=("int8-weight-only", "int4"),
+        rounds=1,
+    )
+
+
+def tuned(options: TuneOptions, **events):
+    tuning = Tuning(options, TuneEvents(**events))
+    return tuning, tuning.run()
+
+
+def label_of(text: str) -> str:
+    return "card" if "card" in text else "other"
+
+
+def test_quality_is_the_cosine_to_float32_on_held_out_texts(
+    options, tiny_checkpoint, tiny_engine, monkeypatch
+):
+    monkeypatch.setattr(tune, "tensor_bytes", tensor_bytes)
+    tuning, report = tuned(options)
+    assert (report.choosing, report.measuring) == (60, 60)
+    assert not {*tuning.choosing.texts} & {*tuning.measuring.texts}
+    expected = tiny_engine.embed(tuning.measuring.texts)
+    for own in report.measured:
+        engine = PrefillEngine.load(own.way.variant_of(tiny_checkpoint), dtype="float32")
+        found = cosines(engine.embed(tuning.measuring.texts), expected).mean()
+        assert own.quality.mean == pytest.approx(found, abs=1e-5)
+    assert [own.way for own in report.measured] == [Way(), WEIGHTS, INT4]
+    assert report.measured[2].quality.mean < 0.99 < report.measured[1].quality.mean
+    assert report.chosen.way == WEIGHTS
+    weights = [own.weight_bytes for own in report.measured]
+    assert weights[0] > weights[1] > weights[2] > 0
+
+
+def test_nothing_is_chosen_but_the_exact_model_if_nothing_pays(options):
+    _, report = tuned(replace(options, min_gain=0.6))
+    assert report.chosen.way == Way()
+
+
+def test_stopped_tuning_continues_with_the_next_way(options, measured_ways):
+    def stop(own, _):
+        if own.way == WEIGHTS:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tuned(options, measured=stop)
+    assert measured_ways == ["exact", "int8-weight-only"]
+    told = []
+    tuning, continued = tuned(options, measured=lambda own, was_kept: told.append((own.way.name, was_kept)))
+    assert told == [("exact", True), ("int8-weight-only", True), ("int4", False)]
+    assert measured_ways == ["exact", "int8-weight-only", "int4"]
+    assert tuning.results.changed == ()
+    again = tuned(options)[1]
+    assert measured_ways == ["exact", "int8-weight-only", "int4"]
+    assert again == continued
+
+
+def test_another_budget_uses_the_same_figures(options, measured_ways):
+    tuned(options)
+    measured = list(measured_ways)
+    _, report = tuned(replace(options, min_cosine=0.9999999))
+    assert report.chosen.way == Way()
+    assert measured_ways == measured
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        ({"rounds": 2}, ("rounds",)),
+        ({"sample": 59}, ("texts",)),
+        ({"max_tokens": 4}, ("fingerprint", "texts")),
+    ],
+)
+def test_changed_inputs_begin_anew_and_are_named(options, measured_ways, changed, names):
+    tuned(options)
+    tuning, _ = tuned(replace(options, ways=(), **changed))
+    # Texts that are cut to two words are fewer different texts.
+    assert tuning.results.changed == names
+    assert measured_ways == ["exact", "int8-weight-only", "int4", "exact"]
+    assert tuning.results.measured == 1
+
+
+def test_way_that_cannot_be_loaded_is_reported_and_tried_again_by_the_next_tuning(
+    options, measured_ways, monkeypatch
+):
+    real = PrefillEngine.load
+
+    def load(checkpoint, **arguments):
+        if checkpoint.quantization is Quantization.INT8_WEIGHT_ONLY:
+            raise UnsupportedModel("no such weights")
+        return real(checkpoint, **arguments)
+
+    failed = []
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefillEngine, "load", load)
+        _, report = tuned(options, failed=lambda name, reason: failed.append((name, reason)))
+    assert failed == [("int8-weight-only", "no such weights")]
+    assert report.failed == {"int8-weight-only": "no such weights"}
+    assert [own.way for own in report.measured] == [Way(), INT4]
+    assert report.chosen.way == Way()
+    assert tuned(options)[1].chosen.way == WEIGHTS
+    assert measured_ways == ["exact", "int4", "int8-weight-only"]
+
+
+def test_layers_are_dropped_in_the_order_of_their_importance_on_choosing_texts(options):
+    tuning, report = tuned(replace(options, ways=("attention", "blocks"), min_cosine=0.0))
+    kept = [tuning.results.least_important(kind, dict) for kind in ("attention", "blocks")]
+    assert [sorted(order) for order in kept] == [[0, 1, 2], [0, 1, 2]]
+    ways = [own.way for own in report.measured[1:]]
+    assert ways == [
+        Way(drop_attention=(kept[0][0],)),
+        Way(drop_attention=tuple(sorted(kept[0][:2]))),
+        Way(drop_blocks=(kept[1][0],)),
+        Way(drop_blocks=tuple(sorted(kept[1][:2]))),
+    ]
+
+
+def test_operators_database_is_measured_without_the_records_of_measuring_texts(
+    options, tiny_database, monkeypatch
+):
+    monkeypatch.setitem(SPEEDS, "int8-weight-only + maps", 2.0)
+    given = replace(options, database=tiny_database, ways=("int8-weight-only", "maps"), min_cosine=0.0)
+    tuning, report = tuned(given)
+    # A database serves the exact model only, so there is no combination with it.
+    exact, _, maps = report.measured
+    assert [own.way for own in report.measured] == [Way(), WEIGHTS, Way(maps=True)]
+    assert (exact.hit_rate, maps.hit_rate) == (0.0, 1.0)
+    assert maps.quality.mean < 0.9999  # a text with its own record would be exact
+    assert tuning._folder_of(maps.way) == tiny_database
+    assert tuned(replace(given, ways=("maps",)))[1].database == tiny_database
+
+
+def test_database_of_another_model_is_refused_at_the_start(options, tiny_database, tmp_path):
+    other = read_checkpoint(write_model(tmp_path / "other", seed=1))
+    with pytest.raises(DatabaseRefused):
+        Tuning(replace(options, checkpoint=other, database=tiny_database), TuneEvents())
+
+
+def test_database_is_built_once_for_what_is_left_of_the_budget(options, monkeypatch):
+    budgets, real = [], databases.build_database
+    monkeypatch.setattr(databases, "BuildOptions", partial(BuildOptions, training_steps=20))
+    monkeypatch.setattr(
+        databases,
+        "build_database",
+        lambda *arguments: budgets.append(arguments[3].min_cosine) or real(*arguments),
+    )
+    monkeypatch.setitem(SPEEDS, "int8-weight-only + maps", 2.0)
+    given = replace(options, ways=("int8-weight-only", "maps"), databases=options.databases / "new")
+    _, report = tuned(given)
+    assert [own.way.name for own in report.measured][2:] == ["maps", "int8-weight-only + maps"]
+    loss = 1 - report.measured[1].quality.mean
+    assert budgets == pytest.approx([0.99, 0.99 + loss], abs=1e-6)
+    assert report.chosen.way == replace(WEIGHTS, maps=True)
+    manifest = AttentionDatabase.open(report.database).manifest
+    assert manifest.build["variant"] == {"quantization": "int8-weight-only"}
+    again = tuned(given)[1]
+    assert (again.database, len(budgets)) == (report.database, 2)
+
+
+def test_decisions_are_kept_by_a_model_with_classes(options, tiny_classifier_checkpoint):
+    labels = ["transfer" if "transfer" in text else "card" for text in options.texts.texts]
+    given = replace(
+        options,
+        checkpoint=tiny_classifier_checkpoint,
+        texts=Texts(options.texts.texts, labels),
+        min_agreement=0.9,
+    )
+    tuning, report = tuned(given)
+    exact = PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
+    for own in report.measured:
+        engine = PrefillEngine.load(own.way.variant_of(tiny_classifier_checkpoint), dtype="float32")
+        decided = [
+            loaded.class_logits(
+                loaded.run(loaded.requests(loaded.tokenize(tuning.measuring.texts), reuse=False)).outputs
+            ).argmax(axis=1)
+            for loaded in (engine, exact)
+        ]
+        assert own.quality.mean == np.equal(*decided).mean()
+        names = [engine.labels[row] for row in decided[0]]
+        assert own.accuracy == np.mean(np.array(names) == np.array(tuning.measuring.labels))
+    assert str(report.budget.measure) == "agreement"
+    with pytest.raises(InvalidInput, match="labels of the texts are none of the model's 3 classes"):
+        Tuning(replace(given, texts=Texts(options.texts.texts, ["none"] * 120)), TuneEvents())
+
+
+def test_fitted_classifier_decides_on_the_embeddings_of_every_variant(options, tiny_engine, tiny_checkpoint):
+    texts = options.texts.texts
+    fitted = fit_classifier(
+        tiny_engine.embed(texts),
+        list(map(label_of, texts)),
+        fingerprint=tiny_checkpoint.embedding_fingerprint(),
+        model="tiny",
+    )
+    tuning, report = tuned(replace(options, classifier=fitted))
+    variant = WEIGHTS.variant_of(tiny_checkpoint)
+    assert report.classifier.fingerprint == variant.embedding_fingerprint() != fitted.fingerprint
+    engine = PrefillEngine.load(variant, dtype="float32", classifier=report.classifier)
+    held_out = tuning.measuring.texts
+    same = np.array(fitted.predict(engine.embed(held_out))) == np.array(
+        fitted.predict(tiny_engine.embed(held_out))
+    )
+    assert report.chosen.quality.mean == same.mean()
+    assert report.chosen.accuracy is None
+
+
+def test_accuracy_without_classes_is_of_a_classifier_that_was_fitted_on_choosing_texts(options):
+    labels = list(map(label_of, options.texts.texts))
+    tuning, report = tuned(replace(options, ways=(), texts=Texts(options.texts.texts, labels)))
+    engine, choosing = tuning.exact.engine, tuning.choosing
+    fitted = fit_classifier(engine.embed(choosing.texts), choosing.labels, fingerprint="", model="")
+    right = np.array(fitted.predict(engine.embed(tuning.measuring.texts))) == tuning.measuring.labels
+    assert report.measured[0].accuracy == pytest.approx(right.mean())
+
+
+def test_model_that_scores_pairs_is_refused(options, tmp_path):
+    checkpoint = read_checkpoint(write_model(tmp_path / "pairs", labels=["score"]))
+    with pytest.raises(InvalidInput, match="single texts"):
+        Tuning(replace(options, checkpoint=checkpoint), TuneEvents())
+
+
+def test_file_that_is_no_results_file_is_refused_and_kept(options):
+    options.results.write_text('{"machine": {}}', encoding="utf-8")
+    with pytest.raises(InvalidInput, match=r"tuned\.json is not a results file of tune"):
+        Tuning(options, TuneEvents())
+    assert options.results.read_text(encoding="utf-8") == '{"machine": {}}'
+
+
+def test_split_uses_each_different_text_once():
+    texts = [f"text {number}" for number in range(50)]
+    given = Texts([*texts, *texts], [*["first"] * 50, *["second"] * 50])
+    sequences = [[1, int(text.split()[1])] for text in given.texts]
+    choosing, measuring = split(given, [*sequences[:99], []], 20, 1000)
+    assert sorted(choosing.texts + measuring.texts) == sorted(texts)
+    assert len(measuring.texts) == 25
+    assert {*choosing.labels, *measuring.labels} == {"first"}
+    choosing, fewer = split(given, sequences, 20, 20)
+    assert (len(choosing.texts), fewer.texts) == (30, measuring.texts[:20])
+    for needed, most, field in ((26, 1000, "texts"), (20, 19, "sample")):
+        with pytest.raises(InvalidInput) as refused:
+            split(given, sequences, needed, most)
+        assert refused.value.field == field
+
+
+def test_batches_are_full_and_in_order(tiny_engine):
+    random = np.random.default_rng(5)
+    texts = [random_text(random, words) for words in random.integers(1, 120, 150)]
+    of_texts = [[request] for request in tiny_engine.requests(tiny_engine.tokenize(texts))]
+    batches = service_batches(of_texts, shares_prefixes=False)
+    assert [request for batch in batches for request in batch] == [request for (request,) in of_texts]
+    sizes = [sum(len(request.ids) for request in batch) for batch in batches]
+    assert max(sizes) <= 1024
+    # No batch has room for the first text of the next batch.
+    following = [len(batch[0].ids) for batch in batches[1:]]
+    assert all(size + first > 1024 for size, first in zip(sizes, following, strict=False))
+    shortest = min(of_texts, key=lambda own: len(own[0].ids))
+    short = service_batches([shortest] * 130, shares_prefixes=False)
+    assert [len(batch) for batch in short] == [64, 64, 2]
+
+
+def test_long_text_is_a_batch_of_its_own_and_a_shared_prefix_counts_once(tiny_engine):
+    def requests(*lengths):
+        return [[own] for own in tiny_engine.requests([list(range(length)) for length in lengths])]
+
+    assert [len(batch) for batch in service_batches(requests(9, 2000, 9), False)] == [1, 1, 1]
+    alike = requests(600, 601, 602)
+    assert [len(batch) for batch in service_batches(alike, True)] == [3]
+    assert [len(batch) for batch in service_batches(alike, False)] == [1, 1, 1]
+
+
+def test_answers_do_not_depend_on_batches(tiny_engine, tiny_corpus):
+    texts = [sentence.text for sentence in tiny_corpus]
+    subject = Subject(tiny_engine, texts)
+    found = tiny_engine.embeddings(subject.answers(subject.run()[1]))
+    np.testing.assert_allclose(found, tiny_engine.embed(texts), atol=1e-5)

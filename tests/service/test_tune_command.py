@@ -1,0 +1,237 @@
+"""`attncache tune`, from a file of texts to settings that `serve --config` takes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded
+from core_models import random_text
+
+from attncache_core import LinearClassifier, PrefillEngine, Quantization, UnsupportedModel
+from attncache_core.evaluation.tuning import tune as tuning
+from service.commands.options import checkpoint_of
+from service.commands.serve import load_engine
+from service.settings import Settings, gather_settings
+
+# Of ways that change answers little; a test cannot know how fast a machine is.
+SPEEDS = {"int8-weight-only": 1.5, "int4": 1.6, "maps": 1.7}
+
+
+@pytest.fixture(autouse=True)
+def fixed_speeds(monkeypatch):
+    real = tuning.measure
+
+    def measure(way, *arguments, **options):
+        own = real(way, *arguments, **options)
+        return replace(own, speed=SPEEDS.get(way.name, 1.0), speed_alone=1.0)
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    # Counting the bytes of all tensors of a large test process takes longer than everything else.
+    monkeypatch.setattr(tuning, "tensor_bytes", lambda: 0)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    """A table with 60 different texts and their labels; a text is twice in it."""
+    random = np.random.default_rng(21)
+    made = list(dict.fromkeys(random_text(random, words) for words in np.repeat(np.arange(3, 9), 11)))[:60]
+    rows = [f"{text}\t{'card' if 'card' in text else 'other'}" for text in [*made, made[0]]]
+    path = tmp_path_factory.mktemp("asked") / "asked.tsv"
+    path.write_text("\n".join(["asked\tlabel", *rows]) + "\n", encoding="utf-8")
+    return path
+
+
+def tune(checkpoint, texts: Path, output: Path, *arguments: object):
+    given = ("--texts", f"{texts}:asked", "--min-text-cosine", "0", "--min-cosine", "0.99", "--rounds", "1")
+    if "--ways" not in arguments:
+        arguments = ("--ways", "int8-weight-only,int4", *arguments)
+    return run("tune", *model_arguments(checkpoint), *given, "--output", output, *arguments)
+
+
+def served(path: Path) -> tuple[Settings, PrefillEngine]:
+    """Return what `serve --config` reads and runs."""
+    settings = gather_settings({}, path)
+    return settings, load_engine(settings, checkpoint_of(settings))
+
+
+def test_fastest_way_inside_the_budget_is_what_the_settings_serve(tiny_checkpoint, texts, tmp_path):
+    output = tmp_path / "tuned.toml"
+    result = tune(tiny_checkpoint, texts, output, "--label-column", "label", "--plot", tmp_path / "plot.png")
+    shown = succeeded(result)
+    assert "30 texts measure, 30 choose" in result.stderr
+    settings, engine = served(output)
+    expected = Settings(
+        model=str(tiny_checkpoint.folder), dtype="float32", quantize=Quantization.INT8_WEIGHT_ONLY, maps=False
+    )
+    assert settings == expected
+    assert engine.info().variant == {"quantization": "int8-weight-only"}
+    assert engine.database is None
+    comment = [line for line in output.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    rows = {line.split("  ")[0].removeprefix("# "): line for line in comment if line.endswith("side")}
+    assert list(rows) == ["int4", "* int8-weight-only", "exact"]
+    assert [line.split()[-1] for line in rows.values()] == ["outside", "inside", "inside"]
+    kept = json.loads((tmp_path / "tuned.json").read_text(encoding="utf-8"))
+    figures = {own["measured"]["way"]["quantization"]: own["measured"] for own in kept["measured"]}
+    for name, own in figures.items():
+        row = rows[{"int8-weight-only": "* int8-weight-only", None: "exact"}.get(name, name)]
+        assert f"{own['quality']['mean']:.4f}" in row
+        assert f"{own['accuracy']:.4f}" in row
+    for part in ("chosen: int8-weight-only", "cosine", "accuracy", "one text", "processor", "inside"):
+        assert part in shown
+    # The first eight bytes of a PNG file.
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert len((tmp_path / "plot.csv").read_text(encoding="utf-8").splitlines()) == 4
+    asked = [line.split("\t")[0] for line in texts.read_text(encoding="utf-8").splitlines()[1:]]
+    written = [path for path in tmp_path.iterdir() if path.suffix in (".toml", ".json", ".csv")]
+    assert not any(text in path.read_text(encoding="utf-8") for path in written for text in asked)
+
+
+def test_exact_settings_are_written_if_nothing_pays(tiny_checkpoint, texts, tmp_path):
+    output = tmp_path / "tuned.toml"
+    shown = succeeded(tune(tiny_checkpoint, texts, output, "--min-gain", "0.7", "--threads", "1"))
+    assert "chosen: exact, because nothing inside the budget pays" in shown
+    settings, engine = served(output)
+    assert settings == Settings(model=str(tiny_checkpoint.folder), dtype="float32", threads=1, maps=False)
+    assert engine.info().variant == {}
+
+
+def test_float32_is_served_if_no_way_keeps_the_budget(tiny_checkpoint, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "choose", lambda *_: None)
+    output = tmp_path / "tuned.toml"
+    given = ("--dtype", "auto", "--ways", "int4")
+    assert "no way keeps the budget: serve in float32" in succeeded(
+        tune(tiny_checkpoint, texts, output, *given)
+    )
+    assert served(output)[0] == Settings(model=str(tiny_checkpoint.folder), dtype="float32", maps=False)
+
+
+def test_run_that_was_stopped_continues_when_the_command_is_given_again(
+    tiny_checkpoint, texts, tmp_path, monkeypatch
+):
+    output, real, measured = tmp_path / "tuned.toml", tuning.measure, []
+
+    def stopped_at_the_third(way, *arguments, **options):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(way.name)
+        return real(way, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "measure", stopped_at_the_third)
+        stopped = tune(tiny_checkpoint, texts, output)
+    assert stopped.exit_code == 130
+    assert "run the same command again to continue" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert not output.exists()
+    continued = tune(tiny_checkpoint, texts, output)
+    succeeded(continued)
+    assert "2 ways were measured before" in continued.stderr
+    lines = [line for line in continued.stderr.splitlines() if ": quality" in line]
+    assert [line.endswith("(measured before)") for line in lines] == [True, True, False]
+    assert served(output)[0].quantize is Quantization.INT8_WEIGHT_ONLY
+    # The file of an earlier run is replaced.
+    changed = tune(tiny_checkpoint, texts, output, "--max-tokens", "7")
+    succeeded(changed)
+    assert "measuring anew, because this changed: fingerprint" in changed.stderr
+    assert served(output)[0].max_tokens == 7
+
+
+def test_way_that_fails_is_reported_and_the_others_are_measured(
+    tiny_checkpoint, texts, tmp_path, monkeypatch
+):
+    real = PrefillEngine.load
+
+    def load(checkpoint, **options):
+        if checkpoint.quantization is Quantization.INT4:
+            raise UnsupportedModel("int4 is refused")
+        return real(checkpoint, **options)
+
+    monkeypatch.setattr(PrefillEngine, "load", load)
+    output = tmp_path / "tuned.toml"
+    shown = succeeded(tune(tiny_checkpoint, texts, output))
+    assert "not measured: int4: int4 is refused" in shown
+    assert "# not measured: int4: int4 is refused" in output.read_text(encoding="utf-8")
+    assert served(output)[0].quantize is Quantization.INT8_WEIGHT_ONLY
+
+
+def test_reuse_of_maps_is_served_as_it_was_measured(tiny_checkpoint, texts, tiny_database, tmp_path):
+    output = tmp_path / "tuned.toml"
+    options = ("--ways", "maps", "--database", tiny_database, "--min-cosine", "0")
+    shown = succeeded(tune(tiny_checkpoint, texts, output, *options))
+    assert "chosen: maps" in shown
+    settings, engine = served(output)
+    assert (settings.database, settings.min_gain, settings.maps) == (tiny_database, 0.0, True)
+    assert engine.database.folder == tiny_database
+    assert engine.map_reuse.approximates
+
+
+def test_classifier_is_served_with_the_variant_that_keeps_its_decisions(tiny_checkpoint, texts, tmp_path):
+    output, fitted = tmp_path / "tuned.toml", tmp_path / "fitted"
+    columns = ("--text-column", "asked", "--label-column", "label")
+    succeeded(
+        run(
+            "fit-classifier", *model_arguments(tiny_checkpoint), "--data", texts, "--output", fitted, *columns
+        )
+    )
+    given = ("--classifier", fitted, "--min-agreement", "0.85", "--ways", "int8-weight-only")
+    succeeded(tune(tiny_checkpoint, texts, output, *given))
+    settings, engine = served(output)
+    assert settings.classifier == tmp_path / "tuned.classifier"
+    assert engine.labels == LinearClassifier.load(fitted).labels == ("card", "other")
+    assert engine.info().variant == {"quantization": "int8-weight-only"}
+
+
+def test_labels_are_compared_by_embedding_and_their_decisions_are_kept(tiny_checkpoint, texts, tmp_path):
+    output = tmp_path / "tuned.toml"
+    given = ("--labels", "card,other", "--min-agreement", "0.85", "--label-column", "label")
+    shown = succeeded(tune(tiny_checkpoint, texts, output, *given))
+    assert "at least 0.85 of the decisions" in shown
+    settings, engine = served(output)
+    assert (settings.labels, engine.labels) == ("card,other", ("card", "other"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--min-text-cosine", "0.9"), "60 different texts, and at least 598 are needed"),
+        (("--label-column", PRIVATE), "has no column"),
+        (("--ways", "int8,int3"), "'int3' is none"),
+        (("--plot", "plot.jpg"), "must end in .png"),
+        (("--output", "tuned.json"), "must end in .toml"),
+        (("--sample", "5"), "sample must be at least 20"),
+        (("--texts", "absent.txt"), "absent.txt cannot be read"),
+        (("--min-cosine", "1.5"), "--min-cosine"),
+        (("--quantize-texts", "absent.txt"), "absent.txt cannot be read"),
+        (("--database", "absent.db"), "there is no database"),
+        (("--classifier", "absent"), "there is no classifier"),
+    ],
+)
+def test_mistake_is_refused_in_one_line(tiny_checkpoint, texts, tmp_path, options, words):
+    result = tune(tiny_checkpoint, texts, tmp_path / "tuned.toml", *options)
+    if PRIVATE in options:
+        assert result.exit_code == 2
+        assert words in result.stderr
+    else:
+        assert_one_line(result, words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_that_an_operator_wrote_are_not_replaced(tiny_checkpoint, texts, tmp_path):
+    output = tmp_path / "attncache.toml"
+    output.write_text("port = 81\n", encoding="utf-8")
+    assert_one_line(tune(tiny_checkpoint, texts, output), "was not written by tune")
+    assert output.read_text(encoding="utf-8") == "port = 81\n"
+
+
+def test_file_that_is_no_results_file_is_refused(tiny_checkpoint, texts, tmp_path):
+    (tmp_path / "tuned.json").write_text("[]", encoding="utf-8")
+    assert_one_line(tune(tiny_checkpoint, texts, tmp_path / "tuned.toml"), "is not a results file of tune")
+
+
+def test_texts_that_calibrate_int8_are_written_only_for_int8(tiny_checkpoint, texts, tmp_path):
+    output, calibrating = tmp_path / "tuned.toml", tmp_path / "calibrating.txt"
+    calibrating.write_text("\n".join(["my card is lost"] * 16), encoding="utf-8")
+    succeeded(tune(tiny_checkpoint, texts, output, "--quantize-texts", calibrating))
+    assert served(output)[0].quantize_texts is None
