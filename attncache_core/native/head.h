@@ -49,18 +49,18 @@ INLINE void NAME(tile)(const char *a, size_t a_bytes, int rows, const words *b, 
 }
 
 INLINE void NAME(product_of)(const char *a, size_t a_bytes, int rows, const int32_t *b, int b_row, int steps,
-                             float *out, int columns, const int most) {
+                             float *out, int out_row, int columns, const int most) {
     int column = 0;
     for (; column + 2 * LANES <= columns; column += 2 * LANES)
-        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, columns, 2, most);
+        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, out_row, 2, most);
     if (column < columns)
-        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, columns, 1, most);
+        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, out_row, 1, most);
 }
 
 INLINE void NAME(product)(const char *a, size_t a_bytes, int rows, const int32_t *b, int b_row, int steps,
-                          float *out, int columns) {
-    if (rows == 1) NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, columns, 1);
-    else NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, columns, ROWS);
+                          float *out, int out_row, int columns) {
+    if (rows == 1) NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, out_row, columns, 1);
+    else NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, out_row, columns, ROWS);
 }
 
 INLINE void NAME(store_weights)(char *weights, int at, floats weight) {
@@ -121,6 +121,9 @@ typedef struct {
     float *result, *scores;           // [ROWS, value_columns], [ROWS, columns]
     int32_t *weights, *query;         // [ROWS, columns], [ROWS, key columns]
     int32_t *key, *value;             // [key steps, columns], [sequences, map steps, value_columns]
+    // Products with the tables of distance terms: of Q [ROWS, columns of the table], and of K [columns, columns of the
+    // table] with their transposition [LANES, columns].
+    float *of_query, *of_key, *transposed;
 } NAME(task);
 
 // At most ROWS rows of the map. Columns that no row of the tile uses are left out.
@@ -140,6 +143,44 @@ static void NAME(add_bias)(const attention *job, int head, int first, int count,
     for (int at = 0; at < count; at++) scores[at] += bias[at] / job->scale;
 }
 
+// Multiply K of a sequence by the rows of the second distance term.
+static void NAME(multiply_key_term)(const attention *job, const NAME(task) *task) {
+    const distance_term *term = &job->key_term;
+    const int key_columns = rounded_up(job->key_width, LANES), length = task->length;
+    const size_t bytes = number_bytes(job->type);
+    const column_range all = columns_within(term, length);
+    for (int token = 0; token < length; token += ROWS) {
+        const int count = smaller(length - token, ROWS);
+        const column_range own = columns_of(term, 1 - token - count, length - 1 - token);
+        NAME(copy_rows)(head_of(job->key, task->first_token + token, task->head, bytes),
+                        (size_t)job->key.token * bytes, job->type, count, job->key_width, task->query, key_columns);
+        NAME(product)((const char *)task->query, (size_t)key_columns * 4, count, term->table + own.first,
+                      term->columns, job->key_width / NUMBERS,
+                      task->of_key + (size_t)token * all.count + (own.first - all.first), all.count, own.count);
+    }
+}
+
+// Add the distance terms to the scores of a tile, whose rows of Q are laid out.
+static void NAME(add_distance_terms)(const attention *job, const NAME(task) *task, const NAME(tile_of_map) *tile) {
+    const int key_columns = rounded_up(job->key_width, LANES), length = task->length;
+    if (job->query_term.table) {
+        const distance_term *term = &job->query_term;
+        const int last = smaller(tile->first + tile->columns, length) - 1;
+        const column_range own = columns_of(term, tile->first - tile->row - tile->rows + 1, last - tile->row);
+        NAME(product)((const char *)task->query, (size_t)key_columns * 4, tile->rows, term->table + own.first,
+                      term->columns, job->key_width / NUMBERS, task->of_query, own.count, own.count);
+        add_query_term(term, task->of_query, own, tile->row, tile->rows, tile->first, tile->columns, task->scores);
+    }
+    if (!job->key_term.table) return;
+    if (tile->row % LANES == 0)
+        transpose_key_term(&job->key_term, task->of_key, columns_within(&job->key_term, length), tile->row,
+                           task->columns, task->transposed);
+    const float *added = task->transposed + (size_t)(tile->row % LANES) * task->columns + tile->first;
+    for (int r = 0; r < tile->rows; r++, added += task->columns)
+        for (int at = 0; at < tile->columns; at += LANES)
+            *(floats *)(task->scores + r * tile->columns + at) += *(const floats *)(added + at);
+}
+
 static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAME(tile_of_map) *tile) {
     const int key_columns = rounded_up(job->key_width, LANES), length = task->length;
     const size_t bytes = number_bytes(job->type);
@@ -147,7 +188,8 @@ static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAM
                     (size_t)job->query.token * bytes, job->type, tile->rows, job->key_width, task->query,
                     key_columns);
     NAME(product)((const char *)task->query, (size_t)key_columns * 4, tile->rows, task->key + tile->first,
-                  task->columns, job->key_width / NUMBERS, task->scores, tile->columns);
+                  task->columns, job->key_width / NUMBERS, task->scores, tile->columns, tile->columns);
+    NAME(add_distance_terms)(job, task, tile);
     tile->left = (const char *)task->weights;
     tile->left_bytes = (size_t)tile->columns * 4 / NUMBERS;
     for (int r = 0; r < tile->rows; r++) {
@@ -194,14 +236,24 @@ static NAME(task) NAME(task_for)(const attention *job, int head, int most, int s
     const size_t value_words = (size_t)rounded_up(most, NUMBERS) / NUMBERS * value_columns;
     NAME(task) task = {.head = head, .sequences = sequences, .columns = columns,
                        .value_columns = value_columns, .value_words = value_words};
+    const int computes = !job->maps;
+    const int of_query = computes && job->query_term.table ? columns_within(&job->query_term, most).count : 0;
+    const int of_key = computes && job->key_term.table ? columns_within(&job->key_term, most).count : 0;
+    // Products at sixteen distances may be read from behind the last one.
+    const size_t query_products = (size_t)ROWS * of_query + 2 * LANES, key_products = (size_t)columns * of_key + LANES;
+    const size_t transposed = of_key ? (size_t)LANES * columns : 0;
     // Every part is a whole number of vectors, so every part is aligned to vectors.
     task.result = (float *)scratch_of(4 * ((size_t)ROWS * (value_columns + 2 * columns + key_columns) +
-                                           (size_t)key_steps * columns + (size_t)sequences * value_words));
+                                           (size_t)key_steps * columns + (size_t)sequences * value_words +
+                                           query_products + key_products + transposed));
     task.scores = task.result + ROWS * value_columns;
     task.weights = (int32_t *)(task.scores + ROWS * columns);
     task.query = task.weights + ROWS * columns;
     task.value = task.query + ROWS * key_columns;
     task.key = task.value + (size_t)sequences * value_words;
+    task.of_query = (float *)(task.key + (size_t)key_steps * columns);
+    task.of_key = task.of_query + query_products;
+    task.transposed = task.of_key + key_products;
     return task;
 }
 
@@ -231,7 +283,7 @@ static void NAME(context_from)(const attention *job, const NAME(task) *task, int
             const int32_t *value =
                 task->value + s * task->value_words + (size_t)first / NUMBERS * task->value_columns;
             NAME(product)(tile.left, tile.left_bytes, rows, value, task->value_columns, tile.steps,
-                          task->result, task->value_columns);
+                          task->result, task->value_columns, task->value_columns);
             char *to = head_of(job->context, task->first_token + s * task->length + row, task->head, bytes);
             for (int r = 0; r < rows; r++, to += context_bytes)
                 for (int at = 0; at < job->width; at += LANES)
@@ -251,6 +303,7 @@ static void NAME(head)(const attention *job, int run, int head) {
     task.first_token = job->offsets[first];
     for (int s = 0; s < sequences; s++)
         NAME(lay_out)(job, &task, s, 0, length, task.first_token + s * length);
+    if (!job->maps && job->key_term.table) NAME(multiply_key_term)(job, &task);
     NAME(context_from)(job, &task, 0);
 }
 
