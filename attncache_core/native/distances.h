@@ -53,35 +53,42 @@ INLINE floats products_at(const distance_term *term, const float *products, int 
 #endif
 }
 
-// Add the first term to scores [rows, columns] of the tokens from `row` on, for columns from `first` on.
-// products: [rows, own.count], of Q with the columns `own` of the table.
-static void add_query_term(const distance_term *term, const float *products, column_range own, int row, int rows,
-                           int first, int columns, float *scores) {
+// Begin the scores [rows, columns] of the tokens from `row` on with the first term, for columns from `first` on, added
+// to what `other` holds, rows of `other_row`; or null. products: [rows, own.count], of Q with the columns `own`.
+static void begin_with_query_term(const distance_term *term, const float *products, column_range own, int row, int rows,
+                                  int first, int columns, const float *other, int other_row, float *scores) {
     for (int at = 0; at < columns; at += LANES) {
-        const int least = first + at - row - rows + 1, most = first + at - row + LANES - 1;
-        const int has_own = has_own_rows(term, least, most);
+        const int distance = first + at - row;
+        const int has_own = has_own_rows(term, distance - rows + 1, distance + LANES - 1);
         for (int r = 0; r < rows; r++) {
             const float *of_row = products + (size_t)r * own.count - own.first;
-            floats *score = (floats *)(scores + (size_t)r * columns + at);
-            if (has_own) *score += products_at(term, of_row, first + at - row - r, 1);
-            else *score += products_at(term, of_row, first + at - row - r, 0);
+            floats score = has_own ? products_at(term, of_row, distance - r, 1)
+                                   : products_at(term, of_row, distance - r, 0);
+            if (other) score += *(const floats *)(other + (size_t)r * other_row + at);
+            *(floats *)(scores + (size_t)r * columns + at) = score;
         }
     }
 }
 
-// Write the second term of sixteen rows of scores from `row` on to `to` [LANES, columns].
-// products: [columns, own.count], of K with the columns `own` of the table.
-static void transpose_key_term(const distance_term *term, const float *products, column_range own, int row,
-                               int columns, float *to) {
-    for (int at = 0; at < columns; at += LANES) {
-        const int has_own = has_own_rows(term, row - at - LANES + 1, row - at + LANES - 1);
-        words block[LANES];
-        for (int i = 0; i < LANES; i++) {
-            const float *of_key = products + (size_t)(at + i) * own.count - own.first;
-            if (has_own) block[i] = (words)products_at(term, of_key, row - at - i, 1);
-            else block[i] = (words)products_at(term, of_key, row - at - i, 0);
-        }
-        transpose(block);
-        for (int i = 0; i < LANES; i++) *(words *)(to + (size_t)i * columns + at) = block[i];
+INLINE void transpose_products(const distance_term *term, const float *products, int products_row, int distance,
+                               float *to, int to_row, const int has_own) {
+    words block[LANES];
+    UNROLLED for (int i = 0; i < LANES; i++)
+        block[i] = (words)products_at(term, products + (size_t)i * products_row, distance - i, has_own);
+    transpose(block);
+    UNROLLED for (int i = 0; i < LANES; i++) *(words *)(to + (size_t)i * to_row) = block[i];
+}
+
+// Write the second term of sixteen rows of scores from `row` on to `to` [LANES, to_row], for `columns` columns.
+// products: [columns, products_row], of K with the columns of the table from `first` on.
+static void transpose_key_term(const distance_term *term, const float *products, int products_row, int first, int row,
+                               int columns, float *to, int to_row) {
+    products -= first;
+    for (int at = 0; at < columns; at += LANES, products += (size_t)LANES * products_row) {
+        const int distance = row - at;
+        if (has_own_rows(term, distance - LANES + 1, distance + LANES - 1))
+            transpose_products(term, products, products_row, distance, to + at, to_row, 1);
+        else
+            transpose_products(term, products, products_row, distance, to + at, to_row, 0);
     }
 }

@@ -72,8 +72,8 @@ class AttentionHalf:
     angles: AngleTables | None = None
     half: int = 0  # half the rotary dimensions
     bias: torch.Tensor | None = None  # float32 [heads, 2 positions - 1], added to scores by distance
-    # Added to Q[p] · K[q] before the scale: Q[p] with the distance q - p, and K[q] with the distance p - q. Only for
-    # rows without trees.
+    # Added to Q[p] · K[q] before the scale: Q[p] with the distance q - p, and K[q] with the distance p - q.
+    # Only for rows without trees.
     query_term: DistanceTerm | None = None
     key_term: DistanceTerm | None = None
 
@@ -253,9 +253,8 @@ class CompiledStack:
         self._angles: list[AngleTables] = []
         self.dtype = dtype if has_pairs(library) else torch.float32  # of Q, K, V and maps
         self._has_pairs_of = library.has_pairs_of
-        halves = [half for half, _ in layers]
-        terms = [term for half in halves for term in (half.query_term, half.key_term) if term is not None]
-        distances = [half.bias.shape[1] for half in halves if half.bias is not None]
+        terms = [term for half, _ in layers for term in (half.query_term, half.key_term) if term is not None]
+        distances = [half.bias.shape[1] for half, _ in layers if half.bias is not None]
         distances += [len(term.rows) for term in terms]
         self._most_positions = min(((count + 1) // 2 for count in distances), default=None)
         self._has_terms = bool(terms)
@@ -464,7 +463,7 @@ class CompiledStack:
 
 
 def _with_growing_rows(table: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a table [heads, rows, d] and its rows of distances, which grow by 0 or 1 from distance to distance.
+    """Return a table [heads, rows, d] and its rows of distances, which grow by 0 or 1 per distance.
 
     Most tables need only be turned round, if at all. Otherwise each distance gets a row of its own.
     """

@@ -19,8 +19,8 @@ from attncache_core.text.token_batch import pack
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiled products on this processor")
 
-# Norms last, norms first with windows, rotated and normalised heads with shared keys, scores with a bias, norms
-# before and after each half, and scores with distance terms.
+# Norms last, norms first with windows, rotated and normalised heads with shared keys, scores with a bias,
+# norms before and after each half, and scores with distance terms.
 DEBERTAS = [name for name in CASES if name.startswith("deberta")]
 FAMILIES = ["bert", "modernbert-local-global", "qwen3", "mpnet", "gemma3", *DEBERTAS]
 LONGEST = 300

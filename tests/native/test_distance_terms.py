@@ -81,7 +81,7 @@ def maps_with_terms(query, key, offsets, terms, before=None, after=None):
 
 
 class Attention:
-    """A stack that only attends. A row is V, Q and K of all heads, and zeros to which the context is added."""
+    """A stack that only attends. A row is V, Q and K of all heads; the context is added to zeros."""
 
     def __init__(self, library, terms, heads, width, dtype, **more):
         self.size = heads * width
