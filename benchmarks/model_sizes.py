@@ -27,6 +27,8 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertModel,
+    DebertaV2Config,
+    DebertaV2Model,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -41,6 +43,21 @@ from service.bench.synthetic import write_database
 BATCH_TOKENS = 1024
 SIZES = {
     "bert-base": lambda: BertModel(BertConfig()),
+    "deberta-v3-base": lambda: DebertaV2Model(
+        DebertaV2Config(
+            hidden_size=768,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            intermediate_size=3072,
+            relative_attention=True,
+            position_buckets=256,
+            pos_att_type=["p2c", "c2p"],
+            share_att_key=True,
+            norm_rel_ebd="layer_norm",
+            position_biased_input=False,
+            type_vocab_size=0,
+        )
+    ),
     "llama-3.2-1b": lambda: LlamaForCausalLM(
         LlamaConfig(
             vocab_size=128256,

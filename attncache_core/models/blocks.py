@@ -44,6 +44,15 @@ Scores = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 
 
 @runtime_checkable
+class CompiledScores(Protocol):
+    """Scores that the compiled stack can compute."""
+
+    def compiled_terms(self) -> dict[str, Any]:
+        """Return the fields of native.stack.AttentionHalf in which the scores differ from scale Q Kᵀ."""
+        ...
+
+
+@runtime_checkable
 class SlotProjections(QueryKeyValue, Protocol):
     """Projections whose keys and values can be kept in slots."""
 
@@ -131,19 +140,20 @@ class BaseAttentionLayer(ABC):
         """See compiled.CompiledLayer."""
         if not isinstance(self._projections, Projections):
             raise NotCompiled
-        bias = getattr(self._scores, "biases", None)
-        if self._scores is not None and bias is None:
-            raise NotCompiled
         mask, norms = self.attention_mask, self._norms()
+        fields: dict[str, Any] = {"scale": mask.scale}
+        if self._scores is not None:
+            if not isinstance(self._scores, CompiledScores):
+                raise NotCompiled
+            fields |= self._scores.compiled_terms()
         return self._projections.compiled(
             output=packed_matrix(self._output),
-            scale=mask.scale,
             before=mask.before,
             after=mask.after,
             input_norm=compiled_norm(norms.input),
             branch_norm=compiled_norm(norms.branch),
             output_norm=compiled_norm(norms.output),
-            bias=bias,
+            **fields,
         )
 
     @property

@@ -1,8 +1,7 @@
 """Describe a model's layers to the compiled stack (native/stack.h).
 
 A layer describes its two halves as data. A layer with a part that the stack does not have (experts, latent
-attention, DeBERTa's scores, capped scores) describes nothing, and the model then runs on the plain executor,
-layer by layer.
+attention, capped scores) describes nothing, and the model then runs on the plain executor, layer by layer.
 """
 
 from __future__ import annotations

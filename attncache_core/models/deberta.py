@@ -20,6 +20,7 @@ from attncache_core.errors import UnsupportedModel
 from attncache_core.models.attention import attention_scores
 from attncache_core.models.encoder import EncoderParts, encoder, pooled_head
 from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
+from attncache_core.native.stack import DistanceTerm
 
 
 def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
@@ -84,9 +85,9 @@ class DisentangledScores:
         self._rows, embeddings = relative.rows, relative.embeddings
 
         def projected(linear: nn.Module) -> torch.Tensor:
-            """Return the projected embeddings, scaled: [heads in the layer's order, rows, d]."""
-            by_head = linear(embeddings).unflatten(1, (len(heads.order), -1)).transpose(0, 1)
-            return by_head[list(heads.order)] * self._scale
+            """Return the projected embeddings, [heads in the layer's order, rows, d]."""
+            by_head: torch.Tensor = linear(embeddings).unflatten(1, (len(heads.order), -1)).transpose(0, 1)
+            return by_head[list(heads.order)]
 
         if "c2p" in kinds:
             self._keys = projected(module.key_proj if module.share_att_key else module.pos_key_proj)
@@ -99,11 +100,20 @@ class DisentangledScores:
         if self._keys is not None:
             # The row belongs to p - q, and by_distance counts q - p, so the order is reversed.
             rows = self._rows_within(query.shape[1]).flip(0)
-            scores += by_distance(query, self._keys[heads, rows], scores.dtype)
+            scores += by_distance(query, self._keys[heads, rows] * self._scale, scores.dtype)
         if self._queries is not None:
             rows = self._rows_within(query.shape[1])
-            scores += by_distance(key, self._queries[heads, rows], scores.dtype).transpose(2, 3)
+            scores += by_distance(key, self._queries[heads, rows] * self._scale, scores.dtype).transpose(2, 3)
         return scores
+
+    def compiled_terms(self) -> dict[str, Any]:
+        """See blocks.CompiledScores."""
+        terms: dict[str, Any] = {"scale": self._scale}
+        if self._keys is not None:
+            terms["query_term"] = DistanceTerm(self._keys, self._rows.flip(0))
+        if self._queries is not None:
+            terms["key_term"] = DistanceTerm(self._queries, self._rows)
+        return terms
 
     def _rows_within(self, length: int) -> torch.Tensor:
         """Return the rows of the distances from 1 - length to length - 1."""

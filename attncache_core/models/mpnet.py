@@ -46,16 +46,20 @@ class BiasedScores:
 
     def __init__(self, scale: float, biases: torch.Tensor) -> None:
         """biases: [heads, 2 positions - 1], for the distances from 1 - positions to positions - 1."""
-        self._scale, self.biases = scale, biases
+        self._scale, self._biases = scale, biases
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
         """See blocks.Scores."""
-        length, positions = query.shape[1], (self.biases.shape[1] + 1) // 2
-        near = self.biases[heads, positions - length : positions + length - 1]  # [h, 2 L - 1]
+        length, positions = query.shape[1], (self._biases.shape[1] + 1) // 2
+        near = self._biases[heads, positions - length : positions + length - 1]  # [h, 2 L - 1]
         # Window i begins at distance i + 1 - L, so it belongs to token L - 1 - i; flip puts them in order.
         by_token = near.unfold(1, length, 1).flip(1)  # [h, L, L]
         made = attention_scores(query, key, self._scale)
         return made.add_(by_token.to(made.dtype))
+
+    def compiled_terms(self) -> dict[str, Any]:
+        """See blocks.CompiledScores."""
+        return {"scale": self._scale, "bias": self._biases}
 
 
 def _parts(layer: Any) -> EncoderParts:

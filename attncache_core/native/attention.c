@@ -16,6 +16,11 @@
 
 #include "vectors.h"
 
+INLINE int rounded_up(int x, int to) { return (x + to - 1) / to * to; }
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
+
+#include "distances.h"
+
 typedef struct {
     char *data;                // [tokens, heads, width], the elements of a head contiguous
     int64_t token, head;       // strides in elements
@@ -30,6 +35,7 @@ typedef struct {
     const int64_t *runs;       // [tasks per head + 1] first sequence of each run; a run shares its maps
     // [heads, 2 bias_positions - 1], added to the scaled scores at distance q - p + bias_positions - 1; or null
     const float *bias;
+    distance_term query_term, key_term;  // of the products before the scale; for maps of whole sequences
     int32_t run_count, heads, key_width, width;
     int32_t type, map_type;    // number_type of Q, K, V and context, and of given maps
     int32_t before, after;     // how many tokens before and after itself a token attends to
@@ -83,9 +89,6 @@ static char *given_space(size_t bytes) {
 #define ROWS 2
 #endif
 
-INLINE int rounded_up(int x, int to) { return (x + to - 1) / to * to; }
-INLINE int smaller(int a, int b) { return a < b ? a : b; }
-
 // The first token that a token attends to, and the end of that range (exclusive).
 INLINE int band_start(const attention *job, int token) { return token - smaller(token, job->before); }
 INLINE int band_end(const attention *job, int token, int length) {
@@ -125,10 +128,20 @@ typedef struct {
 #undef PAIRS
 #endif
 
+// Return whether heads of these widths are multiplied as pairs of bfloat16. The tables of distance terms have the
+// layout of the products.
+int has_pairs_of(int type, int key_width, int width) {
+#ifdef __AVX512BF16__
+    return type == BFLOAT16 && width % 32 == 0 && key_width % 32 == 0;
+#else
+    (void)type, (void)key_width, (void)width;
+    return 0;
+#endif
+}
+
 #ifdef __AVX512BF16__
 static int multiplies_pairs(const attention *job) {
-    return job->type == BFLOAT16 && job->width % 32 == 0 && job->key_width % 32 == 0 &&
-           (!job->maps || job->map_type == BFLOAT16);
+    return has_pairs_of(job->type, job->key_width, job->width) && (!job->maps || job->map_type == BFLOAT16);
 }
 #endif
 

@@ -42,6 +42,17 @@ def _tensor_fields(name: str) -> tuple[tuple[str, type], ...]:
     return (name, ctypes.c_void_p), (f"{name}_token", ctypes.c_int64), (f"{name}_head", ctypes.c_int64)
 
 
+class DistanceTermFields(ctypes.Structure):
+    """The structure `distance_term` of distances.h."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("columns", ctypes.c_int32),
+        ("head_words", ctypes.c_int32),
+    )
+
+
 class _Attention(ctypes.Structure):
     """The structure `attention` of attention.c."""
 
@@ -51,6 +62,7 @@ class _Attention(ctypes.Structure):
         *_tensor_fields("value"),
         *_tensor_fields("context"),
         *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, DistanceTermFields) for name in ("query_term", "key_term")),
         *((name, ctypes.c_int32) for name in _COUNTS),
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),

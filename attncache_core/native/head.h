@@ -26,16 +26,18 @@ INLINE floats NAME(multiplied)(floats sum, const char *a, words b) {
 #endif
 }
 
-// out[row][0 : 16 vectors] = a[row][steps] @ b[steps][...] for ROWS rows; `vectors` (1 or 2) is a constant.
+// out[row][0 : 16 vectors] = a[row][steps] @ b[steps][...] for ROWS rows; `vectors` (1 or 2) is a constant. adds: a
+// constant, whether to add to what `out` holds.
 // A tile of more than one row has ROWS rows: rows beyond `rows` repeat the last row, and their results are not
 // used. `most` is the constant 1 or ROWS.
 INLINE void NAME(tile)(const char *a, size_t a_bytes, int rows, const words *b, size_t b_row, int steps,
-                       float *out, size_t out_row, const int vectors, const int most) {
+                       float *out, size_t out_row, const int vectors, const int most, const int adds) {
     floats sum[ROWS][2];
     const char *from[ROWS];
     for (int r = 0; r < most; r++) {
         from[r] = a + (size_t)(r < rows ? r : rows - 1) * a_bytes;
-        sum[r][0] = sum[r][1] = every(0);
+        for (int c = 0; c < vectors; c++)
+            sum[r][c] = adds ? *(const floats *)(out + (size_t)r * out_row + c * LANES) : every(0);
     }
     for (int step = 0; step < steps; step++) {
         const words *line = (const words *)((const int32_t *)b + (size_t)step * b_row);
@@ -49,18 +51,20 @@ INLINE void NAME(tile)(const char *a, size_t a_bytes, int rows, const words *b, 
 }
 
 INLINE void NAME(product_of)(const char *a, size_t a_bytes, int rows, const int32_t *b, int b_row, int steps,
-                             float *out, int columns, const int most) {
+                             float *out, int out_row, int columns, const int most, const int adds) {
     int column = 0;
     for (; column + 2 * LANES <= columns; column += 2 * LANES)
-        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, columns, 2, most);
+        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, out_row, 2, most,
+                   adds);
     if (column < columns)
-        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, columns, 1, most);
+        NAME(tile)(a, a_bytes, rows, (const words *)(b + column), b_row, steps, out + column, out_row, 1, most,
+                   adds);
 }
 
 INLINE void NAME(product)(const char *a, size_t a_bytes, int rows, const int32_t *b, int b_row, int steps,
-                          float *out, int columns) {
-    if (rows == 1) NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, columns, 1);
-    else NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, columns, ROWS);
+                          float *out, int out_row, int columns, const int adds) {
+    if (rows == 1) NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, out_row, columns, 1, adds);
+    else NAME(product_of)(a, a_bytes, rows, b, b_row, steps, out, out_row, columns, ROWS, adds);
 }
 
 INLINE void NAME(store_weights)(char *weights, int at, floats weight) {
@@ -121,6 +125,11 @@ typedef struct {
     float *result, *scores;           // [ROWS, value_columns], [ROWS, columns]
     int32_t *weights, *query;         // [ROWS, columns], [ROWS, key columns]
     int32_t *key, *value;             // [key steps, columns], [sequences, map steps, value_columns]
+    // Products with the tables of distance terms: of Q [ROWS, columns of the table], and of K [columns, of_key_row],
+    // of which sixteen columns are transposed at a time [LANES, columns + LANES]. LANES more per row keep rows in
+    // different sets of the processor's cache.
+    float *of_query, *of_key, *transposed;
+    int of_key_row;
 } NAME(task);
 
 // At most ROWS rows of the map. Columns that no row of the tile uses are left out.
@@ -140,14 +149,65 @@ static void NAME(add_bias)(const attention *job, int head, int first, int count,
     for (int at = 0; at < count; at++) scores[at] += bias[at] / job->scale;
 }
 
+// Multiply K of a sequence by the rows of the second distance term.
+static void NAME(multiply_key_term)(const attention *job, const NAME(task) *task) {
+    const distance_term *term = &job->key_term;
+    const int key_columns = rounded_up(job->key_width, LANES), length = task->length;
+    const size_t bytes = number_bytes(job->type);
+    const int first = columns_within(term, length).first;
+    for (int token = 0; token < length; token += ROWS) {
+        const int count = smaller(length - token, ROWS);
+        const column_range own = columns_of(term, 1 - token - count, length - 1 - token);
+        NAME(copy_rows)(head_of(job->key, task->first_token + token, task->head, bytes),
+                        (size_t)job->key.token * bytes, job->type, count, job->key_width, task->query, key_columns);
+        NAME(product)((const char *)task->query, (size_t)key_columns * 4, count, term->table + own.first,
+                      term->columns, job->key_width / NUMBERS,
+                      task->of_key + (size_t)token * task->of_key_row + (own.first - first), task->of_key_row,
+                      own.count, 0);
+    }
+}
+
+// Begin the scores of a tile, whose rows of Q are laid out, with the distance terms.
+static void NAME(begin_scores)(const attention *job, const NAME(task) *task, const NAME(tile_of_map) *tile) {
+    const int key_columns = rounded_up(job->key_width, LANES), length = task->length;
+    const distance_term *by_query = &job->query_term, *by_key = &job->key_term;
+    const float *other = 0;
+    if (by_key->table) {
+        if (tile->row % LANES == 0)
+            transpose_key_term(by_key, task->of_key, task->of_key_row, columns_within(by_key, length).first, tile->row,
+                               task->columns, task->transposed, task->columns + LANES);
+        other = task->transposed + (size_t)(tile->row % LANES) * (task->columns + LANES) + tile->first;
+    }
+    if (by_query->table) {
+        const int last = smaller(tile->first + tile->columns, length) - 1;
+        const column_range own = columns_of(by_query, tile->first - tile->row - tile->rows + 1, last - tile->row);
+        NAME(product)((const char *)task->query, (size_t)key_columns * 4, tile->rows, by_query->table + own.first,
+                      by_query->columns, job->key_width / NUMBERS, task->of_query, own.count, own.count, 0);
+        begin_with_query_term(by_query, task->of_query, own, tile->row, tile->rows, tile->first, tile->columns, other,
+                              task->columns + LANES, task->scores);
+        return;
+    }
+    for (int r = 0; r < tile->rows; r++)
+        memcpy(task->scores + r * tile->columns, other + (size_t)r * (task->columns + LANES),
+               (size_t)tile->columns * 4);
+}
+
 static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAME(tile_of_map) *tile) {
     const int key_columns = rounded_up(job->key_width, LANES), length = task->length;
     const size_t bytes = number_bytes(job->type);
     NAME(copy_rows)(head_of(job->query, task->first_token + tile->row, task->head, bytes),
                     (size_t)job->query.token * bytes, job->type, tile->rows, job->key_width, task->query,
                     key_columns);
-    NAME(product)((const char *)task->query, (size_t)key_columns * 4, tile->rows, task->key + tile->first,
-                  task->columns, job->key_width / NUMBERS, task->scores, tile->columns);
+    const char *query = (const char *)task->query;
+    const size_t query_bytes = (size_t)key_columns * 4;
+    const int32_t *key = task->key + tile->first;
+    const int steps = job->key_width / NUMBERS, columns = tile->columns;
+    if (job->query_term.table || job->key_term.table) {
+        NAME(begin_scores)(job, task, tile);
+        NAME(product)(query, query_bytes, tile->rows, key, task->columns, steps, task->scores, columns, columns, 1);
+    } else {
+        NAME(product)(query, query_bytes, tile->rows, key, task->columns, steps, task->scores, columns, columns, 0);
+    }
     tile->left = (const char *)task->weights;
     tile->left_bytes = (size_t)tile->columns * 4 / NUMBERS;
     for (int r = 0; r < tile->rows; r++) {
@@ -194,14 +254,25 @@ static NAME(task) NAME(task_for)(const attention *job, int head, int most, int s
     const size_t value_words = (size_t)rounded_up(most, NUMBERS) / NUMBERS * value_columns;
     NAME(task) task = {.head = head, .sequences = sequences, .columns = columns,
                        .value_columns = value_columns, .value_words = value_words};
+    const int computes = !job->maps;
+    const int of_query = computes && job->query_term.table ? columns_within(&job->query_term, most).count : 0;
+    const int of_key = computes && job->key_term.table ? columns_within(&job->key_term, most).count + LANES : 0;
+    // Products at sixteen distances may be read from behind the last one.
+    const size_t query_products = (size_t)ROWS * of_query + 2 * LANES, key_products = (size_t)columns * of_key + LANES;
+    const size_t transposed = of_key ? (size_t)LANES * (columns + LANES) : 0;
     // Every part is a whole number of vectors, so every part is aligned to vectors.
     task.result = (float *)scratch_of(4 * ((size_t)ROWS * (value_columns + 2 * columns + key_columns) +
-                                           (size_t)key_steps * columns + (size_t)sequences * value_words));
+                                           (size_t)key_steps * columns + (size_t)sequences * value_words +
+                                           query_products + key_products + transposed));
     task.scores = task.result + ROWS * value_columns;
     task.weights = (int32_t *)(task.scores + ROWS * columns);
     task.query = task.weights + ROWS * columns;
     task.value = task.query + ROWS * key_columns;
     task.key = task.value + (size_t)sequences * value_words;
+    task.of_query = (float *)(task.key + (size_t)key_steps * columns);
+    task.of_key = task.of_query + query_products;
+    task.transposed = task.of_key + key_products;
+    task.of_key_row = of_key;
     return task;
 }
 
@@ -231,7 +302,7 @@ static void NAME(context_from)(const attention *job, const NAME(task) *task, int
             const int32_t *value =
                 task->value + s * task->value_words + (size_t)first / NUMBERS * task->value_columns;
             NAME(product)(tile.left, tile.left_bytes, rows, value, task->value_columns, tile.steps,
-                          task->result, task->value_columns);
+                          task->result, task->value_columns, task->value_columns, 0);
             char *to = head_of(job->context, task->first_token + s * task->length + row, task->head, bytes);
             for (int r = 0; r < rows; r++, to += context_bytes)
                 for (int at = 0; at < job->width; at += LANES)
@@ -251,6 +322,7 @@ static void NAME(head)(const attention *job, int run, int head) {
     task.first_token = job->offsets[first];
     for (int s = 0; s < sequences; s++)
         NAME(lay_out)(job, &task, s, 0, length, task.first_token + s * length);
+    if (!job->maps && job->key_term.table) NAME(multiply_key_term)(job, &task);
     NAME(context_from)(job, &task, 0);
 }
 

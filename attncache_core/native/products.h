@@ -203,9 +203,6 @@ typedef signed char sixteen_bytes __attribute__((vector_size(16)));
 #endif
 #endif
 
-// Without this, the compiler does not unroll 7 and 8 rows, and keeps their sums in memory.
-#define UNROLLED _Pragma("clang loop unroll(full)")
-
 // sums[rows][PANEL] = rows of x @ one panel; `rows` and `kind` are constants. A step of x has four bytes, and
 // so has a step of a weight in registers; only the loads of 8-bit weights differ. next: memory to load into the
 // cache meanwhile, `next_bytes` at each step.

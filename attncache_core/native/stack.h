@@ -28,6 +28,7 @@ typedef struct {
     norm before, branch, after;   // of the rows, of the half's output, of the sum with the residual
     norm query, key;              // of each head
     const float *bias;            // see `attention`; or null
+    distance_term query_term, key_term;  // see `attention`; without trees
     const int32_t *key_heads;     // [heads] the key head of each head, in the product that its Q is in; or null
     const int32_t *value_heads;   // [heads], or null
     // The feed-forward half. `up.outputs` is 0 if the layer has none.
@@ -245,6 +246,12 @@ static given_tokens given_to(const stack_job *job, const stack_layer *layer, int
                           .block_tokens = job->block_tokens, .half = table ? layer->half : 0};
 }
 
+// A distance term of one head, the only head of a task.
+INLINE distance_term term_of_head(distance_term term, int head) {
+    if (term.table) term.table += (size_t)head * (size_t)term.head_words;
+    return term;
+}
+
 // Compute the context of one head of one tree of a block.
 static void attend_head(const block *b, const stack_layer *layer, int number, int head) {
     stack_job *job = b->job;
@@ -271,7 +278,8 @@ static void attend_head(const block *b, const stack_layer *layer, int number, in
         .key_width = layer->width, .width = layer->value_width, .type = job->type, .map_type = job->map_type,
         .before = layer->reach_before, .after = layer->reach_after, .packed = job->packed, .scale = layer->scale,
         .bias = layer->bias ? layer->bias + (size_t)head * (2 * layer->bias_positions - 1) : 0,
-        .bias_positions = layer->bias_positions};
+        .bias_positions = layer->bias_positions,
+        .query_term = term_of_head(layer->query_term, head), .key_term = term_of_head(layer->key_term, head)};
     if (!is_given) atomic_fetch_add(&job->map_rows, length);
     if (job->trees) {
         const int first = (int)job->trees[tree];

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from attncache_core.native.attention_kernel import NO_BOUND, NUMBER_TYPES
+from attncache_core.native.attention_kernel import NO_BOUND, NUMBER_TYPES, DistanceTermFields
 from attncache_core.native.products import ACTIVATION_NUMBERS, Matrix, PackedMatrix, has_pairs
+
+_LANES = 16  # of vectors.h
 
 # Number of positions -> cosines and sines, each contiguous float32 [positions or more, half].
 AngleTables = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -41,6 +43,14 @@ class QueryKeyHeads:
 
 
 @dataclass(frozen=True)
+class DistanceTerm:
+    """Scores of tokens with vectors of their distances: x[token] · table[rows[distance]]."""
+
+    table: torch.Tensor  # [heads, rows, width of a head]
+    rows: torch.Tensor  # int64 [2 positions - 1], for the distances from 1 - positions to positions - 1
+
+
+@dataclass(frozen=True)
 class AttentionHalf:
     """The attention half of a layer, as data."""
 
@@ -62,6 +72,10 @@ class AttentionHalf:
     angles: AngleTables | None = None
     half: int = 0  # half the rotary dimensions
     bias: torch.Tensor | None = None  # float32 [heads, 2 positions - 1], added to scores by distance
+    # Added to Q[p] · K[q] before the scale: Q[p] with the distance q - p, and K[q] with the distance p - q.
+    # Only for rows without trees.
+    query_term: DistanceTerm | None = None
+    key_term: DistanceTerm | None = None
 
     @property
     def reused(self) -> int:
@@ -186,7 +200,9 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("always", "misses", "output")),
         *((name, _Norm) for name in _NORMS),
-        *((name, ctypes.c_void_p) for name in ("bias", "key_heads", "value_heads")),
+        ("bias", ctypes.c_void_p),
+        *((name, DistanceTermFields) for name in ("query_term", "key_term")),
+        *((name, ctypes.c_void_p) for name in ("key_heads", "value_heads")),
         *((name, Matrix) for name in ("gate", "up", "down")),
         *((name, _Norm) for name in _FORWARD_NORMS),
         ("scale", ctypes.c_float),
@@ -235,8 +251,13 @@ class CompiledStack:
         self._kept: list[Any] = [layers, embedding]  # what the structures point to
         self._embedding = None if embedding is None else self._embedding_of(embedding)
         self._angles: list[AngleTables] = []
-        biases = [half.bias for half, _ in layers if half.bias is not None]
-        self._most_positions = min(((bias.shape[1] + 1) // 2 for bias in biases), default=None)
+        self.dtype = dtype if has_pairs(library) else torch.float32  # of Q, K, V and maps
+        self._has_pairs_of = library.has_pairs_of
+        terms = [term for half, _ in layers for term in (half.query_term, half.key_term) if term is not None]
+        distances = [half.bias.shape[1] for half, _ in layers if half.bias is not None]
+        distances += [len(term.rows) for term in terms]
+        self._most_positions = min(((count + 1) // 2 for count in distances), default=None)
+        self._has_terms = bool(terms)
         # A structure holds one half of each kind; a second feed-forward half has a structure of its own.
         sizes = [max(1, len(halves)) for _, halves in layers]
         self._starts = [0, *accumulate(sizes)]  # of each layer, and their end
@@ -249,7 +270,6 @@ class CompiledStack:
             for at, half in enumerate(halves, start):
                 self._set_forward(self._layers[at], half)
         inner = [half.up.outputs for _, halves in layers for half in halves]
-        self.dtype = dtype if has_pairs(library) else torch.float32  # of Q, K, V and maps
         self.slot_bytes = _slot_bytes([attention for attention, _ in layers], self.dtype)
         # What all jobs have in common.
         self._job = _Job(
@@ -306,6 +326,7 @@ class CompiledStack:
         if rows.trees is not None:
             assert rows.starts is not None
             assert not len(given.addresses)
+            assert not self._has_terms
             job.trees, job.starts = _address(rows.trees), _address(rows.starts)
             job.count = len(rows.trees) - 1
         if self._angles:
@@ -396,6 +417,11 @@ class CompiledStack:
             own.angles, own.half = self._angles.index(half.angles), half.half
         if half.bias is not None:
             own.bias, own.bias_positions = self._floats(half.bias), (half.bias.shape[1] + 1) // 2
+        pairs = bool(self._has_pairs_of(NUMBER_TYPES[self.dtype], half.width, half.value_width))
+        for name in ("query_term", "key_term"):
+            term = getattr(half, name)
+            if term is not None:
+                setattr(own, name, self._distance_term(term, pairs))
 
     def _set_forward(self, own: _Layer, half: ForwardHalf) -> None:
         own.up, own.down = half.up.matrix, half.down.matrix
@@ -413,6 +439,19 @@ class CompiledStack:
                 kind = 1 if norm.subtracts_mean else 2
                 setattr(own, name, _Norm(self._floats(norm.weight), bias, norm.epsilon, kind))
 
+    def _distance_term(self, term: DistanceTerm, pairs: bool) -> DistanceTermFields:
+        """Lay out a term as distances.h reads it."""
+        table, rows = _with_growing_rows(term.table.detach(), term.rows)
+        ends = (rows[:1].expand(_LANES - 1), rows, rows[-1:].expand(_LANES - 1))
+        near = torch.cat(ends).int().contiguous()
+        columns = -(-table.shape[1] // _LANES) * _LANES
+        padded = torch.nn.functional.pad(table, (0, 0, 0, columns - table.shape[1]))
+        words = padded.bfloat16().contiguous().view(torch.int32) if pairs else padded.float()
+        laid_out = words.transpose(1, 2).contiguous()  # [heads, steps, columns]
+        self._kept += [near, laid_out]
+        of_zero = near.data_ptr() + 4 * (len(near) // 2)
+        return DistanceTermFields(laid_out.data_ptr(), of_zero, columns, laid_out[0].numel())
+
     def _floats(self, x: torch.Tensor) -> int:
         """Return the address of a float32 copy of `x`, which is kept."""
         self._kept.append(x.detach().float().contiguous())
@@ -421,6 +460,19 @@ class CompiledStack:
     def _integers(self, numbers: Sequence[int]) -> int:
         self._kept.append((ctypes.c_int32 * len(numbers))(*numbers))
         return ctypes.addressof(self._kept[-1])
+
+
+def _with_growing_rows(table: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a table [heads, rows, d] and its rows of distances, which grow by 0 or 1 per distance.
+
+    Most tables need only be turned round, if at all. Otherwise each distance gets a row of its own.
+    """
+    steps = rows.diff()
+    if bool(((steps == 0) | (steps == -1)).all()):
+        table, rows, steps = table.flip(1), table.shape[1] - 1 - rows, -steps
+    if not bool(((steps == 0) | (steps == 1)).all()):
+        return table[:, rows], torch.arange(len(rows))
+    return table[:, int(rows[0]) : int(rows[-1]) + 1], rows - rows[0]
 
 
 def _address(array: np.ndarray) -> int:

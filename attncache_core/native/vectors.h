@@ -8,6 +8,8 @@
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
+// Without this, the compiler keeps arrays of vectors in memory, such as the sums of 7 and 8 rows.
+#define UNROLLED _Pragma("clang loop unroll(full)")
 
 typedef float floats __attribute__((vector_size(64)));
 typedef float floats_unaligned __attribute__((vector_size(64), aligned(4)));

@@ -215,7 +215,8 @@ class Transformers(Peer):
 
     def __init__(self, checkpoint: Checkpoint, threads: int, *, compiled: bool) -> None:
         torch.set_num_threads(threads)
-        self._model = _pooled_model(checkpoint, attention="sdpa")
+        # None is torch's fused attention, or eager attention for a family without it, such as DeBERTa.
+        self._model = _pooled_model(checkpoint, attention=None)
         if compiled:
             self._model.compile()
 
@@ -319,7 +320,7 @@ class _Pooled(torch.nn.Module):
         return (hidden * weights).sum(1) / weights.sum(1)
 
 
-def _pooled_model(checkpoint: Checkpoint, attention: str = "eager") -> _Pooled:
+def _pooled_model(checkpoint: Checkpoint, attention: str | None = "eager") -> _Pooled:
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(checkpoint.folder, attn_implementation=attention, dtype=torch.float32)

@@ -19,22 +19,26 @@ from attncache_core.text.token_batch import pack
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiled products on this processor")
 
-# Norms last, norms first with windows, rotated and normalised heads with shared keys, scores with a bias, and
-# norms before and after each half.
-FAMILIES = ["bert", "modernbert-local-global", "qwen3", "mpnet", "gemma3"]
-# Parts that only the layers have: experts, latent attention, DeBERTa's scores, capped scores.
-NOT_COMPILED = ("deberta", "deepseek", "mixtral", "qwen2-moe", "qwen3-moe")
+# Norms last, norms first with windows, rotated and normalised heads with shared keys, scores with a bias,
+# norms before and after each half, and scores with distance terms.
+DEBERTAS = [name for name in CASES if name.startswith("deberta")]
+FAMILIES = ["bert", "modernbert-local-global", "qwen3", "mpnet", "gemma3", *DEBERTAS]
+LONGEST = 300
+# Parts that only the layers have: experts, latent attention, capped scores.
+NOT_COMPILED = ("deepseek", "mixtral", "qwen2-moe", "qwen3-moe")
 FLOAT32 = 1e-4
 # Where sums in another order change one level of a row, results differ by steps of levels.
 LEVELS, MEDIAN_OF_LEVELS = 1.0, 2e-2
 
-any_lengths = st.lists(st.one_of(st.integers(1, 24), st.integers(25, 300)), min_size=1, max_size=4)
+any_lengths = st.lists(st.one_of(st.integers(1, 24), st.integers(25, LONGEST)), min_size=1, max_size=4)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
     case = CASES[request.param]
-    return write_family(tmp_path_factory.mktemp("models"), case.made(), saved_as=case.saved_as)
+    config = case.made()
+    config.max_position_embeddings = max(config.max_position_embeddings, LONGEST)
+    return write_family(tmp_path_factory.mktemp("models"), config, saved_as=case.saved_as)
 
 
 @pytest.fixture(scope="module", params=[None, Quantization.INT8])

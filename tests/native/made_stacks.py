@@ -25,6 +25,7 @@ from attncache_core.native.stack import (
     CompiledEmbedding,
     CompiledNorm,
     CompiledStack,
+    DistanceTerm,
     ForwardHalf,
     GivenRecords,
     QueryKeyHeads,
@@ -47,6 +48,7 @@ class Form:
     branch_norms: bool = False
     norms_first: bool = False
     biased: bool = False  # scores have a bias of their distance
+    disentangled: bool = False  # scores have both distance terms, as in DeBERTa
     before: int | None = None
     after: int | None = None
     shared_keys: bool = False  # two heads share a key head and a value head
@@ -55,6 +57,7 @@ class Form:
 FORMS = {
     "norms-last": Form(),
     "biased-scores": Form(biased=True),
+    "distance-terms": Form(disentangled=True),
     "norms-first-window": Form(norms_first=True, before=5, after=7),
     "decoder": Form(rotated=True, gated=True, norms_first=True, after=0, shared_keys=True),
     "four-norms": Form(branch_norms=True, norms_first=True, gated=True),
@@ -87,6 +90,10 @@ def made_stack(library, form, kind=MatrixKind.WHOLE, reused=REUSED, seed=0):
     def angles(_):
         return tables
 
+    def term(buckets):
+        distances = torch.arange(1 - LONGEST, LONGEST).clamp(-buckets, buckets)
+        return DistanceTerm(numbers(HEADS, 2 * buckets + 1, WIDTH), distances + buckets)
+
     values = HEADS // 2 if form.shared_keys else HEADS
     layers = []
     for count in reused:
@@ -110,6 +117,8 @@ def made_stack(library, form, kind=MatrixKind.WHOLE, reused=REUSED, seed=0):
             angles=angles if form.rotated else None,
             half=WIDTH // 2 if form.rotated else 0,
             bias=numbers(HEADS, 2 * LONGEST - 1) if form.biased else None,
+            query_term=term(LONGEST) if form.disentangled else None,
+            key_term=term(20) if form.disentangled else None,
         )
         forward = ForwardHalf(
             up=packed(INNER, HIDDEN),
