@@ -64,7 +64,14 @@ def calibrate_database(
     rank = held_first(reuse_rank(joint, len(manifest.rank), order), held)
     damage = np.where(held, damage_of_each(joint, len(rank)), manifest.damage)
     chosen = calibrate(
-        engine, database.search, probes, unfamiliar, database.token_counts, rank, budget, progress=progress
+        engine,
+        database.search,
+        probes,
+        unfamiliar,
+        database.token_counts,
+        rank,
+        budget,
+        progress=progress,
     )
     decides = budget.measure is Measure.AGREEMENT
     quality = chosen.quality | {"left_out": len(sequences) - len(unseen)}

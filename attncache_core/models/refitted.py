@@ -9,7 +9,7 @@ first feed-forward matrix are those of the original layer, so refitted weights c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
@@ -32,6 +32,7 @@ class RefittableForward(Protocol):
     """A feed-forward half of the form norm(hidden + down(inner(hidden)))."""
 
     down: Linear
+    norm: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
@@ -71,9 +72,11 @@ class RefittableLayer(Protocol):
 
 def refittable_layers(model: PackedModel) -> list[RefittableLayer] | None:
     """Return the layers of a model, or None if the products of some layer cannot be replaced."""
-    layers = [layer for layer in model.layers if isinstance(layer, RefittableLayer)]
-    if len(layers) < len(model.layers) or any(layer.last_products() is None for layer in layers):
-        return None
+    layers: list[RefittableLayer] = []
+    for layer in model.layers:
+        if not isinstance(layer, RefittableLayer) or layer.last_products() is None:
+            return None
+        layers.append(layer)
     return layers
 
 
@@ -87,6 +90,14 @@ def with_refitted(
     """
     with quantizing(quantization):
         return replace(model, refitted=_refitted_layers(model, products))
+
+
+def refitted_alone(
+    model: PackedModel, products: Sequence[LastProducts], quantization: Quantization | None
+) -> PackedModel:
+    """Return a model with these products in the place of its own. Raises ValueError as with_refitted does."""
+    with quantizing(quantization):
+        return replace(model, layers=_refitted_layers(model, products))
 
 
 def _refitted_layers(model: PackedModel, products: Sequence[LastProducts]) -> list[AttentionLayer]:
