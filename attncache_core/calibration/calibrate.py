@@ -194,7 +194,7 @@ def _with_limit(
     best_products: Sequence[LastProducts] | None = None
     for option, measured, products in sorted(
         zip(options, trials.measured, trials.refitted, strict=True),
-        key=lambda tried: by_time_saved(tried[0]),
+        key=lambda tried: (by_time_saved(tried[0]), tried[2] is not None),
         reverse=True,
     ):
         if best and by_time_saved(option) <= by_time_saved(best.calibrated):
