@@ -6,20 +6,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from core_models import random_sequences
 
 from attncache_core.build import refitting
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.build.refitting import Refitting
+from attncache_core.calibration.database import calibrate_database
 from attncache_core.calibration.probes import find_probes, measure
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import CorruptDatabase
 from attncache_core.heads.comparator import Measure
 from attncache_core.models.refitted import refittable_layers, refitted_alone
+from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.refitted import REFITTED, read_refitted, write_refitted
 from attncache_core.reuse.mask import mildest_mask
 from attncache_core.reuse.storage.layout import RecordKind
+
+pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +74,8 @@ def test_a_mask_without_heads_leaves_the_weights_as_they_are(tiny_engine, record
     layers = refittable_layers(tiny_engine.model)
     for layer, found in zip(layers, refit.products(nothing), strict=True):
         for held, own in zip(layer.last_products(), found, strict=True):
-            torch.testing.assert_close(own.weight, held.weight.bfloat16(), atol=0.002, rtol=0.02)
-            torch.testing.assert_close(own.bias, held.bias.bfloat16(), atol=0.002, rtol=0.02)
+            torch.testing.assert_close(own.weight, held.weight.bfloat16(), atol=0.01, rtol=0.02)
+            torch.testing.assert_close(own.bias, held.bias.bfloat16(), atol=0.01, rtol=0.02)
 
 
 def test_the_first_fit_is_the_ridge_regression_of_least_squares(monkeypatch, tiny_engine, mask, refit):
@@ -109,7 +114,7 @@ def test_weights_are_read_as_they_were_written(tmp_path, mask, refit):
 
 
 @pytest.fixture(scope="module")
-def built(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: ARG001
+def built(tiny_engine, tiny_corpus, tmp_path_factory):
     """A database with the operator's mask, and a budget that holds for any text."""
     folder = tmp_path_factory.mktemp("built") / "refitted.db"
     options = BuildOptions(heads="8", min_cosine=0.0, min_text_cosine=0.0, training_steps=20)
@@ -159,3 +164,24 @@ def test_database_of_the_version_before_has_no_refitted_weights_and_is_read(tiny
     (folder / "manifest.json").unlink()
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format_version": 3}), encoding="utf-8")
     assert not AttentionDatabase.open(folder).info().refitted
+
+
+@pytest.mark.parametrize("heads", ["8", "layers:0-1"])
+def test_calibration_keeps_refitted_weights_with_their_mask_alone(
+    tiny_engine, tiny_corpus, tiny_checkpoint, tmp_path, heads
+):
+    """Records of all heads allow a larger mask without the weights, and records of two layers do not."""
+    folder = tmp_path / "refitted.db"
+    options = BuildOptions(heads=heads, min_cosine=0.0, min_text_cosine=0.0, training_steps=20)
+    build_database(tiny_engine, tiny_corpus, folder, options)
+    database = AttentionDatabase.open(folder)
+    assert database.info().refitted
+    texts = random_sequences(np.repeat(range(5, 11), 20), seed=9)
+    calibrate_database(tiny_engine, database, texts, [], Budget(Measure.COSINE, 0.0))
+    again = AttentionDatabase.open(folder)
+    assert again.info().refitted == (heads == "layers:0-1")
+    assert (folder / REFITTED).exists() == again.info().refitted
+    if again.info().refitted:
+        assert again.mask == database.mask
+    assert again.verify() == []
+    assert PrefillEngine.load(tiny_checkpoint, database=again, dtype="float32").database is again
