@@ -30,7 +30,7 @@ from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.text.token_batch import Group, TokenBatch, pack
 
-# Tokens to fit to. Twice as many change the cosine of hits by less than 0.001.
+# Most tokens to fit to, which bounds the time of a fit.
 _MOST_TOKENS = 40_000
 # Fewer rows per input of a product would fit the rows themselves.
 _LEAST_ROWS = 4
@@ -142,18 +142,17 @@ class _Ridge:
     """A ridge regression of y on x and a constant, toward the weights of a linear layer."""
 
     def __init__(self, held: LinearWeights) -> None:
-        bias = torch.zeros(len(held.weight)) if held.bias is None else held.bias
-        self._held = torch.cat(
-            [held.weight.double(), bias.double()[:, None]], dim=1
-        ).T  # [inputs + 1, outputs]
+        assert held.bias is not None
+        # [inputs + 1, outputs]
+        self._held = torch.cat([held.weight, held.bias[:, None]], dim=1).cpu().double().T
         self._squares = torch.zeros(len(self._held), len(self._held), dtype=torch.float64)
         self._products = torch.zeros_like(self._held)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add rows x [n, inputs] with targets y, float32 [n, outputs]."""
-        rows = torch.cat([x.float(), torch.ones(len(x), 1)], dim=1)
-        self._squares += (rows.T @ rows).double()
-        self._products += (rows.T @ y).double()
+        rows = torch.cat([x.float(), torch.ones(len(x), 1, device=x.device)], dim=1)
+        self._squares += (rows.T @ rows).cpu().double()
+        self._products += (rows.T @ y).cpu().double()
 
     def solve(self) -> LinearWeights:
         """Return weight and bias, bfloat16."""

@@ -123,5 +123,5 @@ def like_linear(linear: Linear, weights: LinearWeights) -> Linear:
     """Pack other weights for the same inputs as those of `linear`: same dtype and smoothing."""
     assert not isinstance(linear, ActivatedLinear)
     assert weights.bias is not None
-    dtype = linear.weight.dtype
-    return packed_linear(weights.weight.to(dtype), weights.bias.to(dtype), linear.smoothing)
+    held = linear.weight
+    return packed_linear(weights.weight.to(held), weights.bias.to(held), linear.smoothing)
