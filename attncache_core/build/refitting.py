@@ -143,7 +143,7 @@ class _Ridge:
 
     def __init__(self, held: LinearWeights) -> None:
         assert held.bias is not None
-        # [inputs + 1, outputs]
+        # Weights and bias together, [inputs + 1, outputs].
         self._held = torch.cat([held.weight, held.bias[:, None]], dim=1).cpu().double().T
         self._squares = torch.zeros(len(self._held), len(self._held), dtype=torch.float64)
         self._products = torch.zeros_like(self._held)
