@@ -6,6 +6,7 @@
       3 training     train the projector on the distances of records' maps         training_pairs, training
       4 calibration  serve held-out sentences with the training sentences' records;
                      choose mask, policy and familiarity test                      calibration.calibrate
+                     and fit the weights that hits take                            refitting
                      and compare the chosen records with the best records          quality
       5 index        write the features of every record, held-out ones included    recording.features
       6 manifest     write the options, the report and the digests of the files
@@ -38,6 +39,7 @@ from attncache_core.build.head_damage import measure_head_damage
 from attncache_core.build.options import BuildOptions, default_budget
 from attncache_core.build.quality import donor_distances
 from attncache_core.build.recording import Recording, smallest_form
+from attncache_core.build.refitting import Refitting
 from attncache_core.build.sentences import split
 from attncache_core.build.training import train_projector
 from attncache_core.build.training_pairs import pair_groups
@@ -58,6 +60,7 @@ from attncache_core.reuse.maps.manifest import FORMAT_VERSION, Manifest, use_of
 from attncache_core.reuse.maps.policy import uniform_policy
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
+from attncache_core.reuse.maps.refitted import write_refitted
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.mask import ReuseMask, mildest_mask, natural_rank, parse_heads
 from attncache_core.reuse.storage.layout import MapForm, RecordLayout
@@ -323,8 +326,10 @@ class _Build:
             self.budget,
             heads=self.options.heads,
             threshold=self.options.threshold,
+            refit=Refitting(self.engine, search, trained, self._random(3)).products,
             progress=self.progress,
         )
+        write_refitted(self.partial, chosen.refitted)
         self.familiarity = write_familiarity(self.partial, chosen.familiarity, token_counts)
         remove_other_tests(self.partial, self.familiarity)
         distances = donor_distances(self.first_inputs, self.sentences, store, probes, self._training_mask())

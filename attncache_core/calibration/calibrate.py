@@ -6,10 +6,11 @@
       3 damage     run the probes with the maps of their records, for each mask   probes, substitution
       4 policy     fit θ for each length group inside the budget, for each mask   thresholds, policy_selection
       5 masks      repeat 3 and 4 with sizes beside the best mask's               masks
-      6 limit      fit the familiarity test and the strangeness limit             strangeness_limit
-      7 report     collect the figures for the manifest                           report
+      6 weights    repeat 3 and 4 with larger masks and refitted weights          build.refitting
+      7 limit      fit the familiarity test and the strangeness limit             strangeness_limit
+      8 report     collect the figures for the manifest                           report
 
-Steps 5 and 6 are skipped if the operator sets θ. `build.builder` calls `calibrate` for a new database, and
+Steps 5 to 7 are skipped if the operator sets θ. `build.builder` calls `calibrate` for a new database, and
 `calibration.database` calls `calibrate` for an existing database.
 """
 
@@ -40,6 +41,7 @@ from attncache_core.calibration.strangeness_limit import Limited, choose_limit, 
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.models.refitted import LastProducts, refitted_alone
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.familiarity import Familiarity
 from attncache_core.reuse.maps.policy import ReusePolicy, uniform_policy
@@ -49,6 +51,9 @@ from attncache_core.reuse.storage.layout import RecordKind
 
 # Reports progress: (stage, steps done, steps in total).
 Progress = Callable[[str, int, int], None]
+
+# Makes the weights that hits take with a mask; None: hits take the model's weights.
+Refit = Callable[[ReuseMask], Sequence[LastProducts] | None]
 
 # The damage of a head is a mean over probes. A few hundred probes are enough to rank the heads.
 MAX_DAMAGE_PROBES = 300
@@ -65,6 +70,7 @@ class Calibration:
     # None if no test is needed: the operator set θ (any text may hit), or only recorded sequences hit.
     familiarity: Familiarity | None
     quality: dict[str, Any]
+    refitted: Sequence[LastProducts] | None = None  # the weights that hits take; None: the model's
 
 
 def calibrate(
@@ -78,6 +84,8 @@ def calibrate(
     *,
     heads: str | None = None,
     threshold: float | None = None,
+    refit: Refit = lambda _: None,
+    refit_masks: Sequence[ReuseMask] | None = None,
     progress: Progress = lambda *_: None,
 ) -> Calibration:
     """Choose the mask and the policy that save the most time inside the budget.
@@ -89,6 +97,10 @@ def calibrate(
 
     With fewer than 20 probes nothing is measured. Then the largest mask is returned with the operator's θ or,
     by default, θ = 1, with which only recorded sequences hit.
+
+    refit: makes the weights of hits. refit_masks: the masks to try with weights, in growing order, until one
+    saves less than the one before; None: the operator's mask, or all that are larger than the best mask
+    without weights.
     """
     masks = candidate_masks(rank, heads, sum(search.store.layout.stored_heads))
     if len(probes.sequences) < MIN_PROBES:
@@ -103,6 +115,9 @@ def calibrate(
     if threshold is not None:
         return Calibration(chosen.mask, chosen.policy, None, report(chosen, options, probes))
     trials.measure(masks_between(masks, chosen.mask, rank))
+    if refit_masks is None:
+        refit_masks = [mask for mask in masks if heads or mask.total > chosen.mask.total]
+    trials.measure_refitted(refit_masks, refit)
     return _with_limit(trials, unfamiliar, token_counts)
 
 
@@ -113,12 +128,31 @@ class _Trials:
         self.engine, self.search, self.terms, self._progress = engine, search, terms, progress
         self.masks: list[ReuseMask] = []
         self.measured: list[dict[RecordKind, Measured]] = []
+        self.refitted: list[Sequence[LastProducts] | None] = []  # the weights that hits took
 
     def measure(self, masks: Sequence[ReuseMask]) -> None:
         """Measure what these masks do to the probes, and add the results to `masks` and `measured`."""
         if masks:
             self.measured += self.measure_on(self.terms.probes, masks, "measuring masks")
             self.masks += masks
+            self.refitted += [None] * len(masks)
+
+    def measure_refitted(self, masks: Sequence[ReuseMask], refit: Refit) -> None:
+        """Measure masks of growing size with the weights that `refit` makes, until a mask saves less."""
+        best: Calibrated | None = None
+        for done, mask in enumerate(masks):
+            self._progress("refitting weights", done, len(masks))
+            products = refit(mask)
+            if products is None:
+                continue
+            (measured,) = self.measure_on(self.terms.probes, [mask], "measuring masks", products=products)
+            self.measured.append(measured)
+            self.masks.append(mask)
+            self.refitted.append(products)
+            option, _ = choose_policy(self.terms, [mask], [measured])
+            if best and by_time_saved(option) <= by_time_saved(best):
+                return
+            best = option
 
     def measure_on(
         self,
@@ -126,11 +160,18 @@ class _Trials:
         masks: Sequence[ReuseMask],
         stage: str,
         kinds: Sequence[RecordKind] = tuple(RecordKind),
+        products: Sequence[LastProducts] | None = None,
     ) -> list[dict[RecordKind, Measured]]:
-        """Return what each mask does to the probes if records of these kinds serve the probes."""
-        comparator = self.engine.comparator(self.terms.budget.measure)
-        on_pass = partial(self._progress, stage)
-        return measure(self.engine.model, self.search.store, probes, masks, comparator, on_pass, kinds)
+        """Return what each mask does to the probes if records of these kinds serve the probes.
+
+        products: the weights that hits take; None: the model's.
+        """
+        comparator, model = self.engine.comparator(self.terms.budget.measure), self.engine.model
+        hit_model = (
+            refitted_alone(model, products, self.engine.checkpoint.quantization) if products else model
+        )
+        on_pass, hit_models = partial(self._progress, stage), [hit_model] * len(masks)
+        return measure(model, self.search.store, probes, masks, comparator, on_pass, kinds, hit_models)
 
 
 def _with_limit(
@@ -154,26 +195,39 @@ def _with_limit(
     )
     tokens = TokenStatistics(trials.engine.model, token_counts)
     best: Limited | None = None
-    for option, measured in sorted(
-        zip(options, trials.measured, strict=True), key=lambda pair: by_time_saved(pair[0]), reverse=True
+    best_products: Sequence[LastProducts] | None = None
+    for option, measured, products in sorted(
+        zip(options, trials.measured, trials.refitted, strict=True),
+        key=lambda tried: (by_time_saved(tried[0]), tried[2] is not None),
+        reverse=True,
     ):
         if best and by_time_saved(option) <= by_time_saved(best.calibrated):
             break
         (measured_unfamiliar,) = trials.measure_on(
-            fitted.probes, [option.mask], "measuring unfamiliar texts", _serving_kinds(option.policy)
+            fitted.probes,
+            [option.mask],
+            "measuring unfamiliar texts",
+            _serving_kinds(option.policy),
+            products,
         )
         limited = choose_limit(option, terms, measured, fitted, measured_unfamiliar, tokens)
         if limited and (best is None or by_time_saved(limited.calibrated) > by_time_saved(best.calibrated)):
-            best = limited
+            best, best_products = limited, products
     if best is None:
         return _exact_calibration(trials, options)
     chosen = best.calibrated
     (measured_unfamiliar,) = trials.measure_on(
-        unseen.probes, [chosen.mask], "checking the strangeness limit", _serving_kinds(chosen.policy)
+        unseen.probes,
+        [chosen.mask],
+        "checking the strangeness limit",
+        _serving_kinds(chosen.policy),
+        best_products,
     )
     quality = report(chosen, options, terms.probes)
+    for candidate, products in zip(quality["candidates"], trials.refitted, strict=True):
+        candidate["refitted"] = products is not None
     quality["unfamiliar"] = figures(unseen, best, measured_unfamiliar)
-    return Calibration(chosen.mask, chosen.policy, best.familiarity, quality)
+    return Calibration(chosen.mask, chosen.policy, best.familiarity, quality, best_products)
 
 
 def _exact_calibration(trials: _Trials, options: Sequence[Calibrated]) -> Calibration:

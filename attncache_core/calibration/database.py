@@ -24,6 +24,7 @@ from attncache_core.reuse.maps.familiarity import familiarity_name, remove_other
 from attncache_core.reuse.maps.integrity import file_digest
 from attncache_core.reuse.maps.manifest import use_of
 from attncache_core.reuse.maps.policy_state import forget_tightened
+from attncache_core.reuse.maps.refitted import REFITTED, write_refitted
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.runtime.files import locked
 
@@ -41,6 +42,9 @@ def calibrate_database(
     engine: an engine with the database's model and without a database. If the budget is the agreement of a
     classifier's decisions, the engine has the classifier. sequences: token ids to measure on; recorded and
     repeated sequences are skipped. unfamiliar: texts unlike the sequences, see corpus.unfamiliar_texts.
+
+    Refitted weights are kept if they save the most time with their own mask; otherwise they are removed. They
+    are not fitted again, because the database does not hold the texts that it was built from.
 
     The damage of each head is measured again, with the records that the search finds. Within a layer, the
     heads keep the order in which the records hold them. Returns the report, which the manifest holds as
@@ -64,7 +68,16 @@ def calibrate_database(
     rank = held_first(reuse_rank(joint, len(manifest.rank), order), held)
     damage = np.where(held, damage_of_each(joint, len(rank)), manifest.damage)
     chosen = calibrate(
-        engine, database.search, probes, unfamiliar, database.token_counts, rank, budget, progress=progress
+        engine,
+        database.search,
+        probes,
+        unfamiliar,
+        database.token_counts,
+        rank,
+        budget,
+        refit=lambda _: database.refitted,
+        refit_masks=[manifest.mask] if database.refitted else [],
+        progress=progress,
     )
     decides = budget.measure is Measure.AGREEMENT
     quality = chosen.quality | {"left_out": len(sequences) - len(unseen)}
@@ -82,9 +95,13 @@ def calibrate_database(
         name = write_familiarity(database.folder, chosen.familiarity, database.token_counts)
         files.pop(familiarity_name(files))
         files[name] = file_digest(database.folder / name)
+        if chosen.refitted is None:
+            files.pop(REFITTED, None)
         database.keep_calibration_texts(unseen)
         replace(manifest, files=files).write(database.folder)
         remove_other_tests(database.folder, name)
+        if chosen.refitted is None:
+            write_refitted(database.folder, None)
         forget_tightened(database.folder)
     return quality
 

@@ -109,11 +109,13 @@ def measure(
     comparator: OutputComparator,
     on_pass: Callable[[int, int], None] = lambda *_: None,
     kinds: Sequence[RecordKind] = tuple(RecordKind),
+    hit_models: Sequence[PackedModel] | None = None,
 ) -> list[dict[RecordKind, Measured]]:
     """Return the damage and fidelity of each probe, for each mask and kind of record.
 
     The values are nan for probes without a record of the kind. kinds: the kinds to measure; the values of
-    other kinds are nan. on_pass: called after each batch with the batches done and in total.
+    other kinds are nan. on_pass: called after each batch with the batches done and in total. hit_models: for
+    each mask the model with the weights that hits take; None: hits take those of `model`.
     """
     count = len(probes.sequences)
     result = [
@@ -127,8 +129,8 @@ def measure(
     for done, (kind, indices, make) in enumerate(batches, 1):
         measured = make()
         full = comparator.comparable(measured.outputs)
-        for mask, rows in zip(masks, result, strict=True):
-            changed = substituted_outputs(model, measured, mask.as_array())
+        for mask, own, rows in zip(masks, hit_models or [model] * len(masks), result, strict=True):
+            changed = substituted_outputs(own, measured, mask.as_array())
             # Rounding can give a cosine above 1, but damage is never negative.
             rows[kind].damage[indices] = np.maximum(1 - cosines(comparator.comparable(changed), full), 0)
             rows[kind].fidelity[indices] = comparator.fidelity(changed, measured.outputs)

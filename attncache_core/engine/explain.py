@@ -181,6 +181,7 @@ def _with_record(
     segment, record = found.segment, found.chosen.record
     plan = replace(no_reuse(1), segments={segment.length: segment})
     plan.records[:], plan.kinds[:] = record, found.chosen.kind
+    plan.similarities[:] = found.chosen.similarity
     try:
         with_reuse = _outputs_with(engine, batch, plan)
         given = [

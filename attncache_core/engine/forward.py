@@ -104,13 +104,14 @@ def hits_first(
 ) -> tuple[TokenBatch, torch.Tensor | None, ReusePlan]:
     """Return batch, hidden states [tokens, hidden], if any, and plan with the hits moved to the front.
 
-    Hits and misses are each sorted by length. neighbours: hits of one record become neighbours, which the
-    plain executor computes together.
+    Hits on records of other texts come first, then self-hits, then misses: each of these takes weights of its
+    own, or needs more of them. Each part is sorted by length. neighbours: hits of one record become
+    neighbours, which the plain executor computes together.
     """
     if not plan.hits.any():
         return batch, hidden, plan
     records = plan.records if neighbours else np.zeros_like(plan.records)
-    permutation = np.lexsort((records, batch.lengths, ~plan.hits))
+    permutation = np.lexsort((records, batch.lengths, plan.self_hits, ~plan.hits))
     if (np.diff(permutation) == 1).all():
         return batch, hidden, plan
     batch, index = batch.reordered(permutation)

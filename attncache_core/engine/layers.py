@@ -3,6 +3,8 @@
     hidden -> layer: V of all heads; Q, K and maps of the computed heads       all sequences
                      maps of the reused heads are given                        the first sequences
                      Q, K and maps of the reused heads                         the other sequences
+                     output projection and feed-forward half, refitted         hits on records of other texts
+                     output projection and feed-forward half, original         the other sequences
            -> hidden
 
 Sequences with given maps come first in the batch, so Q, K and maps of the reused heads are computed on one
@@ -38,8 +40,9 @@ def given_by(
 ) -> AbstractContextManager[GivenMaps]:
     """Open the maps that a plan gives to a batch in these layers.
 
-    The sequences with records must come first in the batch. Raises ValueError if the plan's layer sources do
-    not fit the model and the layers.
+    The sequences with records must come first in the batch, and self-hits last among them, because all other
+    hits take the refitted weights of the model, if it has any. Raises ValueError if the plan's layer sources
+    do not fit the model and the layers.
     """
     if plan.layer_sources is not None:
         _require_sources(plan, model, layers)
@@ -51,7 +54,8 @@ def given_by(
         RecordGroup(plan.segments[group.length], plan.records[group.sequences])
         for group in batch.groups(0, hits)
     ]
-    return HitRecords(groups, fetch)
+    refitted = int((plan.hits & ~plan.self_hits).sum()) if model.refitted else 0
+    return HitRecords(groups, fetch, refitted)
 
 
 NO_GIVEN_MAPS = HitRecords([])
@@ -95,6 +99,7 @@ def run_layers(
         return _run_stack(model, model.stack, batch, hidden, records, layers, slots)
     hidden = (model.embed(batch) if hidden is None else hidden).to(model.dtype)
     in_slots = SlotAttention(batch, slots) if slots else None
+    refitted = int(batch.offsets[given.refitted])  # rows
     attention_seconds = 0.0
     for number in layers:
         layer = model.layers[number]
@@ -106,7 +111,7 @@ def run_layers(
             else attention_context(number, layer, x, batch, given)
         )
         attention_seconds += time.perf_counter() - started
-        hidden = layer.finish(hidden, context)
+        hidden = model.finish(number, hidden, context, refitted)
     return hidden, attention_seconds
 
 

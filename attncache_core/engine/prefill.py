@@ -28,7 +28,7 @@ from attncache_core.engine.info import EngineInfo
 from attncache_core.engine.pair_scores import PairScores
 from attncache_core.engine.request import PrefillRequest, PrefillResult, joined_results
 from attncache_core.engine.targets import log_probabilities, token_states
-from attncache_core.errors import InvalidInput, NoClassifier, NotFinite
+from attncache_core.errors import DatabaseRefused, InvalidInput, NoClassifier, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.embedding import require_dimensions
@@ -36,6 +36,7 @@ from attncache_core.heads.vectors import finite_sequences, require_finite
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel, load_model
+from attncache_core.models.refitted import with_refitted
 from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.kv.info import key_value_info
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
@@ -142,6 +143,8 @@ class PrefillEngine:
             reused_heads=mask.reused if mask else None,
             device=torch_device,
         )
+        if isinstance(strategy, MapReuse) and strategy.database.refitted:
+            model = _with_refitted(model, strategy.database, checkpoint)
         if database:
             database.require_width(model.hidden_size)
         engine = cls(
@@ -627,6 +630,19 @@ class PrefillEngine:
             key_values=key_value_info(self.key_values.store) if self.key_values else None,
             key_values_off=None if self.key_values else self.key_values_off,
         )
+
+
+def _with_refitted(model: PackedModel, database: AttentionDatabase, checkpoint: Checkpoint) -> PackedModel:
+    """Return a model with the weights that hits take. Raises DatabaseRefused if they do not fit the model."""
+    assert database.refitted is not None
+    try:
+        return with_refitted(model, database.refitted, checkpoint.quantization)
+    except ValueError as error:
+        raise DatabaseRefused(
+            f"refitted.safetensors of database {database.folder} does not fit the model: {error}; remove the "
+            "database and build it again",
+            field="database",
+        ) from error
 
 
 def _map_reuse(database: AttentionDatabase, checkpoint: Checkpoint) -> MapReuse:

@@ -103,7 +103,8 @@ class Methods:
         _, _, preset = name.partition(":")
         if preset:
             policy = database.search.policy.with_threshold(Preset(preset).threshold)
-            database = replace(database, search=replace(database.search, policy=policy))
+            # Refitted weights are measured with the calibrated policy.
+            database = replace(database, search=replace(database.search, policy=policy), refitted=None)
         engine = self.engines[name] = self.reusing(database)
         return partial(self._run, engine, True)
 

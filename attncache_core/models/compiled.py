@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -25,6 +26,8 @@ from attncache_core.native.stack import (
     ForwardHalf,
 )
 from attncache_core.text.token_batch import TokenBatch
+
+Halves = tuple[AttentionHalf, list[ForwardHalf]]  # of one layer
 
 
 class NotCompiled(Exception):
@@ -65,18 +68,24 @@ class CompiledEmbed(Protocol):
 
 
 def compiled_stack(
-    embed: object, layers: Sequence[object], width: int, dtype: torch.dtype
+    embed: object,
+    layers: Sequence[object],
+    width: int,
+    dtype: torch.dtype,
+    refitted: Sequence[object] | None = None,
 ) -> CompiledStack | None:
     """Return the compiled stack of a model's layers, or None if it cannot run all of them.
 
     embed: makes the input of the first layer; the stack includes it if it can. width: of the hidden states.
-    dtype: of Q, K, V and maps.
+    dtype: of Q, K, V and maps. refitted: the layers with the weights that hits take, if hits have their own.
     """
     library = products.library()
     if library is None:
         return None
     try:
         halves = [_halves(layer) for layer in layers]
+        if refitted:
+            halves = list(map(_with_refitted, halves, map(_halves, refitted)))
     except NotCompiled:
         return None
     return CompiledStack(library, halves, width, _compiled_embedding(embed), dtype)
@@ -89,10 +98,20 @@ def _compiled_embedding(embed: object) -> CompiledEmbedding | None:
         return None
 
 
-def _halves(layer: object) -> tuple[AttentionHalf, list[ForwardHalf]]:
+def _halves(layer: object) -> Halves:
     if not isinstance(layer, CompiledLayer):
         raise NotCompiled
     return layer.compiled_attention(), compiled_halves(layer.feed_forward)
+
+
+def _with_refitted(own: Halves, refitted: Halves) -> Halves:
+    """Return the halves of a layer with the last weights of each half of `refitted` beside their own."""
+    forward = map(_with_refitted_down, own[1], refitted[1])
+    return replace(own[0], refitted_output=refitted[0].output), list(forward)
+
+
+def _with_refitted_down(own: ForwardHalf, refitted: ForwardHalf) -> ForwardHalf:
+    return replace(own, refitted_down=refitted.down)
 
 
 def compiled_halves(feed_forward: object) -> list[ForwardHalf]:

@@ -8,8 +8,9 @@ these.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -27,7 +28,8 @@ from attncache_core.models.blocks import (
 from attncache_core.models.compiled import NotCompiled, compiled_norm, packed_matrix
 from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, Outputs, PackedModel, Pool
 from attncache_core.models.linear import Norm, packed
-from attncache_core.models.projections import LinearWeights, Projections
+from attncache_core.models.projections import LinearWeights, Projections, head_rows
+from attncache_core.models.refitted import LastProducts, like_linear, plain_weights
 from attncache_core.native.stack import CompiledEmbedding, ForwardHalf
 from attncache_core.text.token_batch import TokenBatch
 
@@ -61,6 +63,7 @@ class EncoderLayer(BaseAttentionLayer):
             feed_forward,
             scores,
         )
+        self._order = heads.order
         self._output = output_linear(parts.output, heads)
         self._norm = Norm(parts.attention_norm)
 
@@ -73,30 +76,71 @@ class EncoderLayer(BaseAttentionLayer):
 
     def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """See AttentionLayer."""
-        return self._norm(self._output(context.flatten(1), hidden))
+        return self._norm(self.attention_sum(hidden, context))
+
+    def attention_sum(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """See RefittableLayer."""
+        return self._output(context.flatten(1), hidden)
+
+    def last_products(self) -> LastProducts | None:
+        """See RefittableLayer."""
+        forward = self.feed_forward
+        if not isinstance(forward, EncoderForward):
+            return None
+        output, down = (plain_weights(product) for product in (self._output, forward.down))
+        if output is None or down is None:
+            return None
+        columns = head_rows(self._order, output.weight.shape[1] // self.heads)
+        return LastProducts(LinearWeights(output.weight[:, columns.argsort()], output.bias), down)
+
+    def with_last_products(self, products: LastProducts) -> Self:
+        """See RefittableLayer."""
+        assert isinstance(self.feed_forward, EncoderForward)
+        columns = head_rows(self._order, products.output.weight.shape[1] // self.heads)
+        output = LinearWeights(products.output.weight[:, columns], products.output.bias)
+        layer = copy(self)
+        layer._output = like_linear(self._output, output)
+        layer.feed_forward = self.feed_forward.with_down(products.down)
+        return layer
+
+    def with_heads(self, heads: LayerHeads) -> Self:
+        """See BaseAttentionLayer."""
+        layer = super().with_heads(heads)
+        layer._order = range(self.heads) if self._scores is not None else heads.order
+        return layer
 
 
-class _FeedForward:
+class EncoderForward:
     """The second half of a layer: up projection, activation, down projection, residual, norm."""
 
     def __init__(self, parts: EncoderParts, activation: str) -> None:
         self._activation = activation
         self._up = packed(parts.up, activation, ACT2FN[activation])
-        self._down = packed(parts.down)
-        self._norm = Norm(parts.norm)
+        self.down = packed(parts.down)
+        self.norm = Norm(parts.norm)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        return self._norm(self._down(self._up(hidden), hidden))
+        return self.norm(self.down(self.inner(hidden), hidden))
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See RefittableForward."""
+        return self._up(hidden)
+
+    def with_down(self, down: LinearWeights) -> EncoderForward:
+        """Return the same half with another down projection."""
+        half = copy(self)
+        half.down = like_linear(self.down, down)
+        return half
 
     def compiled_halves(self) -> list[ForwardHalf]:
         """See compiled.CompiledForward."""
         return [
             ForwardHalf(
                 packed_matrix(self._up),
-                packed_matrix(self._down),
+                packed_matrix(self.down),
                 self._activation,
-                output_norm=compiled_norm(self._norm),
+                output_norm=compiled_norm(self.norm),
             )
         ]
 
@@ -231,7 +275,7 @@ def encoder(
         _Embeddings(base.embeddings),
         layers,
         heads,
-        lambda module: _FeedForward(parts(module), activation),
+        lambda module: EncoderForward(parts(module), activation),
         build,
     )
     return PackedModel(

@@ -209,13 +209,29 @@ class PackedModel:
     token_states: TokenStates = torch.Tensor.float
     embedding_head: EmbeddingHead | None = None  # of `outputs`; None: pooled vectors are the embeddings
     language_head: LanguageHead | None = None  # if a decoder was loaded with its language head
+    # The layers with the weights that hits take; see refitted.py. None: hits take the weights of `layers`.
+    refitted: Sequence[AttentionLayer] | None = None
 
     @cached_property
     def stack(self) -> CompiledStack | None:
         """The compiled stack of the layers; None if the layers run one by one on the plain executor."""
         if self.device != CPU:
             return None
-        return compiled_stack(self.embed, self.layers, self.hidden_size, self.dtype)
+        return compiled_stack(self.embed, self.layers, self.hidden_size, self.dtype, self.refitted)
+
+    def finish(self, number: int, hidden: torch.Tensor, context: torch.Tensor, refitted: int) -> torch.Tensor:
+        """Return the output of layer `number`; see AttentionLayer.finish.
+
+        refitted: number of rows, from the first, that take the refitted weights.
+        """
+        layer = self.layers[number]
+        if not refitted:
+            return layer.finish(hidden, context)
+        assert self.refitted is not None
+        own = self.refitted[number].finish(hidden[:refitted], context[:refitted])
+        if refitted == len(hidden):
+            return own
+        return torch.cat([own, layer.finish(hidden[refitted:], context[refitted:])])
 
     def search_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the input of the feature projector: what the first layer's attention reads."""

@@ -33,6 +33,8 @@ typedef struct {
     const int32_t *value_heads;   // [heads], or null
     // The feed-forward half. `up.outputs` is 0 if the layer has none.
     matrix gate, up, down;        // gate.outputs is 0 without a gate
+    // Weights of `output` and `down` for refitted rows; their outputs are 0 if there are none.
+    matrix refitted_output, refitted_down;
     norm forward_before, forward_branch, forward_after;
     float scale;
     int32_t heads, reused;        // the first `reused` heads take given maps for hits
@@ -69,6 +71,7 @@ typedef struct {
     int32_t type, map_type;       // number_type of Q, K, V and context, and of given maps
     int32_t packed, threads;
     int32_t widest;               // the largest width of an operand or of a feed-forward half
+    int32_t refitted;             // the first `refitted` of the hits take the refitted weights
     // Keys and values of the tokens in front of the roots of trees, and places for the keys and values of rows,
     // in slots of one layer and token (attention.c). Every layer has the same heads of K and V, and no reused
     // heads.
@@ -94,6 +97,7 @@ typedef struct {
     int64_t first_row;
     int32_t first, trees, rows;
     int32_t miss;                 // the first row of a miss; all later rows belong to misses
+    int32_t refitted;             // the first row without refitted weights; no later row has them
     int32_t always_row, misses_row, context_row;  // elements
     char *always, *misses, *context;
 } block;
@@ -332,8 +336,10 @@ static void add_half(stack_job *job, const matrix *last, operand left, int rows,
 }
 
 // The output projection, the residual and the norm, for rows of a block; then the feed-forward half. The
-// block's hidden states are changed in place. space: memory of this thread.
-static void finish_rows(const block *b, const stack_layer *layer, int first, int rows, char *space) {
+// block's hidden states are changed in place. output, down: the weights of these rows. space: memory of this
+// thread.
+static void finish_rows_with(const block *b, const stack_layer *layer, const matrix *output, const matrix *down,
+                             int first, int rows, char *space) {
     stack_job *job = b->job;
     const int width = job->width;
     const number_type type = (number_type)job->type;
@@ -342,8 +348,8 @@ static void finish_rows(const block *b, const stack_layer *layer, int first, int
     char *rest = space + whole_lines((size_t)rows * width * 4);
     if (layer->heads) {
         const char *context = b->context + (size_t)first * b->context_row * number_bytes(type);
-        const operand left = prepared(&layer->output, context, type, (size_t)b->context_row, rows, rest);
-        add_half(job, &layer->output, left, rows, &layer->branch, &layer->after, x, other);
+        const operand left = prepared(output, context, type, (size_t)b->context_row, rows, rest);
+        add_half(job, output, left, rows, &layer->branch, &layer->after, x, other);
     }
     if (!layer->up.outputs) return;
     const float *input = x;
@@ -355,9 +361,29 @@ static void finish_rows(const block *b, const stack_layer *layer, int first, int
     const int inner = layer->up.outputs;
     char *opened = rest + whole_lines(operand_bytes(&layer->up, rows));
     open_part(job, layer, left, rows, 0, 1, opened);
-    const operand back = prepared(&layer->down, opened, inner_type(layer), (size_t)inner, rows,
-                                  opened + whole_lines((size_t)rows * inner * 4));
-    add_half(job, &layer->down, back, rows, &layer->forward_branch, &layer->forward_after, x, other);
+    const operand back =
+        prepared(down, opened, inner_type(layer), (size_t)inner, rows, opened + whole_lines((size_t)rows * inner * 4));
+    add_half(job, down, back, rows, &layer->forward_branch, &layer->forward_after, x, other);
+}
+
+// The weights of the last product of a half, for rows with refitted weights or for other rows.
+INLINE const matrix *chosen(const matrix *original, const matrix *refitted, int is_refitted) {
+    return is_refitted && refitted->outputs ? refitted : original;
+}
+
+// The number of rows with refitted weights among the `rows` rows from `first`.
+INLINE int refitted_rows(const block *b, int first, int rows) {
+    return b->refitted > first ? smaller(b->refitted - first, rows) : 0;
+}
+
+// See finish_rows_with. Rows with refitted weights come first.
+static void finish_rows(const block *b, const stack_layer *layer, int first, int rows, char *space) {
+    const int own = refitted_rows(b, first, rows);
+    for (int r = 1; r >= 0; r--) {
+        const int from = r ? first : first + own, count = r ? own : rows - own;
+        if (count) finish_rows_with(b, layer, chosen(&layer->output, &layer->refitted_output, r),
+                                    chosen(&layer->down, &layer->refitted_down, r), from, count, space);
+    }
 }
 
 // Bytes that `finish_rows` and `project_rows` use.
@@ -440,6 +466,8 @@ static void place_block(block *b, int from, int to, char *space) {
     b->rows = (int32_t)(first_row(job, to) - b->first_row);
     const int64_t miss = first_row(job, job->hits) - b->first_row;
     b->miss = miss < 0 ? 0 : miss > b->rows ? b->rows : (int32_t)miss;
+    const int64_t refitted = first_row(job, job->refitted) - b->first_row;
+    b->refitted = refitted < 0 ? 0 : refitted > b->rows ? b->rows : (int32_t)refitted;
     b->always = space;
     b->misses = b->always + whole_lines((size_t)b->rows * b->always_row * bytes);
     b->context = b->misses + whole_lines((size_t)b->rows * b->misses_row * bytes);

@@ -76,6 +76,7 @@ class AttentionHalf:
     # Only for rows without trees.
     query_term: DistanceTerm | None = None
     key_term: DistanceTerm | None = None
+    refitted_output: PackedMatrix | None = None  # `output` of refitted rows; None: they have no other weights
 
     @property
     def reused(self) -> int:
@@ -97,6 +98,7 @@ class ForwardHalf:
     input_norm: CompiledNorm | None = None
     branch_norm: CompiledNorm | None = None
     output_norm: CompiledNorm | None = None
+    refitted_down: PackedMatrix | None = None  # `down` of refitted rows; None: they have no other weights
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class GivenRecords:
     dtype: torch.dtype = torch.float16  # of the maps
     packed: bool = False  # whether maps are lower triangles
     heads_before: Sequence[int] = ()  # for each layer, the number of heads of earlier layers in a record
+    refitted: int = 0  # number of hits, from the first, whose rows take the refitted weights
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ class _Layer(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         *((name, DistanceTermFields) for name in ("query_term", "key_term")),
         *((name, ctypes.c_void_p) for name in ("key_heads", "value_heads")),
-        *((name, Matrix) for name in ("gate", "up", "down")),
+        *((name, Matrix) for name in ("gate", "up", "down", "refitted_output", "refitted_down")),
         *((name, _Norm) for name in _FORWARD_NORMS),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in _LAYER_COUNTS),
@@ -217,7 +220,8 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("layers", "hidden", "embedding", "ids", "places")),
         *((name, ctypes.c_void_p) for name in ("offsets", "trees", "starts", "positions", "angles", "maps")),
         *((name, ctypes.c_int32) for name in ("first", "last", "width", "count", "hits", "type")),
-        *((name, ctypes.c_int32) for name in ("map_type", "packed", "threads", "widest", "block_tokens")),
+        *((name, ctypes.c_int32) for name in ("map_type", "packed", "threads", "widest")),
+        *((name, ctypes.c_int32) for name in ("refitted", "block_tokens")),
         *((name, ctypes.c_void_p) for name in ("given", "given_blocks", "kept")),
         *((name, ctypes.c_int64) for name in ("slot_bytes", "layer_bytes")),
         *((name, ctypes.c_void_p) for name in ("ready", "written")),
@@ -337,7 +341,7 @@ class CompiledStack:
             described = self._described(given)
             job.layers, job.hits = ctypes.addressof(described), len(given.addresses)
             job.maps, job.map_type = _address(given.addresses), NUMBER_TYPES[given.dtype]
-            job.packed = given.packed
+            job.packed, job.refitted = given.packed, given.refitted
         if slots is not None:
             self._set_slots(job, rows, slots)
         elif rows.trees is not None:
@@ -400,6 +404,8 @@ class CompiledStack:
     def _set_attention(self, own: _Layer, half: AttentionHalf) -> None:
         own.always, own.output = half.always.packed.matrix, half.output.matrix
         own.keys_always, own.values = half.always.keys, half.values
+        if half.refitted_output:
+            own.refitted_output = half.refitted_output.matrix
         key_heads = list(half.always.key_heads)
         if half.misses:
             own.misses, own.keys_misses = half.misses.packed.matrix, half.misses.keys
@@ -427,6 +433,8 @@ class CompiledStack:
         own.up, own.down = half.up.matrix, half.down.matrix
         if half.gate:
             own.gate = half.gate.matrix
+        if half.refitted_down:
+            own.refitted_down = half.refitted_down.matrix
         own.activation = ACTIVATION_NUMBERS[half.activation]
         self._set_norms(own, _FORWARD_NORMS, (half.input_norm, half.branch_norm, half.output_norm))
 

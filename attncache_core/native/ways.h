@@ -94,6 +94,23 @@ static const float *states_kept(const columns_run *run, int number, int is_secon
     return is_second ? memory->half : memory[-1].output;
 }
 
+// Write a part of the columns of the last product of a half, plus the residual x, to `out`. input: rows of
+// `row` numbers. Rows with refitted weights come first. space: memory of this thread.
+static void multiply_last(const block *b, const matrix *original, const matrix *refitted, const char *input,
+                          number_type type, int row, int part, int parts, const float *x, float *out, char *space) {
+    stack_job *job = b->job;
+    const int own = refitted_rows(b, 0, b->rows);
+    for (int r = 1; r >= 0; r--) {
+        const int first = r ? 0 : own, rows = r ? own : b->rows - own;
+        if (!rows) continue;
+        const matrix *weights = chosen(original, refitted, r);
+        const char *from = input + (size_t)first * row * number_bytes(type);
+        const operand left = prepared(weights, from, type, (size_t)row, rows, space);
+        const size_t at = (size_t)first * job->width;
+        multiply_part(job, weights, left, rows, part, parts, to_floats(out + at, job->width, x + at));
+    }
+}
+
 // Phases of a layer: project, place, attend, output, up, down.
 static void run_some_columns(void *data, int phase_number, int unit) {
     columns_run *run = data;
@@ -132,13 +149,12 @@ static void run_some_columns(void *data, int phase_number, int unit) {
         attend_head(&b, layer, unit / layer->heads, unit % layer->heads);
     } else if (part == 3) {
         const float *x = states_kept(run, number, 0);
-        const operand left = prepared(&layer->output, b.context, type, (size_t)b.context_row, rows, rest);
-        multiply_part(job, &layer->output, left, rows, unit, run->parts, to_floats(memory->half, width, x));
+        multiply_last(&b, &layer->output, &layer->refitted_output, b.context, type, b.context_row, unit, run->parts,
+                      x, memory->half, rest);
     } else {
         const float *x = states_kept(run, number, 1);
-        const int inner = layer->up.outputs;
-        const operand left = prepared(&layer->down, memory->inner, inner_type(layer), (size_t)inner, rows, rest);
-        multiply_part(job, &layer->down, left, rows, unit, run->parts, to_floats(memory->output, width, x));
+        multiply_last(&b, &layer->down, &layer->refitted_down, memory->inner, inner_type(layer), layer->up.outputs,
+                      unit, run->parts, x, memory->output, rest);
     }
     run->counts[run->first_units[phase_number] + unit] =
         (unit_counts){job->multiplications, job->map_rows, part < 3 ? nanoseconds() - started : 0};

@@ -76,6 +76,11 @@ class ReusePlan:
         """Whether each sequence takes maps from a record, bool [sequences]."""
         return self.records >= 0
 
+    @property
+    def self_hits(self) -> np.ndarray:
+        """Whether each sequence takes its own maps, from a record of the same tokens, bool [sequences]."""
+        return self.hits & (self.kinds == RecordKind.STORED) & (self.similarities >= 1)
+
     def outcomes(self) -> np.ndarray:
         """Return the Outcome of each sequence, object [sequences]."""
         # Outcomes are handled as codes, because NumPy turns members of a StrEnum into plain strings when they

@@ -32,6 +32,8 @@ def show_database(database: AttentionDatabase) -> None:
     console.print(
         f"reuse mask   {database.mask.total} of {database.mask.heads} heads (layer: heads) {layers}"
     )
+    if database.refitted:
+        console.print("weights      hits take refitted weights")
     served = ServedPolicy(database.folder, database.search.policy)
     policy = served.policy
     for reason in served.reuse_off:

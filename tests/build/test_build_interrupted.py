@@ -16,7 +16,7 @@ from attncache_core.runtime import files
 
 STAGES = [
     *("measuring heads", "writing records", "comparing maps", "training the projector", "measuring masks"),
-    *("measuring unfamiliar texts", "checking the strangeness limit"),
+    *("refitting weights", "measuring unfamiliar texts", "checking the strangeness limit"),
 ]
 STEPS = 10
 pytestmark = pytest.mark.usefixtures("fixed_costs")

@@ -107,7 +107,7 @@ def test_manifest_describes_the_model_and_the_build(measured, tiny_checkpoint, t
     manifest = json.loads((measured.folder / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["fingerprint"] == tiny_checkpoint.fingerprint()
     assert manifest["dtype"] == "float16"
-    assert manifest["format_version"] == 3
+    assert manifest["format_version"] == 4
     assert manifest["maps_version"] == MAPS_VERSION
     assert manifest["build"]["program"] == __version__
     assert manifest["build"]["texts"] == len(tiny_corpus)

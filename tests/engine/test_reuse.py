@@ -281,9 +281,9 @@ def test_engine_fetches_in_the_given_way(tiny_checkpoint, tiny_database, recorde
     ways = []
 
     class Spied(fetch.HitRecords):
-        def __init__(self, groups, way):
+        def __init__(self, groups, way, *rest):
             ways.append(way)
-            super().__init__(groups, way)
+            super().__init__(groups, way, *rest)
 
     monkeypatch.setattr(layers, "HitRecords", Spied)
     run(engine, recorded[5][:2])

@@ -64,8 +64,11 @@ FORMS = {
 }
 
 
-def made_stack(library, form, kind=MatrixKind.WHOLE, reused=REUSED, seed=0):
-    """Make a stack with random weights; layer i has reused[i] reused heads."""
+def made_stack(library, form, kind=MatrixKind.WHOLE, reused=REUSED, seed=0, refitted=None):
+    """Make a stack with random weights; layer i has reused[i] reused heads.
+
+    refitted: where the stack has refitted weights, "beside" its own or "instead" of them; None: nowhere.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(*shape, size=1.0):
@@ -129,10 +132,20 @@ def made_stack(library, form, kind=MatrixKind.WHOLE, reused=REUSED, seed=0):
             branch_norm=norm(HIDDEN) if form.branch_norms else None,
             output_norm=norm(HIDDEN) if last else None,
         )
-        layers.append((attention, [forward]))
+        layers.append(with_refitted(attention, forward, packed, refitted))
     embedding = CompiledEmbedding(numbers(WORDS, HIDDEN), numbers(PLACES, HIDDEN), norm(HIDDEN))
     dtype = torch.bfloat16 if kind is MatrixKind.PAIRS else torch.float32
     return CompiledStack(library, layers, HIDDEN, embedding, dtype)
+
+
+def with_refitted(attention, forward, packed, where):
+    """Return the halves of a layer with other weights "beside" or "instead" of their own; None: without."""
+    output, down = packed(HIDDEN, HEADS * WIDTH), packed(HIDDEN, INNER)
+    if where == "instead":
+        return replace(attention, output=output), [replace(forward, down=down)]
+    if where == "beside":
+        return replace(attention, refitted_output=output), [replace(forward, refitted_down=down)]
+    return attention, [forward]
 
 
 def made_ids(length, seed):
@@ -146,8 +159,11 @@ def given_to(lengths, total=TOTAL, seed=0):
     return [torch.randn(total, length, length, generator=generator).softmax(-1).half() for length in lengths]
 
 
-def run(stack, sequences, threads, records=(), reused=REUSED, layers=ALL_LAYERS, hidden=None):
-    """Run token ids; records: of the first sequences. Return rows [L, HIDDEN] of each one, and counts."""
+def run(stack, sequences, threads, records=(), reused=REUSED, layers=ALL_LAYERS, hidden=None, refitted=0):
+    """Run token ids. Return rows [L, HIDDEN] of each sequence, and counts.
+
+    records: of the first sequences. refitted: how many of these sequences take the refitted weights.
+    """
     lengths = [len(ids) for ids in sequences]
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
     positions = np.concatenate([np.arange(length) for length in lengths])
@@ -156,7 +172,7 @@ def run(stack, sequences, threads, records=(), reused=REUSED, layers=ALL_LAYERS,
     if records:
         addresses = np.array([record.data_ptr() for record in records], dtype=np.uint64)
         before = [sum(reused[:layer]) for layer in range(len(reused))]
-        given = GivenRecords(addresses, torch.float16, False, before)
+        given = GivenRecords(addresses, torch.float16, False, before, refitted)
     rows = StackRows(offsets, positions)
     if hidden is None:
         rows = replace(rows, ids=ids, places=ids % PLACES)

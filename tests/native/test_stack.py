@@ -49,6 +49,17 @@ def stack(kernel, form, request):
     return made_stack(kernel.library, form, request.param)
 
 
+@pytest.fixture(scope="module", params=MatrixKind)
+def refitted_stacks(kernel, form, request):
+    """Stacks that differ in their refitted weights: without, beside their own, instead of their own."""
+    if request.param is MatrixKind.PAIRS and not has_pairs(kernel.library):
+        pytest.skip("this level does not multiply pairs of bfloat16")
+    return [
+        made_stack(kernel.library, form, request.param, refitted=where)
+        for where in (None, "beside", "instead")
+    ]
+
+
 def sequences_of(lengths):
     return [made_ids(length, seed) for seed, length in enumerate(lengths)]
 
@@ -132,6 +143,26 @@ def test_given_maps_are_those_of_their_head_and_layer(kernel):
         changed[number] = changed[number].roll(1, 1)
         found, _ = run(stack, ids, 1, [changed], reused, range(2))
         assert not torch.equal(found[0], expected[0][0]), number
+
+
+@settings(max_examples=5)
+@given(lengths=lengths_of_sequences, threads=thread_counts, hits=st.integers(0, 6), data=st.data())
+@example(BATCHES["columns"], 4, 2, None)
+@example(BATCHES["columns"], 2, 3, None)
+@example(BATCHES["rows"], 2, 2, None)
+@example(BATCHES["blocks"], 2, 33, None)
+@example(BATCHES["even blocks"], 4, 3, None)
+def test_refitted_weights_are_those_of_the_first_hits_alone(
+    form, refitted_stacks, lengths, threads, hits, data
+):
+    plain, beside, instead = refitted_stacks
+    sequences = sequences_of(lengths)
+    records = given_to(lengths[:hits])
+    refitted = data.draw(st.integers(0, len(records))) if data else len(records) - 1
+    found, counts = run(beside, sequences, threads, records, refitted=refitted)
+    assert_alone(instead, found[:refitted], sequences[:refitted], records[:refitted])
+    assert_alone(plain, found[refitted:], sequences[refitted:], records[refitted:])
+    assert counts.multiplications == expected_counts(form, lengths, len(records), REUSED)[0]
 
 
 # Counts.

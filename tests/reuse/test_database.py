@@ -133,10 +133,10 @@ def test_database_of_its_own_model_is_accepted(folder, tiny_checkpoint):
     AttentionDatabase.open(folder).require_fingerprint(tiny_checkpoint.fingerprint(), tiny_checkpoint.name)
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", None])
+@pytest.mark.parametrize("version", [0, 1, 2, 5, "3", None])
 def test_other_format_version_is_refused_with_both_numbers(folder, version):
     change_manifest(folder, format_version=version)
-    with pytest.raises(DatabaseRefused, match=f"format version {version}, and this program reads 3"):
+    with pytest.raises(DatabaseRefused, match=f"format version {version}, and this program reads 3 and 4"):
         AttentionDatabase.open(folder)
 
 

@@ -66,8 +66,9 @@ class HitRecords(GivenMaps):
     A context manager: records that are mapped side by side for the batch are unmapped at the end.
     """
 
-    def __init__(self, groups: Sequence[RecordGroup], fetch: Fetch = Fetch.AUTO) -> None:
-        """groups: the records of the hits, in the order of the batch."""
+    def __init__(self, groups: Sequence[RecordGroup], fetch: Fetch = Fetch.AUTO, refitted: int = 0) -> None:
+        """groups: the records of the hits, in the order of the batch. refitted: see GivenMaps."""
+        self.refitted = refitted
         self._groups = groups
         self._fetch = fetch
         self._kernel = native.kernel() if fetch in _BY_KERNEL else None
@@ -126,6 +127,7 @@ class HitRecords(GivenMaps):
             layout.dtype,
             layout.form is MapForm.PACKED,
             [layout.heads_before(layer) for layer in range(len(layout.stored_heads))],
+            self.refitted,
         )
 
     def apply(self, number: int, value: torch.Tensor, context: torch.Tensor) -> None:

@@ -32,6 +32,8 @@ class GivenMaps(ABC):
     """Maps that are given to the first sequences of a batch, for the reused heads of each layer."""
 
     count: int  # number of sequences that get maps; they come first in the batch
+    # Number of sequences, from the first, that take the model's refitted weights; at most `count`.
+    refitted: int = 0
 
     def attend(self, heads: ComputedHeads) -> None:
         """Compute the maps of the computed heads of a layer, and write maps @ V to `heads.context`.

@@ -5,6 +5,7 @@
     DIR/projector.safetensors     the feature projector (projector.py)
     DIR/prototypes.safetensors    feature vectors of the synthetic records of all lengths (prototypes.py)
     DIR/familiarity-<digest>.safetensors    familiarity test and token counts of the corpus (familiarity.py)
+    DIR/refitted.safetensors      the weights that hits take, if they have their own (refitted.py)
     DIR/index/<length>.faiss      feature vectors of the recorded sentences (index.py)
     DIR/maps/<length>.maps        records (storage/layout.py)
 
@@ -33,6 +34,7 @@ import torch
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.errors import AttnCacheError, CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.heads.classifier import LinearClassifier
+from attncache_core.models.refitted import LastProducts
 from attncache_core.reuse.maps.familiarity import familiarity_name, read_familiarity
 from attncache_core.reuse.maps.gain import Traffic
 from attncache_core.reuse.maps.index import FeatureIndex
@@ -47,6 +49,7 @@ from attncache_core.reuse.maps.manifest import Manifest, use_of
 from attncache_core.reuse.maps.policy import ReusePolicy
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
+from attncache_core.reuse.maps.refitted import REFITTED, read_refitted
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.mask import ReuseMask, parse_heads, require_stored_heads
 from attncache_core.reuse.storage.layout import RecordLayout
@@ -68,6 +71,7 @@ class AttentionDatabase:
     search: SearchEngine
     mask: ReuseMask
     token_counts: np.ndarray  # int64 [vocabulary], number of times that each token occurs in the corpus
+    refitted: Sequence[LastProducts] | None = None  # the weights that hits take; None: the model's
 
     @classmethod
     def open(
@@ -76,9 +80,10 @@ class AttentionDatabase:
         """Open the database in `folder`.
 
         threshold: θ for all lengths and kinds, instead of the manifest's policy. heads: reuse mask instead of
-        the manifest's, as `parse_heads` reads it. Raises DatabaseRefused if there is no database or its
-        format is not supported, CorruptDatabase if a file is missing, truncated or changed, and InvalidInput
-        if the records cannot serve `heads` or if an option is invalid.
+        the manifest's, as `parse_heads` reads it. With either of them, hits take the model's weights. Raises
+        DatabaseRefused if there is no database or its format is not supported, CorruptDatabase if a file is
+        missing, truncated or changed, and InvalidInput if the records cannot serve `heads` or if an option is
+        invalid.
         """
         if threshold is not None and math.isnan(threshold):
             raise InvalidInput("threshold must be a number", field="threshold")
@@ -118,7 +123,11 @@ class AttentionDatabase:
         )
         for wrong in inconsistencies(folder, search, manifest.records, manifest.prototypes, manifest.files):
             raise CorruptDatabase(wrong, field="database")
-        return cls(folder, manifest, search, require_stored_heads(mask, manifest.stored_heads), token_counts)
+        require_stored_heads(mask, manifest.stored_heads)
+        # The weights were fitted to the manifest's mask, and measured with its policy.
+        calibrated = heads is None and threshold is None and REFITTED in manifest.files
+        refitted = read_refitted(folder / REFITTED) if calibrated else None
+        return cls(folder, manifest, search, mask, token_counts, refitted)
 
     @cached_property
     def decisions(self) -> LinearClassifier | None:
@@ -251,6 +260,7 @@ class AttentionDatabase:
             lost_lengths=sorted(set(self.manifest.lengths) - set(self.search.store.segments)),
             dtype=self.manifest.dtype,
             reused_heads=list(self.mask.reused),
+            refitted=self.refitted is not None,
             heads=self.mask.heads,
             policy=self.search.policy.info(),
             quality=self.manifest.quality,

@@ -48,6 +48,7 @@ class DatabaseInfo:
     dtype: str  # of the records
     reused_heads: list[int]  # layer -> heads of the reuse mask
     heads: int  # of all layers
+    refitted: bool  # whether hits take weights of their own
     policy: PolicyInfo
     quality: Mapping[str, Any]  # as measured when the policy was chosen
 

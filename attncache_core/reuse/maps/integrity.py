@@ -16,6 +16,7 @@ from attncache_core.errors import CorruptDatabase
 from attncache_core.reuse.maps.familiarity import familiarity_name
 from attncache_core.reuse.maps.index import index_path
 from attncache_core.reuse.maps.prototypes import prototypes_path
+from attncache_core.reuse.maps.refitted import REFITTED
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.reuse.storage.segment import Segment
@@ -36,14 +37,14 @@ def file_digests(
     The digest of a segment covers its header and record table, not its records. indexed: the lengths that
     have an index. familiarity: the file name of the familiarity test.
     """
-    paths = _small_files(folder, indexed, familiarity)
+    paths = _small_files(folder, indexed, familiarity, refitted=(folder / REFITTED).exists())
     small = {str(path.relative_to(folder)): file_digest(path) for path in paths}
     return small | {_name(folder, segment): segment.head_digest for segment in store.segments.values()}
 
 
 def require_unchanged(folder: Path, digests: Mapping[str, str], indexed: Collection[int]) -> None:
-    """Raise CorruptDatabase unless projector, familiarity test, prototypes and indexes have these digests."""
-    for path in _small_files(folder, indexed, familiarity_name(digests)):
+    """Raise CorruptDatabase unless the files have these digests: all but the segments."""
+    for path in _small_files(folder, indexed, familiarity_name(digests), refitted=REFITTED in digests):
         try:
             digest = file_digest(path)
         except OSError as error:
@@ -109,13 +110,14 @@ def _kinds(search: SearchEngine, length: int, stored: int) -> np.ndarray:
     return kinds
 
 
-def _small_files(folder: Path, indexed: Collection[int], familiarity: str) -> list[Path]:
+def _small_files(folder: Path, indexed: Collection[int], familiarity: str, *, refitted: bool) -> list[Path]:
     """Return the paths of all files whose whole content is covered by a digest in the manifest."""
     return [
         folder / "projector.safetensors",
         folder / familiarity,
         prototypes_path(folder),
         *(index_path(folder, length) for length in sorted(indexed)),
+        *([folder / REFITTED] if refitted else []),
     ]
 
 

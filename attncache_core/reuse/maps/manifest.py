@@ -24,7 +24,9 @@ from attncache_core.reuse.mask import ReuseMask, head_order
 from attncache_core.reuse.storage.layout import MapForm, RecordKind
 from attncache_core.runtime.files import write_whole
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+# A database of version 3 has no refitted weights, and is otherwise the same.
+_READABLE = {"format_version": (3, FORMAT_VERSION), "maps_version": (MAPS_VERSION,)}
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,12 @@ class Manifest:
 
 def _require_versions(folder: Path, manifest: dict[str, Any]) -> None:
     """Raise DatabaseRefused unless the versions in the manifest are the versions of this program."""
-    for name, own in (("format_version", FORMAT_VERSION), ("maps_version", MAPS_VERSION)):
+    for name, readable in _READABLE.items():
         held = manifest[name]
-        if held != own:
+        if held not in readable:
             raise DatabaseRefused(
-                f"database {folder} has {name.replace('_', ' ')} {held}, and this program reads {own}; "
+                f"database {folder} has {name.replace('_', ' ')} {held}, and this program reads "
+                f"{' and '.join(map(str, readable))}; "
                 f"remove it and build it anew: attncache build --corpus FILE --database {folder}, with the "
                 "options that it was built with",
                 field="database",
