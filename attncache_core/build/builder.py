@@ -316,6 +316,7 @@ class _Build:
         trained, held_out = (self.sentences.of_side(held_out=side) for side in (False, True))
         token_counts = count_tokens(trained, self.engine.tokenizer.vocabulary)
         probes = find_probes(self.model, search, held_out, self.first_inputs.of)
+        refitting = Refitting(self.engine, search, trained, self._random(3))
         chosen = calibrate(
             self.engine,
             search,
@@ -326,7 +327,7 @@ class _Build:
             self.budget,
             heads=self.options.heads,
             threshold=self.options.threshold,
-            refit=Refitting(self.engine, search, trained, self._random(3)).products,
+            refit=refitting.products if self.options.refit else None,
             progress=self.progress,
         )
         write_refitted(self.partial, chosen.refitted)

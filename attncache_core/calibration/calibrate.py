@@ -84,7 +84,7 @@ def calibrate(
     *,
     heads: str | None = None,
     threshold: float | None = None,
-    refit: Refit = lambda _: None,
+    refit: Refit | None = None,
     refit_masks: Sequence[ReuseMask] | None = None,
     progress: Progress = lambda *_: None,
 ) -> Calibration:
@@ -98,9 +98,9 @@ def calibrate(
     With fewer than 20 probes nothing is measured. Then the largest mask is returned with the operator's θ or,
     by default, θ = 1, with which only recorded sequences hit.
 
-    refit: makes the weights of hits. refit_masks: the masks to try with weights, in growing order, until one
-    saves less than the one before; None: the operator's mask, or all that are larger than the best mask
-    without weights.
+    refit: makes the weights of hits; None: hits take the model's. refit_masks: the masks to try with weights,
+    in growing order, until one saves less than the one before; None: the operator's mask, or all that are
+    larger than the best mask without weights.
     """
     masks = candidate_masks(rank, heads, sum(search.store.layout.stored_heads))
     if len(probes.sequences) < MIN_PROBES:
@@ -115,9 +115,10 @@ def calibrate(
     if threshold is not None:
         return Calibration(chosen.mask, chosen.policy, None, report(chosen, options, probes))
     trials.measure(masks_between(masks, chosen.mask, rank))
-    if refit_masks is None:
-        refit_masks = [mask for mask in masks if heads or mask.total > chosen.mask.total]
-    trials.measure_refitted(refit_masks, refit)
+    if refit:
+        if refit_masks is None:
+            refit_masks = [mask for mask in masks if heads or mask.total > chosen.mask.total]
+        trials.measure_refitted(refit_masks, refit)
     return _with_limit(trials, unfamiliar, token_counts)
 
 

@@ -75,8 +75,8 @@ def calibrate_database(
         database.token_counts,
         rank,
         budget,
-        refit=lambda _: database.refitted,
-        refit_masks=[manifest.mask] if database.refitted else [],
+        refit=(lambda _: database.refitted) if database.refitted else None,
+        refit_masks=[manifest.mask],
         progress=progress,
     )
     decides = budget.measure is Measure.AGREEMENT

@@ -99,6 +99,11 @@ _REMOVED = removed_option(
     help="Most synthetic records of each length; 0 makes none.",
 )
 @click.option(
+    "--refit",
+    is_flag=True,
+    help="Fit weights that only hits take, so that more heads are reused. For traffic like the corpus.",
+)
+@click.option(
     "--heads",
     help="Heads to reuse: all, layers:0-3, or a number. Default: calibration chooses the heads.",
 )

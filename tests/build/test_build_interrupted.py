@@ -43,7 +43,9 @@ def build(engine, corpus, folder: Path, stop_at: tuple[str, int] | None = None, 
         engine,
         corpus,
         folder,
-        BuildOptions(**{"training_steps": STEPS, "prototypes": 4, "min_text_cosine": 0.0, **options}),
+        BuildOptions(
+            **{"training_steps": STEPS, "prototypes": 4, "min_text_cosine": 0.0, "refit": True, **options}
+        ),
         progress,
     )
     if stop_at:

@@ -117,7 +117,7 @@ def test_weights_are_read_as_they_were_written(tmp_path, mask, refit):
 def built(tiny_engine, tiny_corpus, tmp_path_factory):
     """A database with the operator's mask, and a budget that holds for any text."""
     folder = tmp_path_factory.mktemp("built") / "refitted.db"
-    options = BuildOptions(heads="8", min_cosine=0.0, min_text_cosine=0.0, training_steps=20)
+    options = BuildOptions(heads="8", refit=True, min_cosine=0.0, min_text_cosine=0.0, training_steps=20)
     build_database(tiny_engine, tiny_corpus, folder, options)
     return folder
 
@@ -172,7 +172,7 @@ def test_calibration_keeps_refitted_weights_with_their_mask_alone(
 ):
     """Records of all heads allow a larger mask without the weights, and records of two layers do not."""
     folder = tmp_path / "refitted.db"
-    options = BuildOptions(heads=heads, min_cosine=0.0, min_text_cosine=0.0, training_steps=20)
+    options = BuildOptions(heads=heads, refit=True, min_cosine=0.0, min_text_cosine=0.0, training_steps=20)
     build_database(tiny_engine, tiny_corpus, folder, options)
     database = AttentionDatabase.open(folder)
     assert database.info().refitted

@@ -96,7 +96,7 @@ class FakeMapReuse:
         return kept
 
     def info(self) -> DatabaseInfo:
-        return DatabaseInfo(7, 0, 4096, [1, 64], [], "float32", [1], 1, self.policy.info(), {})
+        return DatabaseInfo(7, 0, 4096, [1, 64], [], "float32", [1], 1, False, self.policy.info(), {})
 
 
 class FakeTokenizer:
