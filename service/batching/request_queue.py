@@ -248,7 +248,10 @@ class RequestQueue:
         A batch holds at most the part of the waiting tokens that this thread would get if all free threads
         took equal parts, or `least_part` tokens if that is more, but at least one text.
         """
-        room = _Room(self._limits.batch_tokens, self._limits.batch_sequences, _MOST_LOOKUPS)
+        with self._lock:
+            # Not what comes meanwhile, or requests whose results are known would keep others waiting.
+            lookups = min(_MOST_LOOKUPS, self._waiting_sequences)
+        room = _Room(self._limits.batch_tokens, self._limits.batch_sequences, lookups)
         while True:
             with self._lock:
                 self._looked_at = None
