@@ -154,8 +154,9 @@ class Verifier:
         """
         if not self._verifying.acquire(blocking=False):
             return
-        hits = self._take()
+        hits: list[_Hit] = []
         try:
+            hits = self._take()
             if hits:  # another thread may have taken or dropped the last ones
                 self._verify(hits)
         # A panic in compiled code is not an Exception, and serving must go on.

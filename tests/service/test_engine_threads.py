@@ -341,6 +341,7 @@ class FaultyCalls:
             return
         self.calls[code.co_qualname] += 1
         if code.co_qualname == self._function and self.calls[self._function] == self._call:
+            self.is_over = True
             raise Fault
 
 
@@ -353,13 +354,16 @@ async def answers_despite(faults: FaultyCalls, engine: FakeEngine, requests: lis
     async with asyncio.timeout(30):
         pending = [submit(batcher, texts) for texts in requests]
         answers = await asyncio.gather(*pending, return_exceptions=True)
-        while batcher._queue._running:
+        while batcher._queue._running or (verifier.has_work and not faults.is_over):
             await asyncio.sleep(0.0005)
         faults.is_over = True
         answers.append(await submit(batcher, ["next"]))
+        while verifier.has_work:
+            await asyncio.sleep(0.0005)
     await asyncio.to_thread(batcher.close)
     assert (batcher.waiting_requests, batcher.waiting_sequences, batcher.waiting_tokens) == (0, 0, 0)
     assert (batcher._queue._running, batcher._queue._computing, batcher._queue._idle_work) == (0, 0, 0)
+    assert not verifier._verifying.locked()
     return answers
 
 
@@ -377,7 +381,8 @@ def test_whatever_raises_on_an_engine_thread_each_request_is_answered_and_the_ne
     without_faults = FaultyCalls(None)
     for texts, answer in zip([*requests, ["next"]], answers_of(without_faults), strict=True):
         assert_result_of(texts, answer)
-    assert {"Results.settle", "RequestQueue._take", "BatchRunner._deliver"} <= set(without_faults.calls)
+    expected = {"Results.settle", "RequestQueue._take", "BatchRunner._deliver", "Verifier._take"}
+    assert expected <= set(without_faults.calls)
     for function, count in without_faults.calls.items():
         for call in {1, count}:
             for texts, answer in zip(
