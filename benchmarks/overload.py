@@ -22,7 +22,7 @@ import json
 import random
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +34,6 @@ WARM_UP_SECONDS = 3.0
 # Requests that were not answered so long after the last one was sent are given up.
 PATIENCE_SECONDS = 15.0
 MOST_TRIES = 4
-# As many as the server has, and as a process may open.
-MOST_CONNECTIONS = 900
 
 
 @dataclass
@@ -104,12 +102,14 @@ def header(head: bytes, name: bytes) -> int:
 class Clients:
     """Sends requests over connections that are kept."""
 
-    def __init__(self, host: str, port: int, requests: Iterator[bytes], *, retry: bool) -> None:
+    def __init__(
+        self, host: str, port: int, requests: Iterator[bytes], connections: int, *, retry: bool
+    ) -> None:
         self._address = host, port
         self._requests = requests
         self._most_tries = MOST_TRIES if retry else 1
-        self._idle: list[Connection] = []
-        self._connections = asyncio.Semaphore(MOST_CONNECTIONS)
+        self._idle: deque[Connection] = deque()
+        self._connections = asyncio.Semaphore(connections)
         self.answered: list[Answered] = []
         self.failed = 0  # connections that were lost or refused
         self.late: list[float] = []  # ms between the moment a request should be sent and its first byte
@@ -136,7 +136,8 @@ class Clients:
 
     async def _ask(self, request: bytes, due: float | None) -> tuple[int, int]:
         async with self._connections:
-            connection = self._idle.pop() if self._idle else None
+            # The one that was idle longest, as if each request came from another client.
+            connection = self._idle.popleft() if self._idle else None
             if connection is None or not connection.is_open:
                 loop = asyncio.get_running_loop()
                 _, connection = await loop.create_connection(Connection, *self._address)
@@ -219,7 +220,7 @@ async def measure(options: argparse.Namespace, texts: list[str]) -> None:
     requests = requests_of(texts, options.batch)
 
     def clients(*, retry: bool = False) -> Clients:
-        return Clients(url.hostname or "", url.port or 80, requests, retry=retry)
+        return Clients(url.hostname or "", url.port or 80, requests, options.connections, retry=retry)
 
     closed = clients()
     await closed_loop(closed, options.clients, WARM_UP_SECONDS)
@@ -254,6 +255,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64, help="clients that find out the capacity")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each load")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.9, 1.0, 2.0, 4.0])
+    parser.add_argument("--connections", type=int, default=900, help="most connections at once")
     parser.add_argument("--retry", action="store_true", help="send refused requests again after Retry-After")
     options = parser.parse_args()
     random.seed(0)

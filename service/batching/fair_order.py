@@ -18,6 +18,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -44,13 +45,19 @@ class FairOrder(Generic[T]):
         """
         self._root.count(flow, cost)
 
-    def ahead(self, flow: Sequence[Hashable], at_once: int) -> int:
+    @property
+    def cost(self) -> int:
+        """The cost of all items that wait; `ahead` is at most as much."""
+        return self._root.cost
+
+    def ahead(self, flow: Sequence[Hashable], at_once: int, most: float | None = None) -> int:
         """Return the cost that is charged, at most, before an item that is added to a flow now is served.
 
         at_once: the most that a flow is charged before the next one is served. Each other flow counts too
         much by up to this cost. Items that are added later may go first if their flows did not wait yet.
+        most: the caller only asks whether the cost is above it; the cost is then not always counted anew.
         """
-        return self._root.ahead(flow, at_once)
+        return self._root.ahead(flow, at_once, most)
 
     def head(self) -> T | None:
         """Return the item to serve next, or None if there is no item."""
@@ -65,11 +72,28 @@ class FairOrder(Generic[T]):
         self._root.remove(item, flow)
 
 
+@dataclass(slots=True)
+class _Counted:
+    """What comes before a child without items. Until a flow is charged, it only grows."""
+
+    time: float  # of the child
+    ahead: int
+    added: int = 0  # since then
+
+    def compared(self, time: float, most: float) -> int | None:
+        """Return a cost that is above `most` if and only if the one of a child with this time is, or None."""
+        at_most = self.ahead + self.added
+        is_above = time >= self.time and self.ahead > most
+        is_below = time <= self.time and at_most <= most
+        return at_most if is_above or is_below else None
+
+
 class _Flow(Generic[T]):
     """Items of one flow, or flows within a flow."""
 
     __slots__ = (
         "_children",
+        "_counted",
         "_heap",
         "_now",
         "_numbers",
@@ -94,6 +118,7 @@ class _Flow(Generic[T]):
         self._numbers = itertools.count()
         self._waiting = 0  # children with items
         self._now = 0.0  # the time at which a child begins to wait
+        self._counted: _Counted | None = None
         self._served: _Flow[T] | None = None  # the child whose item `head` returned
 
     def items(self) -> Iterator[T]:
@@ -118,25 +143,41 @@ class _Flow(Generic[T]):
 
     def count(self, flow: Sequence[Hashable], cost: int) -> None:
         self.cost += cost
+        if self._counted and cost > 0:
+            self._counted.added += cost
+        else:
+            self._counted = None
         if flow:
             self._children[flow[0]].count(flow[1:], cost)
         else:
             self._own_cost += cost
 
-    def ahead(self, flow: Sequence[Hashable], at_once: int) -> int:
+    def ahead(self, flow: Sequence[Hashable], at_once: int, most: float | None) -> int:
         if not flow:
             return self._own_cost
         child = self._children.get(flow[0])
-        within, starts = 0, self._now
-        if child is not None:
-            within = child.ahead(flow[1:], at_once)
-            starts = within + (child.time if child.count_of_items else max(child.time, self._now))
-        others = (
-            min(other.cost, starts - other.time + at_once)
+        if child is not None and child.count_of_items:
+            within = child.ahead(flow[1:], at_once, most)
+            ahead = within + self._ahead_at(within + child.time, at_once, child)
+            is_known = most is None or ahead <= most or within > most
+            return ahead if is_known else self.ahead(flow, at_once, None)
+        starts = self._now if child is None else max(child.time, self._now)
+        known = self._counted.compared(starts, most) if self._counted and most is not None else None
+        if known is None:
+            known = self._ahead_at(starts, at_once, child)
+            self._counted = _Counted(starts, known)
+        return known
+
+    def _ahead_at(self, time: float, at_once: int, child: _Flow[T] | None) -> int:
+        """Return what others are charged until their times have passed this one, and own items."""
+        latest = time + at_once
+        # With thousands of flows, a call of min for each would take most of the event loop's time.
+        others = [
+            other.cost if other.cost < latest - other.time else latest - other.time
             for other in self._children.values()
-            if other is not child and other.time <= starts
-        )
-        return self._own_cost + within + math.ceil(sum(others))
+            if other.cost and other.time <= time and other is not child
+        ]
+        return self._own_cost + math.ceil(sum(others))
 
     def head(self) -> T | None:
         if self._own:
@@ -162,6 +203,7 @@ class _Flow(Generic[T]):
         if self._served is not None:
             self._served.time += cost
             self._served.charge(cost)
+            self._counted = None
             # One more than wait, so that a child that begins to wait now goes before the one that was served.
             self._now += cost / (self._waiting + 1)
 

@@ -401,9 +401,11 @@ class RequestQueue:
         speed, seconds = self._speed.tokens_per_second, self._limits.queue_seconds
         if speed is None:
             return
-        ahead = self._order.ahead(request.flow, self._limits.batch_tokens)
-        more = ahead - max(self._limits.batch_tokens, speed * seconds)
-        if more > 0:
+        allowed = max(self._limits.batch_tokens, speed * seconds)
+        if self._order.cost <= allowed:  # known at once, also if thousands of flows wait
+            return
+        ahead = self._order.ahead(request.flow, self._limits.batch_tokens, allowed)
+        if (more := ahead - allowed) > 0:
             raise self._full(
                 f"about {ahead / speed:.1f} seconds of work come before this request, and "
                 f"--max-queue-seconds allows {seconds:g}",

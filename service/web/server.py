@@ -30,9 +30,11 @@ from service.ending import end_process
 from service.errors import ShuttingDown, log_failure
 from service.settings import Settings
 from service.state import ServiceState
+from service.upkeep.garbage import look_at_requests_only
 from service.web.connection import Connection, ConnectionLimits, Gate
-from service.web.listeners import BACKLOG, Listener, load_certificate
+from service.web.listeners import Listener, load_certificate
 from service.workers.acceptor import Acceptor
+from service.workers.board import Board
 from service.workers.team import Team
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,9 @@ def run_server(
     def load() -> Iterator[PrefillEngine]:
         nonlocal loading
         try:
-            yield from load_engines()
+            for engine in load_engines():
+                look_at_requests_only()
+                yield engine
         finally:
             loading = False
 
@@ -175,10 +179,7 @@ class Server(uvicorn.Server):
         if self.lifespan.should_exit:
             sys.exit(STARTUP_FAILURE)
         self.servers = [
-            self._accept_in_turn(gate, listener, self._team)
-            if self._team is not None
-            else await self._accept(gate, listener)
-            for gate, listener in zip(self._gates, self._listeners, strict=True)
+            self._accept(gate, listener) for gate, listener in zip(self._gates, self._listeners, strict=True)
         ]
         self.started = True
 
@@ -218,29 +219,16 @@ class Server(uvicorn.Server):
 
     # Inside.
 
-    async def _accept(self, gate: Gate, listener: Listener) -> asyncio.base_events.Server:
-        loop, connection = asyncio.get_running_loop(), self._maker_of_connections(gate)
-        if listener.unix_socket is not None:
-            return await loop.create_unix_server(connection, sock=listener.socket, backlog=BACKLOG)
-        handshake = gate.limits.header_seconds if listener.tls else None
-        return await loop.create_server(
-            connection,
-            sock=listener.socket,
-            # asyncio would listen again, with a hundred.
-            backlog=BACKLOG,
-            ssl=listener.tls,
-            ssl_handshake_timeout=handshake,
-        )
+    def _accept(self, gate: Gate, listener: Listener) -> asyncio.base_events.Server:
+        loop = asyncio.get_running_loop()
 
-    def _accept_in_turn(self, gate: Gate, listener: Listener, team: Team) -> asyncio.base_events.Server:
-        connection = self._maker_of_connections(gate)
-        acceptor = Acceptor(listener, connection, gate.limits.header_seconds, team.board, team.worker)
+        def connection() -> Connection:
+            return Connection(gate, self.config, self.server_state, self.lifespan.state, loop)
+
+        board, worker = (self._team.board, self._team.worker) if self._team else (Board(1), 0)
+        acceptor = Acceptor(listener, connection, gate.limits.header_seconds, board, worker)
         # uvicorn only closes it.
         return cast(asyncio.base_events.Server, acceptor)
-
-    def _maker_of_connections(self, gate: Gate) -> Callable[[], Connection]:
-        loop = asyncio.get_running_loop()
-        return lambda: Connection(gate, self.config, self.server_state, self.lifespan.state, loop)
 
     async def _drain(self, seconds: float) -> None:
         """Answer what arrives, and close each connection after its response, until nothing is in flight.
@@ -275,9 +263,7 @@ class Server(uvicorn.Server):
 
     def _is_opening(self) -> bool:
         """Return whether a connection was accepted of which `_connections` does not know yet."""
-        # Without a team, asyncio opens connections as it accepts them.
-        acceptors = cast(list[Acceptor], self.servers) if self._team is not None else []
-        return any(acceptor.is_opening for acceptor in acceptors)
+        return any(acceptor.is_opening for acceptor in cast(list[Acceptor], self.servers))
 
     def _connections(self) -> list[Connection]:
         # All are made by `_accept`.

@@ -1,4 +1,7 @@
-"""Accept connections on a socket that several workers listen on, so that all of them get equally many.
+"""Accept connections on a socket, which several workers may listen on, so that all of them get equally many.
+
+uvloop would accept one connection in each round of the event loop. When many clients come at once, a round is
+long, and clients would wait for seconds. So several are accepted in a round.
 
 All workers are woken for each connection. Without a rule, the first one that looks would take it, and clients
 that keep their connections would share few of the workers. So a worker first leaves a connection to workers
@@ -18,6 +21,7 @@ from service.workers.board import Board
 
 logger = logging.getLogger(__name__)
 
+_MOST_AT_ONCE = 64
 # How long a connection is left to others, which may be busy or not have a processor at once.
 _LEAVE_SECONDS = 0.01
 # A worker that does not serve looks again after this time, while others serve.
@@ -84,14 +88,20 @@ class Acceptor:
         self._timer = self._loop.call_later(seconds, resume)
 
     def _accept(self) -> None:
-        try:
-            client, _ = self._listener.socket.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # another worker took it, or the client has left
-        except OSError as error:
-            logger.error("cannot accept connections: %s", error.strerror)
-            self._pause(_ERROR_SECONDS)
-            return
+        for _ in range(_MOST_AT_ONCE):
+            try:
+                client, _ = self._listener.socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return  # nobody waits any more, or another worker took the connection, or the client has left
+            except OSError as error:
+                logger.error("cannot accept connections: %s", error.strerror)
+                self._pause(_ERROR_SECONDS)
+                return
+            self._take(client)
+            if self._board.others_should_accept(self._worker):
+                return
+
+    def _take(self, client: socket.socket) -> None:
         client.setblocking(False)
         if client.family != socket.AF_UNIX:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -201,3 +202,50 @@ def test_flows_that_come_later_keep_no_earlier_one_waiting() -> None:
         order.remove(item, ("old",) if item[0] == "waits" else (int(item[0][-1]),))
         served.append(item[0])
     assert "waits" in served[:3]
+
+
+_FLOWS = st.tuples(st.sampled_from("ab"), st.sampled_from("xyz"))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), _FLOWS, st.integers(1, 40)),
+            st.tuples(st.sampled_from(["serve", "withdraw"]), st.none(), st.integers(0, 5)),
+            st.tuples(st.just("ask"), st.one_of(_FLOWS, st.just(("c", "x"))), st.integers(0, 150)),
+        ),
+        max_size=60,
+    )
+)
+def test_whether_too_much_is_ahead_is_the_same_as_if_it_were_counted_anew(
+    steps: list[tuple[str, Any, int]],
+) -> None:
+    order, counting = FairOrder[tuple[int, int]](), FairOrder[tuple[int, int]]()
+    waiting: dict[tuple[int, int], tuple[str, str]] = {}
+    for number, (step, flow, amount) in enumerate(steps):
+        if step == "add":
+            item = number, amount
+            waiting[item] = flow
+        elif step == "ask":
+            too_much = counting.ahead(flow, 20) > amount
+            assert (order.ahead(flow, 20, amount) > amount) == too_much
+            continue
+        elif not waiting:
+            continue
+        elif step == "withdraw":
+            item = list(waiting)[amount % len(waiting)]
+        for own in (order, counting):
+            if step == "add":
+                own.add(item, flow)
+                own.count(flow, amount)
+                continue
+            if step == "serve":
+                head = own.head()
+                assert head is not None
+                item = head
+                own.charge(item[1])
+            own.count(waiting[item], -item[1])
+            own.remove(item, waiting[item])
+        if step != "add":
+            del waiting[item]
+    assert order.cost == sum(cost for _, cost in waiting)
