@@ -4,8 +4,10 @@ This is start-time fair queueing (Goyal, Vin and Cheng 1996). Each flow has a vi
 cost of what is served, and the flow with the least time is next. A flow that begins to wait begins at the
 present virtual time, which grows by the share of each flow in what is served. So the flow goes before flows
 that were served more than their share, and one text waits for at most one batch of a client with thousands of
-texts. And the flow goes behind flows that began to wait long before it, however many flows come anew. Flows
-can hold flows: the connections of a key take turns within the turn of the key.
+texts. And the flow goes behind flows that began to wait long before it, however many flows come anew. An item
+that does not fit into a batch any more keeps its turn, if its rest is small: otherwise the rest would wait
+until all others were served once. Flows can hold flows: the connections of a key take turns within the turn
+of the key.
 
 The order also tells how much is served before an item that would be added now: not all that waits, but what
 the flow itself has waiting, and what the others get until their times have passed the time of the item.
@@ -27,8 +29,9 @@ T = TypeVar("T")
 class FairOrder(Generic[T]):
     """Items of flows in the order of their service. Not thread safe."""
 
-    def __init__(self) -> None:
-        self._root: _Flow[T] = _Flow(0)
+    def __init__(self, at_once: int = 0) -> None:
+        """at_once: the most that a flow is charged for parts of an item before the next flow is served."""
+        self._root: _Flow[T] = _Flow(0, at_once)
 
     def __iter__(self) -> Iterator[T]:
         """Iterate over all items, roughly in the order of their service."""
@@ -50,22 +53,25 @@ class FairOrder(Generic[T]):
         """The cost of all items that wait; `ahead` is at most as much."""
         return self._root.cost
 
-    def ahead(self, flow: Sequence[Hashable], at_once: int, most: float | None = None) -> int:
+    def ahead(self, flow: Sequence[Hashable], most: float | None = None) -> int:
         """Return the cost that is charged, at most, before an item that is added to a flow now is served.
 
-        at_once: the most that a flow is charged before the next one is served. Each other flow counts too
-        much by up to this cost. Items that are added later may go first if their flows did not wait yet.
+        Each other flow counts too much, by up to what it is charged at once. Items that are added later may
+        go first if their flows did not wait yet.
         most: the caller only asks whether the cost is above it; the cost is then not always counted anew.
         """
-        return self._root.ahead(flow, at_once, most)
+        return self._root.ahead(flow, most)
 
     def head(self) -> T | None:
         """Return the item to serve next, or None if there is no item."""
         return self._root.head()
 
-    def charge(self, cost: int) -> None:
-        """Charge the flow of the item that `head` returned last."""
-        self._root.charge(cost)
+    def charge(self, cost: int, left: int = 0) -> None:
+        """Charge the flow of the item that `head` returned last. left: the cost of the rest of the item.
+
+        If the rest may be served in the same turn, `head` returns the item again.
+        """
+        self._root.charge(cost, left)
 
     def remove(self, item: T, flow: Sequence[Hashable]) -> None:
         """Remove an item. Raises ValueError if the flow has no such item."""
@@ -92,6 +98,7 @@ class _Flow(Generic[T]):
     """Items of one flow, or flows within a flow."""
 
     __slots__ = (
+        "_at_once",
         "_children",
         "_counted",
         "_heap",
@@ -104,10 +111,13 @@ class _Flow(Generic[T]):
         "cost",
         "count_of_items",
         "time",
+        "turn",
     )
 
-    def __init__(self, time: float) -> None:
-        self.time = time  # virtual time: grows by the cost that is charged
+    def __init__(self, time: float, at_once: int) -> None:
+        self.time = time  # virtual time: grows by the cost that is charged, at the end of each turn
+        self.turn = 0  # what was charged in a turn that goes on
+        self._at_once = at_once
         self.cost = 0  # of all items
         self.count_of_items = 0
         self._own: deque[T] = deque()
@@ -134,7 +144,7 @@ class _Flow(Generic[T]):
         name = flow[0]
         child = self._children.get(name)
         if child is None:
-            child = self._children[name] = _Flow(self._now)
+            child = self._children[name] = _Flow(self._now, self._at_once)
             heapq.heappush(self._heap, (child.time, next(self._numbers), name))
         if not child.count_of_items:
             self._waiting += 1
@@ -152,25 +162,25 @@ class _Flow(Generic[T]):
         else:
             self._own_cost += cost
 
-    def ahead(self, flow: Sequence[Hashable], at_once: int, most: float | None) -> int:
+    def ahead(self, flow: Sequence[Hashable], most: float | None) -> int:
         if not flow:
             return self._own_cost
         child = self._children.get(flow[0])
         if child is not None and child.count_of_items:
-            within = child.ahead(flow[1:], at_once, most)
-            ahead = within + self._ahead_at(within + child.time, at_once, child)
+            within = child.ahead(flow[1:], most)
+            ahead = within + self._ahead_at(within + child.time, child)
             is_known = most is None or ahead <= most or within > most
-            return ahead if is_known else self.ahead(flow, at_once, None)
+            return ahead if is_known else self.ahead(flow, None)
         starts = self._now if child is None else max(child.time, self._now)
         known = self._counted.compared(starts, most) if self._counted and most is not None else None
         if known is None:
-            known = self._ahead_at(starts, at_once, child)
+            known = self._ahead_at(starts, child)
             self._counted = _Counted(starts, known)
         return known
 
-    def _ahead_at(self, time: float, at_once: int, child: _Flow[T] | None) -> int:
+    def _ahead_at(self, time: float, child: _Flow[T] | None) -> int:
         """Return what others are charged until their times have passed this one, and own items."""
-        latest = time + at_once
+        latest = time + self._at_once
         # With thousands of flows, a call of min for each would take most of the event loop's time.
         others = [
             other.cost if other.cost < latest - other.time else latest - other.time
@@ -199,18 +209,25 @@ class _Flow(Generic[T]):
                 del self._children[name]
         return None
 
-    def charge(self, cost: int) -> None:
+    def charge(self, cost: int, left: int) -> None:
         if self._served is not None:
-            self._served.time += cost
-            self._served.charge(cost)
+            self._served.turn += cost
+            if not left or self._served.turn + left > self._at_once:
+                self._served.end_turn()
+            self._served.charge(cost, left)
             self._counted = None
             # One more than wait, so that a child that begins to wait now goes before the one that was served.
             self._now += cost / (self._waiting + 1)
+
+    def end_turn(self) -> None:
+        self.time += self.turn
+        self.turn = 0
 
     def remove(self, item: T, flow: Sequence[Hashable]) -> None:
         if flow:
             child = self._children[flow[0]]
             child.remove(item, flow[1:])
+            child.end_turn()
             self._waiting -= not child.count_of_items
         else:
             self._own.remove(item)

@@ -82,7 +82,7 @@ class RequestQueue:
         self._lock = threading.Lock()
         # Held while a batch is formed, because forming tokenises: one thread at a time. Taken before `_lock`.
         self._forming = threading.Lock()
-        self._order: FairOrder[PendingRequest] = FairOrder()
+        self._order: FairOrder[PendingRequest] = FairOrder(limits.batch_tokens)
         self._looked_at: PendingRequest | None = None  # while a batch is formed
         self._waiting_requests = 0
         self._waiting_sequences = 0
@@ -304,7 +304,7 @@ class RequestQueue:
             room.tokens -= fitting.tokens
             room.part -= fitting.tokens
             room.texts -= fitting.texts
-            self._order.charge(fitting.tokens)
+            self._order.charge(fitting.tokens, left=request.waiting_tokens)
         return not request.waits
 
     def _look_up_part(self, request: PendingRequest, room: _Room) -> None:
@@ -322,7 +322,7 @@ class RequestQueue:
         if known or not made:
             cost = max(1, guessed - request.guessed_tokens)
             with self._lock:
-                self._order.charge(cost)
+                self._order.charge(cost, left=request.waiting_tokens)
                 if known:
                     self._note_speed(cost * known // made)
 
@@ -404,7 +404,7 @@ class RequestQueue:
         allowed = max(self._limits.batch_tokens, speed * seconds)
         if self._order.cost <= allowed:  # known at once, also if thousands of flows wait
             return
-        ahead = self._order.ahead(request.flow, self._limits.batch_tokens, allowed)
+        ahead = self._order.ahead(request.flow, allowed)
         if (more := ahead - allowed) > 0:
             raise self._full(
                 f"about {ahead / speed:.1f} seconds of work come before this request, and "

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -135,7 +136,7 @@ def filled(
     added: list[tuple[str, ...]], served_before: int
 ) -> tuple[FairOrder[int], dict[int, tuple[str, ...]]]:
     """Return an order after some of its items were served."""
-    order: FairOrder[int] = FairOrder()
+    order: FairOrder[int] = FairOrder(1)
     where = dict(enumerate(added))
     for number, flow in where.items():
         order.add(number, flow)
@@ -155,7 +156,7 @@ def test_no_more_than_what_is_ahead_is_served_before_an_item_that_is_added(
     added: list[tuple[str, str]], served_before: int, flow: tuple[str, str]
 ) -> None:
     order, where = filled([*added], served_before)
-    ahead = order.ahead(flow, 1)
+    ahead = order.ahead(flow)
     order.add(len(added), flow)
     order.count(flow, 1)
     assert charged_before(order, len(added), where) <= ahead <= max(0, len(added) - served_before)
@@ -170,7 +171,7 @@ def test_what_is_ahead_is_too_much_by_at_most_one_item_of_each_other_flow(
     added: list[str], served_before: int, flow: str
 ) -> None:
     order, where = filled([(name,) for name in added], served_before)
-    ahead = order.ahead((flow,), 1)
+    ahead = order.ahead((flow,))
     order.add(len(added), (flow,))
     order.count((flow,), 1)
     assert charged_before(order, len(added), where) >= ahead - 2
@@ -178,12 +179,39 @@ def test_what_is_ahead_is_too_much_by_at_most_one_item_of_each_other_flow(
 
 def test_ahead_of_a_flow_that_is_new_is_what_began_to_wait_before_it_and_was_not_served() -> None:
     order, _ = filled([("many",)] * 100, served_before=15)
-    assert order.ahead(("new",), 1) == 0
-    assert order.ahead(("many",), 1) == 85
+    assert order.ahead(("new",)) == 0
+    assert order.ahead(("many",)) == 85
     order.add(200, ("few",))
     order.count(("few",), 1)
-    assert order.ahead(("new",), 1) == 1
-    assert order.ahead(("many",), 1) == 86
+    assert order.ahead(("new",)) == 1
+    assert order.ahead(("many",)) == 86
+
+
+@pytest.mark.parametrize(("left", "next_item"), [(6, "parts"), (7, "other")])
+@pytest.mark.parametrize("flow", [("flow",), ("key", "connection")])
+def test_item_keeps_its_turn_as_long_as_it_is_charged_no_more_than_allowed(
+    left: int, next_item: str, flow: tuple[str, ...]
+) -> None:
+    order: FairOrder[str] = FairOrder(10)
+    order.add("parts", flow)
+    order.add("other", ("other",))
+    assert order.head() == "parts"
+    order.charge(4, left)
+    assert order.head() == next_item
+    order.charge(left if next_item == "parts" else 1)
+    order.remove(next_item, flow if next_item == "parts" else ("other",))
+    assert order.head() == ("other" if next_item == "parts" else "parts")
+
+
+def test_flow_pays_for_a_turn_whose_item_is_withdrawn() -> None:
+    order: FairOrder[str] = FairOrder(10)
+    order.add("parts", ("flow",))
+    order.head()
+    order.charge(4, 6)
+    order.remove("parts", ("flow",))
+    order.add("again", ("flow",))
+    order.add("other", ("other",))
+    assert order.head() == "other"
 
 
 def test_flows_that_come_later_keep_no_earlier_one_waiting() -> None:
@@ -220,15 +248,15 @@ _FLOWS = st.tuples(st.sampled_from("ab"), st.sampled_from("xyz"))
 def test_whether_too_much_is_ahead_is_the_same_as_if_it_were_counted_anew(
     steps: list[tuple[str, Any, int]],
 ) -> None:
-    order, counting = FairOrder[tuple[int, int]](), FairOrder[tuple[int, int]]()
+    order, counting = FairOrder[tuple[int, int]](20), FairOrder[tuple[int, int]](20)
     waiting: dict[tuple[int, int], tuple[str, str]] = {}
     for number, (step, flow, amount) in enumerate(steps):
         if step == "add":
             item = number, amount
             waiting[item] = flow
         elif step == "ask":
-            too_much = counting.ahead(flow, 20) > amount
-            assert (order.ahead(flow, 20, amount) > amount) == too_much
+            too_much = counting.ahead(flow) > amount
+            assert (order.ahead(flow, amount) > amount) == too_much
             continue
         elif not waiting:
             continue
