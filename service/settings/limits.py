@@ -44,7 +44,7 @@ class Limits(Group):
         "status 429. One request is always accepted if nothing waits.",
     )
     max_queue_seconds: float = Field(
-        2.0,
+        1.0,
         ge=0,
         description="Most seconds of work that may come before a request, as measured. Further requests of "
         "the same client get status 429 at once. A full batch may always wait; inf has no limit.",
