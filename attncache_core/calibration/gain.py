@@ -2,7 +2,8 @@
 
     synthetic batches of one text and of 1,024 tokens, with the lengths that calibration saw
       -> time each pass with and without reuse, alternating -> Gain of each length group
-      -> time passes with all groups that gain enough       -> MeasuredGain, stored in the database's folder
+      -> time passes with all groups that gain enough, in batches of several sizes
+      -> MeasuredGain, stored in the database's folder
 
 The share of the synthetic texts that hit is the hit rate that calibration measured. The passes do the same
 work as passes while serving: familiarity test, digests, search, fetch and layers.
@@ -48,6 +49,8 @@ from attncache_core.version import __version__
 BATCH_TOKENS = 1024
 BATCH_SEQUENCES = 64
 _BATCHES = 3  # number of different batches of each size
+# Sizes of batches that may be the least that reuse. A full batch leaves a place empty now and then.
+_LEAST_TOKENS = (128, 256, 512, 896)
 ROUNDS = 7
 # When the gain is measured again, a group that reused before keeps reusing down to this share of `min_gain`.
 _HYSTERESIS = 0.5
@@ -66,7 +69,10 @@ class Rehearsal(SearchEngine):
         limit = search.policy.limit
         policy = replace(search.policy, limit=limit and replace(limit, strangest=_ANY_STRANGENESS))
         parts = {part.name: getattr(search, part.name) for part in fields(SearchEngine)}
-        return cls(**{**parts, "policy": policy, "paying": frozenset(hit_rates)}, hit_rates=hit_rates)
+        return cls(
+            **{**parts, "policy": policy, "paying": frozenset(hit_rates), "least_tokens": 0},
+            hit_rates=hit_rates,
+        )
 
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> SearchPlan:
         """Return the plan of the search engine with simulated hits; see SearchEngine.plan."""
@@ -102,7 +108,7 @@ class Rehearsal(SearchEngine):
 
 
 def require_gain(engine: PrefillEngine, min_gain: float, *, keep: bool = True) -> None:
-    """Restrict reuse to the length groups in which whole passes are faster by at least `min_gain`.
+    """Restrict reuse to the length groups and batches in which passes are faster by at least `min_gain`.
 
     min_gain: a fraction (0.05 is 5 %). With 0 the engine reuses wherever the budget holds, at any speed.
     keep: store the measurement in the database's folder. The gain of each length group is measured on this
@@ -209,21 +215,42 @@ def _decide(
     before: MeasuredGain | None,
     fetch: Fetch,
 ) -> MeasuredGain:
-    """Return `measured` with the groups that pay: each gains enough alone, and all gain enough together."""
+    """Return `measured` with the groups that pay, and the least batch that reuses.
+
+    Each of the groups gains enough in full batches alone, and all gain enough together.
+    """
     least = measured.min_gain
     # A decision for a smaller `min_gain` does not justify hysteresis for this one.
     reused = set(before.paying) if before and before.min_gain >= least else set()
     paying = [
         group
         for group, gain in measured.groups.items()
-        if gain.least >= least * (_HYSTERESIS if group in reused else 1.0)
+        if gain.full_batch >= least * (_HYSTERESIS if group in reused else 1.0)
     ]
     served = paying or list(measured.groups)
     rates = {group: traffic.hit_rates[group] for group in served}
-    together = gain_of(model, Rehearsal.of(search, rates), traffic.lengths, fetch)
-    share = traffic.token_share(search.policy, paying)
-    keeps = together.least >= least * share * (_HYSTERESIS if reused & set(paying) else 1.0)
-    return replace(measured, paying=tuple(paying) if keeps else (), together=together)
+    rehearsal = Rehearsal.of(search, rates)
+    together = gain_of(model, rehearsal, traffic.lengths, fetch)
+    enough = least * traffic.token_share(search.policy, paying)
+    keeps = together.full_batch >= enough * (_HYSTERESIS if reused & set(paying) else 1.0)
+    if not (keeps and paying):
+        return replace(measured, paying=(), together=together, least_tokens=0)
+    least_tokens = (
+        0 if together.one_text >= enough else _least_batch(model, rehearsal, traffic, enough, fetch)
+    )
+    return replace(measured, paying=tuple(paying), together=together, least_tokens=least_tokens)
+
+
+def _least_batch(
+    model: PackedModel, search: SearchEngine, traffic: Traffic, enough: float, fetch: Fetch
+) -> int:
+    """Return the tokens of the smallest batch that gains enough, if all larger ones do too."""
+    *smaller, least_tokens = _LEAST_TOKENS
+    for tokens in reversed(smaller):
+        if gain_at(model, search, traffic.lengths, tokens, fetch) < enough:
+            break
+        least_tokens = tokens
+    return least_tokens
 
 
 def gain_of(
@@ -238,11 +265,29 @@ def gain_of(
     rounds: number of timed passes per batch and method, after one warm-up pass; the methods alternate.
     """
     one_text, full_batch = (
-        [seconds_of(model, search, batch, fetch, rounds) for batch in batches]
-        for batches in (_single_texts(lengths), _full_batches(lengths))
+        _gain_in(model, search, batches, fetch, rounds)
+        for batches in (_single_texts(lengths), _batches_of(lengths, BATCH_TOKENS))
     )
-    gains = (np.sum(seconds, axis=0) for seconds in (one_text, full_batch))
-    return Gain(*(float(without / with_reuse - 1) for without, with_reuse in gains))
+    return Gain(one_text, full_batch)
+
+
+def gain_at(
+    model: PackedModel,
+    search: SearchEngine,
+    lengths: Mapping[int, int],
+    tokens: int,
+    fetch: Fetch = Fetch.AUTO,
+) -> float:
+    """Measure the gain of reuse in batches of up to this number of tokens; see gain_of."""
+    return _gain_in(model, search, _batches_of(lengths, tokens), fetch, ROUNDS)
+
+
+def _gain_in(
+    model: PackedModel, search: SearchEngine, batches: Sequence[TokenBatch], fetch: Fetch, rounds: int
+) -> float:
+    seconds = [seconds_of(model, search, batch, fetch, rounds) for batch in batches]
+    without, with_reuse = np.sum(seconds, axis=0)
+    return float(without / with_reuse - 1)
 
 
 def seconds_of(
@@ -272,14 +317,14 @@ def _single_texts(lengths: Mapping[int, int]) -> list[TokenBatch]:
     return [synthetic_batch([int(spread[index])]) for index in indices]
 
 
-def _full_batches(lengths: Mapping[int, int]) -> list[TokenBatch]:
-    """Return batches of up to 1,024 tokens and 64 texts, with lengths drawn from the distribution."""
+def _batches_of(lengths: Mapping[int, int], tokens: int) -> list[TokenBatch]:
+    """Return batches of up to `tokens` tokens and 64 texts, with lengths drawn from the distribution."""
     random = np.random.default_rng(0)
     values, weights = np.array(list(lengths)), np.array(list(lengths.values()), dtype=np.float64)
     batches = []
     for _ in range(_BATCHES):
         drawn = random.choice(values, size=BATCH_SEQUENCES, p=weights / weights.sum())
-        fitting = max(1, int(np.searchsorted(np.cumsum(drawn), BATCH_TOKENS, side="right")))
+        fitting = max(1, int(np.searchsorted(np.cumsum(drawn), tokens, side="right")))
         batches.append(synthetic_batch(drawn[:fitting].tolist()))
     return batches
 

@@ -103,7 +103,7 @@ def explain(
         outcome=outcome,
         length_group=reuse.policy.names()[group] if reuse and group is not None else None,
         searched=bool(reuse and reuse.policy.group_of(len(ids)).searched),
-        gain=gain.least if gain else None,
+        gain=gain.full_batch if gain else None,
         min_gain=measured.min_gain if measured else None,
         strangeness=found.strangeness,
         strangeness_limit=limit.strangest if limit else None,

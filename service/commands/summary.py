@@ -43,7 +43,9 @@ def expected_savings(engine: PrefillEngine) -> str:
         f"{1 - 1 / (1 + reuse.gain.together.one_text):.0%} of single texts here ({kept})"
     )
     if reuse.approximates:
-        return f"reusing attention: it saves {saved}"
+        least = reuse.gain.least_tokens
+        where = f" in batches of at least {least} tokens" if least else ""
+        return f"reusing attention{where}: it saves {saved}"
     return f"serving exactly: reuse would save {saved}, too little for --min-gain {reuse.gain.min_gain}"
 
 

@@ -265,6 +265,7 @@ function gainText(gain, database, off) {
   const paying = gain.groups.some(({ reuses }) => reuses);
   const verb = paying ? "saves" : "would save";
   const text = `Reusing attention maps ${verb} ${saved(gain.together.full_batch)} of the time of full batches and ${saved(gain.together.one_text)} of single texts, as measured on this machine.`;
+  if (paying && gain.least_tokens) return `${text} Batches of less than ${gain.least_tokens} tokens are computed in full.`;
   return paying ? text : `${text} That is less than --min-gain asks for, so texts are computed in full.`;
 }
 

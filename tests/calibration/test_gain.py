@@ -53,6 +53,15 @@ def gains(monkeypatch):
     return planned_gains
 
 
+@pytest.fixture
+def gains_by_tokens(monkeypatch):
+    """What batches gain, by their tokens. One text gains nothing, and a full batch 0.2."""
+    gains: dict[int, float] = {}
+    monkeypatch.setattr("attncache_core.calibration.gain.gain_of", lambda *_: Gain(0.0, 0.2))
+    monkeypatch.setattr("attncache_core.calibration.gain.gain_at", lambda *given: gains[given[3]])
+    return gains
+
+
 def decide(engine, folder, min_gain=0.05, **circumstances):
     search = engine.database.search
     return measure_gain(engine.model, search, TRAFFIC, min_gain, {**MACHINE, **circumstances}, folder)
@@ -63,9 +72,31 @@ def test_groups_that_gain_enough_reuse_and_the_others_do_not(engine, gains, tmp_
     assert decide(engine, tmp_path).paying == (1,)
 
 
-def test_least_gain_is_the_smaller_of_both_batch_sizes():
-    assert Gain(one_text=-0.1, full_batch=0.3).least == -0.1
-    assert Gain(one_text=0.2, full_batch=0.1).least == 0.1
+@pytest.mark.parametrize(
+    ("at_128", "at_256", "at_512", "least"),
+    [(0.1, 0.1, 0.1, 128), (0.0, 0.05, 0.1, 256), (0.1, 0.04, 0.1, 512), (0.1, 0.1, 0.04, 896)],
+)
+def test_batches_that_gain_too_little_reuse_nothing(
+    engine, gains_by_tokens, tmp_path, at_128, at_256, at_512, least
+):
+    gains_by_tokens.update({128: at_128, 256: at_256, 512: at_512})
+    assert decide(engine, tmp_path).least_tokens == least
+    assert decide(engine, tmp_path).least_tokens == least
+
+
+def test_batches_of_any_size_reuse_if_one_text_gains_enough(engine, gains, tmp_path):
+    gains += [0.2, 0.2, 0.2]
+    assert decide(engine, tmp_path).least_tokens == 0
+
+
+def test_engine_computes_small_batches_in_full(engine, gains_by_tokens, tiny_corpus):
+    gains_by_tokens.update({512: 0.0})
+    require_gain(engine, 0.05, keep=False)
+    (recorded,) = engine.tokenize([tiny_corpus[0].text])
+    assert engine.info().gain.least_tokens == 896
+    few, many = (prefill(engine, [recorded] * count).outcomes for count in (1, 896))
+    assert set(few) == {Outcome.SKIPPED_BY_COST}
+    assert set(many) == {Outcome.HIT}
 
 
 def test_groups_that_gain_alone_but_not_together_do_not_reuse(engine, gains, tmp_path):

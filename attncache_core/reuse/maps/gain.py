@@ -1,7 +1,7 @@
 """Hold the measured gain of reuse on each machine, and read it from the file DIR/gain.json of a database.
 
 calibration/gain.py measures the gain and writes the file. The gain decides in which length groups a server
-reuses maps.
+reuses maps, and in batches of how many tokens.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ class Gain:
     one_text: float  # in batches of one text
     full_batch: float  # in batches of 1,024 tokens
 
-    @property
-    def least(self) -> float:
-        """The smaller gain of the two. A length group pays only if both kinds of batches gain."""
-        return min(self.one_text, self.full_batch)
-
 
 @dataclass(frozen=True)
 class MeasuredGain:
@@ -46,6 +41,7 @@ class MeasuredGain:
     groups: dict[int, Gain]  # index of each length group that may approximate -> gain
     paying: tuple[int, ...]  # indices of the groups that reuse
     together: Gain  # for the mix of all lengths, of all groups that reuse; if none does, of all groups
+    least_tokens: int = 0  # batches with fewer tokens reuse nothing, because they would gain too little
 
     def info(self, names: Sequence[str]) -> GainInfo:
         """Return the figures for people and /info. names: of the policy's length groups."""
@@ -53,7 +49,7 @@ class MeasuredGain:
             GroupGainInfo(names[index], gain.one_text, gain.full_batch, index in self.paying)
             for index, gain in self.groups.items()
         ]
-        return GainInfo(self.min_gain, groups, asdict(self.together))
+        return GainInfo(self.min_gain, groups, asdict(self.together), self.least_tokens)
 
 
 @dataclass(frozen=True)

@@ -70,3 +70,4 @@ class GainInfo:
     min_gain: float
     groups: list[GroupGainInfo]
     together: Mapping[str, float]  # of the mix of all lengths
+    least_tokens: int  # batches with fewer tokens reuse nothing

@@ -105,10 +105,15 @@ class MapReuse(ReuseStrategy):
     def reuse_in(self, paying: Collection[int] | None, gain: MeasuredGain | None = None) -> None:
         """Reuse maps only in the length groups with these indices from now on; None: in all length groups.
 
-        gain: the measurement from which the groups were chosen.
+        gain: the measurement from which the groups were chosen, and the batches that are large enough; None:
+        batches of any size reuse.
         """
         self.gain = gain
-        self._search = replace(self._search, paying=None if paying is None else frozenset(paying))
+        self._search = replace(
+            self._search,
+            paying=None if paying is None else frozenset(paying),
+            least_tokens=gain.least_tokens if gain else 0,
+        )
 
     def info(self) -> DatabaseInfo:
         """Return what the database holds and the policy that holds at present, for people and /info."""

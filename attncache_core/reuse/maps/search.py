@@ -62,6 +62,7 @@ class SearchEngine(ReuseStrategy):
     excluded: Mapping[int, Collection[int]] = field(default_factory=dict)
     # Indices of the length groups in which reuse is measured to save time; None: all groups.
     paying: frozenset[int] | None = None
+    least_tokens: int = 0  # of a batch in which reuse saves time
 
     def prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
         """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
@@ -121,9 +122,10 @@ class SearchEngine(ReuseStrategy):
     def _servable(self, batch: TokenBatch, plan: ReusePlan, allowed: np.ndarray) -> list[Group]:
         """Return the groups that records may serve. Marks groups in the plan where reuse saves no time."""
         served = []
+        is_large = batch.offsets[-1] >= self.least_tokens
         for group in batch.groups():
             if self.can_serve(group.length) and allowed[group.sequences].any():
-                if self._pays(group.length):
+                if is_large and self._pays(group.length):
                     served.append(group)
                 else:
                     _set_reason(plan, group, allowed, Outcome.SKIPPED_BY_COST)
