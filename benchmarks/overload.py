@@ -207,9 +207,9 @@ def row(name: str, offered: float, seconds: float, clients: Clients) -> tuple[st
     return f"| {' | '.join(cells)} |", float(np.percentile(good, 99)) if good else float("nan")
 
 
-def percentiles(milliseconds: list[float]) -> list[str]:
+def percentiles(milliseconds: list[float], digits: int = 0) -> list[str]:
     """Return the 50th and 99th percentile."""
-    return [f"{own:.0f}" for own in np.percentile(milliseconds, [50, 99])] if milliseconds else ["-"]
+    return [f"{own:.{digits}f}" for own in np.percentile(milliseconds, [50, 99])] if milliseconds else ["-"]
 
 
 async def measure(options: argparse.Namespace, texts: list[str]) -> None:
