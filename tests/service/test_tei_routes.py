@@ -286,6 +286,10 @@ BAD = [
     ("/decode", {"ids": [7, "a"]}, "ids[0] must be a list of token ids"),
     ("/decode", {"ids": [7] * (2**18 + 1)}, "at most 262144 are accepted"),
     ("/", {"inputs": "a", "Sesam": 1}, "the body has an unknown field"),
+    ("/", {"inputs": "a", "parameters": {}}, "the server has no labels of its own; use /classify"),
+    ("/", {"inputs": "a", "parameters": {"top_k": 1}}, "the server has no labels of its own; use /classify"),
+    ("/", {"inputs": "a", "parameters": {"Sesam": 1}}, "to embed, send its fields beside inputs"),
+    ("/", {"inputs": "a", "parameters": "Sesam"}, "to embed, send its fields beside inputs"),
     (
         "/",
         {"inputs": "a", "parameters": {"candidate_labels": []}},
