@@ -26,7 +26,7 @@ from attncache_core import Outcome, PrefillResult
 from attncache_core.engine.info import EngineInfo
 from attncache_core.reuse.kv.info import TIERS, KeyValueInfo
 from attncache_core.reuse.maps.info import DatabaseInfo, GroupInfo
-from service import __version__
+from attncache_core.version import __version__
 from service.errors import (
     HeadersTooLarge,
     MalformedRequest,
