@@ -4,5 +4,3 @@
 
 The service handles HTTP, queues and metrics. It computes nothing of a model itself.
 """
-
-from attncache_core.version import __version__ as __version__

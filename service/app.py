@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from attncache_core import AttnCacheError, PrefillEngine
-from service import __version__
+from attncache_core.version import __version__
 from service.routes import cache, explain, health, page
 from service.routes.endpoints import ENDPOINTS
 from service.routes.openai import models

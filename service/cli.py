@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import service.stopped_early  # noqa: F401 # isort: skip - before anything that loads torch
+
 import importlib
 from collections import UserDict
 from typing import IO, Any
@@ -9,7 +11,7 @@ from typing import IO, Any
 import click
 
 from attncache_core import AttnCacheError
-from service import __version__
+from attncache_core.version import __version__
 
 
 class _LazyCommands(UserDict[str, Any]):

@@ -121,7 +121,7 @@ Dimensions = Annotated[
 ]
 
 # Salts and session ids are compared and kept, so they are short.
-Name = Annotated[Text, Field(max_length=256)]
+Name = Annotated[str, Field(max_length=256), AfterValidator(checked_text)]
 
 
 class InferenceRequest(BaseModel):

@@ -53,7 +53,7 @@ def require_fitting(template: Template, text: Text, field: str) -> None:
 def too_long(room: int, index: int) -> InputTooLong:
     """Return the error for text `index`, which has more than `room` tokens."""
     return InputTooLong(
-        f"the text has more than {room} tokens; shorten the text or allow truncation",
+        f"inputs[{index}] has more than {room} tokens; shorten the text or allow truncation",
         field=f"inputs[{index}]",
     )
 

@@ -62,8 +62,7 @@ def serve(context: click.Context, /, config: Path | None, **_: Any) -> None:
     failure = serve_with_workers(settings, load, listeners)
     if isinstance(failure, AttnCacheError):
         raise failure
-    if failure is not None:
-        sys.exit(1)  # the traceback has been logged
+    sys.exit(1)  # the traceback has been logged
 
 
 def _summarised(

@@ -26,7 +26,7 @@ from attncache_core import Outcome, PrefillResult
 from attncache_core.engine.info import EngineInfo
 from attncache_core.reuse.kv.info import TIERS, KeyValueInfo
 from attncache_core.reuse.maps.info import DatabaseInfo, GroupInfo
-from service import __version__
+from attncache_core.version import __version__
 from service.errors import (
     HeadersTooLarge,
     MalformedRequest,
@@ -39,10 +39,12 @@ from service.errors import (
 # always be the time when the server started.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
+_MODEL_PREFIX, _MODEL_ROUTE = "/v1/models/", "/v1/models/{model}"
 ROUTES = (
     *("/embed", "/classify", "/health", "/ready", "/info", "/metrics", "/", "/explain"),
     *("/embed_all", "/predict", "/similarity", "/rerank", "/tokenize", "/decode"),
-    *("/v1/embeddings", "/v1/classify", "/v1/rerank", "/v2/rerank", "/v1/models"),
+    *("/v1/embeddings", "/v1/classify", "/v1/rerank", "/v2/rerank", "/v1/models", _MODEL_ROUTE),
+    *("/docs", "/openapi.json"),
     *("/cache", "/cache/stats", "/cache/warm", "/cache/pin", "/cache/lookup", "/cache/capacity"),
 )
 OTHER_ROUTE = "other"
@@ -293,7 +295,10 @@ class Metrics:
 
 
 def route_of(path: str) -> str:
-    """Return the path of a request if the server has it, else OTHER_ROUTE."""
+    """Return the path of a request, or its template, if the server has it, else OTHER_ROUTE."""
+    if path.startswith(_MODEL_PREFIX):
+        # The name of a model is a client's input.
+        return _MODEL_ROUTE
     return path if path in ROUTES else OTHER_ROUTE
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from service import __version__
+from attncache_core.version import __version__
 from service.batching.pending_request import Timing
 from service.observability.finished import FinishedRequest
 from service.observability.metrics import OTHER_ROUTE

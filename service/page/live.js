@@ -20,7 +20,8 @@ const NAMES = [
 const QUERY = NAMES.map((name) => `name[]=attncache_${name}`).join("&");
 
 // Routes that compute nothing for a client. All others are for inference.
-const OPERATORS_ROUTES = /^(other|\/health|\/ready|\/info|\/metrics|\/explain|\/cache(\/.*)?)$/;
+const OPERATORS_ROUTES =
+  /^(other|\/health|\/ready|\/info|\/metrics|\/docs|\/openapi\.json|\/v1\/models(\/.*)?|\/explain|\/cache(\/.*)?)$/;
 const isInference = ({ route }) => !OPERATORS_ROUTES.test(route);
 const hasFailed = (labels) => isInference(labels) && labels.status >= "400";
 

@@ -86,7 +86,12 @@ def call_of(request: Request) -> Call:
 def check_count(texts: Sequence[Any], field: str, limit: int) -> None:
     """Raise TooManyInputs if a request has more texts than allowed. field: the field with the texts."""
     if len(texts) > limit:
-        raise TooManyInputs(f"{field} must have at most {limit} texts per request", field=field)
+        kind = "labels" if field == "labels" else "texts"
+        raise TooManyInputs(
+            f"{field} must have at most {limit} {kind} per request; send fewer {kind} per request, or raise "
+            "--max-request-inputs",
+            field=field,
+        )
 
 
 def answer(content: Any, result: RequestResult, call: Call, source: Source) -> Answer:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
-from service import __version__
+from attncache_core.version import __version__
 from service.errors import NotReady, ShuttingDown, Stuck
 from service.routes.common import ERRORS, call_of
 from service.routes.tei.info import tei_info

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from attncache_core import InvalidInput
 from service.routes.common import ANSWER_HEADERS, answer, check_count
@@ -19,18 +20,21 @@ from service.routes.relevance import Question, Relevance, relevance
 from service.routes.served_names import check_model_name, served_name
 from service.routes.tei.common import TAG, TEI_ERRORS, truncates
 from service.routes.tei.schemas import TeiErrorBody
-from service.schemas import Text, Texts, Truncate, TruncationDirection
+from service.schemas import REFUSED, Text, Texts, Truncate, TruncationDirection
 from service.web.call import Answer, Call
 from service.web.endpoint import Endpoint
 from service.web.error_shapes import openai, tei
 
 
 def _plain(document: Any) -> Any:
-    """Return the text of {"text": ...}, as Cohere's and Jina's clients may send a document."""
-    return document["text"] if isinstance(document, dict) and list(document) == ["text"] else document
+    """Return the text of {"text": ..., "title": ...}, as Cohere's and Jina's clients may send a document."""
+    text = document.get("text") if isinstance(document, dict) else document
+    if not isinstance(text, str):
+        raise PydanticCustomError(REFUSED, "must be a string, or an object with a string in the field text")
+    return text
 
 
-Document = Annotated[Text, BeforeValidator(_plain, json_schema_input_type=str | dict[str, str])]
+Document = Annotated[Text, BeforeValidator(_plain, json_schema_input_type=str | dict[str, Any])]
 
 
 class RerankRequest(BaseModel):
@@ -41,7 +45,9 @@ class RerankRequest(BaseModel):
     query: Text
     texts: Texts | None = Field(None, description="The documents, for a response as a list.")
     documents: Annotated[list[Document], Field(min_length=1, fail_fast=True)] | None = Field(
-        None, description="The documents, instead of texts, for a response as an object with results."
+        None,
+        description="The documents, instead of texts, for a response as an object with results. Of an "
+        "object, only the field text is read.",
     )
     model: ModelName = None
     top_n: Annotated[int, Field(gt=0)] | None = Field(

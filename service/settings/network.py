@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 
-from service.settings.names import Group
+from service.settings.names import Group, refused
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 class Network(Group):
@@ -42,6 +45,15 @@ class Network(Group):
         description="Origins whose pages may call the server from a browser, separated by commas; * allows "
         "all. Default: none.",
     )
+
+    @field_validator("cors_origin")
+    @classmethod
+    def _origins_have_a_scheme(cls, origins: str | None) -> str | None:
+        # Browsers send their origin with its scheme, so that any other value would allow nothing.
+        if origins is not None and not all(map(_ORIGIN.fullmatch, map(str.strip, origins.split(",")))):
+            raise refused("it must be *, or origins such as https://HOST or http://HOST:PORT, without a path")
+        return origins
+
     gzip: bool = Field(
         False, description="Compress responses of 8 KiB and more for clients that accept gzip."
     )

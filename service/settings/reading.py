@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -31,6 +31,26 @@ REMOVED_FIELDS = {
     "policy": "use --threshold 0.995 (conservative), 0.99 (moderate) or 0.95 (aggressive)",
 }
 _SECRETS = frozenset({"api_key"})
+_LEAST_SIMILARITY = 0.6  # of two names, from 0 to 1
+# pydantic's error type -> what is accepted.
+_SENTENCES = {
+    "int_parsing": "it must be a whole number",
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_parsing": "it must be a number",
+    "float_type": "it must be a number",
+    "bool_parsing": "it must be true or false",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be a string",
+    "string_too_short": "it must not be empty",
+    "finite_number": "it must be a finite number",
+    "greater_than": "it must be greater than {gt}",
+    "greater_than_equal": "it must be at least {ge}",
+    "less_than": "it must be less than {lt}",
+    "less_than_equal": "it must be at most {le}",
+    "literal_error": "it must be {expected}",
+    "enum": "it must be {expected}",
+}
 
 
 class _Sources(Settings, BaseSettings):
@@ -48,11 +68,17 @@ def gather_settings(options: Mapping[str, object], config: Path | None = None) -
     """
     refuse_unknown_variables(os.environ)
     in_file = _read_file(config) if config else {}
-    return read_settings({**in_file, **EnvSettingsSource(_Sources)(), **options})
+    given = {**EnvSettingsSource(_Sources)(), **options}
+
+    def names(field: str) -> str:
+        is_of_file = field in in_file and field not in given
+        return f"--config {config}: {field}" if is_of_file else all_names(field)
+
+    return read_settings({**in_file, **given}, names)
 
 
-def read_settings(values: Mapping[str, object]) -> Settings:
-    """Return the settings from values by field name.
+def read_settings(values: Mapping[str, object], names: Callable[[str], str] = all_names) -> Settings:
+    """Return the settings from values by field name. names: says where a field was set, for errors.
 
     Raises InvalidSettings, which names the option, the variable and the key of the file.
     """
@@ -63,10 +89,10 @@ def read_settings(values: Mapping[str, object]) -> Settings:
         if not first["loc"]:
             raise InvalidSettings(first["msg"]) from error
         field = str(first["loc"][0])
-        accepted = first["msg"].replace("Input should be", "accepted is", 1)
+        accepted = _SENTENCES.get(first["type"], first["msg"]).format(**first.get("ctx", {}))
         # Nothing shows a key, whatever is wrong with it.
         value = "this value" if field in _SECRETS else repr(first["input"])
-        message = f"{all_names(field)} cannot be {value}: {accepted}"
+        message = f"{names(field)} cannot be {value}: {accepted}"
         raise InvalidSettings(message, field=field) from error
 
 
@@ -104,5 +130,10 @@ def _refuse_unknown(kind: str, name: str, known: set[str], removed: Mapping[str,
     if name in removed:
         raise InvalidSettings(f"{kind} {name} was removed; {removed[name]}")
     if name not in known:
-        closest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
-        raise InvalidSettings(f"{kind} {name} is not known; did you mean {closest}?")
+        # Without the beginning that all variables share, and that would make all of them similar.
+        similar = {own.removeprefix(ENVIRONMENT_PREFIX): own for own in sorted(known)}
+        closest = difflib.get_close_matches(
+            name.removeprefix(ENVIRONMENT_PREFIX), similar, n=1, cutoff=_LEAST_SIMILARITY
+        )
+        guess = f"; did you mean {similar[closest[0]]}?" if closest else "; attncache serve --help lists all"
+        raise InvalidSettings(f"{kind} {name} is not known{guess}")

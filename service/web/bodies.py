@@ -25,9 +25,7 @@ _SENTENCES = {
     "bool_type": "must be true or false",
     "float_type": "must be a number",
     "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
     "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
     "greater_than": "must be greater than 0",
     "finite_number": "must be a finite number",
 }

@@ -61,20 +61,15 @@ def run_server(
     """Serve until a signal arrives, or until `load_engines` raises before it yields an engine.
 
     team: the workers that share the listeners; None: this process serves alone. Returns the exception of
-    `load_engines`, or None. Ends the process with code 0 if a signal arrives during loading, and if anything
-    still hangs `drain_seconds` after the signal.
+    `load_engines`, or None. Ends the process with code 0 if anything still hangs `drain_seconds` after the
+    signal. The caller ends the process by `end_process`, because threads may still load or compute.
     """
-    loading = True
     failures: list[BaseException] = []
 
     def load() -> Iterator[PrefillEngine]:
-        nonlocal loading
-        try:
-            for engine in load_engines():
-                look_at_requests_only()
-                yield engine
-        finally:
-            loading = False
+        for engine in load_engines():
+            look_at_requests_only()
+            yield engine
 
     def fail(error: BaseException) -> None:
         failures.append(error)
@@ -95,9 +90,6 @@ def run_server(
     if failures:
         return failures[0]
     logger.info("stopped")
-    if loading:
-        # Loading may take minutes, and the interpreter's clean-up can crash while a thread computes.
-        end_process(0)
     return None
 
 

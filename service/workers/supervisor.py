@@ -34,6 +34,7 @@ from pathlib import Path
 from types import FrameType
 
 from attncache_core import AttnCacheError, PrefillEngine
+from service.ending import end_process
 from service.settings import Settings
 from service.web.listeners import Listener
 from service.web.server import run_server
@@ -55,11 +56,21 @@ _STEADY_SECONDS = 60.0
 _KILL_SECONDS = 1.0
 
 
-def serve_with_workers(settings: Settings, load: Load, listeners: Sequence[Listener]) -> BaseException | None:
-    """Serve, with as many processes as the settings ask for, until a signal arrives.
+def serve_with_workers(settings: Settings, load: Load, listeners: Sequence[Listener]) -> BaseException:
+    """Serve, with as many processes as the settings ask for, until a signal arrives; then end with code 0.
 
-    Returns the exception that prevents the start, or None; see run_server.
+    Returns the exception that prevents the start; see run_server.
     """
+    failure = _serve(settings, load, listeners)
+    if failure is None:
+        # The interpreter's clean-up takes seconds, which --drain-seconds does not allow, waits for a thread
+        # that loads a model for minutes, and can crash while a thread computes.
+        end_process(0)
+    return failure
+
+
+def _serve(settings: Settings, load: Load, listeners: Sequence[Listener]) -> BaseException | None:
+    """Serve until a signal arrives. Returns the exception that prevents the start, or None."""
     count = worker_count(settings)
     settings = share_of(settings, count)
     if count == 1:

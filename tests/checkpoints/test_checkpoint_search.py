@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -125,6 +126,7 @@ def test_server_runs_the_revision_of_its_environment_variable_and_reports_it(mon
 
     def serve(settings, load, _listeners):
         infos.extend(engine.info() for engine in load(settings, 0))
+        sys.exit(0)
 
     monkeypatch.setattr(serve_command, "serve_with_workers", serve)
     monkeypatch.setenv("ATTNCACHE_REVISION", "v1")

@@ -4,6 +4,7 @@ JSON: settings by field name; by default the port is free. A batch takes 0.3 s, 
 "hang" hangs. SIGUSR1 hangs the event loop. SIGUSR2 hangs all threads that need the interpreter.
 """
 
+import atexit
 import ctypes
 import json
 import signal
@@ -40,14 +41,15 @@ def serve(manner: str, given: dict[str, Any]) -> None:
                 raise RuntimeError("a bug")
         yield SlowEngine()
 
+    if manner == "never-cleans-up":
+        atexit.register(time.sleep, HANG_SECONDS)
     signal.signal(signal.SIGUSR1, hang_loop)
     signal.signal(signal.SIGUSR2, hang_interpreter)
     settings = Settings(**({} if "unix_socket" in given else {"port": 0}) | given)
     configure_logging("info")
     failure = serve_with_workers(settings, load_engines, open_listeners(settings))
-    if failure is not None:
-        print(failure, file=sys.stderr)
-        sys.exit(f"failed with {type(failure).__name__}")
+    print(failure, file=sys.stderr)
+    sys.exit(f"failed with {type(failure).__name__}")
 
 
 def hang_loop(*_: object) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
 import pytest
 from fake_engine import FakeEngine, serving
+from pydantic import BaseModel, RootModel
+
+from attncache_core import InvalidInput
+from service.routes.endpoints import ENDPOINTS
+from service.routes.openai.schemas import EmbeddingsRequest
+from service.routes.rerank import RerankRequest
+from service.routes.tei.root import ZeroShotRequest
+from service.schemas import ClassifyRequest, EmbedRequest
+from service.web import bodies
 
 pytestmark = pytest.mark.anyio
 
@@ -62,6 +72,34 @@ NOT_CLASSIFIABLE = [
     pytest.param({"labels": ["a"], "normalize": True}, None, id="a field of another route"),
 ]
 
+# pydantic's error type -> a schema, a body that provokes the error, and the message.
+WORDED: dict[str, tuple[type[BaseModel], dict[str, Any], str]] = {
+    "missing": (EmbeddingsRequest, {}, "input is required"),
+    "string_type": (EmbedRequest, {"inputs": ["a", 7]}, "inputs[1] must be a string"),
+    "list_type": (ClassifyRequest, {"inputs": "a", "labels": "a"}, "labels must be a list of strings"),
+    "too_short": (RerankRequest, {"query": "a", "documents": []}, "documents must not be empty"),
+    "string_too_long": (
+        EmbedRequest,
+        {"inputs": "a", "cache_salt": "a" * 257},
+        "cache_salt must have at most 256 characters",
+    ),
+    "bool_type": (EmbedRequest, {"inputs": "a", "truncate": 1}, "truncate must be true or false"),
+    "float_type": (ClassifyRequest, {"inputs": "a", "temperature": "1"}, "temperature must be a number"),
+    "int_type": (EmbedRequest, {"inputs": "a", "dimensions": 1.5}, "dimensions must be a whole number"),
+    "model_type": (ZeroShotRequest, {"inputs": "a", "parameters": 1}, "parameters must be an object"),
+    "greater_than": (EmbedRequest, {"inputs": "a", "dimensions": 0}, "dimensions must be greater than 0"),
+    "finite_number": (
+        ClassifyRequest,
+        {"inputs": "a", "temperature": float("inf")},
+        "temperature must be a finite number",
+    ),
+}
+ODD_VALUES: list[Any] = [
+    *(None, True, 0, -1, 1.5, float("nan"), 10**30, "", "a", "a" * 300),
+    *({}, {"a": 1}, {"text": 1}, {"a": "b"}, [], [1], [None], [1.5], [-1], [10**30]),
+    *([[]], [["a"]], [["a"] * 3], [{}], [{"text": 1}], ["a", ""]),
+]
+
 
 @pytest.fixture
 async def client() -> AsyncIterator[Any]:
@@ -104,6 +142,34 @@ async def test_classify_refuses(client: Any, fields: dict[str, Any], field: str 
     await assert_refused(client, response, 400, "invalid_input", field)
 
 
+def test_every_sentence_about_a_field_has_a_body_that_provokes_it() -> None:
+    assert WORDED.keys() == bodies._SENTENCES.keys()
+
+
+@pytest.mark.parametrize("kind", WORDED)
+def test_message_says_what_is_required(kind: str) -> None:
+    schema, body, message = WORDED[kind]
+    assert refusal(schema, body) == message
+
+
+def test_every_message_about_a_field_says_what_is_required() -> None:
+    schemas = {endpoint.request for endpoint in ENDPOINTS} | {ZeroShotRequest}
+    for schema in [schema for schema in schemas if not issubclass(schema, RootModel)]:
+        required = {name: "a" for name, field in schema.model_fields.items() if field.is_required()}
+        for name in schema.model_fields:
+            messages = [refusal(schema, {**required, name: value}) for value in ODD_VALUES]
+            assert not [message for message in messages if "is not accepted here" in message]
+
+
+def refusal(schema: type[BaseModel], body: Any) -> str:
+    """Return the message for a body; nothing if it is accepted."""
+    try:
+        bodies.checked(json.dumps(body).encode(), schema)
+    except InvalidInput as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"1e999"])
 async def test_temperature_must_be_finite(client: Any, number: bytes) -> None:
     body = b'{"inputs": "Sesam", "labels": ["a"], "temperature": ' + number + b"}"
@@ -138,7 +204,11 @@ async def test_too_many_texts_are_refused_with_the_limit(client: Any, route: str
         body.setdefault("labels", ["a"])
     response = await client.post(route, json=body)
     await assert_refused(client, response, 422, "too_many_inputs", field)
-    assert "8" in response.json()["error"]["message"]
+    kind = "labels" if field == "labels" else "texts"
+    assert response.json()["error"]["message"] == (
+        f"{field} must have at most 8 {kind} per request; send fewer {kind} per request, or raise "
+        "--max-request-inputs"
+    )
 
 
 async def test_body_over_the_limit_is_refused(client: Any) -> None:

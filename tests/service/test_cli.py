@@ -63,11 +63,11 @@ def test_bad_option_is_one_line() -> None:
 
 
 def test_bad_variable_is_one_line() -> None:
-    assert_one_line(run("serve", ATTNCACHE_THREADS="many"), "ATTNCACHE_THREADS", "many", "integer")
+    assert_one_line(run("serve", ATTNCACHE_THREADS="many"), "ATTNCACHE_THREADS", "many", "a whole number")
 
 
 def test_bad_switch_in_the_environment_is_one_line() -> None:
-    assert_one_line(run("serve", ATTNCACHE_REUSE="perhaps"), "ATTNCACHE_REUSE", "perhaps", "boolean")
+    assert_one_line(run("serve", ATTNCACHE_REUSE="perhaps"), "ATTNCACHE_REUSE", "perhaps", "true or false")
 
 
 def test_unknown_variable_is_one_line() -> None:

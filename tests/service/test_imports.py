@@ -10,6 +10,7 @@ from attncache_core import Checkpoint
 
 # For a fresh interpreter: loads the engine as the server does, without serving, and then the benchmarks.
 PROGRAM = """
+import contextlib
 import sys
 from service.cli import main
 from service.commands import serve
@@ -18,13 +19,15 @@ def load_only(settings, load_engines, listeners):
     for listener in listeners:
         listener.socket.close()
     list(load_engines(settings, 0))
+    sys.exit(0)
 
 def show_loaded():
     unneeded = ("service.bench", "service.plots", "service.commands.evaluat", "attncache_core.evaluation")
     print([name for name in sys.modules if name.startswith((*unneeded, "aiohttp"))])
 
 serve.serve_with_workers = load_only
-main(sys.argv[1:], standalone_mode=False)
+with contextlib.suppress(SystemExit):
+    main(sys.argv[1:], standalone_mode=False)
 show_loaded()
 main.commands["bench"]
 show_loaded()

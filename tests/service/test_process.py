@@ -10,7 +10,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 from server_process import address, process, wait_until_ready
+
+# Runs the command line, and hangs in the import of torch.
+SLOW_IMPORTS = """
+import sys, time
+
+class Hanging:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print("importing", flush=True)
+            time.sleep(600)
+
+sys.meta_path.insert(0, Hanging())
+from service.cli import main
+main()
+"""
 
 
 def test_server_finishes_its_requests_after_sigterm_and_ends_with_0() -> None:
@@ -41,6 +57,27 @@ def test_server_that_gets_sigterm_while_loading_ends_with_0() -> None:
         _, logged = server.communicate(timeout=60)
         assert server.returncode == 0
         assert "Traceback" not in logged
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        ("serve", signal.SIGTERM, 0),
+        ("serve", signal.SIGINT, 0),
+        ("embed", signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_signal_during_the_imports_ends_the_server_with_0_and_others_as_usual(
+    command: str, number: int, code: int
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_IMPORTS, command], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"importing\n"
+        started.send_signal(number)
+        _, logged = started.communicate(timeout=60)
+    assert (started.returncode, logged) == (code, b"")
 
 
 def test_server_that_cannot_load_ends_and_returns_the_error() -> None:

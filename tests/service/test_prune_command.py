@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -128,6 +129,7 @@ def test_server_runs_the_model_it_is_told_with_its_database(
 
     def serve(settings, load, _listeners):
         engines.extend(load(settings, 0))
+        sys.exit(0)
 
     monkeypatch.setattr(serve_command, "serve_with_workers", serve)
     monkeypatch.setenv("ATTNCACHE_DROP_BLOCK", "2")

@@ -158,3 +158,16 @@ async def test_clients_cannot_make_labels() -> None:
         text = (await client.get("/metrics")).text
     assert len(samples(text)) == before
     assert not re.search("path|VERB", text)
+
+
+async def test_routes_beside_inference_are_counted_by_their_paths_without_names_of_clients() -> None:
+    async with serving(FakeEngine(), model="fake") as client:
+        for path in ("/docs", "/openapi.json", "/v1/models", "/v1/models/fake", "/v1/models/Sesam"):
+            await client.get(path)
+        text = (await client.get("/metrics")).text
+    values = samples(text)
+    for route in ("/docs", "/openapi.json", "/v1/models", "/v1/models/{model}"):
+        assert values["attncache_requests_total", route, "200"] == 1
+    assert values["attncache_requests_total", "/v1/models/{model}", "404"] == 1
+    assert values["attncache_request_seconds_count", "other"] == 0
+    assert "Sesam" not in text

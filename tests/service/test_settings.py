@@ -22,20 +22,23 @@ from service.settings import (
 @pytest.mark.parametrize(
     ("field", "value", "accepted"),
     [
-        ("port", "eighty", "integer"),
-        ("port", "70000", "65535"),
+        ("port", "eighty", "it must be a whole number"),
+        ("port", "70000", "it must be at most 65535"),
         ("pooling", "median", "'mean'"),
         ("task", "classify", "'label-logits'"),
         ("dtype", "int8", "'auto', 'bfloat16' or 'float32'"),
         ("quantize", "int3", "'int8', 'int8-weight-only' or 'int4'"),
-        ("threads", "0", "greater than or equal to 1"),
+        ("threads", "0", "it must be at least 1"),
         ("threshold", "nan", "finite"),
-        ("verify_rate", "1.5", "less than or equal to 1"),
-        ("verify_rate", "nan", "less than or equal to 1"),
-        ("max_batch_tokens", "0", "greater than or equal to 1"),
-        ("max_tokens", "1", "greater than or equal to 2"),
-        ("reuse", "perhaps", "boolean"),
-        ("model", "", "at least 1 character"),
+        ("verify_rate", "1.5", "it must be at most 1"),
+        ("verify_rate", "nan", "it must be at most 1"),
+        ("max_batch_tokens", "0", "it must be at least 1"),
+        ("cors_origin", "app.example", "https://HOST"),
+        ("cors_origin", "https://app.example, app.example", "https://HOST"),
+        ("cors_origin", "https://app.example/", "without a path"),
+        ("max_tokens", "1", "it must be at least 2"),
+        ("reuse", "perhaps", "it must be true or false"),
+        ("model", "", "it must not be empty"),
         ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
     ],
 )
@@ -94,6 +97,23 @@ def test_labels_beside_a_classifier_are_refused() -> None:
 def test_unknown_variable_is_refused_with_the_closest_known_one(unknown: str, closest: str) -> None:
     with pytest.raises(InvalidSettings, match=f"{unknown} is not known; did you mean {closest}"):
         refuse_unknown_variables(["HOME", "ATTNCACHE_HOST", unknown])
+
+
+def test_name_that_resembles_no_known_one_gets_no_guess() -> None:
+    with pytest.raises(
+        InvalidSettings, match="ATTNCACHE_ZZQX is not known; attncache serve --help lists all"
+    ):
+        refuse_unknown_variables(["ATTNCACHE_ZZQX"])
+
+
+def test_bad_value_of_a_file_names_the_file(tmp_path: Path) -> None:
+    config = tmp_path / "attncache.toml"
+    config.write_text('port = "abc"', encoding="utf-8")
+    with pytest.raises(InvalidSettings) as refused:
+        gather_settings({}, config)
+    assert str(refused.value) == f"--config {config}: port cannot be 'abc': it must be a whole number"
+    with pytest.raises(InvalidSettings, match="--port"):
+        gather_settings({"port": "abc"}, config)
 
 
 def test_known_variables_and_foreign_variables_are_accepted() -> None:
@@ -158,8 +178,8 @@ def test_options_come_before_variables_before_the_file_before_defaults(
         ('policy = "moderate"', "key policy was removed; use --threshold"),
         ("[network]\nport = 1", r"has a table \[network\]; write every setting as a key without a table"),
         ("port: 1", "is not a TOML file: .*line 1"),
-        ("port = 1.5", "--port .*or port in the file.* cannot be 1.5"),
-        ('port = "many"', "--port .*or port in the file.* cannot be 'many': accepted is a valid integer"),
+        ("port = 1.5", "--config .*: port cannot be 1.5"),
+        ('port = "many"', "--config .*: port cannot be 'many': it must be a whole number"),
     ],
 )
 def test_bad_file_is_refused_with_the_key(written: Written, text: str, refusal: str) -> None:

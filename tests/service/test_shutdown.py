@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from fake_engine import FakeEngine
 from raw_http import HEALTH, PATIENCE_SECONDS, post, read_response, read_to_end, served
 from server_process import address, connect, process, wait_until_computed, wait_until_ready
@@ -63,6 +64,17 @@ def test_process_ends_with_0_though_a_batch_hangs_and_a_client_stalls() -> None:
         _, logged = server.communicate(timeout=PATIENCE_SECONDS)
         assert server.returncode == 0
         assert "did not close in time" in logged
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_process_ends_with_0_though_the_interpreters_clean_up_hangs(workers: int) -> None:
+    with process("never-cleans-up", drain_seconds=2, workers=workers) as server:
+        wait_until_ready(address(server))
+        server.send_signal(signal.SIGTERM)
+        _, logged = server.communicate(timeout=PATIENCE_SECONDS)
+        assert server.returncode == 0
+        assert "stopped" in logged
+        assert "did not close in time" not in logged
 
 
 def test_process_ends_with_0_though_the_event_loop_hangs() -> None:

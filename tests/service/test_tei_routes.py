@@ -124,7 +124,8 @@ async def test_rerank_orders_texts_and_documents_by_their_score() -> None:
         of_texts = (await client.post("/rerank", json={"query": "aab", "texts": texts})).json()
         body = {"query": "aab", "texts": texts, "return_text": True, "top_n": 2}
         with_texts = (await client.post("/rerank", json=body)).json()
-        body = {"query": "aab", "documents": [{"text": "b"}, *texts[1:]], "return_documents": True}
+        given = [{"text": "b", "title": "b", "year": 1999}, {"text": "aab"}, "ab"]
+        body = {"query": "aab", "documents": given, "return_documents": True}
         documents = {
             path: (await client.post(path, json=body)).json()
             for path in ("/rerank", "/v1/rerank", "/v2/rerank")
@@ -252,7 +253,14 @@ BAD = [
     ("/rerank", {"query": "", "texts": ["a"]}, "query must not be empty"),
     ("/rerank", {"query": "a", "texts": ["a", ""]}, "texts[1] must not be empty"),
     ("/rerank", {"query": "a", "texts": []}, "texts must not be empty"),
-    ("/rerank", {"query": "a", "documents": ["a", {"txt": "a"}]}, "documents[1] must be a string"),
+    (
+        "/rerank",
+        {"query": "a", "documents": ["a", {"txt": "a"}]},
+        "documents[1] must be a string, or an object with a string in the field text",
+    ),
+    ("/rerank", {"query": "a", "documents": [7]}, "documents[0] must be a string, or an object"),
+    ("/rerank", {"query": "a", "documents": [{"text": 7}]}, "documents[0] must be a string, or an object"),
+    ("/rerank", {"query": "a", "documents": [{"text": ""}]}, "documents[0] must not be empty"),
     ("/rerank", {"query": "a", "texts": ["a"], "top_n": 0}, "top_n must be greater than 0"),
     ("/rerank", {"query": "a", "texts": ["a"], "return_documents": True}, "return_documents belongs to"),
     ("/rerank", {"query": "a", "documents": ["a"], "return_text": True}, "return_text belongs to texts"),
@@ -278,6 +286,10 @@ BAD = [
     ("/decode", {"ids": [7, "a"]}, "ids[0] must be a list of token ids"),
     ("/decode", {"ids": [7] * (2**18 + 1)}, "at most 262144 are accepted"),
     ("/", {"inputs": "a", "Sesam": 1}, "the body has an unknown field"),
+    ("/", {"inputs": "a", "parameters": {}}, "the server has no labels of its own; use /classify"),
+    ("/", {"inputs": "a", "parameters": {"top_k": 1}}, "the server has no labels of its own; use /classify"),
+    ("/", {"inputs": "a", "parameters": {"Sesam": 1}}, "to embed, send its fields beside inputs"),
+    ("/", {"inputs": "a", "parameters": "Sesam"}, "to embed, send its fields beside inputs"),
     (
         "/",
         {"inputs": "a", "parameters": {"candidate_labels": []}},

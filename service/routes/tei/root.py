@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import NoReturn
 
 import orjson
 from pydantic import BaseModel, ConfigDict, RootModel
@@ -22,7 +23,7 @@ from service.routes.embed import embed
 from service.routes.rerank import Rank, Ranked, RerankRequest, rerank
 from service.routes.tei.common import TAG, TEI_ERRORS
 from service.routes.tei.predict import predict
-from service.routes.tei.schemas import PredictRequest, SimilarityRequest
+from service.routes.tei.schemas import PredictParameters, PredictRequest, SimilarityRequest
 from service.routes.tei.similarity import similarity
 from service.schemas import ClassifyRequest, EmbedRequest, Inputs, LabelScore, Text, Texts
 from service.web.call import Answer, Call
@@ -77,8 +78,21 @@ def _handler(content: bytes, engine: PrefillEngine) -> Callable[[Call], Awaitabl
         return rerank
     if isinstance(parameters, dict) and "candidate_labels" in parameters:
         return partial(_zero_shot, alone=not isinstance(body.get("inputs"), list))
-    # A server with labels can embed and classify, and only clients that classify send parameters.
-    return predict if classes or (engine.labels and parameters is not None) else embed
+    if classes or (parameters is not None and (engine.labels or _classify(parameters))):
+        return predict
+    return embed if parameters is None else _refuse_parameters
+
+
+def _classify(parameters: object) -> bool:
+    """Return whether parameters are what clients send to classify, and a server without labels refuses."""
+    return isinstance(parameters, dict) and parameters.keys() <= PredictParameters.model_fields.keys()
+
+
+async def _refuse_parameters(call: Call) -> NoReturn:  # noqa: ARG001
+    raise InvalidInput(
+        "parameters is taken only to classify or to compare texts; to embed, send its fields beside inputs",
+        field="parameters",
+    )
 
 
 async def _zero_shot(call: Call, *, alone: bool) -> Answer:
