@@ -141,6 +141,12 @@ def load_engine(
         max_tokens=settings.max_tokens,
         key_values=_key_value_options(settings),
     )
+    if settings.max_tokens is not None and settings.max_tokens > engine.max_tokens:
+        logger.warning(
+            "--max-tokens is %d, and the model takes %d: longer texts are cut to these",
+            settings.max_tokens,
+            engine.max_tokens,
+        )
     if engine.map_reuse:
         if settings.search_always:
             engine.map_reuse.search_always()

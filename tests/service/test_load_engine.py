@@ -37,6 +37,16 @@ def thresholds(engine: PrefillEngine) -> set[float]:
     return {kind.threshold for group in engine.policy.groups for kind in group.kinds.values()}
 
 
+def test_more_tokens_than_the_model_takes_are_warned_of(
+    tiny_checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    most = engine_of(tiny_checkpoint, None, maps=False).max_tokens
+    engine_of(tiny_checkpoint, None, maps=False, max_tokens=most)
+    assert not caplog.records
+    assert engine_of(tiny_checkpoint, None, maps=False, max_tokens=100_000).max_tokens == most
+    assert "--max-tokens is 100000" in caplog.text
+
+
 def test_given_threshold_keeps_no_budget(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
     engine = engine_of(tiny_checkpoint, tiny_database, threshold="0.95")
     assert thresholds(engine) == {0.95}
