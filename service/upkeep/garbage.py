@@ -13,7 +13,10 @@ _NEW_OBJECTS = 20_000
 
 
 def look_at_requests_only() -> None:
-    """Keep what exists now for ever, unless its last reference goes, and look at new objects less often."""
+    """Let the collector look at new objects only, and less often.
+
+    An object that exists now is still freed when nothing refers to it, unless it refers to itself.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS)

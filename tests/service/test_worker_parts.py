@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,22 @@ async def test_connection_that_was_accepted_before_the_end_is_served() -> None:
         client.settimeout(30)
         assert await asyncio.to_thread(client.recv, 5) == b"hello"
         assert not acceptor.is_opening
+
+
+@pytest.mark.anyio
+async def test_connections_that_come_at_once_are_accepted_in_one_turn_of_the_event_loop() -> None:
+    board = Board(1)
+    with bind("127.0.0.1", 0) as listening, ExitStack() as stack:
+        acceptor = Acceptor(Listener("public", listening, ""), Echo, 5, board, 0)
+        clients = [stack.enter_context(socket.socket()) for _ in range(5)]
+        for client in clients:
+            client.connect(listening.getsockname())
+        acceptor._accept()
+        acceptor.close()  # nobody who still waits would be answered
+        for client in clients:
+            client.sendall(b"hello")
+            client.settimeout(30)
+            assert await asyncio.to_thread(client.recv, 5) == b"hello"
 
 
 # Metrics.
