@@ -38,10 +38,13 @@ _BATCHES = 6
 @click.option("--data", required=True, help="FILE or FILE:column,column with texts.")
 @click.option("--heads", default="24,36,48,72", show_default=True, help="Sizes of the masks.")
 @click.option("--batch-size", default=64, show_default=True)
+@click.option("--max-tokens", type=int, help="Cut texts to this number of tokens.")
 @click.option("--rounds", default=11, show_default=True)
-def main(model: str, database: Path, data: str, heads: str, batch_size: int, rounds: int) -> None:
+def main(
+    model: str, database: Path, data: str, heads: str, batch_size: int, max_tokens: int | None, rounds: int
+) -> None:
     """Print the milliseconds of a batch without reuse and with each mask."""
-    engine = PrefillEngine.load(find_checkpoint(model))
+    engine = PrefillEngine.load(find_checkpoint(model), max_tokens=max_tokens)
     if engine.model.stack is None:
         raise InvalidInput("the model does not run on the compiled stack", field="model")
     rank = np.array(AttentionDatabase.open(database).manifest.rank)
