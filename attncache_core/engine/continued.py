@@ -65,7 +65,7 @@ def _run(
         hidden = final.states(rows).cpu().numpy()
     plan.wait_until_loaded()
     states, new_states = plan.states(hidden)
-    outputs = _outputs(model, states, plan, modes)
+    outputs = outputs_of(model, states, plan.lengths, plan.skipped, modes)
     finite = np.isfinite(outputs).all(axis=1)
     if batch is not None:
         own = finite_sequences(batch, rows, outputs[plan.computed[batch.order]])
@@ -93,13 +93,19 @@ def _run(
     )
 
 
-def _outputs(model: PackedModel, states: np.ndarray, plan: Continuation, modes: Sequence[str]) -> np.ndarray:
-    """Return the outputs of sequences with these states, float32 [sequences, d]."""
+def outputs_of(
+    model: PackedModel, states: np.ndarray, lengths: np.ndarray, skipped: np.ndarray, modes: Sequence[str]
+) -> np.ndarray:
+    """Return the outputs of sequences with these states, float32 [sequences, d].
+
+    states: float32 [sequences, 5, width]; see heads/running.py. lengths: the tokens of each sequence. skipped: of
+    these tokens, at the front, the tokens that pooling leaves out.
+    """
     assert model.final is not None
     logits = model.final.logits(torch.from_numpy(states[:, LAST]).to(model.device))
     if logits is not None:
         return logits.cpu().numpy()
-    vectors = pooled(states, plan.lengths, plan.skipped, modes)
+    vectors = pooled(states, lengths, skipped, modes)
     if model.embedding_head is None:
         return vectors
     return model.embedding_head(torch.from_numpy(vectors).to(model.device)).cpu().numpy()

@@ -105,6 +105,9 @@ def run_layers(
         layer = model.layers[number]
         started = time.perf_counter()
         x = layer.attention_input(hidden)
+        if in_slots and slots and slots.only:
+            in_slots.keep(number, layer, x)
+            break
         context = (
             in_slots.context(number, layer, x)
             if in_slots
@@ -157,8 +160,9 @@ def _run_stack(
         compiled_threads(),
         slots,
     )
-    is_last = layers.stop == len(model.layers)  # PackedModel.outputs takes float32 too
-    return states if is_last else states.to(model.dtype), counts.attention_seconds
+    # PackedModel.outputs takes float32 too, and layers that run one by one with slots round nothing in between.
+    is_last = layers.stop == len(model.layers)
+    return states if is_last or slots else states.to(model.dtype), counts.attention_seconds
 
 
 def attention_context(

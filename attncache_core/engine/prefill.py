@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import overload
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from attncache_core import native
 from attncache_core.checkpoints.checkpoint import Activation, Checkpoint, Task
 from attncache_core.checkpoints.template import Template, Text
+from attncache_core.engine.blended import run_blended
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.decisions import Decisions
 from attncache_core.engine.forward import forward_pass
@@ -54,6 +55,10 @@ from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared
 from attncache_core.text.tokenizer import TextTokenizer
+
+
+# The parts of a batch: (whether its sequences have chunks, whether they share prefixes).
+_PARTS = ((False, False), (False, True), (True, False), (True, True))
 
 
 class PrefillEngine:
@@ -476,30 +481,37 @@ class PrefillEngine:
     def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
         """Run token sequences through the model, with the reuse that each request allows.
 
-        Sequences that may reuse something, and sequences that share prefixes, are two batches.
+        Sequences that may reuse something, and sequences that share prefixes, are two batches. A sequence of
+        chunks is a batch of its own.
         """
+        if not requests:
+            return self._run(requests, share=False, blend=False)
         # A token of a shared prefix has one state for all sequences, and tokens that are stored have none.
-        shared = np.array(
-            [self.shares_prefixes(own.takes_maps) and not own.reads_states for own in requests], dtype=bool
-        )
-        if shared.all() or not shared.any():
-            return self._run(requests, share=bool(shared.any()))
-        indices = [np.flatnonzero(~shared), np.flatnonzero(shared)]
+        shared = [self.shares_prefixes(own.takes_maps) and not own.reads_states for own in requests]
+        blended = [own.blend is not None for own in requests]
+        indices = [np.flatnonzero([own == key for own in zip(blended, shared, strict=True)]) for key in _PARTS]
         parts = [
-            self._run([requests[index] for index in own.tolist()], share=share)
-            for own, share in zip(indices, (False, True), strict=True)
+            self._run([requests[index] for index in own.tolist()], share=share, blend=blend)
+            for own, (blend, share) in zip(indices, _PARTS, strict=True)
+            if len(own)
         ]
-        return joined_results(parts, indices)
+        return parts[0] if len(parts) == 1 else joined_results(parts, [own for own in indices if len(own)])
 
-    def _run(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
-        """Run a batch. share: compute shared prefixes once, and let nothing be reused."""
+    def _run(self, requests: Sequence[PrefillRequest], *, share: bool, blend: bool) -> PrefillResult:
+        """Run a batch. share: compute shared prefixes once, and take no maps. blend: all requests have chunks."""
         # Torch and Faiss limit threads per calling thread, and another thread may have loaded the engine.
         use_threads(self.threads)
+        run = self._run_blended if blend else partial(self._run_on_threads, share=share)
         if self.model.stack is None:
-            return self._run_on_threads(requests, share=share)
+            return run(requests)
         self.model.stack.wake(self.threads)
         with one_thread():
-            return self._run_on_threads(requests, share=share)
+            return run(requests)
+
+    def _run_blended(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        assert self.key_values is not None
+        parts = [run_blended(self.model, self.key_values.store, request) for request in requests]
+        return parts[0] if len(parts) == 1 else joined_results(parts, np.arange(len(parts))[:, None])
 
     def _run_on_threads(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
         if share and self.key_values:

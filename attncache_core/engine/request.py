@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from attncache_core.reuse.blend.chunks import Blend, BlendReport
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.reuse.plan import Outcome
 from attncache_core.text.pairs import PairTokens
@@ -26,6 +27,8 @@ class PrefillRequest:
     wanted: Wanted | None = None
     # Sequences share prefixes inside a batch only with sequences of their group.
     group: Hashable = None
+    # The chunks whose keys and values are blended; None: everything is computed exactly.
+    blend: Blend | None = None
 
     @property
     def reads_states(self) -> bool:
@@ -62,6 +65,8 @@ class PrefillResult:
     # States of the tokens of each sequence whose plan reads them, float32 [tokens, hidden], else [0, hidden];
     # None if no plan reads any.
     token_states: list[np.ndarray] | None = field(default=None, kw_only=True)
+    # What was done with the chunks of each sequence, None for a sequence without; None if no sequence has any.
+    blends: list[BlendReport | None] | None = field(default=None, kw_only=True)
 
 
 def joined_results(parts: Sequence[PrefillResult], indices: Sequence[np.ndarray]) -> PrefillResult:
@@ -83,6 +88,7 @@ def joined_results(parts: Sequence[PrefillResult], indices: Sequence[np.ndarray]
         return [found[index] for index in order.tolist()]
 
     outcomes = [outcome for part in parts for outcome in part.outcomes]
+    blends = [own for part in parts for own in part.blends or [None] * len(part.outcomes)]
     return PrefillResult(
         outputs=rows("outputs"),
         finite=rows("finite"),
@@ -99,4 +105,5 @@ def joined_results(parts: Sequence[PrefillResult], indices: Sequence[np.ndarray]
         lost_lengths=tuple(length for part in parts for length in part.lost_lengths),
         log_probabilities=arrays("log_probabilities"),
         token_states=arrays("token_states"),
+        blends=[blends[index] for index in order.tolist()] if any(blends) else None,
     )

@@ -33,6 +33,8 @@ typedef struct {
     const char *const *maps;   // [sequences] given maps, square or packed; null to compute the maps
     char *const *kept;         // [sequences] destinations of computed maps, of `type`; null to discard them
     const int64_t *runs;       // [tasks per head + 1] first sequence of each run; a run shares its maps
+    // [rows] the token that each row of Q belongs to, rising, for rows that attend to given tokens only; or null
+    const int64_t *positions;
     // [heads, 2 bias_positions - 1], added to the scaled scores at distance q - p + bias_positions - 1; or null
     const float *bias;
     distance_term query_term, key_term;  // of the products before the scale; for maps of whole sequences
@@ -155,16 +157,19 @@ static void run_task(const attention *job, int run, int head) {
     head_of_floats(job, run, head);
 }
 
-// One head of the runs from .. to - 1 of a tree; see head_of_tree.
+// One head of the runs from .. to - 1 of a tree; see head_of_tree. With positions, the tree is one run; see
+// head_of_scattered.
 static void run_tree(const attention *job, const given_tokens *given, const int64_t *starts, int from, int to,
                      int head) {
 #ifdef __AVX512BF16__
     if (multiplies_pairs(job)) {
-        head_of_tree_of_pairs(job, given, starts, from, to, head);
+        if (job->positions) head_of_scattered_of_pairs(job, given, from, head);
+        else head_of_tree_of_pairs(job, given, starts, from, to, head);
         return;
     }
 #endif
-    head_of_tree_of_floats(job, given, starts, from, to, head);
+    if (job->positions) head_of_scattered_of_floats(job, given, from, head);
+    else head_of_tree_of_floats(job, given, starts, from, to, head);
 }
 
 static void work(void *data) {

@@ -26,7 +26,7 @@ import torch
 MAPS_VERSION = 1
 
 NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_POINTERS = ("offsets", "maps", "kept", "runs", "bias")
+_POINTERS = ("offsets", "maps", "kept", "runs", "positions", "bias")
 _COUNTS = (
     *("run_count", "heads", "key_width", "width", "type", "map_type", "before", "after", "bias_positions"),
     "packed",

@@ -192,6 +192,11 @@ static void NAME(begin_scores)(const attention *job, const NAME(task) *task, con
                (size_t)tile->columns * 4);
 }
 
+// The token that a row of a task belongs to.
+INLINE int NAME(token_of)(const attention *job, const NAME(task) *task, int row) {
+    return job->positions ? (int)job->positions[task->first_token + row] : row;
+}
+
 static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAME(tile_of_map) *tile) {
     const int key_columns = rounded_up(job->key_width, LANES), length = task->length;
     const size_t bytes = number_bytes(job->type);
@@ -211,8 +216,10 @@ static void NAME(compute_rows)(const attention *job, const NAME(task) *task, NAM
     tile->left = (const char *)task->weights;
     tile->left_bytes = (size_t)tile->columns * 4 / NUMBERS;
     for (int r = 0; r < tile->rows; r++) {
-        const int token = tile->row + r, from = band_start(job, token), to = band_end(job, token, length);
+        const int token = NAME(token_of)(job, task, tile->row + r);
+        const int from = band_start(job, token), to = band_end(job, token, length);
         char *weights = (char *)task->weights + (size_t)r * tile->left_bytes;
+        if (job->positions) memset(weights, 0, tile->left_bytes);  // the rows of the tile may be far apart
         const int start = from - tile->first, stop = to - tile->first;
         float *scores = task->scores + r * tile->columns;
         if (job->bias)
@@ -288,12 +295,13 @@ static void NAME(lay_out)(const attention *job, NAME(task) *task, int sequence, 
                         task->value_columns);
 }
 
-// Compute the context of the tokens from `start` on of a task's sequences.
-static void NAME(context_from)(const attention *job, const NAME(task) *task, int start) {
+// Compute the context of the rows from `start` to `end` - 1 of a task's sequences.
+static void NAME(context_of)(const attention *job, const NAME(task) *task, int start, int end) {
     const size_t bytes = number_bytes(job->type), context_bytes = (size_t)job->context.token * bytes;
-    for (int row = start; row < task->length; row += ROWS) {
-        const int rows = smaller(task->length - row, ROWS), first = band_start(job, row) / LANES * LANES;
-        const int count = band_end(job, row + rows - 1, task->length) - first;
+    for (int row = start; row < end; row += ROWS) {
+        const int rows = smaller(end - row, ROWS);
+        const int first = band_start(job, NAME(token_of)(job, task, row)) / LANES * LANES;
+        const int count = band_end(job, NAME(token_of)(job, task, row + rows - 1), task->length) - first;
         NAME(tile_of_map) tile = {row, rows, first, rounded_up(count, LANES),
                                   rounded_up(count, NUMBERS) / NUMBERS};
         if (job->maps) NAME(read_rows)(job, task, &tile);
@@ -323,7 +331,7 @@ static void NAME(head)(const attention *job, int run, int head) {
     for (int s = 0; s < sequences; s++)
         NAME(lay_out)(job, &task, s, 0, length, task.first_token + s * length);
     if (!job->maps && job->key_term.table) NAME(multiply_key_term)(job, &task);
-    NAME(context_from)(job, &task, 0);
+    NAME(context_of)(job, &task, 0, length);
 }
 
 // Lay out the given tokens in front of a tree. K is rotated in a copy.
@@ -363,8 +371,18 @@ static void NAME(head_of_tree)(const attention *job, const given_tokens *given, 
         NAME(lay_out)(job, &task, 0, start, count, job->offsets[run]);
         task.length = start + count;
         task.first_token = job->offsets[run] - start;
-        NAME(context_from)(job, &task, start);
+        NAME(context_of)(job, &task, start, task.length);
     }
+}
+
+// One head of a run whose rows attend to the given tokens up to their own position. The keys and values of the
+// rows themselves are among the given ones.
+static void NAME(head_of_scattered)(const attention *job, const given_tokens *given, int run, int head) {
+    NAME(task) task = NAME(task_for)(job, head, given->tokens + LANES, 1);
+    NAME(lay_out_given)(job, &task, given);
+    task.length = given->tokens;
+    task.first_token = job->offsets[run];
+    NAME(context_of)(job, &task, 0, (int)(job->offsets[run + 1] - job->offsets[run]));
 }
 
 #undef NAME

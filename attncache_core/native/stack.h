@@ -82,6 +82,10 @@ typedef struct {
     int64_t slot_bytes, layer_bytes;  // from a slot to that of the next token, and of the next layer
     atomic_int *ready;            // the number of layers whose given slots are filled; or null: all
     atomic_int *written;          // [layers] the number of rows whose keys and values are kept; or null
+    // Whether every tree is one run of rows at any rising positions, which attend to the given tokens up to their
+    // own position. The kept slots of the rows are among the given ones.
+    int32_t scattered;
+    int32_t only_slots;           // whether to keep the slots of the rows in one layer, and to compute nothing else
     // Results.
     atomic_llong multiplications, map_rows, attention_nanoseconds;
 } stack_job;
@@ -279,6 +283,7 @@ static void attend_head(const block *b, const stack_layer *layer, int number, in
         .context = {b->context + (at * b->context_row + head * layer->value_width) * (int64_t)bytes,
                     b->context_row, 0},
         .offsets = job->trees ? job->offsets : offsets, .runs = runs, .run_count = 1, .heads = 1,
+        .positions = job->scattered ? job->positions : 0,
         .key_width = layer->width, .width = layer->value_width, .type = job->type, .map_type = job->map_type,
         .before = layer->reach_before, .after = layer->reach_after, .packed = job->packed, .scale = layer->scale,
         .bias = layer->bias ? layer->bias + (size_t)head * (2 * layer->bias_positions - 1) : 0,
@@ -485,11 +490,11 @@ static void run_block(block *b, char *space) {
                 const int first = (int)((int64_t)b->rows * p / parts);
                 project_rows(b, layer, first, (int)((int64_t)b->rows * (p + 1) / parts) - first, space);
             }
-            for (int tree = 0; tree < b->trees; tree++)
+            for (int tree = 0; tree < b->trees && !job->only_slots; tree++)
                 for (int head = 0; head < layer->heads; head++) attend_head(b, layer, tree, head);
         }
         atomic_fetch_add(&job->attention_nanoseconds, nanoseconds() - started);
-        for (int p = 0; p < parts; p++) {
+        for (int p = 0; p < parts && !job->only_slots; p++) {
             const int first = (int)((int64_t)b->rows * p / parts);
             finish_rows(b, layer, first, (int)((int64_t)b->rows * (p + 1) / parts) - first, space);
         }

@@ -155,6 +155,11 @@ class KeyValueSlots:
     ready: np.ndarray | None = None
     # int32 [layers], to which the rows are added whose keys and values are kept. None: nobody asks.
     written: np.ndarray | None = None
+    # Whether the rows of a tree, which is one run, are at any rising positions. They attend to the given tokens
+    # up to their own position, and their kept slots are among the given ones. The root starts behind all tokens.
+    scattered: bool = False
+    # Whether the slots of the rows in one layer are kept, and nothing else is computed.
+    only: bool = False
 
 
 NO_RECORDS = GivenRecords(np.zeros(0, dtype=np.uint64))
@@ -225,6 +230,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("given", "given_blocks", "kept")),
         *((name, ctypes.c_int64) for name in ("slot_bytes", "layer_bytes")),
         *((name, ctypes.c_void_p) for name in ("ready", "written")),
+        *((name, ctypes.c_int32) for name in ("scattered", "only_slots")),
         *((name, ctypes.c_int64) for name in ("multiplications", "map_rows", "attention_nanoseconds")),
     )
 
@@ -367,7 +373,7 @@ class CompiledStack:
         assert ((tokens >= 0) & (tokens < slots.block_tokens)).all()
         assert len(slots.given) == slots.given_blocks[-1]
         job.block_tokens, job.slot_bytes = slots.block_tokens, self.slot_bytes
-        job.layer_bytes = slots.layer_bytes
+        job.layer_bytes, job.scattered, job.only_slots = slots.layer_bytes, slots.scattered, slots.only
         job.given, job.given_blocks = _address(slots.given), _address(slots.given_blocks)
         if slots.kept is not None:
             assert slots.kept.shape == (len(rows.positions),)

@@ -160,8 +160,9 @@ static void run_some_columns(void *data, int phase_number, int unit) {
         (unit_counts){job->multiplications, job->map_rows, part < 3 ? nanoseconds() - started : 0};
 }
 
-// Whether every layer is whole and without norms of a half's output, which need whole rows.
+// Whether every layer is computed whole, and without norms of a half's output, which need whole rows.
 static int has_plain_layers(const stack_job *job) {
+    if (job->only_slots) return 0;
     for (int n = job->first; n < job->last; n++) {
         const stack_layer *layer = job->layers + n;
         if (!layer->heads || !layer->up.outputs || layer->branch.kind || layer->forward_branch.kind) return 0;
@@ -278,8 +279,8 @@ static void run_by_rows(stack_job *job, const block *widths, int rows, int threa
     for (int n = 0; n < layers; n++) {
         const stack_layer *layer = job->layers + job->first + n;
         units[3 * n] = layer->heads ? run.parts : 0;
-        units[3 * n + 1] = job->count * layer->heads;
-        units[3 * n + 2] = run.parts;
+        units[3 * n + 1] = job->only_slots ? 0 : job->count * layer->heads;
+        units[3 * n + 2] = job->only_slots ? 0 : run.parts;
     }
     run_team(own, run_some_rows, &run, units, 3 * layers, threads, 0);
     leave_slot(own);

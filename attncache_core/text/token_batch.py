@@ -55,6 +55,8 @@ class TokenBatch:
     # int64 [tokens], token types, which encoders tell the texts of a pair apart by; None: every token has
     # type 0. A batch with a tree has none, because causal models have no types.
     types: torch.Tensor | None = None
+    # int64 [tokens], position of each token in its sequence; None: the tokens of a run follow each other
+    scattered: torch.Tensor | None = None
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -64,6 +66,8 @@ class TokenBatch:
     @cached_property
     def positions(self) -> torch.Tensor:
         """Position of each token in its own sequence, int64 [tokens]."""
+        if self.scattered is not None:
+            return self.scattered
         starts = 0 if self.tree is None else self.tree.starts
         positions = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1] - starts, self.lengths)
         return torch.from_numpy(positions).to(self.ids.device)

@@ -16,6 +16,7 @@ import torch
 
 from attncache_core.models import AttentionLayer
 from attncache_core.native.stack import KeyValueSlots
+from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import TokenBatch
 
 _SECONDS_BETWEEN_LOOKS = 20e-6  # at the number of layers that are loaded
@@ -27,7 +28,7 @@ class SlotAttention:
     def __init__(self, batch: TokenBatch, slots: KeyValueSlots) -> None:
         assert batch.tree is not None
         self._batch, self._slots = batch, slots
-        self._tree, rows = batch.tree.with_given_tokens()
+        self._tree, rows = _among_given(batch) if slots.scattered else batch.tree.with_given_tokens()
         self._rows = torch.from_numpy(rows)
         count = int(self._tree.offsets[-1])
         is_given = np.ones(count, dtype=bool)
@@ -45,8 +46,11 @@ class SlotAttention:
         own_query, own = layer.query_and_slots(x, self._batch.positions)
         self._keep(number, own)
         slots = own.new_zeros(len(self._positions), own.shape[1])
-        slots[self._rows] = own
-        slots[self._given_rows] = self._given(number, own)
+        if self._slots.scattered:
+            slots[:] = self._given(number, own)  # the slots of the rows are among them
+        else:
+            slots[self._rows] = own
+            slots[self._given_rows] = self._given(number, own)
         query = own_query.new_zeros(len(slots), *own_query.shape[1:])
         query[self._rows] = own_query
         key, value = layer.keys_and_values(slots, self._positions)
@@ -54,6 +58,10 @@ class SlotAttention:
         whole = slice(0, layer.heads)
         layer.attend(query, key, value, self._tree.offsets, whole, context, self._tree)
         return context[self._rows]
+
+    def keep(self, number: int, layer: AttentionLayer, x: torch.Tensor) -> None:
+        """Keep the slots of the rows in layer `number`. x: as for `context`."""
+        self._keep(number, layer.query_and_slots(x, self._batch.positions)[1])
 
     def _given(self, number: int, like: torch.Tensor) -> torch.Tensor:
         """Wait for the given slots of a layer. Return them in the order of rows, [given tokens, n]."""
@@ -83,3 +91,12 @@ class SlotAttention:
                     ctypes.memmove(to, rows[row].data_ptr(), width)
         if self._slots.written is not None:
             self._slots.written[number] += len(own)
+
+
+def _among_given(batch: TokenBatch) -> tuple[PrefixTree, np.ndarray]:
+    """Return the given tokens of all trees as sequences, and the place of each row among them, int64 [rows]."""
+    assert batch.tree is not None
+    lengths, ends = batch.tree.starts, np.arange(len(batch.tree.starts))
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    whole = PrefixTree(np.full(len(ends), -1), np.zeros_like(lengths), offsets, ends)
+    return whole, batch.positions.cpu().numpy() + np.repeat(offsets[:-1], batch.lengths)

@@ -47,6 +47,15 @@ class KeyValueReuse:
         # The hidden states at the targets are read, so these tokens must be computed.
         return Wanted.of(root, ids[: len(ids) - passing], len(ids) - 1 - back)
 
+    @property
+    def reads_last(self) -> bool:
+        """Whether outputs read the last token only."""
+        return self._reads_last
+
+    def whole(self, ids: Sequence[int], salt: bytes) -> Wanted:
+        """Return how token ids are looked up of which all may be given. Only if outputs read the last token."""
+        return Wanted.of(root_key(self._fingerprint, salt), ids, len(ids))
+
     def skipped(self, plan: SequencePlan | None) -> int:
         """Return the tokens at the front of a sequence that pooling leaves out."""
         if not self._skips:
@@ -72,6 +81,5 @@ class KeyValueReuse:
         if not kept or not self._reads_last:
             return None
         own = truncated_salt(source, kept)
-        root = root_key(self._fingerprint, own, self.skipped(plan))
-        stored = store_truncated(self.store, source, kept, lambda ids: Wanted.of(root, ids, len(ids)))
+        stored = store_truncated(self.store, source, kept, lambda ids: self.whole(ids, own))
         return own if stored else None

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from attncache_core.reuse.kv.blocks import STATE_ROWS, BlockLayout
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, STATE_ROWS, BlockLayout
 
 
 class BlockPool:
@@ -60,6 +60,13 @@ class BlockPool:
         """Return a place's slots, uint8 [layers, BLOCK_TOKENS, slot_bytes], which may be written."""
         layout = self.layout
         return self._part(place, 0, layout.state_first).reshape(layout.layers, -1, layout.slot_bytes)
+
+    def layer(self, number: int) -> np.ndarray:
+        """Return the slots of one layer in all places, a view uint8 [places, BLOCK_TOKENS, slot_bytes]."""
+        layout = self.layout
+        every = self._bytes[: self.places * layout.block_bytes].reshape(self.places, layout.block_bytes)
+        own = every[:, number * layout.layer_bytes : (number + 1) * layout.layer_bytes]
+        return own.reshape(self.places, BLOCK_TOKENS, layout.slot_bytes)
 
     def state(self, place: int) -> np.ndarray:
         """Return a place's pooled state, float32 [STATE_ROWS, width], which may be written."""

@@ -1,0 +1,130 @@
+"""What is blended: a sequence of chunks, and how much of them is computed again.
+
+    sequence    special tokens | chunk 0 | glue | chunk 1 | glue | chunk 2 | query
+    stored as   special tokens | chunk 0     special tokens | chunk 1     special tokens | chunk 2
+
+A chunk is stored as the sequence of its own tokens behind the special tokens that open every text, so it has one
+entry, whatever stands in front of it. Its keys are stored before their rotation, so they can be used at any
+position. The first chunk is a prefix of the whole sequence, so its keys and values are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from attncache_core.reuse.kv.blocks import TOKEN_BYTES
+from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
+from attncache_core.reuse.kv.memory import Wanted
+
+
+class Chunk(NamedTuple):
+    """A part of a sequence whose keys and values are stored by its own tokens."""
+
+    first: int  # position of its first token in the sequence
+    skipped: int  # tokens in front of it in its stored sequence; 0 if it begins the sequence
+    wanted: Wanted  # its stored sequence
+
+    @property
+    def length(self) -> int:
+        """The number of its tokens in the sequence."""
+        return len(self.wanted.tokens) // TOKEN_BYTES - self.skipped
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Which of the tokens that are given approximately are computed again, layer by layer.
+
+    The layers in front of `check_layer` compute all of them. The check layer compares their new keys and values
+    with the given ones, and the tokens that deviate most go on; every later layer picks among them again (gradual
+    filtering; Yao et al. 2024, CacheBlend, section 4.3).
+    """
+
+    ratio: float  # mean share of the tokens that are computed in the layers from the check layer on
+    check_layer: int = 1  # at least 1, because in layer 0 keys and values do not depend on other tokens
+    fall: float = 0.3  # the first share is up to so much larger than the mean, and the last share smaller
+    shares: tuple[float, ...] = ()  # of the layers from the check layer on, instead of ratio and fall
+    first_tokens: int = 0  # of each chunk, which are always computed
+    choice: Literal["deviation", "random"] = "deviation"  # random: to compare with
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a share is outside [0, 1] or grows, or if there is no layer before the check."""
+        if not all(0 <= own <= 1 for own in (self.ratio, *self.shares)):
+            raise ValueError("a recompute ratio lies between 0 and 1")
+        if any(one < other for one, other in zip(self.shares, self.shares[1:], strict=False)):
+            raise ValueError("the recompute ratios of later layers must not grow")
+        if self.check_layer < 1:
+            raise ValueError("the check layer is 1 or later: in layer 0, nothing deviates")
+
+    def counts(self, tokens: int, layers: int) -> list[int]:
+        """Return how many of `tokens` tokens each of `layers` layers computes; they never grow."""
+        check = min(self.check_layer, layers)
+        shares = self._shares(layers - check)
+        full = tokens if not shares or shares[0] > 0 else 0
+        # Rounding up the first share keeps its tokens at every mean above 0.
+        return [full] * check + [min(tokens, int(np.ceil(share * tokens - 1e-9))) for share in shares]
+
+    def _shares(self, layers: int) -> Sequence[float]:
+        if self.shares:
+            return [*self.shares, *[self.shares[-1]] * layers][:layers]
+        if not self.ratio or layers < 2:
+            return [self.ratio] * layers
+        fall = min(self.fall, 1 / self.ratio - 1)
+        steps = np.linspace(1 + fall, 1 - fall, layers)
+        shares: list[float] = (self.ratio * steps).tolist()
+        return shares
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The chunks of a sequence, in order of their positions, and how they are blended."""
+
+    chunks: tuple[Chunk, ...]
+    recomputation: Recomputation
+
+    @classmethod
+    def of(
+        cls,
+        key_values: KeyValueReuse,
+        ids: Sequence[int],
+        spans: Sequence[tuple[int, int]],
+        opening: Sequence[int],
+        salt: bytes,
+        recomputation: Recomputation,
+    ) -> Blend:
+        """Return how a sequence is blended whose outputs read its last token.
+
+        spans: first position and end of each chunk, rising, the last end before the last token. What stands in
+        front of the first chunk belongs to it. opening: the token ids that open every text. salt: chunks of one
+        salt share their keys and values.
+        """
+        (_, end), *others = spans
+        chunks = [Chunk(0, 0, key_values.whole(ids[:end], salt))]
+        for first, end in others:
+            own = key_values.whole([*opening, *ids[first:end]], salt)
+            chunks.append(Chunk(first, len(opening), own))
+        return cls(tuple(chunks), recomputation)
+
+
+class ChunkReport(NamedTuple):
+    """What was done with one chunk."""
+
+    tokens: int
+    cached: int  # tokens whose keys and values were stored before the request
+    recomputed: int  # tokens that were computed in their place, in the check layer: all tokens that are not given
+
+
+@dataclass(frozen=True)
+class BlendReport:
+    """What was done with one sequence."""
+
+    chunks: tuple[ChunkReport, ...]
+    exact_tokens: int  # at the front of the sequence, whose keys and values are exact
+    rows: tuple[int, ...]  # tokens that each layer computed
+    # How much the keys and values of each token deviate in the check layer from the given ones, float32 [tokens];
+    # nan: not compared. None: nothing was compared.
+    deviations: np.ndarray | None = field(default=None, compare=False)
+    computed_tokens: int = 0  # of chunks that were not stored yet, each by itself

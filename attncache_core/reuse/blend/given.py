@@ -1,0 +1,83 @@
+"""The keys and values that the store gives to a sequence of chunks, gathered layer by layer.
+
+    Wanted of each chunk -> KeyValueStore.begin -> blocks -> slots of one layer, at the chunks' positions
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+import numpy as np
+
+from attncache_core.reuse.blend.chunks import Blend
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
+from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.store import KeyValueStore
+
+_SECONDS_BETWEEN_LOOKS = 50e-6  # at the number of layers that are loaded
+
+
+class GivenChunks:
+    """What is given to one sequence. Used in a `with` block, in which the blocks stay in memory."""
+
+    def __init__(
+        self, store: KeyValueStore, blend: Blend, whole: Wanted | None, length: int, load: bool = True
+    ) -> None:
+        """whole: how the sequence itself is looked up, for what is stored of its beginning. length: its tokens.
+
+        load: whether saved blocks may be loaded.
+        """
+        self._store, self._layers = store, store.layout.layers
+        parts = [(chunk.first, chunk.skipped, chunk.wanted) for chunk in blend.chunks]
+        if whole and (beginning := _stored_beginning(store, whole)):
+            parts.append((0, 0, beginning))
+        self._reservation = store.begin([wanted for _, _, wanted in parts], load)
+        # What is not stored is computed in its context, so it must not be stored as if it were a chunk.
+        self.is_given = np.zeros(length, dtype=bool)
+        self.exact_tokens = 0  # at the front
+        self.loaded_tokens = BLOCK_TOKENS * len(self._reservation.loaded)
+        self._sources: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        given = zip(parts, self._reservation.given, self._reservation.given_tokens, strict=True)
+        for (first, skipped, _), blocks, tokens in given:
+            if tokens <= skipped:
+                continue
+            places = np.array([block.place for block in blocks])
+            end = first + tokens - skipped
+            self._sources.append((np.arange(first, end), places, np.arange(skipped, tokens)))
+            self.is_given[first:end] = True
+            if not first:
+                self.exact_tokens = max(self.exact_tokens, end)
+
+    def fill(self, layer: int, slots: np.ndarray) -> None:
+        """Write the given slots of a layer to their positions in `slots`, uint8 [tokens, slot bytes].
+
+        Waits until the layer is loaded.
+        """
+        loading = self._reservation.loading
+        while loading is not None and loading.ready[0] <= layer:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        of_layer = self._store.memory.pool.layer(layer)
+        # The beginning comes last, because it is exact also where chunks are given.
+        for positions, places, tokens in self._sources:
+            slots[positions] = of_layer[places].reshape(-1, slots.shape[1])[tokens]
+
+    def finish(self) -> None:
+        """Count what was given, and store nothing. Raises DamagedBlock if what was given is damaged."""
+        self._store.wait_until_loaded(self._reservation)
+        self._store.finish(self._reservation, keep=lambda _: False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the blocks go."""
+        self._store.abandon(self._reservation)
+
+
+def _stored_beginning(store: KeyValueStore, whole: Wanted) -> Wanted | None:
+    """Return what is stored of the beginning of a sequence, so that looking it up reserves no new block."""
+    tokens = store.lookup(whole).memory
+    if not tokens:
+        return None
+    return Wanted.of(whole.root, np.frombuffer(whole.tokens, dtype="<i4")[:tokens].tolist(), tokens)

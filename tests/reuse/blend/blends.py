@@ -1,0 +1,89 @@
+"""Sequences of chunks for a tiny model, and what Hugging Face's eager float32 model makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from attncache_core.checkpoints.checkpoint import Pooling
+from attncache_core.engine.blended import run_blended
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.reuse.blend.chunks import Blend, Recomputation
+from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
+
+OPENING = [0]
+
+
+def key_values(store):
+    return KeyValueReuse(store, b"model", Pooling(("lasttoken",)), 0)
+
+
+def joined(chunks: Sequence[Sequence[int]], query: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return a sequence of the opening, chunks and a query, and the spans of the chunks."""
+    ends = list(accumulate(map(len, chunks), initial=len(OPENING)))
+    ids = [*OPENING, *(token for chunk in chunks for token in chunk), *query]
+    return ids, list(zip(ends, ends[1:], strict=False))
+
+
+@torch.inference_mode()
+def run_chunks(model, store, chunks, query, recomputation, *, salt=b"", whole=False, plan=None):
+    ids, spans = joined(chunks, query)
+    reuse = key_values(store)
+    blend = Blend.of(reuse, ids, spans, OPENING, salt, recomputation)
+    wanted = reuse.whole(ids[:-1], salt) if whole else None
+    return run_blended(model, store, PrefillRequest(ids, False, plan, wanted, blend=blend))
+
+
+@torch.inference_mode()
+def run_share(model, store, chunks, query, ratio, **more):
+    return run_chunks(model, store, chunks, query, Recomputation(ratio, **more))
+
+
+@torch.inference_mode()
+def block_diagonal(folder, chunks, query) -> np.ndarray:
+    """Return the last token's last normed state of a pass in which chunks do not see each other.
+
+    Every chunk but the first sees a copy of the opening, as far in front of it as in a text of its own; the query
+    sees the first opening, all chunks and itself.
+    """
+    from transformers import AutoModel
+
+    ids, places, owners = [], [], []  # owner: the chunk a token belongs to; -1: the query
+    position = 0
+    for number, chunk in enumerate(chunks):
+        own = [*OPENING, *chunk]
+        start = position if number == 0 else position - len(OPENING)
+        ids += own
+        places += range(start, start + len(own))
+        owners += [number] * len(own)
+        position = start + len(own)
+    copies = np.array([place for place, _ in enumerate(ids)])
+    is_copy = np.zeros(len(ids) + len(query), dtype=bool)
+    first = 0
+    for number, chunk in enumerate(chunks):
+        if number:
+            is_copy[first : first + len(OPENING)] = True
+        first += len(OPENING) + len(chunk)
+    assert len(copies) == first
+    ids += query
+    places += range(position, position + len(query))
+    owners += [-1] * len(query)
+    owner = np.array(owners)
+    order = np.arange(len(ids))
+    seen = order[None] <= order[:, None]
+    inside = (owner[None] == owner[:, None]) | ((owner[:, None] == -1) & ~is_copy[None])
+    mask = torch.from_numpy(np.where(seen & inside, 0.0, -np.inf)).float()[None, None]
+    model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    found = model(torch.tensor([ids]), attention_mask=mask, position_ids=torch.tensor([places]))
+    return found.last_hidden_state[0, -1].numpy()
+
+
+@torch.inference_mode()
+def full_state(folder, ids) -> np.ndarray:
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    return model(torch.tensor([ids])).last_hidden_state[0, -1].numpy()
