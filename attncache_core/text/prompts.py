@@ -54,6 +54,7 @@ class Frame:
     before: list[int]  # token ids of the template's prefix, behind the special tokens that open a sequence
     after: list[int]  # token ids of the template's suffix and special tokens, before the plan's continuation
     room: int  # most tokens that fit into the frame, at least 1
+    opening: int = 0  # tokens of `before` that open every text, whatever the template
 
     def around(self, ids: Sequence[int]) -> list[int]:
         """Return the token ids of a sequence without the plan's continuation."""

@@ -253,7 +253,7 @@ class TextTokenizer:
         room = self.max_tokens - len(before) - len(after) - continuation_tokens
         if room < 1:
             raise no_room(self.max_tokens, "template")
-        return Frame(before, after, room)
+        return Frame(before, after, room, own[0])
 
     def require_open_end(self) -> None:
         """Raise UnsupportedModel if the tokenizer ends every text with a special token, before any label."""
