@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attncache_core.engine.blending import BlendInfo
 from attncache_core.reuse.kv.info import KeyValueInfo
 from attncache_core.reuse.maps.info import DatabaseInfo, GainInfo
 
@@ -38,3 +39,4 @@ class EngineInfo:
     database: DatabaseInfo | None
     key_values: KeyValueInfo | None  # None: no keys and values are stored
     key_values_off: str | None  # why, if `key_values` is None
+    blending: BlendInfo | None = None  # None: no gate was given, so chunks are computed exactly

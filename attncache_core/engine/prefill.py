@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -22,6 +23,7 @@ from attncache_core import native
 from attncache_core.checkpoints.checkpoint import Activation, Checkpoint, Task
 from attncache_core.checkpoints.template import Template, Text
 from attncache_core.engine.blended import run_blended
+from attncache_core.engine.blending import Blending
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.decisions import Decisions
 from attncache_core.engine.forward import forward_pass
@@ -38,6 +40,8 @@ from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel, load_model
 from attncache_core.models.refitted import with_refitted
+from attncache_core.reuse.blend.chunks import Blend, Recomputation
+from attncache_core.reuse.blend.gate import BlendGate
 from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.kv.info import key_value_info
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
@@ -53,6 +57,7 @@ from attncache_core.runtime.memory import keep_freed_memory
 from attncache_core.runtime.threads import limit_threads, one_thread, use_threads
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt, SequencePlan
+from attncache_core.text.segments import Segmented
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared
 from attncache_core.text.tokenizer import TextTokenizer
 
@@ -92,6 +97,7 @@ class PrefillEngine:
         self.share_prefixes = share_prefixes
         self.key_values: KeyValueReuse | None = None
         self.key_values_off = "switched off"  # why, if `key_values` is None
+        self.blending: Blending | None = None  # None: chunks are computed exactly
         self._reuse_off: list[str] = []
         self.deciding = threading.Lock()  # held while the strategy is called
         self.task: Task = checkpoint.task
@@ -412,6 +418,45 @@ class PrefillEngine:
             return None
         return self.key_values.wanted(ids, plan, salt, passing=passing)
 
+    @property
+    def not_blendable(self) -> str | None:
+        """Why the keys and values of chunks cannot be blended; None if they can."""
+        if self.key_values is None:
+            return self.key_values_off
+        if not self.key_values.reads_last:
+            return "pooling reads all tokens, and tokens that are not computed again have no last state"
+        if self.key_values.approximation:
+            return "saved keys and values are approximate already (--kv-disk-dtype)"
+        if self.label_tokens and not self.label_tokens.one_token_each:
+            return "labels of several tokens make several sequences, and each would be blended by itself"
+        return None
+
+    def require_blendable(self) -> KeyValueReuse:
+        """Return the keys and values that can be blended. Raises InvalidInput if they cannot, and says why."""
+        if reason := self.not_blendable:
+            raise InvalidInput(f"chunks cannot be blended with this model: {reason}", field="segments")
+        assert self.key_values is not None
+        return self.key_values
+
+    def set_blending(self, gate: BlendGate, path: Path | None = None) -> None:
+        """Blend the chunks of prompts as a gate allows. path: its file, in which tightening is kept.
+
+        Raises InvalidInput if chunks cannot be blended, or if the gate belongs to another model.
+        """
+        key_values = self.require_blendable()
+        gate.require(self.fingerprint, self.checkpoint.name)
+        self.blending = Blending(key_values, gate, path)
+
+    def blend_with(
+        self, sequence: Segmented, ids: Sequence[int], salt: bytes, recomputation: Recomputation
+    ) -> Blend:
+        """Return how a sequence is blended, whatever the gate says. Raises as require_blendable.
+
+        ids: of the sequence, with its plan's continuation. salt: chunks of one salt share keys and values.
+        """
+        key_values = self.require_blendable()
+        return Blend.of(key_values, ids, sequence.spans, sequence.opening, salt, recomputation)
+
     def expect(self, waiting: Callable[[], Sequence[Wanted]]) -> None:
         """Prepare stored keys and values for the sequences that wait for a batch.
 
@@ -641,6 +686,7 @@ class PrefillEngine:
             database=reuse.info() if reuse else None,
             key_values=key_value_info(self.key_values.store) if self.key_values else None,
             key_values_off=None if self.key_values else self.key_values_off,
+            blending=self.blending.info() if self.blending else None,
         )
 
 

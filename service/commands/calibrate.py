@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ import click
 from attncache_core import (
     AttentionDatabase,
     Checkpoint,
+    InvalidInput,
     LinearClassifier,
     PrefillEngine,
     calibrate_database,
@@ -17,6 +19,7 @@ from attncache_core.build.options import MIN_AGREEMENT, MIN_COSINE, default_budg
 from attncache_core.corpus import unfamiliar_texts
 from attncache_core.corpus.reading import read_texts
 from attncache_core.runtime.devices import Device, Dtype
+from service.commands.blending import calibrate_segments
 from service.commands.build import min_text_cosine_option
 from service.commands.database_report import show_database
 from service.commands.options import device_option, exclude_option, max_tokens_option, model_options
@@ -29,15 +32,26 @@ from service.commands.texts import kept_indices
 @max_tokens_option
 @device_option
 @click.option(
-    "--database", type=click.Path(path_type=Path), required=True, help="Folder of the database to change."
+    "--database", type=click.Path(path_type=Path), help="Folder of the database to change, with --texts."
 )
 @click.option(
     "--texts",
-    required=True,
     multiple=True,
     metavar="FILE",
     help="Texts like those that clients will send: a .txt, .tsv, .csv or .jsonl file, FILE or "
     "FILE:column,column. May be repeated.",
+)
+@click.option(
+    "--segments",
+    type=click.Path(path_type=Path),
+    help="Prompts like those that clients will send, to measure how their chunks may be blended: a .jsonl file, one "
+    '{"segments": [...], "query": "..."} per line. Needs --output.',
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="File to write for `serve --blend`, with --segments."
+)
+@click.option(
+    "--separator", default="\n", show_default=r"\n", help="Text between segments, with --segments."
 )
 @exclude_option
 @click.option(
@@ -67,26 +81,31 @@ def calibrate(
     device: Device,
     threads: int | None,
     max_tokens: int | None,
-    database: Path,
+    database: Path | None,
     texts: tuple[str, ...],
+    segments: Path | None,
+    output: Path | None,
+    separator: str,
     exclude: tuple[str, ...],
     classifier: Path | None,
     min_cosine: float,
     min_text_cosine: float,
     min_agreement: float,
 ) -> None:
-    """Choose the mask and the thresholds of a database again, within a quality budget.
+    """Choose what may be reused within a quality budget: of a database (--texts), or of chunks (--segments).
 
-    The choice saves the most time within the budget, measured on the given texts that are not in the
+    With --texts: the mask and the thresholds of a database are chosen again. The choice saves the most time within the budget, measured on the given texts that are not in the
     database. The budget is a mean over the hits of each group of lengths, kept with 95 % confidence. Without
     classes, the mean is the cosine to the full model's embedding. With classes (of the model, a classifier or
     labels), the mean is the share of hits that keep the full model's decision. In addition, 99 of 100 hits
     keep --min-text-cosine, and texts that do not resemble the given texts are computed in full. Restart
     running servers afterwards.
+
+    With --segments: the share of reused tokens is chosen that must be computed again, so that answers keep the
+    budget. A calibration that was stopped continues.
     """
-    given = [text for source in texts for text in read_texts(source)]
-    opened = AttentionDatabase.open(database)
-    engine = PrefillEngine.load(
+    load = partial(
+        PrefillEngine.load,
         checkpoint,
         dtype=dtype,
         device=device,
@@ -94,11 +113,29 @@ def calibrate(
         max_tokens=max_tokens,
         classifier=LinearClassifier.load(classifier) if classifier else None,
     )
+    chosen_budget = partial(
+        default_budget,
+        min_cosine=min_cosine,
+        min_text_cosine=min_text_cosine,
+        min_agreement=min_agreement,
+    )
+    if segments is not None:
+        if database is not None or texts:
+            raise InvalidInput("give --segments, or --database with --texts, not both", field="segments")
+        if output is None:
+            raise InvalidInput("--segments needs --output, the file to write", field="output")
+        calibrate_segments(load, chosen_budget, segments, output, separator)
+        return
+    if database is None or not texts:
+        raise InvalidInput("give --database with --texts, or --segments with --output", field="texts")
+    given = [text for source in texts for text in read_texts(source)]
+    opened = AttentionDatabase.open(database)
+    engine = load()
     kept = kept_indices(engine, given, exclude)
     if exclude:
         click.echo(f"{len(given) - len(kept)} of {len(given)} texts excluded", err=True)
     given = [given[index] for index in kept]
-    budget = default_budget(engine, min_cosine, min_text_cosine, min_agreement)
+    budget = chosen_budget(engine)
     with shown_progress() as progress:
         calibrate_database(engine, opened, engine.tokenize(given), unfamiliar_texts(given), budget, progress)
     show_database(AttentionDatabase.open(database))

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from attncache_core import Budget, InvalidInput, Measure
-from attncache_core.evaluation.tuning.quality import Quality, texts_needed
+from attncache_core.calibration.quality import Quality, texts_needed
 
 COSINE = Budget(Measure.COSINE, 0.98, 0.95)
 

@@ -1,0 +1,176 @@
+"""Measure which recompute ratios keep a quality budget for one model, and which of them save time.
+
+    prompts of segments and a query -> exact answers -> answers with each ratio -> BlendGate
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from attncache_core.calibration.quality import Quality, texts_needed
+from attncache_core.corpus.segments import SegmentedText
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.engine.request import PrefillRequest, PrefillResult
+from attncache_core.errors import InvalidInput, NotFinite
+from attncache_core.reuse.blend.chunks import Recomputation
+from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.text.segments import Segmented, segmented
+
+RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
+
+
+@dataclass(frozen=True)
+class PromptMeasured:
+    """What was measured with one prompt, by ratio."""
+
+    fidelities: Mapping[float, float]
+    seconds: Mapping[float, float]  # as a share of the exact answer's
+
+
+class Measurements:
+    """What was measured until now, kept in a file, so that a stopped calibration continues."""
+
+    def __init__(self, path: Path | None, key: str) -> None:
+        """path: None keeps nothing. key: stands for all that changes the figures; others are not continued."""
+        self._path, self._key = path, key
+        self._known: dict[str, PromptMeasured] = {}
+        if path is not None and path.exists():
+            self._read(path)
+
+    def measured(self, name: str, measure: Callable[[], PromptMeasured]) -> PromptMeasured:
+        """Return what was measured with a prompt, now or earlier."""
+        if name not in self._known:
+            self._known[name] = found = measure()
+            if self._path is not None:
+                line = {"key": self._key, "name": name, "ratios": list(found.fidelities)}
+                line |= {"fidelities": [*found.fidelities.values()], "seconds": [*found.seconds.values()]}
+                with self._path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        return self._known[name]
+
+    def close(self) -> None:
+        """Remove the file: everything was measured."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _read(self, path: Path) -> None:
+        for text in path.read_text().splitlines():
+            try:
+                line = json.loads(text)
+                ratios = [float(ratio) for ratio in line["ratios"]]
+                if line["key"] == self._key:
+                    found = (dict(zip(ratios, line[part], strict=True)) for part in ("fidelities", "seconds"))
+                    self._known[line["name"]] = PromptMeasured(*found)
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that was being written when the process was killed
+
+
+def calibrate_blending(
+    engine: PrefillEngine,
+    prompts: Sequence[SegmentedText],
+    budget: Budget,
+    *,
+    separator: str,
+    ratios: Sequence[float] = RATIOS,
+    check_layer: int = 1,
+    kept: Path | None = None,
+    on_prompt: Callable[[], None] = lambda: None,
+) -> BlendGate:
+    """Measure prompts, and return the gate of the engine's model.
+
+    separator: text between segments. kept: file of what was measured, with which a stopped calibration continues;
+    it is removed at the end. on_prompt: called after each prompt. Raises InvalidInput if chunks cannot be blended
+    with this model, if a prompt does not fit or has fewer than two segments, or for too few prompts.
+    """
+    engine.require_blendable()
+    if len(prompts) < (needed := texts_needed(budget)):
+        raise InvalidInput(
+            f"{len(prompts)} prompts cannot prove this budget, even if no answer changes; give {needed} or more, or "
+            "a lower budget",
+            field="segments",
+        )
+    sequences = list(_sequences(engine, prompts, separator))
+    key = json.dumps([engine.fingerprint, separator, list(ratios), check_layer, str(engine.dtype)])
+    measurements = Measurements(kept, hashlib.sha256(key.encode()).hexdigest())
+    measuring = _Measuring(engine, budget, ratios, check_layer)
+    found = []
+    for sequence in sequences:
+        name = hashlib.sha256(json.dumps([sequence.ids, sequence.spans]).encode()).hexdigest()
+        found.append(measurements.measured(name, lambda own=sequence: measuring.prompt(own)))  # type: ignore[misc]
+        on_prompt()
+    gate = BlendGate(
+        engine.fingerprint,
+        budget,
+        separator,
+        len(prompts),
+        tuple(_of_ratio(ratio, found, budget) for ratio in sorted(ratios)),
+        check_layer,
+    )
+    measurements.close()
+    return gate
+
+
+def _sequences(
+    engine: PrefillEngine, prompts: Sequence[SegmentedText], separator: str
+) -> Iterator[Segmented]:
+    frame = engine.tokenizer.frame(engine.default_prompt)
+    (between,) = engine.tokenizer.turns([separator])
+    for index, (segments, query) in enumerate(prompts):
+        *own, asked = engine.tokenizer.turns([*segments, query], f"segments[{index}]")
+        try:
+            sequence = segmented(frame, own, asked, between)
+        except InvalidInput as error:
+            raise InvalidInput(f"prompt {index + 1}: {error}", field="segments") from error
+        if len(sequence.spans) < 2:
+            raise InvalidInput(
+                f"prompt {index + 1} has fewer than two segments with tokens", field="segments"
+            )
+        yield sequence
+
+
+class _Measuring:
+    def __init__(
+        self, engine: PrefillEngine, budget: Budget, ratios: Sequence[float], check_layer: int
+    ) -> None:
+        self._engine, self._ratios, self._check_layer = engine, ratios, check_layer
+        self._comparator = engine.comparator(budget.measure)
+
+    def prompt(self, sequence: Segmented) -> PromptMeasured:
+        """Measure one prompt with all ratios, and exactly. Its chunks are stored before anything is timed."""
+        self._run(sequence, self._ratios[0])
+        exact, exact_seconds = self._run(sequence, None)
+        if not exact.finite.all():
+            raise NotFinite("the model computes NaN or infinity for a prompt", field="segments")
+        fidelities, seconds = {}, {}
+        for ratio in self._ratios:
+            result, own = self._run(sequence, ratio)
+            fidelities[ratio] = float(self._comparator.fidelity(result.outputs, exact.outputs)[0])
+            seconds[ratio] = own / exact_seconds
+        return PromptMeasured(fidelities, seconds)
+
+    def _run(self, sequence: Segmented, ratio: float | None) -> tuple[PrefillResult, float]:
+        """Run a prompt with a ratio; None: exactly, behind nothing that is stored."""
+        engine, blend = self._engine, None
+        if ratio is not None:
+            again = Recomputation(ratio, self._check_layer)
+            blend = engine.blend_with(sequence, sequence.ids, b"", again)
+        started = time.perf_counter()
+        plan = engine.default_prompt.sequence_plans[0]
+        result = engine.run([PrefillRequest(sequence.ids, False, plan, blend=blend)])
+        return result, time.perf_counter() - started
+
+
+def _of_ratio(ratio: float, found: Sequence[PromptMeasured], budget: Budget) -> MeasuredRatio:
+    fidelities = np.array([own.fidelities[ratio] for own in found])
+    quality = Quality.of(fidelities, budget.measure)
+    seconds = statistics.median(own.seconds[ratio] for own in found)
+    return MeasuredRatio(ratio, quality.mean, quality.lower_bound, quality.keeps(budget), seconds)

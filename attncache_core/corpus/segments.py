@@ -1,0 +1,45 @@
+"""Read prompts of segments and a query from a JSON Lines file: {"segments": [...], "query": "..."} per line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from attncache_core.errors import InvalidInput
+
+
+class SegmentedText(NamedTuple):
+    """A prompt of segments and a query."""
+
+    segments: tuple[str, ...]
+    query: str
+
+
+def read_segmented(path: Path) -> list[SegmentedText]:
+    """Return the prompts of a file. Blank lines are skipped.
+
+    Raises InvalidInput, which names the line but no text, if the file cannot be read or a line is no prompt.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InvalidInput(f"{path} cannot be read: {reason}", field="segments") from error
+    return [_prompt(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _prompt(line: bytes, path: Path, number: int) -> SegmentedText:
+    try:
+        found = orjson.loads(line)
+        segments, query = found["segments"], found["query"]
+    except (ValueError, KeyError, TypeError):
+        segments, query = None, None
+    is_prompt = isinstance(segments, list) and all(isinstance(own, str) for own in [*segments, query])
+    if not (is_prompt and segments):
+        raise InvalidInput(
+            f'{path}, line {number} is no prompt; write {{"segments": ["...", "..."], "query": "..."}} on each line',
+            field="segments",
+        )
+    return SegmentedText(tuple(segments), query)

@@ -1,0 +1,72 @@
+"""How much to compute again while saved keys and values are loaded, and where to save them (CacheBlend, section 5).
+
+Loading takes  token_bytes · tokens / throughput  seconds, and computing a share r of the tokens again takes
+r · tokens / prefill speed  seconds, both for all layers. Layers are loaded while earlier layers are computed, so a
+share that takes no longer than loading costs no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# The share at which a device is chosen: the least share that keeps quality in the paper's measurements.
+USUAL_RATIO = 0.15
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What loading and computing a token's keys and values takes, measured at the start."""
+
+    token_bytes: int  # of the keys and values of a token in all layers
+    load_bytes_per_second: float
+    prefill_tokens_per_second: float
+
+    def load_seconds(self, tokens: int) -> float:
+        """Return the time to load the keys and values of some tokens."""
+        return self.token_bytes * tokens / self.load_bytes_per_second
+
+    def recompute_seconds(self, ratio: float, tokens: int) -> float:
+        """Return the time to compute a share of some tokens again."""
+        return ratio * tokens / self.prefill_tokens_per_second
+
+    def ratio(self, least: float, loaded: int, tokens: int) -> float:
+        """Return the share of `tokens` tokens to compute again, of which `loaded` must be loaded.
+
+        The largest share that costs no time beside loading, and at least `least`, the share that quality needs.
+        """
+        if not tokens:
+            return least
+        equal = self.load_seconds(loaded) * self.prefill_tokens_per_second / tokens
+        return min(1.0, max(least, equal))
+
+
+@dataclass(frozen=True)
+class Device:
+    """A place where keys and values can be saved."""
+
+    path: str
+    bytes_per_second: float
+    cost_per_gb_hour: float  # in any currency
+
+
+def cheapest_device(
+    devices: Sequence[Device], speeds: Speeds, ratio: float = USUAL_RATIO
+) -> tuple[Device, bool]:
+    """Return the cheapest device from which loading takes no longer than computing a share again.
+
+    If there is none, the fastest device. The second result says whether loading is hidden. Raises ValueError
+    without devices. speeds: the speed of loading in it is not used.
+    """
+    if not devices:
+        raise ValueError("there is no device to choose from")
+    per_token = speeds.recompute_seconds(ratio, 1)
+    hidden = [own for own in devices if speeds.token_bytes / own.bytes_per_second <= per_token]
+    if hidden:
+        return min(hidden, key=lambda own: (own.cost_per_gb_hour, -own.bytes_per_second)), True
+    return max(devices, key=lambda own: own.bytes_per_second), False
+
+
+def cost_per_hour(device: Device, token_bytes: int, tokens: int) -> float:
+    """Return what keeping the keys and values of some tokens on a device costs per hour."""
+    return device.cost_per_gb_hour * token_bytes * tokens / 1e9

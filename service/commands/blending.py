@@ -1,0 +1,81 @@
+"""`attncache calibrate --segments`: measure how the chunks of prompts may be blended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from attncache_core import InvalidInput, PrefillEngine
+from attncache_core.calibration.blending import calibrate_blending
+from attncache_core.corpus.segments import read_segmented
+from attncache_core.reuse.blend.gate import BlendGate, write_gate
+from attncache_core.reuse.kv.opening import KeyValueOptions
+from attncache_core.reuse.maps.budget import Budget
+from service.bench.report import show_table
+from service.commands.progress import shown_progress
+
+
+def calibrate_segments(
+    load: Callable[..., PrefillEngine],
+    budget: Callable[[PrefillEngine], Budget],
+    segments: Path,
+    output: Path,
+    separator: str,
+) -> None:
+    """Measure the prompts of a file, write the gate to `output`, and show it.
+
+    Raises InvalidInput, as calibrate_blending, and if the output cannot be written.
+    """
+    prompts = read_segmented(segments)
+    if not output.parent.is_dir():
+        raise InvalidInput(f"the folder of --output, {output.parent}, does not exist", field="output")
+    engine = load(key_values=KeyValueOptions())
+    done = 0
+    with shown_progress() as progress:
+
+        def on_prompt() -> None:
+            nonlocal done
+            done += 1
+            progress("measuring prompts", done, len(prompts))
+
+        try:
+            gate = calibrate_blending(
+                engine,
+                prompts,
+                budget(engine),
+                separator=separator,
+                kept=output.with_name(output.name + ".measured"),
+                on_prompt=on_prompt,
+            )
+            write_gate(output, gate)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise InvalidInput(f"{output} cannot be written: {reason}", field="output") from error
+    engine.close()
+    _show(gate, output)
+
+
+def _show(gate: BlendGate, output: Path) -> None:
+    measure = gate.budget.measure.value
+    show_table(
+        f"{gate.prompts} prompts, budget: mean {measure} {gate.budget.least}",
+        ["recompute ratio", f"mean {measure}", "95 % bound", "keeps the budget", "time of the exact answer's"],
+        [
+            [
+                f"{own.ratio:.2f}",
+                f"{own.mean:.4f}",
+                f"{own.lower_bound:.4f}",
+                "yes" if own.keeps_budget else "no",
+                f"{own.seconds:.2f}",
+            ]
+            for own in gate.measured
+        ],
+    )
+    if gate.ratio is None:
+        click.echo(f"{output}: chunks will be computed exactly, because {gate.off()}")
+    else:
+        click.echo(
+            f"{output}: {gate.ratio:.0%} of the reused tokens will be computed again; serve with --blend {output}"
+        )
