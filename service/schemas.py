@@ -132,7 +132,17 @@ class InferenceRequest(BaseModel):
     inputs: TextsOrIds | None = Field(
         None,
         description="One text or a list of texts, or the token ids of one text or several. Required, unless "
-        "session_id is given.",
+        "session_id or segments is given.",
+    )
+    segments: Texts | None = Field(
+        None,
+        description="Chunks of one prompt, in any order, such as passages that were retrieved. Give query "
+        "with them, "
+        "and no inputs. Each segment is tokenised by itself, and its keys and values are reused wherever it "
+        "stands.",
+    )
+    query: Text | None = Field(
+        None, description="What stands behind the segments, in the server's template. Always computed."
     )
     truncate: Truncate = None
     truncation_direction: TruncationDirection = None
@@ -177,7 +187,7 @@ class ClassifyRequest(InferenceRequest):
     """The body of POST /classify."""
 
     inputs: Inputs | None = Field(
-        None, description="One text or a list of texts. Required, unless session_id is given."
+        None, description="One text or a list of texts. Required, unless session_id or segments is given."
     )
     labels: Texts | None = Field(
         None,

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
 from service.batching.batcher import Batcher
@@ -27,8 +27,10 @@ from service.observability.logs import log_access
 from service.observability.metrics import Metrics
 from service.observability.tracing import tracing_of
 from service.settings import Settings
+from service.upkeep.blend_verifier import BlendVerifier
 from service.upkeep.scrubber import Scrubber
 from service.upkeep.verifier import Verifier
+from service.upkeep.verifying import LaterVerifier
 from service.upkeep.watchdog import Condition, Watchdog
 from service.web.budget import ByteBudget
 from service.web.keys import key_ring
@@ -156,7 +158,7 @@ class ServiceState:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(callback, *arguments)
 
-    def _loaded(self, engine: PrefillEngine, verifier: Verifier | None) -> None:
+    def _loaded(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
         scrubber = Scrubber(engine.database.search.store, self.metrics) if engine.database else None
         if self._serving is None:
             limits = Limits(
@@ -184,11 +186,13 @@ class ServiceState:
         self.metrics.watch(lambda: batcher.waiting_sequences, engine.info)
         self.metrics.watch_batcher(lambda: batcher.waiting_tokens, lambda: batcher.kept_bytes)
 
-    def _verifier(self, engine: PrefillEngine) -> Verifier | None:
+    def _verifier(self, engine: PrefillEngine) -> LaterVerifier[Any] | None:
         rate = self.settings.verify_rate
-        if engine.map_reuse is None or rate == 0:
+        if rate == 0 or (engine.map_reuse is None and engine.blending is None):
             return None
         try:
+            if engine.blending is not None:
+                return BlendVerifier(engine, rate, self.metrics)
             return Verifier(engine, rate, self.metrics)
         except NoClassifier as error:
             logger.warning("hits are not verified: %s", error)

@@ -1,6 +1,6 @@
 """Measure which recompute ratios keep a quality budget for one model, and which of them save time.
 
-    prompts of segments and a query -> exact answers -> answers with each ratio -> BlendGate
+prompts of segments and a query -> exact answers -> answers with each ratio -> BlendGate
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ from attncache_core.corpus.segments import SegmentedText
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.errors import InvalidInput, NotFinite
+from attncache_core.heads.comparator import OutputComparator
+from attncache_core.heads.listwise import headings as listwise_headings
 from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio
 from attncache_core.reuse.maps.budget import Budget
@@ -40,7 +43,9 @@ class Measurements:
     """What was measured until now, kept in a file, so that a stopped calibration continues."""
 
     def __init__(self, path: Path | None, key: str) -> None:
-        """path: None keeps nothing. key: stands for all that changes the figures; others are not continued."""
+        """path: None keeps nothing. key: stands for all that changes the figures; others are not
+        continued.
+        """
         self._path, self._key = path, key
         self._known: dict[str, PromptMeasured] = {}
         if path is not None and path.exists():
@@ -80,6 +85,7 @@ def calibrate_blending(
     budget: Budget,
     *,
     separator: str,
+    listwise: bool = False,
     ratios: Sequence[float] = RATIOS,
     check_layer: int = 1,
     kept: Path | None = None,
@@ -87,25 +93,29 @@ def calibrate_blending(
 ) -> BlendGate:
     """Measure prompts, and return the gate of the engine's model.
 
-    separator: text between segments. kept: file of what was measured, with which a stopped calibration continues;
-    it is removed at the end. on_prompt: called after each prompt. Raises InvalidInput if chunks cannot be blended
-    with this model, if a prompt does not fit or has fewer than two segments, or for too few prompts.
+    listwise: the segments are documents of listwise reranking.
+    separator: text between segments. kept: file of what was measured, with which a stopped calibration
+    continues; it is removed at the end. on_prompt: called after each prompt. Raises InvalidInput if chunks
+    cannot be blended with this model, if a prompt does not fit or has fewer than two segments, or for too few
+    prompts.
     """
     engine.require_blendable()
     if len(prompts) < (needed := texts_needed(budget)):
         raise InvalidInput(
-            f"{len(prompts)} prompts cannot prove this budget, even if no answer changes; give {needed} or more, or "
+            f"{len(prompts)} prompts cannot prove this budget, even if no answer changes; give {needed} or "
+            f"more, or "
             "a lower budget",
             field="segments",
         )
-    sequences = list(_sequences(engine, prompts, separator))
-    key = json.dumps([engine.fingerprint, separator, list(ratios), check_layer, str(engine.dtype)])
+    sequences = list(_sequences(engine, prompts, separator, listwise))
+    key = json.dumps([engine.fingerprint, separator, listwise, list(ratios), check_layer, str(engine.dtype)])
     measurements = Measurements(kept, hashlib.sha256(key.encode()).hexdigest())
-    measuring = _Measuring(engine, budget, ratios, check_layer)
+    measuring = _Measuring(engine, engine.blend_comparator(budget.measure, listwise), ratios, check_layer)
     found = []
     for sequence in sequences:
         name = hashlib.sha256(json.dumps([sequence.ids, sequence.spans]).encode()).hexdigest()
-        found.append(measurements.measured(name, lambda own=sequence: measuring.prompt(own)))  # type: ignore[misc]
+
+        found.append(measurements.measured(name, partial(measuring.prompt, sequence)))
         on_prompt()
     gate = BlendGate(
         engine.fingerprint,
@@ -114,20 +124,22 @@ def calibrate_blending(
         len(prompts),
         tuple(_of_ratio(ratio, found, budget) for ratio in sorted(ratios)),
         check_layer,
+        listwise,
     )
     measurements.close()
     return gate
 
 
 def _sequences(
-    engine: PrefillEngine, prompts: Sequence[SegmentedText], separator: str
+    engine: PrefillEngine, prompts: Sequence[SegmentedText], separator: str, listwise: bool
 ) -> Iterator[Segmented]:
-    frame = engine.tokenizer.frame(engine.default_prompt)
+    frame = engine.tokenizer.frame(engine.listwise.prompt if listwise else engine.default_prompt)
     (between,) = engine.tokenizer.turns([separator])
     for index, (segments, query) in enumerate(prompts):
         *own, asked = engine.tokenizer.turns([*segments, query], f"segments[{index}]")
         try:
-            sequence = segmented(frame, own, asked, between)
+            headings = engine.tokenizer.turns(listwise_headings(len(own))) if listwise else None
+            sequence = segmented(frame, own, asked, between, headings)
         except InvalidInput as error:
             raise InvalidInput(f"prompt {index + 1}: {error}", field="segments") from error
         if len(sequence.spans) < 2:
@@ -139,10 +151,14 @@ def _sequences(
 
 class _Measuring:
     def __init__(
-        self, engine: PrefillEngine, budget: Budget, ratios: Sequence[float], check_layer: int
+        self,
+        engine: PrefillEngine,
+        comparator: OutputComparator,
+        ratios: Sequence[float],
+        check_layer: int,
     ) -> None:
         self._engine, self._ratios, self._check_layer = engine, ratios, check_layer
-        self._comparator = engine.comparator(budget.measure)
+        self._comparator = comparator
 
     def prompt(self, sequence: Segmented) -> PromptMeasured:
         """Measure one prompt with all ratios, and exactly. Its chunks are stored before anything is timed."""

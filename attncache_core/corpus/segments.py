@@ -1,4 +1,6 @@
-"""Read prompts of segments and a query from a JSON Lines file: {"segments": [...], "query": "..."} per line."""
+"""Read prompts of segments and a query from a JSON Lines file: {"segments": [...], "query": "..."} per
+line.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def _prompt(line: bytes, path: Path, number: int) -> SegmentedText:
     is_prompt = isinstance(segments, list) and all(isinstance(own, str) for own in [*segments, query])
     if not (is_prompt and segments):
         raise InvalidInput(
-            f'{path}, line {number} is no prompt; write {{"segments": ["...", "..."], "query": "..."}} on each line',
+            f"{path}, line {number} is no prompt; write "
+            '{"segments": ["...", "..."], "query": "..."} on each line',
             field="segments",
         )
     return SegmentedText(tuple(segments), query)

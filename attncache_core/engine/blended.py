@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,8 +25,9 @@ from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, empty_states
 from attncache_core.models import PackedModel
 from attncache_core.native.stack import KeyValueSlots
-from attncache_core.reuse.blend.chunks import Blend, BlendReport, ChunkReport
+from attncache_core.reuse.blend.chunks import Blend, BlendReport, ChunkReport, Recomputation
 from attncache_core.reuse.blend.given import GivenChunks
+from attncache_core.reuse.blend.loading import Speeds
 from attncache_core.reuse.blend.selection import deviations, picked
 from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
@@ -68,7 +70,8 @@ class BlendedPass:
         self, model: PackedModel, store: KeyValueStore, ids: Sequence[int], blend: Blend, given: GivenChunks
     ) -> None:
         """Run all layers. Raises DamagedBlock if what is given is damaged."""
-        self._model, self._ids, self._given = model, torch.tensor(ids), given
+        self._model, self._store, self._given = model, store, given
+        self._ids = torch.tensor(ids)
         layout = store.layout
         self._dtype = model.stack.dtype if model.stack else model.dtype
         self._slots = np.zeros((-(-len(ids) // BLOCK_TOKENS) * BLOCK_TOKENS, layout.slot_bytes), np.uint8)
@@ -91,6 +94,7 @@ class BlendedPass:
         # The tokens that are given approximately, as far as they are still computed.
         chosen = np.flatnonzero(is_given & ~always)
         chosen = chosen[chosen >= self.exact_tokens]
+        again = _beside_loading(again, self._store, self._given.loaded_tokens, len(chosen))
         layers = len(self._model.layers)
         counts = again.counts(len(chosen), layers)
         check = min(again.check_layer, layers)
@@ -149,9 +153,7 @@ class BlendedPass:
         one, none = np.array([len(self._ids)]), np.array([0])
         tree = PrefixTree(np.array([-1]), one, np.array([0, len(rows)]), none)
         positions = torch.from_numpy(rows)
-        return TokenBatch(
-            self._ids[positions], np.array([len(rows)]), none, tree=tree, scattered=positions
-        )
+        return TokenBatch(self._ids[positions], np.array([len(rows)]), none, tree=tree, scattered=positions)
 
     def _key_value_slots(self, kept: np.ndarray, *, only: bool = False) -> KeyValueSlots:
         # The slots of one layer are in memory at a time, so every layer finds its slots at the same address.
@@ -169,10 +171,21 @@ class BlendedPass:
         )
 
 
+def _beside_loading(again: Recomputation, store: KeyValueStore, loaded: int, tokens: int) -> Recomputation:
+    """Return a recomputation of more tokens, if computing them takes no longer than loading what is given."""
+    transfers = store.transfers
+    if again.shares or not loaded or transfers is None or not transfers.load_speed * transfers.prefill_speed:
+        return again
+    speeds = Speeds(store.layout.token_bytes, transfers.load_speed, transfers.prefill_speed)
+    return replace(again, ratio=speeds.ratio(again.ratio, loaded, tokens))
+
+
 def _kept(
     rows: np.ndarray, hidden: torch.Tensor | None, always: np.ndarray, chosen: np.ndarray
 ) -> tuple[np.ndarray, torch.Tensor | None]:
-    """Return the rows that go on, with their hidden states: those of `always`, bool [tokens], and `chosen`."""
+    """Return the rows that go on, with their hidden states: those of `always`, bool [tokens], and
+    `chosen`.
+    """
     stay = always.copy()
     stay[chosen] = True
     index = np.flatnonzero(stay[rows])
@@ -188,7 +201,9 @@ def _result(
     computed: int,
     started: float,
 ) -> PrefillResult:
-    """Return the result of a pass. cached: tokens of each chunk that were stored before. computed: of others."""
+    """Return the result of a pass. cached: tokens of each chunk that were stored before. computed: of
+    others.
+    """
     assert model.final is not None
     end = max(chunk.first + chunk.length for chunk in blend.chunks)
     tail = len(request.ids) - end  # tokens that every layer computed

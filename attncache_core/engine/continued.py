@@ -98,8 +98,8 @@ def outputs_of(
 ) -> np.ndarray:
     """Return the outputs of sequences with these states, float32 [sequences, d].
 
-    states: float32 [sequences, 5, width]; see heads/running.py. lengths: the tokens of each sequence. skipped: of
-    these tokens, at the front, the tokens that pooling leaves out.
+    states: float32 [sequences, 5, width]; see heads/running.py. lengths: the tokens of each sequence.
+    skipped: of these tokens, at the front, the tokens that pooling leaves out.
     """
     assert model.final is not None
     logits = model.final.logits(torch.from_numpy(states[:, LAST]).to(model.device))

@@ -35,6 +35,8 @@ from attncache_core.errors import DatabaseRefused, InvalidInput, NoClassifier, N
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.embedding import require_dimensions
+from attncache_core.heads.listwise import LETTERS
+from attncache_core.heads.listwise import TEMPLATE as LISTWISE
 from attncache_core.heads.vectors import finite_sequences, require_finite
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
@@ -61,7 +63,7 @@ from attncache_core.text.segments import Segmented
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared
 from attncache_core.text.tokenizer import TextTokenizer
 
-
+SWITCHED_OFF = "switched off"
 # The parts of a batch: (whether its sequences have chunks, whether they share prefixes).
 _PARTS = ((False, False), (False, True), (True, False), (True, True))
 
@@ -96,7 +98,7 @@ class PrefillEngine:
         self.fetch = fetch
         self.share_prefixes = share_prefixes
         self.key_values: KeyValueReuse | None = None
-        self.key_values_off = "switched off"  # why, if `key_values` is None
+        self.key_values_off = SWITCHED_OFF  # why, if `key_values` is None
         self.blending: Blending | None = None  # None: chunks are computed exactly
         self._reuse_off: list[str] = []
         self.deciding = threading.Lock()  # held while the strategy is called
@@ -419,12 +421,23 @@ class PrefillEngine:
         return self.key_values.wanted(ids, plan, salt, passing=passing)
 
     @property
-    def not_blendable(self) -> str | None:
-        """Why the keys and values of chunks cannot be blended; None if they can."""
+    def never_blendable(self) -> str | None:
+        """Why the model's keys and values cannot be used in any order; None if they can, or are switched
+        off.
+        """
         if self.key_values is None:
-            return self.key_values_off
+            return None if self.key_values_off == SWITCHED_OFF else self.key_values_off
         if not self.key_values.reads_last:
             return "pooling reads all tokens, and tokens that are not computed again have no last state"
+        return None
+
+    @property
+    def not_blendable(self) -> str | None:
+        """Why the keys and values of chunks cannot be blended now; None if they can."""
+        if self.key_values is None:
+            return self.key_values_off
+        if reason := self.never_blendable:
+            return reason
         if self.key_values.approximation:
             return "saved keys and values are approximate already (--kv-disk-dtype)"
         if self.label_tokens and not self.label_tokens.one_token_each:
@@ -432,11 +445,35 @@ class PrefillEngine:
         return None
 
     def require_blendable(self) -> KeyValueReuse:
-        """Return the keys and values that can be blended. Raises InvalidInput if they cannot, and says why."""
+        """Return the keys and values that can be blended. Raises InvalidInput if they cannot, and says
+        why.
+        """
         if reason := self.not_blendable:
             raise InvalidInput(f"chunks cannot be blended with this model: {reason}", field="segments")
         assert self.key_values is not None
         return self.key_values
+
+    @cached_property
+    def listwise(self) -> LabelTokens:
+        """The letters that listwise reranking scores. Raises InvalidInput without task label-logits."""
+        return self.decisions.labels_in(LISTWISE, LETTERS)
+
+    def may_blend(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
+        """Return whether the gate covers sequences of this prompt. labels: as for may_reuse."""
+        if self.blending is None:
+            return False
+        if self.blending.gate.listwise:
+            return prompt.template == LISTWISE
+        return self.may_reuse(prompt, labels)
+
+    def blend_comparator(self, measure: Measure, listwise: bool) -> OutputComparator:
+        """Return the comparator of blended outputs and exact ones. listwise: of listwise reranking.
+
+        Raises as `comparator`, and InvalidInput for listwise reranking without task label-logits.
+        """
+        if not listwise:
+            return self.comparator(measure)
+        return OutputComparator(measure, partial(self.label_logits, self.listwise))
 
     def set_blending(self, gate: BlendGate, path: Path | None = None) -> None:
         """Blend the chunks of prompts as a gate allows. path: its file, in which tightening is kept.
@@ -534,7 +571,9 @@ class PrefillEngine:
         # A token of a shared prefix has one state for all sequences, and tokens that are stored have none.
         shared = [self.shares_prefixes(own.takes_maps) and not own.reads_states for own in requests]
         blended = [own.blend is not None for own in requests]
-        indices = [np.flatnonzero([own == key for own in zip(blended, shared, strict=True)]) for key in _PARTS]
+        indices = [
+            np.flatnonzero([own == key for own in zip(blended, shared, strict=True)]) for key in _PARTS
+        ]
         parts = [
             self._run([requests[index] for index in own.tolist()], share=share, blend=blend)
             for own, (blend, share) in zip(indices, _PARTS, strict=True)
@@ -543,7 +582,9 @@ class PrefillEngine:
         return parts[0] if len(parts) == 1 else joined_results(parts, [own for own in indices if len(own)])
 
     def _run(self, requests: Sequence[PrefillRequest], *, share: bool, blend: bool) -> PrefillResult:
-        """Run a batch. share: compute shared prefixes once, and take no maps. blend: all requests have chunks."""
+        """Run a batch. share: compute shared prefixes once, and take no maps. blend: all requests have
+        chunks.
+        """
         # Torch and Faiss limit threads per calling thread, and another thread may have loaded the engine.
         use_threads(self.threads)
         run = self._run_blended if blend else partial(self._run_on_threads, share=share)
@@ -556,7 +597,7 @@ class PrefillEngine:
     def _run_blended(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
         assert self.key_values is not None
         parts = [run_blended(self.model, self.key_values.store, request) for request in requests]
-        return parts[0] if len(parts) == 1 else joined_results(parts, np.arange(len(parts))[:, None])
+        return parts[0] if len(parts) == 1 else joined_results(parts, list(np.arange(len(parts))[:, None]))
 
     def _run_on_threads(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
         if share and self.key_values:

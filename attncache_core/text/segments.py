@@ -3,8 +3,8 @@
     segments, query -> tokens of each one by itself
         -> special tokens | segment | separator | segment | separator | template around the query
 
-The tokens of a segment do not depend on what stands beside it, so its keys and values can be stored by its own
-tokens (reuse/blend/chunks.py).
+The tokens of a segment do not depend on what stands beside it, so its keys and values can be stored by its
+own tokens (reuse/blend/chunks.py).
 """
 
 from __future__ import annotations
@@ -25,16 +25,22 @@ class Segmented(NamedTuple):
 
 
 def segmented(
-    frame: Frame, segments: Sequence[Sequence[int]], query: Sequence[int], separator: Sequence[int]
+    frame: Frame,
+    segments: Sequence[Sequence[int]],
+    query: Sequence[int],
+    separator: Sequence[int],
+    headings: Sequence[Sequence[int]] | None = None,
 ) -> Segmented:
-    """Put segments in front of a query in its template. Arguments are token ids; the frame is of the template.
+    """Put segments in front of a query in its template. Arguments are token ids.
 
+    frame: of the template. headings: what stands in front of each segment and does not belong to it.
     Raises InputTooLong if the sequence does not fit into the model's window.
     """
     opening = frame.before[: frame.opening]
     ids, spans = list(opening), []
-    for segment in segments:
+    for index, segment in enumerate(segments):
         if segment:
+            ids += headings[index] if headings else []
             spans.append((len(ids), len(ids) + len(segment)))
             ids += [*segment, *separator]
     tokens = len(ids) - len(opening) + len(query)

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
+from typing import Any
 
 from attncache_core import AttnCacheError, NotFinite, PrefillEngine, PrefillRequest, PrefillResult
 from service.batching.pending_request import PendingRequest, PendingSequence, RequestResult, Share
@@ -22,7 +23,7 @@ from service.batching.request_queue import RequestQueue
 from service.batching.results import Lookup, Results, SequenceResult
 from service.errors import InternalError, log_failure
 from service.observability.metrics import Metrics
-from service.upkeep.verifier import Verifier
+from service.upkeep.verifying import LaterVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class BatchRunner:
     def __init__(
         self,
         engine: PrefillEngine,
-        verifier: Verifier | None,
+        verifier: LaterVerifier[Any] | None,
         queue: RequestQueue,
         metrics: Metrics,
         loop: asyncio.AbstractEventLoop,
@@ -64,11 +65,11 @@ class BatchRunner:
         return self._serving[0]
 
     @property
-    def verifier(self) -> Verifier | None:
+    def verifier(self) -> LaterVerifier[Any] | None:
         """The verifier of the engine's hits; None if hits are not verified."""
         return self._serving[1]
 
-    def replace(self, engine: PrefillEngine, verifier: Verifier | None) -> None:
+    def replace(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
         """Use another engine and its verifier from the next batch on."""
         # One assignment, because another thread must not see the engine without its verifier.
         self._serving = engine, verifier
@@ -131,6 +132,7 @@ class BatchRunner:
                 own.wanted,
                 # A request without reuse shares its prefixes with itself only: the labels of a text.
                 id(request) if request.salt is None else request.salt,
+                own.blend,
             )
             for request, sequences in shares
             for own in sequences
@@ -240,6 +242,7 @@ class BatchRunner:
                 result.cached_tokens.tolist(),
                 probabilities,
                 result.token_states or repeat(None),
+                result.blends or repeat(None),
             )
         )
 
@@ -272,7 +275,11 @@ class BatchRunner:
 
     def _is_approximate(self, result: SequenceResult) -> bool:
         key_values = self.engine.key_values
-        return result.outcome.is_hit or bool(result.cached_tokens and key_values and key_values.approximation)
+        return (
+            result.outcome.is_hit
+            or bool(result.blend)
+            or bool(result.cached_tokens and key_values and key_values.approximation)
+        )
 
     def _resolve(self, finished: Finished) -> None:
         # One call for all requests, because each call wakes the event loop. A request that fails in another

@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.text.labels import LabelTokens
@@ -38,7 +39,7 @@ from service.batching.results import Results, SequenceNames
 from service.batching.sources import Source
 from service.errors import InternalError, ShuttingDown, log_failure
 from service.observability.metrics import Metrics
-from service.upkeep.verifier import Verifier
+from service.upkeep.verifying import LaterVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Batcher:
         engine: PrefillEngine,
         limits: Limits,
         metrics: Metrics,
-        verifier: Verifier | None = None,
+        verifier: LaterVerifier[Any] | None = None,
         *,
         result_bytes: int = 0,
         watching: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
@@ -100,7 +101,7 @@ class Batcher:
         return self._results.bytes if self._results else 0
 
     @property
-    def verifier(self) -> Verifier | None:
+    def verifier(self) -> LaterVerifier[Any] | None:
         """The verifier of the engine's hits; None if hits are not verified."""
         return self._runner.verifier
 
@@ -141,6 +142,7 @@ class Batcher:
             flow,
             shares,
             salt if reuse and shares else None,
+            engine.may_blend(own, labels),
             SequenceNames(salt, own.sequence_plans) if reuse and self._results is not None else None,
             Timing(time.perf_counter()),
         )
@@ -151,7 +153,7 @@ class Batcher:
         self._start(starting)
         return future
 
-    def replace_engine(self, engine: PrefillEngine, verifier: Verifier | None) -> None:
+    def replace_engine(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
         """Use another engine of the same model from the next batch on, and verify its hits.
 
         Requests in the queue stay there, because both engines have the same tokens.
@@ -246,7 +248,7 @@ class Batcher:
             verify = partial(self._start_verifying, verifier)
             self._loop.call_soon_threadsafe(self._loop.call_soon, verify)
 
-    def _verify_until_requests_wait(self, verifier: Verifier) -> None:
+    def _verify_until_requests_wait(self, verifier: LaterVerifier[Any]) -> None:
         # If another engine thread runs, the end of its turn starts verification again.
         if not self._queue.begin_idle_turn():
             return
@@ -264,7 +266,7 @@ class Batcher:
         self._queue.withdraw(request)
         self._runner.give_up(request.sequences[request.taken :])
 
-    def _start_verifying(self, verifier: Verifier) -> None:
+    def _start_verifying(self, verifier: LaterVerifier[Any]) -> None:
         # After `close`, the thread accepts no work, and no hit has to be verified any more.
         with contextlib.suppress(RuntimeError):
             self._engine_pools[-1].submit(self._verify_until_requests_wait, verifier)

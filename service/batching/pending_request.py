@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attncache_core import InvalidInput, Outcome, PrefillEngine
+from attncache_core.reuse.blend.chunks import Blend, BlendReport
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.text.pairs import token_types
 from attncache_core.text.prefix_tree import added_tokens
@@ -60,6 +61,7 @@ class RequestResult:
     repeated: int = 0  # sequences whose results were computed for others, or earlier
     timing: Timing = field(default_factory=Timing)
     token_states: tuple[np.ndarray, ...] = ()  # per sequence float32 [tokens, hidden], if its plan reads them
+    blends: tuple[BlendReport, ...] = ()  # of the sequences whose chunks were blended
 
     @property
     def hits(self) -> int:
@@ -84,6 +86,7 @@ class RequestResult:
             sum(own.is_repeated for own in results),
             timing,
             tuple(own.token_states for own in results if own.token_states is not None),
+            tuple(own.blend for own in results if own.blend is not None),
         )
 
 
@@ -96,6 +99,7 @@ class PendingSequence(NamedTuple):
     tokens: int  # that a batch computes
     added: int  # that it adds to a batch which holds the sequence of its request before it
     name: bytes | None  # of its result, if others may wait for the result
+    blend: Blend | None = None  # of its chunks; None: it is computed exactly
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +119,7 @@ class PendingRequest:
     shares_prefixes: bool = False
     # Sequences of one salt share stored keys and values; None: nothing is given, and nothing is stored.
     salt: bytes | None = None
+    may_blend: bool = False  # whether the quality of blended chunks was measured for this prompt
     names: SequenceNames | None = None  # None: results are computed for this request alone
     timing: Timing = field(default_factory=Timing)
     queued: bool = False  # whether it is in the queue
@@ -176,9 +181,10 @@ class PendingRequest:
         for index, ids, own in zip(range(first, first + len(sequences)), sequences, added, strict=True):
             plan = self.prompt.sequence_plan(index)
             wanted = engine.wanted(ids, plan, part.salt, passing=part.passing)
-            tokens = len(ids) - engine.stored_tokens(wanted)
+            blend = self._blend(engine, part, ids, index - first)
+            tokens = blend.tokens if blend else len(ids) - engine.stored_tokens(wanted)
             name = self._name(ids, index, part.salt)
-            made.append(PendingSequence(index, ids, wanted, tokens, min(own, tokens), name))
+            made.append(PendingSequence(index, ids, wanted, tokens, min(own, tokens), name, blend))
         self._last_ids = sequences[-1]
         self.tokenized += len(sequences)
         return made
@@ -220,6 +226,12 @@ class PendingRequest:
         begins_text = not self.shares_prefixes or own.place % len(self.prompt.sequence_plans) == 0
         tokens = own.tokens if is_first else own.added
         return Fitting(position + 1, before.tokens + tokens, before.texts + (is_first or begins_text))
+
+    def _blend(self, engine: PrefillEngine, part: Tokenized, ids: Sequence[int], index: int) -> Blend | None:
+        """Return how the sequence at `index` of a part is blended; None if it is computed exactly."""
+        if part.chunked is None or part.salt is None or not self.may_blend or engine.blending is None:
+            return None
+        return engine.blending.blend(part.chunked[index // len(self.prompt.sequence_plans)], ids, part.salt)
 
     def _name(self, ids: Sequence[int], index: int, salt: bytes | None) -> bytes | None:
         # Another salt than the request's own says that keys and values were truncated, which approximates.

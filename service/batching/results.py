@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from attncache_core import Outcome
+from attncache_core.reuse.blend.chunks import BlendReport
 from attncache_core.text.prompts import SequencePlan
 
 W = TypeVar("W")
@@ -42,6 +43,7 @@ class SequenceResult:
     cached_tokens: int = 0  # of the tokens, those whose keys and values were stored
     log_probabilities: np.ndarray | None = None  # float32 [targets]; None without targets
     token_states: np.ndarray | None = None  # float32 [tokens, hidden], if the plan reads them
+    blend: BlendReport | None = None  # None: the sequence was computed exactly
     is_repeated: bool = False  # whether it was computed for another sequence, or earlier
 
     def repeated(self) -> SequenceResult:

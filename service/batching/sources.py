@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Text, characters_of
 from attncache_core.text.prompts import Prompt
+from attncache_core.text.segments import Segmented
 from service.batching.left_cut import Side, cut_left
 from service.errors import rename
 
@@ -30,6 +31,8 @@ class Tokenized(NamedTuple):
     # Sequences of one salt share stored keys and values; None: nothing is given, and nothing is stored.
     salt: bytes | None
     passing: int = 0  # tokens before a plan's continuation whose keys and values are not worth keeping
+    # The chunks of each text, whose keys and values may be blended; None: the texts have no chunks.
+    chunked: Sequence[Segmented] | None = None
 
 
 class Source(Protocol):

@@ -23,6 +23,7 @@ def calibrate_segments(
     segments: Path,
     output: Path,
     separator: str,
+    listwise: bool,
 ) -> None:
     """Measure the prompts of a file, write the gate to `output`, and show it.
 
@@ -46,6 +47,7 @@ def calibrate_segments(
                 prompts,
                 budget(engine),
                 separator=separator,
+                listwise=listwise,
                 kept=output.with_name(output.name + ".measured"),
                 on_prompt=on_prompt,
             )
@@ -61,7 +63,13 @@ def _show(gate: BlendGate, output: Path) -> None:
     measure = gate.budget.measure.value
     show_table(
         f"{gate.prompts} prompts, budget: mean {measure} {gate.budget.least}",
-        ["recompute ratio", f"mean {measure}", "95 % bound", "keeps the budget", "time of the exact answer's"],
+        [
+            "recompute ratio",
+            f"mean {measure}",
+            "95 % bound",
+            "keeps the budget",
+            "time of the exact answer's",
+        ],
         [
             [
                 f"{own.ratio:.2f}",
@@ -77,5 +85,6 @@ def _show(gate: BlendGate, output: Path) -> None:
         click.echo(f"{output}: chunks will be computed exactly, because {gate.off()}")
     else:
         click.echo(
-            f"{output}: {gate.ratio:.0%} of the reused tokens will be computed again; serve with --blend {output}"
+            f"{output}: {gate.ratio:.0%} of the reused tokens will be computed again; serve with --blend "
+            f"{output}"
         )

@@ -44,14 +44,18 @@ from service.commands.texts import kept_indices
 @click.option(
     "--segments",
     type=click.Path(path_type=Path),
-    help="Prompts like those that clients will send, to measure how their chunks may be blended: a .jsonl file, one "
+    help="Prompts like those that clients will send, to measure how their chunks may be blended: a .jsonl "
+    "file, one "
     '{"segments": [...], "query": "..."} per line. Needs --output.',
 )
 @click.option(
     "--output", type=click.Path(path_type=Path), help="File to write for `serve --blend`, with --segments."
 )
+@click.option("--separator", default="\n", show_default=r"\n", help="Text between segments, with --segments.")
 @click.option(
-    "--separator", default="\n", show_default=r"\n", help="Text between segments, with --segments."
+    "--listwise",
+    is_flag=True,
+    help="The segments are the documents of listwise reranking, with --segments and --task label-logits.",
 )
 @exclude_option
 @click.option(
@@ -86,6 +90,7 @@ def calibrate(
     segments: Path | None,
     output: Path | None,
     separator: str,
+    listwise: bool,
     exclude: tuple[str, ...],
     classifier: Path | None,
     min_cosine: float,
@@ -94,15 +99,15 @@ def calibrate(
 ) -> None:
     """Choose what may be reused within a quality budget: of a database (--texts), or of chunks (--segments).
 
-    With --texts: the mask and the thresholds of a database are chosen again. The choice saves the most time within the budget, measured on the given texts that are not in the
-    database. The budget is a mean over the hits of each group of lengths, kept with 95 % confidence. Without
-    classes, the mean is the cosine to the full model's embedding. With classes (of the model, a classifier or
-    labels), the mean is the share of hits that keep the full model's decision. In addition, 99 of 100 hits
-    keep --min-text-cosine, and texts that do not resemble the given texts are computed in full. Restart
-    running servers afterwards.
+    With --texts: the mask and the thresholds of a database are chosen again. The choice saves the most time
+    within the budget, measured on the given texts that are not in the database. The budget is a mean over the
+    hits of each group of lengths, kept with 95 % confidence. Without classes, the mean is the cosine to the
+    full model's embedding. With classes (of the model, a classifier or labels), the mean is the share of hits
+    that keep the full model's decision. In addition, 99 of 100 hits keep --min-text-cosine, and texts that do
+    not resemble the given texts are computed in full. Restart running servers afterwards.
 
-    With --segments: the share of reused tokens is chosen that must be computed again, so that answers keep the
-    budget. A calibration that was stopped continues.
+    With --segments: the share of reused tokens is chosen that must be computed again, so that answers keep
+    the budget. A calibration that was stopped continues.
     """
     load = partial(
         PrefillEngine.load,
@@ -124,7 +129,7 @@ def calibrate(
             raise InvalidInput("give --segments, or --database with --texts, not both", field="segments")
         if output is None:
             raise InvalidInput("--segments needs --output, the file to write", field="output")
-        calibrate_segments(load, chosen_budget, segments, output, separator)
+        calibrate_segments(load, chosen_budget, segments, output, separator, listwise)
         return
     if database is None or not texts:
         raise InvalidInput("give --database with --texts, or --segments with --output", field="texts")

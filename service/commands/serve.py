@@ -15,6 +15,7 @@ from attncache_core import (
     AttnCacheError,
     Checkpoint,
     CorruptDatabase,
+    InvalidInput,
     KeyValueOptions,
     LinearClassifier,
     PrefillEngine,
@@ -25,6 +26,7 @@ from attncache_core import (
 from attncache_core.build.default import default_database_folder
 from attncache_core.calibration.gain import require_gain
 from attncache_core.models.families import is_causal
+from attncache_core.reuse.blend.gate import read_gate
 from service.commands.options import checkpoint_of
 from service.commands.progress import shown_progress
 from service.commands.settings_options import SettingsCommand, given_options
@@ -155,9 +157,24 @@ def load_engine(
             engine.map_reuse.keep_verified({})
         if not settings.search_always:
             require_gain(engine, settings.min_gain, keep=keep_gain)
+    if settings.blend:
+        _blend(engine, settings, settings.blend)
     if settings.warm:
         warm(engine, lines, settings)
     return engine
+
+
+def _blend(engine: PrefillEngine, settings: Settings, path: Path) -> None:
+    """Blend chunks as the gate in a file allows. Raises InvalidInput if the gate does not fit."""
+    gate = read_gate(path)
+    if gate.separator != settings.segment_separator:
+        raise InvalidInput(
+            f"{path} was measured with the separator {gate.separator!r}; give it as --segment-separator",
+            field="segment_separator",
+        )
+    engine.set_blending(gate, path)
+    if reason := gate.off():
+        logger.warning("chunks are computed exactly: %s", reason)
 
 
 def _key_value_options(settings: Settings) -> KeyValueOptions | None:

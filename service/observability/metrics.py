@@ -59,6 +59,7 @@ CUT_REASONS = (
 )
 
 _TOKEN_STATES = ("asked", "cached", "computed")
+_SEGMENT_STATES = ("reused", "recomputed", "computed")
 _REPEATED = ("kept", "in_flight")
 _QUOTAS = ("requests_per_minute", "tokens_per_minute", "in_flight")
 _EVICTIONS = (("memory", "full"), ("memory", "cleared"), ("disk", "full"))
@@ -99,6 +100,13 @@ class Metrics:
             "Tokens of the sequences of all batches (asked), of them those whose keys and values were "
             "stored (cached), and those that were computed; what sequences of a batch share is computed "
             "once. Tokens of sequences that were in no batch, because their results were known (repeated)",
+            ("state",),
+        )
+        self._segment_tokens = self._counter(
+            "segment_tokens",
+            "Tokens of chunks that were blended: used as they were stored (reused), computed again "
+            "(recomputed), or "
+            "not stored yet (computed)",
             ("state",),
         )
         self._repeated = self._counter(
@@ -198,6 +206,9 @@ class Metrics:
         counts = (result.asked_tokens, int(result.cached_tokens.sum()), result.tokens)
         for state, count in zip(_TOKEN_STATES, counts, strict=True):
             self._tokens.labels(state).inc(count)
+        for report in filter(None, result.blends or ()):
+            for state, count in zip(_SEGMENT_STATES, report.tokens_by_state(), strict=True):
+                self._segment_tokens.labels(state).inc(count)
         self._search_seconds.observe(result.search_seconds)
         self._forward_seconds.observe(result.forward_seconds)
         self._corrupt.inc(result.corrupt_records)
@@ -279,6 +290,8 @@ class Metrics:
             self._sequences.labels(outcome)
         for state in (*_TOKEN_STATES, "repeated"):
             self._tokens.labels(state)
+        for state in _SEGMENT_STATES:
+            self._segment_tokens.labels(state)
         for source in _REPEATED:
             self._repeated.labels(source)
 

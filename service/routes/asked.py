@@ -13,6 +13,7 @@ from service.conversations.conversation import Conversation, History, Overflow
 from service.conversations.sessions import Session
 from service.errors import UnknownSession
 from service.routes.common import check_count
+from service.routes.segments import divided, segments_of
 from service.schemas import InferenceRequest
 from service.state import ServiceState
 from service.web.call import Call
@@ -30,10 +31,14 @@ async def asked(call: Call, body: InferenceRequest) -> AsyncIterator[Source]:
     """
     state, settings = call.state, call.state.settings
     truncate = settings.truncate if body.truncate is None else body.truncate
+    if body.segments is not None or body.query is not None:
+        source = segments_of(call, *_segments(body))
+        yield source
+        return
     if body.session_id is None:
         inputs = _inputs(body)
         check_count(inputs, "inputs", settings.max_request_inputs)
-        yield source_of(inputs, truncate, body.truncation_direction or "right")
+        yield divided(call, source_of(inputs, truncate, body.truncation_direction or "right"))
         return
     field, turns = _turns(body)
     check_count(turns, field, settings.max_request_inputs)
@@ -61,8 +66,22 @@ def _inputs(body: InferenceRequest) -> list[str] | list[list[int]]:
                 f"{field} is accepted only with session_id; give session_id, or send inputs", field=field
             )
     if body.inputs is None:
-        raise InvalidInput("inputs is required, unless session_id is given", field="inputs")
+        raise InvalidInput("inputs is required, unless session_id or segments is given", field="inputs")
     return body.inputs
+
+
+def _segments(body: InferenceRequest) -> tuple[list[str], str]:
+    """Return the segments and the query of a request. Raises InvalidInput."""
+    for field in ("inputs", "session_id", "append", "transcript", "truncation_direction"):
+        if getattr(body, field) is not None:
+            raise InvalidInput(f"{field} is not accepted with segments; leave it out", field=field)
+    if body.segments is None:
+        raise InvalidInput("query is accepted only with segments; send the text as inputs", field="query")
+    if body.query is None:
+        raise InvalidInput(
+            "query is required with segments; send what stands behind the last segment", field="query"
+        )
+    return body.segments, body.query
 
 
 def _turns(body: InferenceRequest) -> tuple[_Field, list[str]]:

@@ -22,6 +22,7 @@ CACHED_TOKENS_HEADER = "X-AttnCache-Cached-Tokens"
 REPEATED_HEADER = "X-AttnCache-Repeated"
 HISTORY_TOKENS_HEADER = "X-AttnCache-History-Tokens"
 APPROXIMATE_HEADER = "X-AttnCache-Approximate"
+SEGMENTS_HEADER = "X-AttnCache-Segments"
 
 _WHAT_HAPPENED = {
     400: "The body, a field or a header is not accepted.",
@@ -66,9 +67,22 @@ ANSWER_HEADERS = {
         "schema": {"type": "string", "examples": ["250/612"]},
     },
     APPROXIMATE_HEADER: {
-        "description": "truncated: the session's history was cut, and keys and values that depend on the "
-        "tokens that were cut were used. Only with --session-overflow truncate or keep-sinks.",
-        "schema": {"type": "string", "enum": ["truncated"]},
+        "description": "Why the answer may differ from the full model's, one or several of: truncated (the "
+        "session's "
+        "history was cut, and keys and values that depend on the tokens that were cut were used; only with "
+        "--session-overflow truncate or keep-sinks), blended (keys and values of chunks were used out of "
+        "their "
+        "context; only with --blend), int8 (keys and values were saved in 8 bits).",
+        "schema": {"type": "string", "examples": ["truncated", "blended"]},
+    },
+    SEGMENTS_HEADER: {
+        "description": "For each chunk of a prompt whose chunks were blended: its tokens, how many of them "
+        "had stored "
+        "keys and values, and how many of them were computed again. Absent with --no-reuse-headers.",
+        "schema": {
+            "type": "string",
+            "examples": ["257;cached=257;recomputed=0, 256;cached=256;recomputed=33"],
+        },
     },
     MODEL_HEADER: {
         "description": "Fingerprint of the model that answers, as in /info. Error responses have the header "
@@ -101,8 +115,10 @@ def answer(content: Any, result: RequestResult, call: Call, source: Source) -> A
     """
     headers = _of_conversation(source) if isinstance(source, Conversation) else {}
     key_values = call.state.serving().engine.key_values
-    if key_values and key_values.approximation and result.cached_tokens:
-        kinds = [headers.get(APPROXIMATE_HEADER), key_values.approximation]
+    kinds = [headers.get(APPROXIMATE_HEADER), "blended" if result.blends else None]
+    if key_values and result.cached_tokens:
+        kinds.append(key_values.approximation)
+    if any(kinds):
         headers[APPROXIMATE_HEADER] = ", ".join(filter(None, kinds))
     if call.state.settings.reuse_headers:
         sequences = len(result.outcomes)
@@ -111,8 +127,19 @@ def answer(content: Any, result: RequestResult, call: Call, source: Source) -> A
         headers[REPEATED_HEADER] = f"{result.repeated}/{sequences}"
         if key_values:
             headers[CACHED_TOKENS_HEADER] = f"{result.cached_tokens}/{result.asked_tokens}"
+        if result.blends:
+            headers[SEGMENTS_HEADER] = _of_segments(result)
     dumped = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
     return Answer(dumped, tuple((name.encode(), value.encode()) for name, value in headers.items()))
+
+
+def _of_segments(result: RequestResult) -> str:
+    """Return what was done with each chunk, as a list of structured fields (RFC 8941)."""
+    return ", ".join(
+        f"{chunk.tokens};cached={chunk.cached};recomputed={chunk.recomputed}"
+        for report in result.blends
+        for chunk in report.chunks
+    )
 
 
 def _of_conversation(conversation: Conversation) -> dict[str, str]:

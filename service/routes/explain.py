@@ -16,11 +16,12 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from attncache_core import InputTooLong
+from attncache_core import InputTooLong, InvalidInput
 from attncache_core.engine.explain import Explanation, LayerMaps, explain
+from attncache_core.engine.explain_blend import explain_blend
 from service.batching.sources import Texts
 from service.routes.common import ERRORS, call_of
-from service.schemas import Name, Text
+from service.schemas import Name, Text, Texts
 from service.state import Serving
 from service.web.endpoint import documented_body
 
@@ -39,7 +40,11 @@ class ExplainRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    input: Text = Field(description=f"One text of at most {_MOST_TOKENS} tokens.")
+    input: Text | None = Field(None, description=f"One text of at most {_MOST_TOKENS} tokens.")
+    segments: Texts | None = Field(
+        None, description="Chunks of a prompt, with query, for `?debug=blend`. No input with them."
+    )
+    query: Text | None = Field(None, description="What stands behind the segments.")
     cache_salt: Name | None = Field(
         None, description="Look up the stored keys and values of requests with this salt. Default: no salt."
     )
@@ -54,22 +59,34 @@ class ExplainRequest(BaseModel):
 async def explain_text(request: Request) -> Response:
     """Explain what the server reuses for a text: the outcome, the nearest record, and both attention maps.
 
-    Then the text is answered as a request of a client, which says whether its result was kept.
+    With `?debug=blend`: how much the keys and values of each token of the segments deviate. Else the text is
+    answered as a request of a client, which says whether its result was kept.
     """
     call = call_of(request)
     serving = call.serving()
     body = await call.read(ExplainRequest)
     salt = call.salt(body.cache_salt)
+    if request.query_params.get("debug") == "blend":
+        if body.segments is None or body.query is None or body.input is not None:
+            raise InvalidInput("give segments and query with debug=blend, and no input", field="segments")
+        separator = call.state.settings.segment_separator
+        async with call.state.explaining:
+            found = await asyncio.to_thread(
+                explain_blend, serving.engine, body.segments, body.query, separator, salt
+            )
+        return Response(orjson.dumps(asdict(found)), media_type="application/json")
+    if body.input is None or body.segments is not None or body.query is not None:
+        raise InvalidInput("give input; segments and query need ?debug=blend", field="input")
     async with call.state.explaining:
-        found = await asyncio.to_thread(_explained, serving, body.input, salt)
+        explained = await asyncio.to_thread(_explained, serving, body.input, salt)
     source = Texts([body.input], call.state.settings.truncate)
     pending = serving.batcher.submit(source, flow=call.client.flow, reuse=True, counted=False, salt=salt)
     answered = await call.wait(pending)
     content = {
-        **{name: value for name, value in asdict(found).items() if name not in ("ids", "layers")},
+        **{name: value for name, value in asdict(explained).items() if name not in ("ids", "layers")},
         "was_kept": answered.repeated > 0,
         "most_tokens_with_maps": _MOST_TOKENS_WITH_MAPS,
-        "layers": None if found.layers is None else [_layer(layer) for layer in found.layers],
+        "layers": None if explained.layers is None else [_layer(layer) for layer in explained.layers],
     }
     return Response(orjson.dumps(content), media_type="application/json")
 

@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attncache_core import InvalidInput, PrefillEngine, normalize
+from attncache_core import InvalidInput, PrefillEngine, class_scores, normalize
+from attncache_core.heads.listwise import headings
 from attncache_core.text.prompts import Prompt
 from service.batching.left_cut import Side
 from service.batching.pending_request import RequestResult
-from service.batching.sources import Texts
+from service.batching.sources import Source, Texts
 from service.errors import rename
 from service.routes.computing import computed, named
+from service.routes.segments import segments_of
 from service.state import Serving
 from service.web.call import Call
 
@@ -45,7 +47,7 @@ class Relevance(NamedTuple):
 
     scores: np.ndarray  # float32 [documents]
     result: RequestResult  # of all sequences
-    source: Texts
+    source: Source
 
     @property
     def best_first(self) -> list[int]:
@@ -71,6 +73,28 @@ async def relevance(call: Call, question: Question, *, raw: bool = False) -> Rel
             field="instruction",
         )
     return await _by_embedding(call, serving, question)
+
+
+async def by_list(call: Call, query: str, documents: list[str], reuse: bool, salt: bytes) -> Relevance:
+    """Score documents that a decoder reads together in one prompt; see heads/listwise.py.
+
+    The scores sum to 1. Raises InvalidInput if the server has another task, and as Batcher.submit.
+    """
+    serving = call.serving()
+    if serving.engine.task != "label-logits":
+        raise InvalidInput(
+            "segments are read in one prompt by a decoder that scores labels (--task label-logits); send "
+            "texts or "
+            "documents to this server",
+            field="segments",
+        )
+    labels = serving.engine.listwise
+    source = segments_of(call, documents, query, headings(len(documents)))
+    result = await computed(
+        call, serving, source, reuse=reuse, prompt=labels.prompt, labels=labels, salt=salt
+    )
+    logits = serving.engine.label_logits(labels, result.outputs, result.log_probabilities)
+    return Relevance(class_scores(logits[:, : len(documents)])[0], result, source)
 
 
 async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool) -> Relevance:

@@ -16,7 +16,7 @@ from service.routes.common import ANSWER_HEADERS, answer, check_count
 from service.routes.openai.common import OPENAI_ERRORS, usage_of
 from service.routes.openai.common import TAG as OPENAI_TAG
 from service.routes.openai.schemas import ModelName, Salt, Usage
-from service.routes.relevance import Question, Relevance, relevance
+from service.routes.relevance import Question, Relevance, by_list, relevance
 from service.routes.served_names import check_model_name, served_name
 from service.routes.tei.common import TAG, TEI_ERRORS, truncates
 from service.routes.tei.schemas import TeiErrorBody
@@ -44,6 +44,13 @@ class RerankRequest(BaseModel):
 
     query: Text
     texts: Texts | None = Field(None, description="The documents, for a response as a list.")
+    segments: Texts | None = Field(
+        None,
+        description="The documents, to be read together in one prompt (listwise) by a decoder with --task "
+        "label-logits, at most 26. The response is as for documents. Keys and values of documents are reused "
+        "in any "
+        "order, with --blend.",
+    )
     documents: Annotated[list[Document], Field(min_length=1, fail_fast=True)] | None = Field(
         None,
         description="The documents, instead of texts, for a response as an object with results. Of an "
@@ -111,6 +118,9 @@ async def rerank(call: Call) -> Answer:
     body = await call.read(RerankRequest)
     check_model_name(body.model, settings)
     field, documents = _documents(body)
+    if field == "segments":
+        found = await by_list(call, body.query, documents, reuse, call.salt(body.cache_salt))
+        return answer(_of_documents(found, documents, body, call), found.result, call, found.source)
     check_count(documents, field, settings.max_request_inputs - 1)
     question = Question(
         body.query,
@@ -129,20 +139,27 @@ async def rerank(call: Call) -> Answer:
 
 def _documents(body: RerankRequest) -> tuple[str, list[str]]:
     """Return the field with the documents, and the documents. Raises InvalidInput."""
-    if body.texts is not None and body.documents is None:
+    given = [name for name in ("texts", "documents", "segments") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise InvalidInput("give one of texts, documents and segments", field=(given or ["texts"])[-1])
+    if body.segments is not None:
+        for name in ("raw_scores", "instruction", "truncate", "truncation_direction", "return_text"):
+            if getattr(body, name):
+                raise InvalidInput(f"{name} is not accepted with segments; leave it out", field=name)
+        return "segments", body.segments
+    if body.texts is not None:
         if body.return_documents:
             raise InvalidInput(
                 "return_documents belongs to documents; with texts, send return_text",
                 field="return_documents",
             )
         return "texts", body.texts
-    if body.documents is not None and body.texts is None:
-        if body.return_text:
-            raise InvalidInput(
-                "return_text belongs to texts; with documents, send return_documents", field="return_text"
-            )
-        return "documents", body.documents
-    raise InvalidInput("give either texts or documents", field="texts")
+    assert body.documents is not None
+    if body.return_text:
+        raise InvalidInput(
+            "return_text belongs to texts; with documents, send return_documents", field="return_text"
+        )
+    return "documents", body.documents
 
 
 def _of_texts(found: Relevance, texts: list[str], body: RerankRequest, call: Call) -> Any:  # noqa: ARG001

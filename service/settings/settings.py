@@ -12,7 +12,7 @@ from service.settings.model import Model, Processor
 from service.settings.names import Group, option_name, refused
 from service.settings.network import Network, Security
 from service.settings.observability import Observability
-from service.settings.reuse import KeyValues, Reuse, Sessions
+from service.settings.reuse import Chunks, KeyValues, Reuse, Sessions
 
 # In the order of the help and of the documentation.
 GROUPS: tuple[type[Group], ...] = (
@@ -25,6 +25,7 @@ GROUPS: tuple[type[Group], ...] = (
     Limits,
     Reuse,
     KeyValues,
+    Chunks,
     Sessions,
     Observability,
 )
@@ -39,6 +40,7 @@ _OF_KEY_VALUES = (
     "kv_disk_dtype",
     "kv_eviction",
     "warm",
+    "blend",
 )
 
 
@@ -52,6 +54,7 @@ class Settings(
     Limits,
     Reuse,
     KeyValues,
+    Chunks,
     Sessions,
     Observability,
 ):
@@ -75,6 +78,15 @@ class Settings(
         for name in ("kv_disk_bytes", "kv_disk_dtype"):
             if self.kv_dir is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise refused(f"{option_name(name)} has no effect without --kv-dir; give both or none")
+        for name in ("divide_texts", "segment_tokens"):
+            if self.blend is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise refused(f"{option_name(name)} has no effect without --blend; give both or none")
+        if self.blend is not None and self.database is not None:
+            raise refused(
+                "--blend has no effect with --database: a text takes stored maps, or stored keys and values; "
+                "leave "
+                "one of them out"
+            )
         self._refuse_without("reuse", ("maps", *_OF_MAPS, "kv", *_OF_KEY_VALUES))
         return self
 

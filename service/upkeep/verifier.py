@@ -4,18 +4,14 @@
         -> usual texts of a length group fail the budget:   the thresholds of the group are tightened
         -> unusual texts of a length group fail the budget: the limit of strangeness is tightened
 
-The batcher calls the verifier: a few sequences at a time after the answers were sent, while no request waits
-for the engine or is computed; if too many hits are pending, a few after each batch. Labels never hit, so
-labels are never verified. Recorded texts are not verified either: a recorded text gets its own maps, and such
-exact hits would hide hits that are not exact.
+Labels never hit, so labels are never verified. Recorded texts are not verified either: a recorded text gets
+its own maps, and such exact hits would hide hits that are not exact.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -33,19 +29,11 @@ from attncache_core.reuse.maps.verification import (
     window_of,
     windows_of,
 )
-from service.errors import log_failure
 from service.observability.metrics import Metrics
+from service.upkeep.verifying import LaterVerifier
 
 logger = logging.getLogger(__name__)
 
-# A request that arrives during one verification batch waits a few milliseconds for the batch. A sequence that
-# is longer than the budget is verified alone.
-_BATCH_SEQUENCES = 8
-_BATCH_TOKENS = 128
-# From this number of pending hits on, hits are verified even while requests wait, so that hits are verified
-# under endless load too.
-_OVERDUE = 64
-_MOST_PENDING = 256
 # Findings are kept together, because keeping them takes milliseconds: a file is written and flushed. A
 # process that is killed loses fewer hits than this number. A tightened policy is kept at once.
 _KEPT_TOGETHER = 16
@@ -62,12 +50,8 @@ class _Hit(NamedTuple):
     window: Window  # the window that the hit counts in
 
 
-class Verifier:
-    """Owns the hits to be verified and the findings about each window of hits.
-
-    Any thread may call `offer`, `verify_some`, `stop`, `has_work` and `is_overdue`. One thread verifies at a
-    time. Any thread may call `close` after the engine threads have ended.
-    """
+class Verifier(LaterVerifier[_Hit]):
+    """Verifies hits of attention maps, and owns the findings about each window of hits."""
 
     def __init__(
         self,
@@ -81,11 +65,11 @@ class Verifier:
         Starts from the findings that this and other servers have kept with the database. Raises NoClassifier
         if the budget is about decisions and there are no decisions; see PrefillEngine.comparator.
         """
+        super().__init__(metrics)
         assert engine.map_reuse is not None
         self._engine, self._reuse = engine, engine.map_reuse
         policy = self._reuse.policy
         self._rate = rate
-        self._metrics = metrics
         self._chance = chance or random.Random()
         self._budget = policy.budget
         self._cosine = engine.comparator(Measure.COSINE)
@@ -93,25 +77,7 @@ class Verifier:
         self._names = policy.names()
         self._verified = VerifiedHits(policy.budget)
         self._unkept = 0  # hits verified since findings were last kept
-        self._pending: deque[_Hit] = deque()
-        self._pending_lock = threading.Lock()
-        self._verifying = threading.Lock()
-        self._stopped = False
         self._keep(_PATIENCE_SECONDS)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether hits are pending and the verifier has not been stopped."""
-        return bool(self._pending) and not self._stopped
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether so many hits are pending that some must be verified even while requests wait."""
-        return len(self._pending) >= _OVERDUE and not self._stopped
-
-    def stop(self) -> None:
-        """Verify no more hits, so that a server can shut down without waiting."""
-        self._stopped = True
 
     def close(self) -> None:
         """Keep findings that are not kept yet. Waits at most a second for another server's lock."""
@@ -124,11 +90,7 @@ class Verifier:
         return self._reuse.policy
 
     def offer(self, requests: Sequence[PrefillRequest], result: PrefillResult, policy: ReusePolicy) -> None:
-        """Choose some hits of an answered batch for verification.
-
-        policy: the engine's policy before the batch was run. If the policy was tightened meanwhile, the hits
-        do not count. Beyond a bound, the oldest pending hits are dropped.
-        """
+        """See LaterVerifier."""
         strangeness = np.full(len(requests), np.nan) if result.strangeness is None else result.strangeness
         hits = [outcome.is_hit for outcome in result.outcomes]
         approximate = result.finite & hits & (result.similarities != 1)
@@ -139,43 +101,7 @@ class Verifier:
                 window = window_of(policy, len(request.ids), float(strangeness[index]))
                 # A copy, because a view would keep the outputs of the whole batch in memory.
                 chosen.append(_Hit(request, result.outputs[index].copy(), window))
-        with self._pending_lock:
-            self._pending += chosen
-            surplus = max(0, len(self._pending) - _MOST_PENDING)
-            for _ in range(surplus):
-                self._pending.popleft()
-        self._metrics.observe_unverified(surplus)
-
-    def verify_some(self) -> None:
-        """Compute a few pending hits in full, oldest first, and tighten the policy if hits fail the budget.
-
-        Does nothing while another thread verifies. Raises nothing: if verification fails, the failure is
-        logged and the hits count as unverified.
-        """
-        if not self._verifying.acquire(blocking=False):
-            return
-        hits: list[_Hit] = []
-        try:
-            hits = self._take()
-            if hits:  # another thread may have taken or dropped the last ones
-                self._verify(hits)
-        # A panic in compiled code is not an Exception, and serving must go on.
-        except BaseException as error:
-            log_failure(logger, "verifying hits failed", error)
-            self._metrics.observe_unverified(len(hits))
-        finally:
-            self._verifying.release()
-
-    def _take(self) -> list[_Hit]:
-        taken: list[_Hit] = []
-        tokens_left = _BATCH_TOKENS
-        with self._pending_lock:
-            while self._pending and len(taken) < _BATCH_SEQUENCES:
-                tokens_left -= len(self._pending[0].request.ids)
-                if taken and tokens_left < 0:
-                    break
-                taken.append(self._pending.popleft())
-        return taken
+        self._add(chosen)
 
     def _verify(self, hits: list[_Hit]) -> None:
         full = self._engine.run([replace(hit.request, reuse=False) for hit in hits])
@@ -224,11 +150,7 @@ class Verifier:
     def _drop_outdated(self) -> None:
         """Drop pending hits that a policy looser than the present one let hit."""
         windows = windows_of(self.policy.steps)
-        with self._pending_lock:
-            current = deque(hit for hit in self._pending if hit.window in windows)
-            dropped = len(self._pending) - len(current)
-            self._pending = current
-        self._metrics.observe_unverified(dropped)
+        self._keep_pending(lambda hit: hit.window in windows)
 
     def _consequence(self, window: Window) -> str:
         """Say for the log what the tightened policy now allows."""

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attncache_core import Budget, Measure, Quantization
-from attncache_core.evaluation.tuning.measuring import MeasuredWay
 from attncache_core.calibration.quality import Quality
+from attncache_core.evaluation.tuning.measuring import MeasuredWay
 from attncache_core.evaluation.tuning.search import Search, choose
 from attncache_core.evaluation.tuning.ways import Way
 

@@ -3,9 +3,9 @@
     sequence    special tokens | chunk 0 | glue | chunk 1 | glue | chunk 2 | query
     stored as   special tokens | chunk 0     special tokens | chunk 1     special tokens | chunk 2
 
-A chunk is stored as the sequence of its own tokens behind the special tokens that open every text, so it has one
-entry, whatever stands in front of it. Its keys are stored before their rotation, so they can be used at any
-position. The first chunk is a prefix of the whole sequence, so its keys and values are exact.
+A chunk is stored as the sequence of its own tokens behind the special tokens that open every text, so it has
+one entry, whatever stands in front of it. Its keys are stored before their rotation, so they can be used at
+any position. The first chunk is a prefix of the whole sequence, so its keys and values are exact.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Chunk(NamedTuple):
 class Recomputation:
     """Which of the tokens that are given approximately are computed again, layer by layer.
 
-    The layers in front of `check_layer` compute all of them. The check layer compares their new keys and values
-    with the given ones, and the tokens that deviate most go on; every later layer picks among them again (gradual
-    filtering; Yao et al. 2024, CacheBlend, section 4.3).
+    The layers in front of `check_layer` compute all of them. The check layer compares their new keys and
+    values with the given ones, and the tokens that deviate most go on; every later layer picks among them
+    again (gradual filtering; Yao et al. 2024, CacheBlend, section 4.3).
     """
 
     ratio: float  # mean share of the tokens that are computed in the layers from the check layer on
@@ -51,7 +51,9 @@ class Recomputation:
     choice: Literal["deviation", "random"] = "deviation"  # random: to compare with
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a share is outside [0, 1] or grows, or if there is no layer before the check."""
+        """Raise ValueError if a share is outside [0, 1] or grows, or if there is no layer before the
+        check.
+        """
         if not all(0 <= own <= 1 for own in (self.ratio, *self.shares)):
             raise ValueError("a recompute ratio lies between 0 and 1")
         if any(one < other for one, other in zip(self.shares, self.shares[1:], strict=False)):
@@ -84,6 +86,7 @@ class Blend:
 
     chunks: tuple[Chunk, ...]
     recomputation: Recomputation
+    tokens: int = 0  # that are computed if all chunks are stored, about
 
     @classmethod
     def of(
@@ -97,16 +100,18 @@ class Blend:
     ) -> Blend:
         """Return how a sequence is blended whose outputs read its last token.
 
-        spans: first position and end of each chunk, rising, the last end before the last token. What stands in
-        front of the first chunk belongs to it. opening: the token ids that open every text. salt: chunks of one
-        salt share their keys and values.
+        spans: first position and end of each chunk, rising, the last end before the last token. What stands
+        in front of the first chunk belongs to it. opening: the token ids that open every text. salt: chunks
+        of one salt share their keys and values.
         """
         (_, end), *others = spans
         chunks = [Chunk(0, 0, key_values.whole(ids[:end], salt))]
         for first, end in others:
             own = key_values.whole([*opening, *ids[first:end]], salt)
             chunks.append(Chunk(first, len(opening), own))
-        return cls(tuple(chunks), recomputation)
+        given = sum(chunk.length for chunk in chunks)
+        again = recomputation.ratio * (given - chunks[0].length)
+        return cls(tuple(chunks), recomputation, len(ids) - given + round(again))
 
 
 class ChunkReport(NamedTuple):
@@ -114,7 +119,9 @@ class ChunkReport(NamedTuple):
 
     tokens: int
     cached: int  # tokens whose keys and values were stored before the request
-    recomputed: int  # tokens that were computed in their place, in the check layer: all tokens that are not given
+    recomputed: (
+        int  # tokens that were computed in their place, in the check layer: all tokens that are not given
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,15 @@ class BlendReport:
     chunks: tuple[ChunkReport, ...]
     exact_tokens: int  # at the front of the sequence, whose keys and values are exact
     rows: tuple[int, ...]  # tokens that each layer computed
-    # How much the keys and values of each token deviate in the check layer from the given ones, float32 [tokens];
-    # nan: not compared. None: nothing was compared.
+    # How much the keys and values of each token deviate in the check layer from the given ones, float32
+    # [tokens]; nan: not compared. None: nothing was compared.
     deviations: np.ndarray | None = field(default=None, compare=False)
     computed_tokens: int = 0  # of chunks that were not stored yet, each by itself
+
+    def tokens_by_state(self) -> tuple[int, int, int]:
+        """Return the tokens of the chunks: used as they were stored, computed again, and not stored
+        before.
+        """
+        again = sum(min(own.recomputed, own.cached) for own in self.chunks)
+        cached = sum(own.cached for own in self.chunks)
+        return cached - again, again, sum(own.tokens for own in self.chunks) - cached

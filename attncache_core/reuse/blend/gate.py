@@ -2,8 +2,8 @@
 
     calibration/blending.py -> BlendGate, in a file -> the server, which verifies it and tightens it in steps
 
-Without a gate, nothing is blended: chunks are computed exactly. A gate belongs to the model, its template and its
-labels.
+Without a gate, nothing is blended: chunks are computed exactly. A gate belongs to the model, its template and
+its labels.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class BlendGate:
     prompts: int  # that were measured
     measured: tuple[MeasuredRatio, ...]  # by ratio, rising
     check_layer: int = 1
+    listwise: bool = False  # measured with prompts of listwise reranking, and for these only
     format: int = FORMAT
     steps: int = 0  # how often verification has tightened it
 
@@ -96,7 +97,8 @@ class BlendGate:
         """Raise InvalidInput unless the gate was measured with this engine."""
         if self.fingerprint != fingerprint:
             raise InvalidInput(
-                f"the file of --blend was measured with another model, template or labels than {model} has now; "
+                f"the file of --blend was measured with another model, template or labels than {model} has "
+                f"now; "
                 "run `attncache calibrate --segments` with the server's options again",
                 field="blend",
             )
@@ -131,8 +133,8 @@ def write_gate(path: Path, gate: BlendGate) -> None:
 def tighten(path: Path, gate: BlendGate, patience_seconds: float = 1.0) -> BlendGate:
     """Return a gate one step tighter, and keep the step in its file for other servers and later starts.
 
-    If the file was tightened meanwhile, its steps count instead. A file that cannot be locked or written, or that
-    was calibrated again, stays as it is.
+    If the file was tightened meanwhile, its steps count instead. A file that cannot be locked or written, or
+    that was calibrated again, stays as it is.
     """
     own = gate.tightened()
     try:

@@ -1,6 +1,6 @@
 """The keys and values that the store gives to a sequence of chunks, gathered layer by layer.
 
-    Wanted of each chunk -> KeyValueStore.begin -> blocks -> slots of one layer, at the chunks' positions
+Wanted of each chunk -> KeyValueStore.begin -> blocks -> slots of one layer, at the chunks' positions
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class GivenChunks:
     def __init__(
         self, store: KeyValueStore, blend: Blend, whole: Wanted | None, length: int, load: bool = True
     ) -> None:
-        """whole: how the sequence itself is looked up, for what is stored of its beginning. length: its tokens.
+        """whole: how the sequence itself is looked up, for what is stored of its beginning. length: its
+        tokens.
 
         load: whether saved blocks may be loaded.
         """

@@ -1,8 +1,9 @@
-"""How much to compute again while saved keys and values are loaded, and where to save them (CacheBlend, section 5).
+"""How much to compute again while saved keys and values are loaded, and where to save them (CacheBlend,
+section 5).
 
 Loading takes  token_bytes · tokens / throughput  seconds, and computing a share r of the tokens again takes
-r · tokens / prefill speed  seconds, both for all layers. Layers are loaded while earlier layers are computed, so a
-share that takes no longer than loading costs no time.
+r · tokens / prefill speed  seconds, both for all layers. Layers are loaded while earlier layers are computed,
+so a share that takes no longer than loading costs no time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Speeds:
     def ratio(self, least: float, loaded: int, tokens: int) -> float:
         """Return the share of `tokens` tokens to compute again, of which `loaded` must be loaded.
 
-        The largest share that costs no time beside loading, and at least `least`, the share that quality needs.
+        The largest share that costs no time beside loading, and at least `least`, the share that quality
+        needs.
         """
         if not tokens:
             return least

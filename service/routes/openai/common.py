@@ -20,4 +20,7 @@ def usage_of(result: RequestResult, settings: Settings) -> dict[str, Any]:
     usage = {"prompt_tokens": result.asked_tokens, "total_tokens": result.asked_tokens}
     if not settings.reuse_headers:
         return usage
-    return {**usage, "prompt_tokens_details": {"cached_tokens": result.cached_tokens}}
+    details: dict[str, Any] = {"cached_tokens": result.cached_tokens}
+    if result.blends:
+        details["segments"] = [chunk._asdict() for report in result.blends for chunk in report.chunks]
+    return {**usage, "prompt_tokens_details": details}

@@ -40,10 +40,19 @@ class EmbeddingsRequest(BaseModel):
     cache_salt: Salt = None
 
 
+class SegmentTokens(BaseModel):
+    """What was done with one chunk."""
+
+    tokens: int
+    cached: int  # tokens whose keys and values were stored
+    recomputed: int  # tokens that were computed again
+
+
 class PromptTokensDetails(BaseModel):
     """What was not computed of the prompt."""
 
     cached_tokens: int  # whose keys and values were stored
+    segments: list[SegmentTokens] | None = None  # of a prompt whose chunks were blended, in order
 
 
 class Usage(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ def joined(chunks: Sequence[Sequence[int]], query: Sequence[int]) -> tuple[list[
     """Return a sequence of the opening, chunks and a query, and the spans of the chunks."""
     ends = list(accumulate(map(len, chunks), initial=len(OPENING)))
     ids = [*OPENING, *(token for chunk in chunks for token in chunk), *query]
-    return ids, list(zip(ends, ends[1:], strict=False))
+    return ids, list(pairwise(ends))
 
 
 @torch.inference_mode()
@@ -46,8 +46,8 @@ def run_share(model, store, chunks, query, ratio, **more):
 def block_diagonal(folder, chunks, query) -> np.ndarray:
     """Return the last token's last normed state of a pass in which chunks do not see each other.
 
-    Every chunk but the first sees a copy of the opening, as far in front of it as in a text of its own; the query
-    sees the first opening, all chunks and itself.
+    Every chunk but the first sees a copy of the opening, as far in front of it as in a text of its own; the
+    query sees the first opening, all chunks and itself.
     """
     from transformers import AutoModel
 

@@ -1,0 +1,67 @@
+"""Explain how the chunks of one prompt are blended: what is computed again, and what deviates how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.errors import InvalidInput
+from attncache_core.reuse.blend.chunks import Recomputation
+from attncache_core.reuse.blend.loading import USUAL_RATIO
+from attncache_core.text.segments import segmented
+
+
+@dataclass(frozen=True)
+class BlendExplanation:
+    """What blending does to one prompt, whether or not the server blends it."""
+
+    served: bool  # whether the gate blends such prompts
+    ratio: float
+    check_layer: int
+    tokens: list[str]  # as the tokenizer writes them
+    spans: list[tuple[int, int]]  # first token and end of each chunk
+    exact_tokens: int  # at the front, whose keys and values are exact
+    rows: list[int]  # tokens that each layer computed
+    chunks: list[dict[str, int]]
+    # Squared distance of each token's given keys and values to the computed ones in the check layer; None:
+    # the token was not compared, because it is exact, or is computed in any case.
+    deviations: list[float | None]
+
+
+def explain_blend(
+    engine: PrefillEngine, segments: Sequence[str], query: str, separator: str, salt: bytes
+) -> BlendExplanation:
+    """Blend a prompt with the gate's ratio, or with the usual one if there is no gate. Stores its chunks.
+
+    Raises InvalidInput if chunks cannot be blended with this model, or fewer than two have tokens, and
+    InputTooLong.
+    """
+    prompt = engine.default_prompt
+    *own, asked, between = engine.tokenizer.turns([*segments, query, separator])
+    sequence = segmented(engine.tokenizer.frame(prompt), own, asked, between)
+    if len(sequence.spans) < 2:
+"
+        "        raise InvalidInput("give two segments or more; one segment is a prefix, which is exact", field="segments")
+    served = engine.blending.gate.recomputation if engine.blending else None
+    again = served or Recomputation(USUAL_RATIO)
+    plan = prompt.sequence_plans[0]
+    ids = [*sequence.ids, *plan.continuation]
+    blend = engine.blend_with(sequence, ids, salt, again)
+    (report,) = engine.run([PrefillRequest(ids, False, plan, blend=blend)]).blends or []
+    assert report is not None
+    found = report.deviations if report.deviations is not None else np.full(len(ids), np.nan)
+    return BlendExplanation(
+        served is not None,
+        again.ratio,
+        again.check_layer,
+        engine.tokenizer.written(ids),
+        sequence.spans,
+        report.exact_tokens,
+        list(report.rows),
+        [chunk._asdict() for chunk in report.chunks],
+        [float(own) if np.isfinite(own) else None for own in found],
+    )

@@ -1,0 +1,137 @@
+"""Hits that wait to be computed again in full: what the verifiers of all kinds of reuse share.
+
+The batcher calls a verifier: a few sequences at a time after the answers were sent, while no request waits
+for the engine or is computed; if too many hits are pending, a few after each batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from attncache_core import PrefillRequest, PrefillResult
+from service.errors import log_failure
+from service.observability.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+# A request that arrives during one verification batch waits a few milliseconds for the batch. A sequence that
+# is longer than the budget is verified alone.
+_BATCH_SEQUENCES = 8
+_BATCH_TOKENS = 128
+# From this number of pending hits on, hits are verified even while requests wait, so that hits are verified
+# under endless load too.
+_OVERDUE = 64
+_MOST_PENDING = 256
+
+
+class Hit(Protocol):
+    """A hit to be verified. Token ids are a user's text, so they are not kept beyond the verification."""
+
+    @property
+    def request(self) -> PrefillRequest:
+        """What was asked."""
+
+
+H = TypeVar("H", bound=Hit)
+
+
+class LaterVerifier(ABC, Generic[H]):
+    """Owns hits to be verified.
+
+    Any thread may call `offer`, `verify_some`, `stop`, `has_work` and `is_overdue`. One thread verifies at a
+    time. Any thread may call `close` after the engine threads have ended.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._pending: deque[H] = deque()
+        self._pending_lock = threading.Lock()
+        self._verifying = threading.Lock()
+        self._stopped = False
+
+    @property
+    @abstractmethod
+    def policy(self) -> Any:
+        """What decided about the hits of a batch; changes when it is tightened."""
+
+    @abstractmethod
+    def offer(self, requests: Sequence[PrefillRequest], result: PrefillResult, policy: Any) -> None:
+        """Choose some hits of an answered batch for verification.
+
+        policy: `policy` before the batch was run. If it was tightened meanwhile, the hits do not count.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Keep findings that are not kept yet. Waits at most a second for another server's lock."""
+
+    @abstractmethod
+    def _verify(self, hits: list[H]) -> None:
+        """Compute hits in full, and tighten the policy if they fail the budget."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether hits are pending and the verifier has not been stopped."""
+        return bool(self._pending) and not self._stopped
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether so many hits are pending that some must be verified even while requests wait."""
+        return len(self._pending) >= _OVERDUE and not self._stopped
+
+    def stop(self) -> None:
+        """Verify no more hits, so that a server can shut down without waiting."""
+        self._stopped = True
+
+    def verify_some(self) -> None:
+        """Compute a few pending hits in full, oldest first, and tighten the policy if hits fail the budget.
+
+        Does nothing while another thread verifies. Raises nothing: if verification fails, the failure is
+        logged and the hits count as unverified.
+        """
+        if not self._verifying.acquire(blocking=False):
+            return
+        hits: list[H] = []
+        try:
+            hits = self._take()
+            if hits:  # another thread may have taken or dropped the last ones
+                self._verify(hits)
+        # A panic in compiled code is not an Exception, and serving must go on.
+        except BaseException as error:
+            log_failure(logger, "verifying hits failed", error)
+            self._metrics.observe_unverified(len(hits))
+        finally:
+            self._verifying.release()
+
+    def _add(self, chosen: Sequence[H]) -> None:
+        """Let hits wait. Beyond a bound, the oldest pending hits are dropped."""
+        with self._pending_lock:
+            self._pending += chosen
+            surplus = max(0, len(self._pending) - _MOST_PENDING)
+            for _ in range(surplus):
+                self._pending.popleft()
+        self._metrics.observe_unverified(surplus)
+
+    def _keep_pending(self, is_current: Callable[[H], bool]) -> None:
+        """Drop the pending hits for which `is_current` is false."""
+        with self._pending_lock:
+            current = deque(hit for hit in self._pending if is_current(hit))
+            dropped = len(self._pending) - len(current)
+            self._pending = current
+        self._metrics.observe_unverified(dropped)
+
+    def _take(self) -> list[H]:
+        taken: list[H] = []
+        tokens_left = _BATCH_TOKENS
+        with self._pending_lock:
+            while self._pending and len(taken) < _BATCH_SEQUENCES:
+                tokens_left -= len(self._pending[0].request.ids)
+                if taken and tokens_left < 0:
+                    break
+                taken.append(self._pending.popleft())
+        return taken
