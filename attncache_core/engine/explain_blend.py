@@ -44,8 +44,9 @@ def explain_blend(
     *own, asked, between = engine.tokenizer.turns([*segments, query, separator])
     sequence = segmented(engine.tokenizer.frame(prompt), own, asked, between)
     if len(sequence.spans) < 2:
-"
-        "        raise InvalidInput("give two segments or more; one segment is a prefix, which is exact", field="segments")
+        raise InvalidInput(
+            "give two segments or more; one segment is a prefix, which is exact", field="segments"
+        )
     served = engine.blending.gate.recomputation if engine.blending else None
     again = served or Recomputation(USUAL_RATIO)
     plan = prompt.sequence_plans[0]

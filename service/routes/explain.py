@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from attncache_core import InputTooLong, InvalidInput
 from attncache_core.engine.explain import Explanation, LayerMaps, explain
 from attncache_core.engine.explain_blend import explain_blend
-from service.batching.sources import Texts
+from service.batching import sources
 from service.routes.common import ERRORS, call_of
 from service.schemas import Name, Text, Texts
 from service.state import Serving
@@ -79,7 +79,7 @@ async def explain_text(request: Request) -> Response:
         raise InvalidInput("give input; segments and query need ?debug=blend", field="input")
     async with call.state.explaining:
         explained = await asyncio.to_thread(_explained, serving, body.input, salt)
-    source = Texts([body.input], call.state.settings.truncate)
+    source = sources.Texts([body.input], call.state.settings.truncate)
     pending = serving.batcher.submit(source, flow=call.client.flow, reuse=True, counted=False, salt=salt)
     answered = await call.wait(pending)
     content = {
