@@ -168,7 +168,7 @@ def test_tables_of_serve_options_list_every_option_of_each_group_with_its_defaul
         expected = [options[name] for name in group.model_fields if name in options]
         assert list(documented) == [option.opts[0] for option in expected]
         for option in expected:
-            default = str(option.default)
+            default = str(option.default).replace("\n", r"\n")
             shown = {"True": "on", "False": "off", "None": ""}.get(default, default)
             assert documented[option.opts[0]] == shown, option.name
 

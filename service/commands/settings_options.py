@@ -89,7 +89,8 @@ def _option(name: str, field: FieldInfo) -> _Option:
         "show_envvar": True,
         # The value, because click would show the name of the enum's member.
         "default": field.default.value if isinstance(field.default, StrEnum) else field.default,
-        "show_default": field.default not in (None, ""),
+        # A line break, as it is written.
+        "show_default": r"\n" if field.default == "\n" else field.default not in (None, ""),
         "help": field.description,
         "hidden": name in HIDDEN_FIELDS,
     }

@@ -26,7 +26,7 @@ def expected_savings(engine: PrefillEngine) -> str:
         store = engine.key_values.store
         most = store.memory.pool.places * store.layout.block_bytes / 2**20
         disk = f" and {store.transfers.disk.most_bytes / 2**20:,.0f} MiB on disk" if store.transfers else ""
-        return f"storing keys and values in up to {most:,.0f} MiB of memory{disk}"
+        return f"storing keys and values in up to {most:,.0f} MiB of memory{disk}{_blended(engine)}"
     if reuse is None:
         return f"serving exactly: {'; '.join(engine.reuse_off) or 'there is no database'}"
     if reuse.reuse_off:
@@ -47,6 +47,16 @@ def expected_savings(engine: PrefillEngine) -> str:
         where = f" in batches of at least {least} tokens" if least else ""
         return f"reusing attention{where}: it saves {saved}"
     return f"serving exactly: reuse would save {saved}, too little for --min-gain {reuse.gain.min_gain}"
+
+
+def _blended(engine: PrefillEngine) -> str:
+    if engine.blending is None:
+        return ""
+    gate = engine.blending.gate
+    if gate.ratio is None:
+        return f"; chunks are computed exactly: {gate.off()}"
+    kept = f"mean {gate.budget.measure} {gate.budget.least} in its calibration"
+    return f"; blending chunks, {gate.ratio:.0%} of reused tokens computed again ({kept})"
 
 
 def _model(engine: PrefillEngine) -> str:

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from attncache_core import InputTooLong, InvalidInput, NotFinite
+from attncache_core.reuse.blend.loading import Device, Speeds, cheapest_device, cost_per_hour
 from attncache_core.reuse.kv.capacity import CapacityPlan
 from attncache_core.reuse.kv.info import key_value_info
 from service.errors import WorkerUnavailable
@@ -41,9 +42,18 @@ _ERRORS_WITHOUT_BODY: dict[int | str, dict[str, Any]] = {
     status: _ERRORS[status] for status in (400, 409, 500, 503)
 }
 _LARGEST = 10**15  # of a query parameter
+_DEVICES = (
+    "Places where keys and values could be saved, each as name,bytes per second,price in $ per GB and hour; "
+    "separated by semicolons. The answer says which one is the cheapest from which loading costs blended "
+    "chunks no "
+    "time (CacheBlend, section 5)."
+)
 _PLANNED = {
     "memory_price": "Price of memory in $ per GB (10⁹ bytes) and hour.",
     "disk_price": "Price of the disk in $ per GB (10⁹ bytes) and hour.",
+    "prefill_tokens_per_second": "Tokens that the model computes per second, to choose among devices. "
+    "Default: as "
+    "measured at the start, with --kv-dir.",
     "distinct_sessions": "Sessions that are used within the time to live of a session (DSpUT). Default: the "
     "number of sessions now.",
 }
@@ -231,6 +241,15 @@ async def drop(request: Request) -> Response:
             }
             for name, text in _PLANNED.items()
         ]
+        + [
+            {
+                "name": "devices",
+                "in": "query",
+                "required": False,
+                "description": _DEVICES,
+                "schema": {"type": "string", "examples": ["nvme,4e9,0.0001;disk,2e8,0.00003"]},
+            }
+        ]
     },
 )
 async def capacity(request: Request) -> Response:
@@ -240,7 +259,9 @@ async def capacity(request: Request) -> Response:
     """
     serving = call_of(request).serving()
     info = key_value_info(store_of(serving.engine))
-    planned = _numbers(request.query_params)
+    given = dict(request.query_params)
+    devices = given.pop("devices", None)
+    planned = _numbers(given)
     sessions = planned.get("distinct_sessions", call_of(request).state.sessions.distinct)
     plan = CapacityPlan(
         # With the pooled state of each block.
@@ -264,6 +285,7 @@ async def capacity(request: Request) -> Response:
             "memory_cost": plan.memory_cost,
             "disk_cost": plan.disk_cost,
             "cost": plan.cost,
+            **({} if devices is None else {"device": _device(serving, devices, planned)}),
         }
     )
 
@@ -335,6 +357,38 @@ def _numbers(parameters: Mapping[str, str]) -> dict[str, float]:
         if not 0 <= found[name] <= _LARGEST:
             raise InvalidInput(f"{name} must be a number from 0 to {_LARGEST:g}", field=name)
     return found
+
+
+def _device(serving: Serving, devices: str, planned: Mapping[str, float]) -> dict[str, Any]:
+    """Return the device to save on, what it costs, and whether loading from it is hidden. Raises
+    InvalidInput.
+    """
+    info = key_value_info(store_of(serving.engine))
+    speed = planned.get("prefill_tokens_per_second") or (info.disk and info.disk.prefill_tokens_per_second)
+    if not speed:
+        raise InvalidInput(
+            "the speed of computing was not measured, because there is no --kv-dir; give "
+            "prefill_tokens_per_second",
+            field="prefill_tokens_per_second",
+        )
+    found = []
+    for device in devices.split(";"):
+        name, _, numbers = device.partition(",")
+        try:
+            throughput, price = map(float, numbers.split(","))
+            if not (0 < throughput <= _LARGEST and 0 <= price <= _LARGEST):
+                raise ValueError
+        except ValueError as error:
+            raise InvalidInput(
+                "devices must be name,bytes per second,price for each device, separated by semicolons",
+                field="devices",
+            ) from error
+        found.append(Device(name, throughput, price))
+    token_bytes = info.block_bytes // info.block_tokens
+    best, is_hidden = cheapest_device(found, Speeds(token_bytes, 0.0, speed))
+    tokens = (info.disk or info.memory).most_bytes // token_bytes
+    cost = cost_per_hour(best, token_bytes, tokens)
+    return {"name": best.path, "hides_loading": is_hidden, "cost": cost}
 
 
 def _json(content: Any) -> Response:

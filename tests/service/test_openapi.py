@@ -11,6 +11,7 @@ from service.settings import Settings
 
 OF_BOTH_ROUTES = {
     *("inputs", "truncate", "truncation_direction", "session_id", "append", "transcript", "cache_salt"),
+    *("segments", "query"),
 }
 TEI_PATHS = {"/", "/embed_all", "/predict", "/similarity", "/rerank", "/tokenize", "/decode"}
 OPENAI_PATHS = {"/v1/embeddings", "/v1/classify", "/v1/rerank", "/v2/rerank"}
@@ -47,6 +48,7 @@ def test_inference_routes_document_body_header_answer_and_errors(
         "X-AttnCache-Repeated",
         "X-AttnCache-History-Tokens",
         "X-AttnCache-Approximate",
+        "X-AttnCache-Segments",
         "X-AttnCache-Model",
     }
     assert route["responses"]["200"]["content"]["application/json"]["schema"]["type"] == "array"

@@ -1,0 +1,325 @@
+"""Prompts of segments and a query: answers, headers, refusals, listwise reranking and verification."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from core_decoders import write_llama
+from core_models import write_sentence_transformer
+from fake_engine import serving
+from test_service_metrics import samples
+
+from attncache_core import InvalidInput, KeyValueOptions, PrefillEngine, PrefillRequest
+from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, read_gate, write_gate
+from attncache_core.reuse.maps.budget import Budget
+from attncache_core.text.segments import segmented
+from service.observability.metrics import Metrics
+from service.upkeep.blend_verifier import BlendVerifier
+
+pytestmark = pytest.mark.anyio
+
+SEGMENTS = [
+    "the bank was closed today. " * 3,
+    "my card is lost and the account too. " * 2,
+    "where is it? " * 4,
+]
+BODY: dict[str, Any] = {"segments": SEGMENTS, "query": "is the card here"}
+LABELS = {"labels": ("card", "bank"), "label_logits": True, "template": Template.parse("{} Answer:")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama", num_hidden_layers=4)
+
+
+def checkpoint_of(folder: Path, **use: Any) -> Checkpoint:
+    return read_checkpoint(folder).adapted(**use or {"pooling": "lasttoken"})
+
+
+def load(folder: Path, **use: Any) -> PrefillEngine:
+    options = KeyValueOptions(2**24)
+    return PrefillEngine.load(checkpoint_of(folder, **use), dtype="float32", key_values=options)
+
+
+def gate_of(engine: PrefillEngine, *ratios: float, least: float = 0.0, **more: Any) -> BlendGate:
+    measured = tuple(MeasuredRatio(ratio, 0.99, 0.98, True, 0.3) for ratio in ratios)
+    measure = more.pop("measure", Measure.COSINE)
+    return BlendGate(engine.fingerprint, Budget(measure, least), "\n", 200, measured, **more)
+
+
+def blending(folder: Path, *ratios: float, **use: Any) -> PrefillEngine:
+    engine = load(folder, **use)
+    engine.set_blending(gate_of(engine, *ratios))
+    return engine
+
+
+async def asked(client: httpx.AsyncClient, path: str, body: dict[str, Any], **how: Any) -> httpx.Response:
+    response = await client.post(path, json=body, **how)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def joined(engine: PrefillEngine, body: dict[str, Any]) -> list[int]:
+    """The token ids of a prompt, each part tokenised by itself."""
+    turns = engine.tokenizer.turns([part for own in body["segments"] for part in (own, "\n")])
+    (query,) = engine.tokenizer.turns([body["query"]])
+    return [0, *(token for turn in turns for token in turn), *query]
+
+
+def chunks_of(response: httpx.Response) -> list[dict[str, int]]:
+    found = []
+    for chunk in response.headers["X-AttnCache-Segments"].split(", "):
+        tokens, *named = chunk.split(";")
+        found.append(
+            {"tokens": int(tokens), **{name: int(value) for name, value in (own.split("=") for own in named)}}
+        )
+    return found
+
+
+async def test_segments_are_computed_exactly_without_a_gate(folder: Path) -> None:
+    engine = load(folder)
+    expected = engine.run([PrefillRequest(joined(engine, BODY), False)]).outputs
+    async with serving(engine) as client:
+        response = await asked(client, "/embed", {**BODY, "normalize": False})
+    np.testing.assert_allclose(response.json(), expected, atol=1e-5 * np.abs(expected).max())
+    assert "X-AttnCache-Approximate" not in response.headers
+    assert "X-AttnCache-Segments" not in response.headers
+
+
+async def test_ratio_of_one_gives_the_exact_answer_and_less_gives_another_one(folder: Path) -> None:
+    exact = load(folder)
+    expected = exact.run([PrefillRequest(joined(exact, BODY), False)]).outputs
+    found = {}
+    for ratio in (1.0, 0.0):
+        async with serving(blending(folder, ratio)) as client:
+            response = await asked(client, "/embed", {**BODY, "normalize": False})
+            assert response.headers["X-AttnCache-Approximate"] == "blended"
+            found[ratio] = np.array(response.json())
+    np.testing.assert_allclose(found[1.0], expected, atol=1e-5 * np.abs(expected).max())
+    assert np.abs(found[0.0] - expected).max() > 1e-2 * np.abs(expected).max()
+
+
+async def test_headers_say_what_was_cached_and_recomputed_in_any_order(folder: Path) -> None:
+    async with serving(blending(folder, 0.5)) as client:
+        first = await asked(client, "/embed", BODY)
+        again = await asked(client, "/embed", BODY)
+        turned = await asked(client, "/embed", {**BODY, "segments": SEGMENTS[::-1]})
+        other_salt = await asked(client, "/embed", {**BODY, "cache_salt": "b"})
+        values = samples((await client.get("/metrics")).text)
+    assert first.json() == again.json()
+    assert first.json() != turned.json()
+    assert [own["cached"] for own in chunks_of(first)] == [0, 0, 0]
+    for response in (again, turned):
+        chunks = chunks_of(response)
+        assert [own["cached"] for own in chunks] == [own["tokens"] for own in chunks]
+        assert chunks[0]["recomputed"] == 0
+        assert 0 < sum(own["recomputed"] for own in chunks[1:]) < sum(own["tokens"] for own in chunks[1:])
+        cached = sum(own["cached"] - own["recomputed"] for own in chunks)
+        assert response.headers["X-AttnCache-Cached-Tokens"].startswith(f"{cached}/")
+    assert [own["cached"] for own in chunks_of(other_salt)] == [0, 0, 0]
+    computed = sum(own["tokens"] for own in chunks_of(first)) + sum(
+        own["tokens"] for own in chunks_of(other_salt)
+    )
+    assert values["attncache_segment_tokens_total", "computed"] == computed
+    assert values["attncache_segment_tokens_total", "recomputed"] > 0
+
+
+async def test_blended_answers_are_not_kept_for_equal_texts(folder: Path) -> None:
+    engine = blending(folder, 0.0)
+    exact = load(folder)
+    expected = exact.run([PrefillRequest(joined(exact, BODY), False)]).outputs
+    async with serving(engine, result_memory_bytes=2**20) as client:
+        await asked(client, "/embed", BODY)
+        off = await asked(
+            client, "/embed", {**BODY, "normalize": False}, headers={"X-AttnCache-Reuse": "off"}
+        )
+        engine.blending = None
+        later = await asked(client, "/embed", {**BODY, "normalize": False})
+    for response in (off, later):
+        assert response.headers["X-AttnCache-Repeated"] == "0/1"
+        np.testing.assert_allclose(response.json(), expected, atol=1e-5 * np.abs(expected).max())
+
+
+async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exactly(folder: Path) -> None:
+    async with serving(blending(folder, 0.0, **LABELS)) as client:
+        own = await asked(client, "/classify", BODY)
+        others = await asked(client, "/classify", {**BODY, "labels": ["lost", "here"]})
+    assert own.headers["X-AttnCache-Approximate"] == "blended"
+    assert {score["label"] for score in own.json()[0]} == {"card", "bank"}
+    assert "X-AttnCache-Approximate" not in others.headers
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"segments": ["a"]}, "query", "query is required"),
+        ({"query": "a"}, "query", "only with segments"),
+        ({**BODY, "inputs": "a"}, "inputs", "not accepted with segments"),
+        ({**BODY, "session_id": "a"}, "session_id", "not accepted with segments"),
+        ({**BODY, "segments": []}, "segments", "must not be empty"),
+        ({**BODY, "segments": [7]}, "segments[0]", "string"),
+        ({**BODY, "segments": ["a" * 3000] * 2}, "segments", "fewer or shorter segments"),
+        ({**BODY, "segments": ["a"] * 2000}, "segments", "fewer"),
+    ],
+)
+async def test_bad_segments_are_refused_and_the_next_request_is_served(
+    folder: Path, body: dict[str, Any], field: str, message: str
+) -> None:
+    async with serving(blending(folder, 0.0)) as client:
+        response = await client.post("/embed", json=body)
+        await asked(client, "/embed", BODY)
+    assert response.status_code in (400, 422)
+    error = response.json()["error"]
+    assert error["field"] == field
+    assert message in error["message"]
+
+
+async def test_encoders_and_pooling_of_all_tokens_refuse_segments_with_the_reason(
+    folder: Path, tmp_path: Path
+) -> None:
+    encoder = PrefillEngine.load(
+        read_checkpoint(write_sentence_transformer(tmp_path / "encoder")), key_values=KeyValueOptions(2**20)
+    )
+    for engine, reason in (
+        (encoder, "bidirectional"),
+        (load(folder, pooling="mean"), "pooling reads all tokens"),
+    ):
+        async with serving(engine) as client:
+            response = await client.post("/embed", json=BODY)
+        assert response.status_code == 400
+        assert reason in response.json()["error"]["message"]
+
+
+async def test_texts_are_divided_at_the_separator_or_by_tokens(folder: Path) -> None:
+    text = "\n".join([*SEGMENTS, BODY["query"]])
+    async with serving(blending(folder, 0.5), divide_texts=True, blend=Path("g")) as client:
+        divided = await asked(client, "/embed", {"inputs": [text, "a short one"]})
+        segments = await asked(client, "/embed", BODY)
+    np.testing.assert_allclose(divided.json()[0], segments.json()[0], atol=1e-6)
+    assert len(chunks_of(divided)) == 3
+    async with serving(blending(folder, 0.5), segment_tokens=16, blend=Path("g")) as client:
+        response = await asked(client, "/embed", {"inputs": text})
+        tokens = int(response.headers["X-AttnCache-Cached-Tokens"].split("/")[1])
+    assert len(chunks_of(response)) == (tokens - 2) // 16
+
+
+async def test_documents_are_ranked_in_one_prompt(folder: Path) -> None:
+    body = {"query": "where is the card", "segments": SEGMENTS, "return_documents": True, "top_n": 2}
+    engine = load(folder, **LABELS)
+    engine.set_blending(gate_of(engine, 1.0, listwise=True))
+    async with serving(engine) as client:
+        found = await asked(client, "/rerank", body)
+        again = await asked(client, "/rerank", {**body, "segments": SEGMENTS[::-1]})
+        refused = await client.post("/rerank", json={**body, "segments": ["a"] * 27})
+        other_prompt = await asked(client, "/classify", BODY)
+    async with serving(load(folder, **LABELS)) as client:
+        exact = await asked(client, "/rerank", body)
+    results, usage = found.json()["results"], again.json()["usage"]
+    assert found.headers["X-AttnCache-Approximate"] == "blended"
+    assert [own["document"]["text"] for own in results] == [SEGMENTS[own["index"]] for own in results]
+    scores = [own["relevance_score"] for own in results]
+    assert scores == sorted(scores, reverse=True)
+    np.testing.assert_allclose(scores, [own["relevance_score"] for own in exact.json()["results"]], atol=1e-4)
+    chunks = usage["prompt_tokens_details"]["segments"]
+    # The first document belongs to the beginning of the prompt, with its letter.
+    assert [own["cached"] for own in chunks] == [0, chunks[1]["tokens"], 0]
+    assert refused.status_code == 400
+    assert "at most 26" in refused.json()["error"]["message"]
+    # The gate was measured with prompts of listwise reranking only.
+    assert "X-AttnCache-Approximate" not in other_prompt.headers
+
+
+async def test_operators_see_which_tokens_deviate(folder: Path) -> None:
+    async with serving(blending(folder, 0.5), admin=True) as client:
+        found = (await asked(client, "/explain?debug=blend", BODY)).json()
+        wrong = await client.post("/explain?debug=blend", json={"input": "a"})
+        one = await client.post("/explain?debug=blend", json={**BODY, "segments": ["a"]})
+    first, end = found["spans"][1]
+    assert found["served"]
+    assert all(deviation is None for deviation in found["deviations"][: found["exact_tokens"]])
+    assert all(deviation > 0 for deviation in found["deviations"][first:end])
+    assert len(found["tokens"]) == len(found["deviations"]) > found["spans"][-1][1]
+    assert found["rows"][0] > found["rows"][1] > found["rows"][-1]
+    assert wrong.status_code == one.status_code == 400
+
+
+@asynccontextmanager
+async def verified(engine: PrefillEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(engine, verify_rate=1.0) as client:
+        yield client
+
+
+def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_file(
+    folder: Path, tmp_path: Path
+) -> None:
+    engine, path = load(folder), tmp_path / "blend.json"
+    gate = gate_of(engine, 0.0, 0.1, least=0.9999)
+    write_gate(path, gate)
+    engine.set_blending(gate, path)
+    metrics = Metrics()
+    verifier = BlendVerifier(engine, 1.0, metrics, random.Random(0))
+    ids = joined(engine, BODY)
+    *turns, query = engine.tokenizer.turns([*SEGMENTS, BODY["query"]])
+    sequence = segmented(
+        engine.tokenizer.frame(engine.default_prompt), turns, query, engine.tokenizer.turns(["\n"])[0]
+    )
+    assert sequence.ids == ids
+    for steps, ratio in ((1, 0.1), (2, None)):
+        assert engine.blending is not None
+        blend = engine.blending.blend(sequence, ids, b"")
+        requests = [PrefillRequest(ids, False, blend=blend)] * 60
+        verifier.offer(requests, engine.run(requests), engine.blending.gate)
+        while verifier.has_work:
+            verifier.verify_some()
+        assert engine.blending.gate.steps == steps
+        assert engine.blending.gate.ratio == ratio
+        assert read_gate(path) == replace(gate, steps=steps)
+    assert engine.blending.blend(sequence, ids, b"") is None
+    assert engine.info().blending.off == "verified answers did not keep the budget"
+
+
+async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(folder: Path) -> None:
+    engine = load(folder)
+    engine.set_blending(gate_of(engine, 1.0, least=0.99))
+    async with verified(engine) as client:
+        for _ in range(3):
+            await asked(client, "/embed", BODY)
+        for _ in range(100):
+            values = samples((await client.get("/metrics")).text)
+            if values["attncache_verify_cosine_count",] >= 3:
+                break
+            await asyncio.sleep(0.05)
+    assert values["attncache_verify_cosine_count",] >= 3
+    assert values["attncache_verify_cosine_sum",] == pytest.approx(
+        values["attncache_verify_cosine_count",], abs=1e-3
+    )
+    assert engine.blending is not None
+    assert engine.blending.gate.steps == 0
+
+
+def test_gate_file_of_another_model_or_that_is_damaged_is_refused(folder: Path, tmp_path: Path) -> None:
+    engine = load(folder)
+    other = replace(gate_of(engine, 0.5), fingerprint="0" * 64)
+    with pytest.raises(InvalidInput, match="another model"):
+        engine.set_blending(other)
+    path = tmp_path / "blend.json"
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        read_gate(path)
+    for content in (b"", b"{}", json.dumps({"format": 9}).encode(), b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(InvalidInput, match="calibrate"):
+            read_gate(path)
