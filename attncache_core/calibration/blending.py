@@ -99,7 +99,7 @@ def calibrate_blending(
     cannot be blended with this model, if a prompt does not fit or has fewer than two segments, or for too few
     prompts.
     """
-    engine.require_blendable()
+    engine.require_blendable(listwise)
     if len(prompts) < (needed := texts_needed(budget)):
         raise InvalidInput(
             f"{len(prompts)} prompts cannot prove this budget, even if no answer changes; give {needed} or "

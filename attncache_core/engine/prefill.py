@@ -431,24 +431,21 @@ class PrefillEngine:
             return "pooling reads all tokens, and tokens that are not computed again have no last state"
         return None
 
-    @property
-    def not_blendable(self) -> str | None:
-        """Why the keys and values of chunks cannot be blended now; None if they can."""
+    def not_blendable(self, listwise: bool = False) -> str | None:
+        """Return why chunks cannot be blended now; None if they can. listwise: in listwise reranking."""
         if self.key_values is None:
             return self.key_values_off
         if reason := self.never_blendable:
             return reason
         if self.key_values.approximation:
             return "saved keys and values are approximate already (--kv-disk-dtype)"
-        if self.label_tokens and not self.label_tokens.one_token_each:
+        if not listwise and self.label_tokens and not self.label_tokens.one_token_each:
             return "labels of several tokens make several sequences, and each would be blended by itself"
         return None
 
-    def require_blendable(self) -> KeyValueReuse:
-        """Return the keys and values that can be blended. Raises InvalidInput if they cannot, and says
-        why.
-        """
-        if reason := self.not_blendable:
+    def require_blendable(self, listwise: bool = False) -> KeyValueReuse:
+        """Return the keys and values that can be blended. Raises InvalidInput if they cannot, and says why."""
+        if reason := self.not_blendable(listwise):
             raise InvalidInput(f"chunks cannot be blended with this model: {reason}", field="segments")
         assert self.key_values is not None
         return self.key_values
@@ -473,6 +470,13 @@ class PrefillEngine:
         """
         if not listwise:
             return self.comparator(measure)
+        if not self.listwise.one_token_each:
+            raise InvalidInput(
+                "the letters of documents are several tokens each in this model's tokenizer, so lists of "
+                "documents "
+                "are always computed exactly",
+                field="listwise",
+            )
         return OutputComparator(measure, partial(self.label_logits, self.listwise))
 
     def set_blending(self, gate: BlendGate, path: Path | None = None) -> None:
@@ -480,7 +484,7 @@ class PrefillEngine:
 
         Raises InvalidInput if chunks cannot be blended, or if the gate belongs to another model.
         """
-        key_values = self.require_blendable()
+        key_values = self.require_blendable(gate.listwise)
         gate.require(self.fingerprint, self.checkpoint.name)
         self.blending = Blending(key_values, gate, path)
 
@@ -491,7 +495,7 @@ class PrefillEngine:
 
         ids: of the sequence, with its plan's continuation. salt: chunks of one salt share keys and values.
         """
-        key_values = self.require_blendable()
+        key_values = self.require_blendable(listwise=True)  # of labels, nothing is known here
         return Blend.of(key_values, ids, sequence.spans, sequence.opening, salt, recomputation)
 
     def expect(self, waiting: Callable[[], Sequence[Wanted]]) -> None:

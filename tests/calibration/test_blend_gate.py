@@ -1,0 +1,182 @@
+"""The gate of blending: which ratio is chosen, how it is measured, and how a stopped measurement
+continues.
+"""
+
+from __future__ import annotations
+
+from string import ascii_uppercase
+
+import numpy as np
+import pytest
+from core_decoders import write_decoder_tokenizer, write_llama
+from core_models import random_text
+
+from attncache_core import InvalidInput, KeyValueOptions, PrefillEngine
+from attncache_core.calibration import blending
+from attncache_core.calibration.blending import calibrate_blending
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.corpus.segments import SegmentedText, read_segmented
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, read_gate, tighten, write_gate
+from attncache_core.reuse.maps.budget import Budget
+
+NO_BUDGET = Budget(Measure.COSINE, 0.0)
+
+
+def gate(*measured: tuple[float, bool, float], **more) -> BlendGate:
+    """A gate of (ratio, whether it keeps the budget, time of the exact answer's)."""
+    ratios = tuple(MeasuredRatio(ratio, 0.9, 0.9, keeps, seconds) for ratio, keeps, seconds in measured)
+    return BlendGate("f", Budget(Measure.COSINE, 0.9), "\n", 50, ratios, **more)
+
+
+@pytest.mark.parametrize(
+    ("measured", "ratios"),
+    [
+        ([(0.0, True, 0.2), (0.5, True, 0.6)], [0.0, 0.5]),
+        ([(0.0, False, 0.2), (0.5, True, 0.6)], [0.5]),
+        # A ratio that keeps the budget by chance, below one that does not, is not served.
+        ([(0.0, True, 0.2), (0.1, False, 0.3), (0.5, True, 0.6)], [0.5]),
+        ([(0.0, False, 0.2), (0.5, True, 1.1)], []),
+        ([(0.0, False, 0.2)], []),
+    ],
+)
+def test_least_ratio_is_served_from_which_on_all_keep_the_budget_if_it_saves_time(measured, ratios):
+    found = gate(*measured)
+    assert found.ratios == ratios
+    assert found.ratio == (ratios[0] if ratios else None)
+    assert (found.off() is None) == bool(ratios)
+
+
+def test_tightening_goes_to_the_next_ratio_then_off_and_merges_with_other_servers(tmp_path):
+    path = tmp_path / "blend.json"
+    first = gate((0.0, True, 0.2), (0.5, True, 0.6))
+    write_gate(path, first)
+    second = tighten(path, first)
+    assert (second.ratio, read_gate(path)) == (0.5, second)
+    third = tighten(path, second)
+    assert third.ratio is None
+    assert tighten(path, first) == third  # another server, which has not read the file since
+    other = gate((0.0, True, 0.2))
+    write_gate(path, other)  # calibrated again
+    assert tighten(path, first).ratio == 0.5
+    assert read_gate(path) == other
+    path.unlink()
+    assert tighten(path, first).ratio == 0.5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("models") / "llama", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    checkpoint = read_checkpoint(folder).adapted(pooling="lasttoken")
+    return PrefillEngine.load(checkpoint, dtype="float32", key_values=KeyValueOptions(2**24))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    random = np.random.default_rng(0)
+    pool = [random_text(random, words) for words in range(5, 17)]
+    return [
+        SegmentedText(tuple(random.permutation(pool)[:3].tolist()), random_text(random, 4)) for _ in range(24)
+    ]
+
+
+def labelled(folder):
+    checkpoint = read_checkpoint(folder).adapted(
+        labels=("card", "bank"), label_logits=True, template=Template.parse("{} Answer:")
+    )
+    return PrefillEngine.load(checkpoint, dtype="float32", key_values=KeyValueOptions(2**24))
+
+
+def test_ratio_of_one_is_exact_and_larger_ratios_are_nearer(engine, prompts):
+    found = calibrate_blending(engine, prompts, NO_BUDGET, separator="\n", ratios=(0.0, 0.5, 1.0))
+    means = [own.mean for own in found.measured]
+    assert means[2] == pytest.approx(1, abs=1e-6)
+    assert means[0] < means[1] < means[2]
+    assert [own.ratio for own in found.measured] == [0.0, 0.5, 1.0]
+    assert found.fingerprint == engine.fingerprint
+    strict = calibrate_blending(
+        engine, prompts, Budget(Measure.COSINE, 0.99999), separator="\n", ratios=(0.0, 0.5, 1.0)
+    )
+    assert [own.keeps_budget for own in strict.measured] == [False, False, True]
+
+
+def test_stopped_measurement_continues_and_forgets_what_was_measured_differently(
+    engine, prompts, tmp_path, monkeypatch
+):
+    kept, done = tmp_path / "blend.json.measured", []
+
+    def stop():
+        done.append(1)
+        if len(done) == 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_blending(
+            engine, prompts, NO_BUDGET, separator="\n", ratios=(0.0,), kept=kept, on_prompt=stop
+        )
+    assert len(kept.read_text().splitlines()) == 10
+    with kept.open("a") as file:
+        file.write('{"key": "cut sho')
+    for text in prompts[0].segments:
+        assert text not in kept.read_text()
+    measured = []
+    measure = blending._Measuring.prompt
+    monkeypatch.setattr(
+        blending._Measuring, "prompt", lambda own, sequence: measured.append(1) or measure(own, sequence)
+    )
+    calibrate_blending(engine, prompts, NO_BUDGET, separator=" ", ratios=(0.0,), kept=None)
+    assert len(measured) == len(prompts)
+    measured.clear()
+    calibrate_blending(engine, prompts, NO_BUDGET, separator="\n", ratios=(0.0,), kept=kept)
+    assert len(measured) == len(prompts) - 10
+    assert not kept.exists()
+
+
+def test_listwise_prompts_are_measured_by_the_letters(tmp_path, prompts):
+    folder = write_llama(tmp_path / "llama")
+    with pytest.raises(InvalidInput, match="the letters of documents are several tokens"):
+        labelled(folder).blend_comparator(Measure.AGREEMENT, listwise=True)
+    write_decoder_tokenizer(folder, words=["card", "bank", *ascii_uppercase])
+    engine = labelled(folder)
+    found = calibrate_blending(
+        engine, prompts, Budget(Measure.AGREEMENT, 0.5), separator="\n", listwise=True, ratios=(1.0,)
+    )
+    assert found.listwise
+    assert found.measured[0].mean == 1
+    engine.set_blending(found)
+    assert engine.may_blend(engine.listwise.prompt, engine.listwise)
+    assert not engine.may_blend(engine.default_prompt, engine.label_tokens)
+
+
+def test_what_cannot_be_measured_is_refused_with_the_remedy(engine, folder, prompts):
+    with pytest.raises(InvalidInput, match="24 prompts cannot prove this budget"):
+        calibrate_blending(engine, prompts, Budget(Measure.COSINE, 0.9, 0.8), separator="\n")
+    one = [prompts[0], SegmentedText(("a",), "b"), *prompts[2:]]
+    with pytest.raises(InvalidInput, match="prompt 2 has fewer than two segments"):
+        calibrate_blending(engine, one, NO_BUDGET, separator="\n")
+    long = [SegmentedText(("word " * 500, "a"), "b"), *prompts[1:]]
+    with pytest.raises(InvalidInput, match=r"prompt 1: .* fewer or shorter segments"):
+        calibrate_blending(engine, long, NO_BUDGET, separator="\n")
+    mean = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=KeyValueOptions(2**20))
+    with pytest.raises(InvalidInput, match="pooling reads all tokens"):
+        calibrate_blending(mean, prompts, NO_BUDGET, separator="\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{}", "[]", "x", '{"segments": [], "query": "a"}', '{"segments": ["a"], "query": 1}', '{"query": "a"}'],
+)
+def test_line_that_is_no_prompt_is_named_by_its_number(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"segments": ["a", "b"], "query": "c"}\n\n' + line + "\n")
+    with pytest.raises(InvalidInput, match="line 3 is no prompt"):
+        read_segmented(path)
+    path.write_text(path.read_text().rsplit("\n", 2)[0])
+    assert read_segmented(path) == [SegmentedText(("a", "b"), "c")]
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        read_segmented(tmp_path / "absent.jsonl")

@@ -1,0 +1,83 @@
+"""`attncache calibrate --segments`, from a file of prompts to a server that blends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import assert_one_line, run, succeeded
+from core_decoders import write_llama
+from core_models import random_text
+
+from attncache_core.reuse.blend.gate import read_gate
+from service.commands.options import checkpoint_of
+from service.commands.serve import load_engine
+from service.errors import InvalidSettings
+from service.settings import read_settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    random, path = np.random.default_rng(0), tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    pool = [random_text(random, words) for words in range(5, 15)]
+    lines = [
+        {"segments": random.permutation(pool)[:3].tolist(), "query": random_text(random, 3)}
+        for _ in range(20)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def calibrate(folder: Path, *arguments: object):
+    model = ("--model", folder, "--dtype", "float32", "--pooling", "lasttoken", "--threads", 2)
+    return run("calibrate", *model, *arguments)
+
+
+def test_calibrated_file_is_shown_written_and_served(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "blend.json"
+    budget = ("--min-cosine", 0.01, "--min-text-cosine", 0)
+    shown = succeeded(calibrate(folder, "--segments", prompts, "--output", output, *budget))
+    gate = read_gate(output)
+    assert gate.prompts == 20
+    assert [own.ratio for own in gate.measured] == [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7]
+    assert "recompute ratio" in shown
+    assert str(output) in shown
+    how = {"model": str(folder), "pooling": "lasttoken", "dtype": "float32", "kv_memory_bytes": 2**24}
+    settings = read_settings({**how, "blend": str(output)})
+    engine = load_engine(settings, checkpoint_of(settings))
+    info = engine.info().blending
+    assert info is not None
+    assert info.ratio == gate.ratio
+    other = read_settings({**how, "blend": str(output), "segment_separator": " "})
+    with pytest.raises(Exception, match="measured with the separator"):
+        load_engine(other, checkpoint_of(other))
+
+
+def test_options_that_do_not_fit_are_refused_in_one_line(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    assert_one_line(calibrate(folder, "--segments", prompts), "--output")
+    assert_one_line(calibrate(folder), "--segments", "--texts")
+    both = calibrate(folder, "--segments", prompts, "--output", tmp_path / "a", "--texts", "b")
+    assert_one_line(both, "not both")
+    absent = calibrate(folder, "--segments", prompts, "--output", tmp_path / "absent" / "a")
+    assert_one_line(absent, "does not exist")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"blend": "a", "kv": False}, "--blend has no effect with --no-kv"),
+        ({"blend": "a", "database": "b"}, "--blend has no effect with --database"),
+        ({"divide_texts": True}, "--divide-texts has no effect without --blend"),
+        ({"segment_tokens": 5}, "--segment-tokens has no effect without --blend"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidSettings, match=message):
+        read_settings(settings)
