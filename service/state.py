@@ -188,10 +188,10 @@ class ServiceState:
 
     def _verifier(self, engine: PrefillEngine) -> LaterVerifier[Any] | None:
         rate = self.settings.verify_rate
-        if rate == 0 or (engine.map_reuse is None and engine.blending is None):
+        if rate == 0 or (engine.map_reuse is None and engine.blending.gate is None):
             return None
         try:
-            if engine.blending is not None:
+            if engine.blending.gate is not None:
                 return BlendVerifier(engine, rate, self.metrics)
             return Verifier(engine, rate, self.metrics)
         except NoClassifier as error:

@@ -99,7 +99,7 @@ def calibrate_blending(
     cannot be blended with this model, if a prompt does not fit or has fewer than two segments, or for too few
     prompts.
     """
-    engine.require_blendable(listwise)
+    engine.blending.require(listwise)
     if len(prompts) < (needed := texts_needed(budget)):
         raise InvalidInput(
             f"{len(prompts)} prompts cannot prove this budget, even if no answer changes; give {needed} or "
@@ -110,7 +110,7 @@ def calibrate_blending(
     sequences = list(_sequences(engine, prompts, separator, listwise))
     key = json.dumps([engine.fingerprint, separator, listwise, list(ratios), check_layer, str(engine.dtype)])
     measurements = Measurements(kept, hashlib.sha256(key.encode()).hexdigest())
-    measuring = _Measuring(engine, engine.blend_comparator(budget.measure, listwise), ratios, check_layer)
+    measuring = _Measuring(engine, engine.blending.comparator(budget.measure, listwise), ratios, check_layer)
     found = []
     for sequence in sequences:
         name = hashlib.sha256(json.dumps([sequence.ids, sequence.spans]).encode()).hexdigest()
@@ -133,7 +133,7 @@ def calibrate_blending(
 def _sequences(
     engine: PrefillEngine, prompts: Sequence[SegmentedText], separator: str, listwise: bool
 ) -> Iterator[Segmented]:
-    frame = engine.tokenizer.frame(engine.listwise.prompt if listwise else engine.default_prompt)
+    frame = engine.tokenizer.frame(engine.blending.letters.prompt if listwise else engine.default_prompt)
     (between,) = engine.tokenizer.turns([separator])
     for index, (segments, query) in enumerate(prompts):
         *own, asked = engine.tokenizer.turns([*segments, query], f"segments[{index}]")
@@ -178,7 +178,7 @@ class _Measuring:
         engine, blend = self._engine, None
         if ratio is not None:
             again = Recomputation(ratio, self._check_layer)
-            blend = engine.blend_with(sequence, sequence.ids, b"", again)
+            blend = engine.blending.blend_with(sequence, sequence.ids, b"", again)
         started = time.perf_counter()
         plan = engine.default_prompt.sequence_plans[0]
         result = engine.run([PrefillRequest(sequence.ids, False, plan, blend=blend)])

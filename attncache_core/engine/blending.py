@@ -1,16 +1,33 @@
-"""Whether an engine blends the chunks of a prompt, and how: the gate of its model, applied to sequences."""
+"""What an engine blends: whether its model's chunks can be, and how the gate of its model lets it.
+
+gate of a file -> Blending -> Blend of a sequence of chunks, or None: the sequence is computed exactly
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from attncache_core.reuse.blend.chunks import Blend
+from attncache_core.errors import InvalidInput
+from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.heads.listwise import LETTERS
+from attncache_core.heads.listwise import TEMPLATE as LISTWISE
+from attncache_core.reuse.blend.chunks import Blend, Recomputation
 from attncache_core.reuse.blend.gate import BlendGate, tighten
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
+from attncache_core.text.labels import LabelTokens
+from attncache_core.text.prompts import Prompt
 from attncache_core.text.segments import Segmented
+
+if TYPE_CHECKING:
+    from attncache_core.engine.prefill import PrefillEngine
+
+# The value of PrefillEngine.key_values_off if nobody asked for keys and values.
+SWITCHED_OFF = "switched off"
 
 
 @dataclass(frozen=True)
@@ -24,36 +41,116 @@ class BlendInfo:
     least: float  # mean of the measure that answers must keep
     steps: int  # how often verification has tightened the gate
     separator: str
+    listwise: bool  # whether the gate is for listwise reranking, and not for other prompts
 
 
 class Blending:
-    """The gate of an engine's model. Any thread may call the methods."""
+    """The blending of one engine. Any thread may call the methods."""
 
-    def __init__(self, key_values: KeyValueReuse, gate: BlendGate, path: Path | None = None) -> None:
-        """path: the file of the gate, in which tightening is kept; None: it is not kept."""
-        self._key_values, self._path = key_values, path
+    def __init__(self, engine: PrefillEngine) -> None:
+        self._engine = engine
+        self._path: Path | None = None
         self._changing = threading.Lock()
-        self.gate = gate
+        self.gate: BlendGate | None = None  # None: chunks are computed exactly
+
+    @property
+    def refusal(self) -> str | None:
+        """Why keys and values of the model can be used in no other order; None if they can, or are off."""
+        key_values, off = self._engine.key_values, self._engine.key_values_off
+        if key_values is None:
+            return None if off == SWITCHED_OFF else off
+        if not key_values.reads_last:
+            return "pooling reads all tokens, and tokens that are not computed again have no last state"
+        return None
+
+    def off(self, listwise: bool = False) -> str | None:
+        """Return why chunks cannot be blended now; None if they can. listwise: in listwise reranking."""
+        engine = self._engine
+        if engine.key_values is None:
+            return engine.key_values_off
+        if reason := self.refusal:
+            return reason
+        if engine.key_values.approximation:
+            return "saved keys and values are approximate already (--kv-disk-dtype)"
+        if not listwise and engine.label_tokens and not engine.label_tokens.one_token_each:
+            return "labels of several tokens make several sequences, and each would be blended by itself"
+        return None
+
+    def require(self, listwise: bool = False) -> KeyValueReuse:
+        """Return the keys and values that can be blended. Raises InvalidInput if they cannot, and says
+        why.
+        """
+        if reason := self.off(listwise):
+            raise InvalidInput(f"chunks cannot be blended with this model: {reason}", field="segments")
+        assert self._engine.key_values is not None
+        return self._engine.key_values
+
+    def open(self, gate: BlendGate, path: Path | None = None) -> None:
+        """Blend chunks as a gate allows from now on. path: its file, in which tightening is kept.
+
+        Raises InvalidInput if chunks cannot be blended, or if the gate belongs to another model.
+        """
+        self.require(gate.listwise)
+        gate.require(self._engine.fingerprint, self._engine.checkpoint.name)
+        self.gate, self._path = gate, path
+
+    def tighten(self, gate: BlendGate) -> BlendGate:
+        """Tighten the gate by a step, unless it is not `gate` any more. Returns the gate."""
+        with self._changing:
+            if self.gate is gate:
+                self.gate = tighten(self._path, gate) if self._path else gate.tightened()
+            assert self.gate is not None
+            return self.gate
+
+    def covers(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
+        """Return whether the gate was measured with sequences of this prompt. labels: as for may_reuse."""
+        if self.gate is None:
+            return False
+        return prompt.template == LISTWISE if self.gate.listwise else self._engine.may_reuse(prompt, labels)
 
     def blend(self, sequence: Segmented, ids: Sequence[int], salt: bytes) -> Blend | None:
         """Return how a sequence is blended; None if it is computed exactly.
 
-        ids: of the sequence with its plan's continuation. Fewer than two chunks are a prefix, which is exact.
+        ids: of the sequence with its plan's continuation. salt: chunks of one salt share keys and values.
+        Fewer than two chunks are a prefix, which is exact.
         """
-        recomputation = self.gate.recomputation
-        if recomputation is None or len(sequence.spans) < 2:
+        again = self.gate.recomputation if self.gate else None
+        if again is None or len(sequence.spans) < 2:
             return None
-        return Blend.of(self._key_values, ids, sequence.spans, sequence.opening, salt, recomputation)
+        return self.blend_with(sequence, ids, salt, again)
 
-    def tighten(self, gate: BlendGate) -> None:
-        """Tighten the gate by a step, unless it is not `gate` any more."""
-        with self._changing:
-            if self.gate == gate:
-                self.gate = tighten(self._path, gate) if self._path else gate.tightened()
+    def blend_with(
+        self, sequence: Segmented, ids: Sequence[int], salt: bytes, recomputation: Recomputation
+    ) -> Blend:
+        """Return how a sequence is blended, whatever the gate says. Raises as `require`."""
+        key_values = self.require(listwise=True)  # of labels, nothing is known here
+        return Blend.of(key_values, ids, sequence.spans, sequence.opening, salt, recomputation)
 
-    def info(self) -> BlendInfo:
-        """Return what is blended."""
+    @cached_property
+    def letters(self) -> LabelTokens:
+        """The letters that listwise reranking scores. Raises InvalidInput without task label-logits."""
+        return self._engine.labels_in(LISTWISE, LETTERS)
+
+    def comparator(self, measure: Measure, listwise: bool) -> OutputComparator:
+        """Return the comparator of blended outputs and exact ones. listwise: of listwise reranking.
+
+        Raises as PrefillEngine.comparator, and InvalidInput if letters cannot be compared.
+        """
+        if not listwise:
+            return self._engine.comparator(measure)
+        if not self.letters.one_token_each:
+            raise InvalidInput(
+                "the letters of documents are several tokens each in this model's tokenizer, so lists of "
+                "documents are always computed exactly",
+                field="listwise",
+            )
+        return OutputComparator(measure, partial(self._engine.label_logits, self.letters))
+
+    def info(self) -> BlendInfo | None:
+        """Return what is blended; None without a gate."""
         gate = self.gate
+        if gate is None:
+            return None
         return BlendInfo(
             gate.ratio,
             gate.off(),
@@ -62,4 +159,5 @@ class Blending:
             gate.budget.least,
             gate.steps,
             gate.separator,
+            gate.listwise,
         )

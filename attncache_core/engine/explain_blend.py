@@ -47,11 +47,12 @@ def explain_blend(
         raise InvalidInput(
             "give two segments or more; one segment is a prefix, which is exact", field="segments"
         )
-    served = engine.blending.gate.recomputation if engine.blending else None
+    gate = engine.blending.gate
+    served = gate.recomputation if gate else None
     again = served or Recomputation(USUAL_RATIO)
     plan = prompt.sequence_plans[0]
     ids = [*sequence.ids, *plan.continuation]
-    blend = engine.blend_with(sequence, ids, salt, again)
+    blend = engine.blending.blend_with(sequence, ids, salt, again)
     (report,) = engine.run([PrefillRequest(ids, False, plan, blend=blend)]).blends or []
     assert report is not None
     found = report.deviations if report.deviations is not None else np.full(len(ids), np.nan)

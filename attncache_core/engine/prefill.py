@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -23,7 +22,7 @@ from attncache_core import native
 from attncache_core.checkpoints.checkpoint import Activation, Checkpoint, Task
 from attncache_core.checkpoints.template import Template, Text
 from attncache_core.engine.blended import run_blended
-from attncache_core.engine.blending import Blending
+from attncache_core.engine.blending import SWITCHED_OFF, Blending
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.decisions import Decisions
 from attncache_core.engine.forward import forward_pass
@@ -35,15 +34,11 @@ from attncache_core.errors import DatabaseRefused, InvalidInput, NoClassifier, N
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.embedding import require_dimensions
-from attncache_core.heads.listwise import LETTERS
-from attncache_core.heads.listwise import TEMPLATE as LISTWISE
 from attncache_core.heads.vectors import finite_sequences, require_finite
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel, load_model
 from attncache_core.models.refitted import with_refitted
-from attncache_core.reuse.blend.chunks import Blend, Recomputation
-from attncache_core.reuse.blend.gate import BlendGate
 from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.kv.info import key_value_info
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
@@ -59,11 +54,9 @@ from attncache_core.runtime.memory import keep_freed_memory
 from attncache_core.runtime.threads import limit_threads, one_thread, use_threads
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt, SequencePlan
-from attncache_core.text.segments import Segmented
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared
 from attncache_core.text.tokenizer import TextTokenizer
 
-SWITCHED_OFF = "switched off"
 # The parts of a batch: (whether its sequences have chunks, whether they share prefixes).
 _PARTS = ((False, False), (False, True), (True, False), (True, True))
 
@@ -99,7 +92,7 @@ class PrefillEngine:
         self.share_prefixes = share_prefixes
         self.key_values: KeyValueReuse | None = None
         self.key_values_off = SWITCHED_OFF  # why, if `key_values` is None
-        self.blending: Blending | None = None  # None: chunks are computed exactly
+        self.blending = Blending(self)
         self._reuse_off: list[str] = []
         self.deciding = threading.Lock()  # held while the strategy is called
         self.task: Task = checkpoint.task
@@ -420,84 +413,6 @@ class PrefillEngine:
             return None
         return self.key_values.wanted(ids, plan, salt, passing=passing)
 
-    @property
-    def never_blendable(self) -> str | None:
-        """Why the model's keys and values cannot be used in any order; None if they can, or are switched
-        off.
-        """
-        if self.key_values is None:
-            return None if self.key_values_off == SWITCHED_OFF else self.key_values_off
-        if not self.key_values.reads_last:
-            return "pooling reads all tokens, and tokens that are not computed again have no last state"
-        return None
-
-    def not_blendable(self, listwise: bool = False) -> str | None:
-        """Return why chunks cannot be blended now; None if they can. listwise: in listwise reranking."""
-        if self.key_values is None:
-            return self.key_values_off
-        if reason := self.never_blendable:
-            return reason
-        if self.key_values.approximation:
-            return "saved keys and values are approximate already (--kv-disk-dtype)"
-        if not listwise and self.label_tokens and not self.label_tokens.one_token_each:
-            return "labels of several tokens make several sequences, and each would be blended by itself"
-        return None
-
-    def require_blendable(self, listwise: bool = False) -> KeyValueReuse:
-        """Return the keys and values that can be blended. Raises InvalidInput if they cannot, and says why."""
-        if reason := self.not_blendable(listwise):
-            raise InvalidInput(f"chunks cannot be blended with this model: {reason}", field="segments")
-        assert self.key_values is not None
-        return self.key_values
-
-    @cached_property
-    def listwise(self) -> LabelTokens:
-        """The letters that listwise reranking scores. Raises InvalidInput without task label-logits."""
-        return self.decisions.labels_in(LISTWISE, LETTERS)
-
-    def may_blend(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
-        """Return whether the gate covers sequences of this prompt. labels: as for may_reuse."""
-        if self.blending is None:
-            return False
-        if self.blending.gate.listwise:
-            return prompt.template == LISTWISE
-        return self.may_reuse(prompt, labels)
-
-    def blend_comparator(self, measure: Measure, listwise: bool) -> OutputComparator:
-        """Return the comparator of blended outputs and exact ones. listwise: of listwise reranking.
-
-        Raises as `comparator`, and InvalidInput for listwise reranking without task label-logits.
-        """
-        if not listwise:
-            return self.comparator(measure)
-        if not self.listwise.one_token_each:
-            raise InvalidInput(
-                "the letters of documents are several tokens each in this model's tokenizer, so lists of "
-                "documents "
-                "are always computed exactly",
-                field="listwise",
-            )
-        return OutputComparator(measure, partial(self.label_logits, self.listwise))
-
-    def set_blending(self, gate: BlendGate, path: Path | None = None) -> None:
-        """Blend the chunks of prompts as a gate allows. path: its file, in which tightening is kept.
-
-        Raises InvalidInput if chunks cannot be blended, or if the gate belongs to another model.
-        """
-        key_values = self.require_blendable(gate.listwise)
-        gate.require(self.fingerprint, self.checkpoint.name)
-        self.blending = Blending(key_values, gate, path)
-
-    def blend_with(
-        self, sequence: Segmented, ids: Sequence[int], salt: bytes, recomputation: Recomputation
-    ) -> Blend:
-        """Return how a sequence is blended, whatever the gate says. Raises as require_blendable.
-
-        ids: of the sequence, with its plan's continuation. salt: chunks of one salt share keys and values.
-        """
-        key_values = self.require_blendable(listwise=True)  # of labels, nothing is known here
-        return Blend.of(key_values, ids, sequence.spans, sequence.opening, salt, recomputation)
-
     def expect(self, waiting: Callable[[], Sequence[Wanted]]) -> None:
         """Prepare stored keys and values for the sequences that wait for a batch.
 
@@ -731,7 +646,7 @@ class PrefillEngine:
             database=reuse.info() if reuse else None,
             key_values=key_value_info(self.key_values.store) if self.key_values else None,
             key_values_off=None if self.key_values else self.key_values_off,
-            blending=self.blending.info() if self.blending else None,
+            blending=self.blending.info(),
         )
 
 

@@ -142,7 +142,7 @@ class Batcher:
             flow,
             shares,
             salt if reuse and shares else None,
-            engine.may_blend(own, labels),
+            engine.blending.covers(own, labels),
             SequenceNames(salt, own.sequence_plans) if reuse and self._results is not None else None,
             Timing(time.perf_counter()),
         )

@@ -229,7 +229,7 @@ class PendingRequest:
 
     def _blend(self, engine: PrefillEngine, part: Tokenized, ids: Sequence[int], index: int) -> Blend | None:
         """Return how the sequence at `index` of a part is blended; None if it is computed exactly."""
-        if part.chunked is None or part.salt is None or not self.may_blend or engine.blending is None:
+        if part.chunked is None or part.salt is None or not self.may_blend:
             return None
         return engine.blending.blend(part.chunked[index // len(self.prompt.sequence_plans)], ids, part.salt)
 

@@ -172,7 +172,7 @@ def _blend(engine: PrefillEngine, settings: Settings, path: Path) -> None:
             f"{path} was measured with the separator {gate.separator!r}; give it as --segment-separator",
             field="segment_separator",
         )
-    engine.set_blending(gate, path)
+    engine.blending.open(gate, path)
     if reason := gate.off():
         logger.warning("chunks are computed exactly: %s", reason)
 

@@ -50,9 +50,9 @@ def expected_savings(engine: PrefillEngine) -> str:
 
 
 def _blended(engine: PrefillEngine) -> str:
-    if engine.blending is None:
-        return ""
     gate = engine.blending.gate
+    if gate is None:
+        return ""
     if gate.ratio is None:
         return f"; chunks are computed exactly: {gate.off()}"
     kept = f"mean {gate.budget.measure} {gate.budget.least} in its calibration"

@@ -21,7 +21,7 @@ def segments_of(
     """
     settings, engine = call.state.settings, call.serving().engine
     check_count(segments, "segments", settings.max_request_inputs)
-    if reason := engine.never_blendable:
+    if reason := engine.blending.refusal:
         raise InvalidInput(
             f"segments are not accepted by this server: {reason}; send one text as inputs", field="segments"
         )
@@ -33,7 +33,7 @@ def divided(call: Call, source: Source) -> Source:
     settings, engine = call.state.settings, call.serving().engine
     if settings.segment_tokens is None and not settings.divide_texts:
         return source
-    if engine.blending is None or not isinstance(source, Texts):
+    if engine.blending.gate is None or not isinstance(source, Texts):
         return source
     return DividedTexts(
         source, settings.segment_separator if settings.divide_texts else None, settings.segment_tokens

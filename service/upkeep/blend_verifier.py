@@ -46,12 +46,11 @@ class BlendVerifier(LaterVerifier[_Blended]):
         Raises NoClassifier if the budget is about decisions and there are no decisions.
         """
         super().__init__(metrics)
-        assert engine.blending is not None
         self._engine, self._blending = engine, engine.blending
         self._rate, self._chance = rate, chance or random.Random()
         self._budget = self.policy.budget
         self._cosine, self._comparator = (
-            engine.blend_comparator(measure, self.policy.listwise)
+            engine.blending.comparator(measure, self.policy.listwise)
             for measure in (Measure.COSINE, self._budget.measure)
         )
         self._verified = VerifiedHits(self._budget)
@@ -59,6 +58,7 @@ class BlendVerifier(LaterVerifier[_Blended]):
     @property
     def policy(self) -> BlendGate:
         """The gate of the engine."""
+        assert self._blending.gate is not None
         return self._blending.gate
 
     def offer(self, requests: Sequence[PrefillRequest], result: PrefillResult, policy: BlendGate) -> None:
@@ -91,8 +91,7 @@ class BlendVerifier(LaterVerifier[_Blended]):
             self._metrics.observe_budget_failure()
 
     def _tighten(self, gate: BlendGate, shortfall: Shortfall) -> None:
-        self._blending.tighten(gate)
-        now = self.policy
+        now = self._blending.tighten(gate)
         consequence = (
             "chunks are computed exactly from now on"
             if now.ratio is None

@@ -140,7 +140,7 @@ def test_stopped_measurement_continues_and_forgets_what_was_measured_differently
 def test_listwise_prompts_are_measured_by_the_letters(tmp_path, prompts):
     folder = write_llama(tmp_path / "llama")
     with pytest.raises(InvalidInput, match="the letters of documents are several tokens"):
-        labelled(folder).blend_comparator(Measure.AGREEMENT, listwise=True)
+        labelled(folder).blending.comparator(Measure.AGREEMENT, listwise=True)
     write_decoder_tokenizer(folder, words=["card", "bank", *ascii_uppercase])
     engine = labelled(folder)
     found = calibrate_blending(
@@ -148,9 +148,9 @@ def test_listwise_prompts_are_measured_by_the_letters(tmp_path, prompts):
     )
     assert found.listwise
     assert found.measured[0].mean == 1
-    engine.set_blending(found)
-    assert engine.may_blend(engine.listwise.prompt, engine.listwise)
-    assert not engine.may_blend(engine.default_prompt, engine.label_tokens)
+    engine.blending.open(found)
+    assert engine.blending.covers(engine.blending.letters.prompt, engine.blending.letters)
+    assert not engine.blending.covers(engine.default_prompt, engine.label_tokens)
 
 
 def test_what_cannot_be_measured_is_refused_with_the_remedy(engine, folder, prompts):

@@ -131,9 +131,8 @@ class FakeEngine:
     database = None
     parallel_runs = 1
     key_values = None
+    blending = SimpleNamespace(gate=None, refusal="the engine is fake", covers=lambda *_: False)
     key_values_off = "the engine is fake"
-    blending = None
-    never_blendable = "the engine is fake"
     checkpoint = SimpleNamespace(config={}, prompts={})
 
     def __init__(
@@ -173,9 +172,6 @@ class FakeEngine:
 
     def named_prompt(self, name: str) -> Prompt:
         return Prompt(Template(prefix=f"{name}: "), (SequencePlan(len(name) + 2),))
-
-    def may_blend(self, prompt, labels=None):  # noqa: ARG002
-        return False
 
     def may_reuse(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
         return labels is None and prompt == self.default_prompt

@@ -64,7 +64,7 @@ def gate_of(engine: PrefillEngine, *ratios: float, least: float = 0.0, **more: A
 
 def blending(folder: Path, *ratios: float, **use: Any) -> PrefillEngine:
     engine = load(folder, **use)
-    engine.set_blending(gate_of(engine, *ratios))
+    engine.blending.open(gate_of(engine, *ratios))
     return engine
 
 
@@ -148,7 +148,7 @@ async def test_blended_answers_are_not_kept_for_equal_texts(folder: Path) -> Non
         off = await asked(
             client, "/embed", {**BODY, "normalize": False}, headers={"X-AttnCache-Reuse": "off"}
         )
-        engine.blending = None
+        engine.blending.gate = None
         later = await asked(client, "/embed", {**BODY, "normalize": False})
     for response in (off, later):
         assert response.headers["X-AttnCache-Repeated"] == "0/1"
@@ -224,7 +224,7 @@ async def test_documents_are_ranked_in_one_prompt(tmp_path: Path) -> None:
     # Every letter is one token behind a space.
     write_decoder_tokenizer(folder, words=["card", "bank", "the", *ascii_uppercase])
     engine = load(folder, **LABELS)
-    engine.set_blending(gate_of(engine, 1.0, listwise=True))
+    engine.blending.open(gate_of(engine, 1.0, listwise=True))
     async with serving(engine) as client:
         found = await asked(client, "/rerank", body)
         again = await asked(client, "/rerank", {**body, "segments": SEGMENTS[::-1]})
@@ -273,7 +273,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     engine, path = load(folder), tmp_path / "blend.json"
     gate = gate_of(engine, 0.0, 0.1, least=0.9999)
     write_gate(path, gate)
-    engine.set_blending(gate, path)
+    engine.blending.open(gate, path)
     metrics = Metrics()
     verifier = BlendVerifier(engine, 1.0, metrics, random.Random(0))
     ids = joined(engine, BODY)
@@ -283,7 +283,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     )
     assert sequence.ids == ids
     for steps, ratio in ((1, 0.1), (2, None)):
-        assert engine.blending is not None
+        assert engine.blending.gate is not None
         blend = engine.blending.blend(sequence, ids, b"")
         requests = [PrefillRequest(ids, False, blend=blend)] * 60
         verifier.offer(requests, engine.run(requests), engine.blending.gate)
@@ -298,7 +298,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
 
 async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(folder: Path) -> None:
     engine = load(folder)
-    engine.set_blending(gate_of(engine, 1.0, least=0.99))
+    engine.blending.open(gate_of(engine, 1.0, least=0.99))
     async with verified(engine) as client:
         for _ in range(3):
             await asked(client, "/embed", BODY)
@@ -311,7 +311,7 @@ async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(fold
     assert values["attncache_verify_cosine_sum",] == pytest.approx(
         values["attncache_verify_cosine_count",], abs=1e-3
     )
-    assert engine.blending is not None
+    assert engine.blending.gate is not None
     assert engine.blending.gate.steps == 0
 
 
@@ -319,7 +319,7 @@ def test_gate_file_of_another_model_or_that_is_damaged_is_refused(folder: Path, 
     engine = load(folder)
     other = replace(gate_of(engine, 0.5), fingerprint="0" * 64)
     with pytest.raises(InvalidInput, match="another model"):
-        engine.set_blending(other)
+        engine.blending.open(other)
     path = tmp_path / "blend.json"
     with pytest.raises(InvalidInput, match="cannot be read"):
         read_gate(path)
