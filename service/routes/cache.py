@@ -21,7 +21,7 @@ from attncache_core.reuse.kv.capacity import CapacityPlan
 from attncache_core.reuse.kv.info import key_value_info
 from service.errors import WorkerUnavailable
 from service.routes.common import ERRORS, call_of, check_count
-from service.schemas import Inputs, Name, Text
+from service.schemas import Inputs, Name, Text, Texts
 from service.state import Serving
 from service.upkeep.warming import Chosen, store_of
 from service.web.call import Call
@@ -60,7 +60,7 @@ _PLANNED = {
 
 
 class _About(BaseModel):
-    """What a request is about: texts in the server's template, or what all texts in a template begin with."""
+    """What a request is about: texts, what all texts in a template begin with, or segments of prompts."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -69,6 +69,9 @@ class _About(BaseModel):
         None,
         description="Instead of texts: a template that holds {} once. The request is about the tokens that "
         "all texts in this template begin with.",
+    )
+    segments: Texts | None = Field(
+        None, description="Instead of texts: segments, each as prompts of segments and a query use it."
     )
     cache_salt: Name | None = Field(
         None, description="Requests of one salt share stored keys and values. Default: no salt."
@@ -293,8 +296,11 @@ async def capacity(request: Request) -> Response:
 async def _chosen(request: Request, serving: Serving, body: _About) -> Chosen:
     """Return the token sequences that a request is about. Raises InvalidInput."""
     settings, salt = call_of(request).state.settings, _salt(call_of(request), body)
-    if (body.texts is None) == (body.template is None):
-        raise InvalidInput("give either texts or a template", field="texts")
+    if [body.texts, body.template, body.segments].count(None) != 2:
+        raise InvalidInput("give one of texts, template and segments", field="texts")
+    if body.segments is not None:
+        check_count(body.segments, "segments", settings.max_request_inputs)
+        return await asyncio.to_thread(Chosen.segments, serving.engine, body.segments, salt)
     # In a thread, because texts and templates may be long.
     if body.texts is None:
         return await asyncio.to_thread(Chosen.template, serving.engine, body.template or "", salt)

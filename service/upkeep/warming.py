@@ -2,6 +2,7 @@
 
     texts       -> each text's sequence in the server's template
     a template  -> the tokens that all texts in the template begin with
+    segments    -> each segment by itself, as prompts of chunks use it
 
 POST /cache/warm computes them between the requests of clients, and `--warm FILE` before the server is ready.
 """
@@ -16,12 +17,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from attncache_core import InvalidInput, PrefillEngine
+from attncache_core import InputTooLong, InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Template
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.reuse.kv.store import KeyValueStore
-from attncache_core.text.prompts import Prompt
+from attncache_core.text.prompts import Prompt, SequencePlan
 from service.batching.sources import Tokenized
 from service.errors import InvalidSettings, NoKeyValues
 from service.schemas import Text
@@ -31,7 +32,7 @@ from service.web.keys import namespace_of
 logger = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
-_ACCEPTED = 'accepted is an object with "text" or "template" and, optionally, "salt", "key" and "pin"'
+_ACCEPTED = 'a line is an object with one of "text", "template" and "segment" and, optionally, "salt", "key" and "pin"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Chosen:
     prompt: Prompt
     sequences: list[list[int]]
     salt: bytes
+    whole: bool = False  # whether all tokens of the sequences may be given: they are chunks
 
     @classmethod
     def texts(
@@ -55,6 +57,22 @@ class Chosen:
         """Return the sequence that all texts in a template begin with. Raises InvalidInput."""
         prompt, front = engine.front(Template.parse(written))
         return cls(prompt, [front], salt)
+
+    @classmethod
+    def segments(cls, engine: PrefillEngine, segments: Sequence[str], salt: bytes) -> Chosen:
+        """Return the sequences as which segments are stored. Raises InvalidInput if they cannot be blended."""
+        if reason := engine.blending.refusal:
+            raise InvalidInput(f"segments cannot be used in any order: {reason}", field="segments")
+        frame = engine.tokenizer.frame(engine.default_prompt)
+        own = engine.tokenizer.turns(segments, "segments")
+        if max(map(len, own)) > frame.room:
+            raise InputTooLong(
+                f"a segment has more than {frame.room} tokens; make it shorter", field="segments"
+            )
+        opening = frame.before[: frame.opening]
+        return cls(
+            Prompt(Template(), (SequencePlan(0),)), [[*opening, *ids] for ids in own], salt, whole=True
+        )
 
     @property
     def count(self) -> int:
@@ -87,6 +105,8 @@ class Chosen:
 
     def wanted(self, engine: PrefillEngine) -> list[Wanted]:
         """Return how the store is asked for the sequences. Raises NoKeyValues if there is no store."""
+        if self.whole and engine.key_values:
+            return [engine.key_values.whole(ids, self.salt) for ids in self.sequences]
         found = [request.wanted for request in self.requests(engine)]
         return [own for own in found if own is not None]
 
@@ -105,6 +125,7 @@ class WarmLine(BaseModel):
 
     text: Text | None = None
     template: Text | None = None
+    segment: Text | None = None
     salt: Text | None = None
     key: Text | None = None  # the name of an API key
     pin: bool = False
@@ -169,7 +190,7 @@ def _json_line(line: str, where: str) -> WarmLine:
     except ValidationError:
         # Not chained, because pydantic's message quotes the line.
         raise _refused(f"{where}: {_ACCEPTED}") from None
-    if (read.text is None) == (read.template is None):
+    if [read.text, read.template, read.segment].count(None) != 2:
         raise _refused(f"{where}: {_ACCEPTED}")
     return read
 
@@ -184,6 +205,8 @@ def _chosen(engine: PrefillEngine, line: WarmLine, settings: Settings, where: st
     try:
         if line.template is not None:
             return Chosen.template(engine, line.template, salt)
+        if line.segment is not None:
+            return Chosen.segments(engine, [line.segment], salt)
         return Chosen.texts(
             engine,
             [line.text or ""],

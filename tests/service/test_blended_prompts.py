@@ -247,6 +247,20 @@ async def test_documents_are_ranked_in_one_prompt(tmp_path: Path) -> None:
     assert "X-AttnCache-Approximate" not in other_prompt.headers
 
 
+async def test_segments_can_be_computed_before_their_first_prompt_and_pinned(folder: Path) -> None:
+    async with serving(blending(folder, 0.5), admin=True) as client:
+        warmed = (await asked(client, "/cache/warm", {"segments": SEGMENTS, "pin": True})).json()
+        found = (await asked(client, "/cache/lookup", {"segments": SEGMENTS})).json()
+        response = await asked(client, "/embed", {**BODY, "segments": SEGMENTS[::-1]})
+        both = await client.post("/cache/warm", json={"segments": SEGMENTS, "texts": "a"})
+        long = await client.post("/cache/warm", json={"segments": ["a" * 3000]})
+    assert warmed["stored_tokens"] == warmed["tokens"] == sum(own["cached_tokens"] for own in found)
+    chunks = chunks_of(response)
+    assert [own["cached"] for own in chunks] == [own["tokens"] for own in chunks]
+    assert both.status_code == 400
+    assert long.status_code == 422
+
+
 async def test_operators_see_which_tokens_deviate(folder: Path) -> None:
     async with serving(blending(folder, 0.5), admin=True) as client:
         found = (await asked(client, "/explain?debug=blend", BODY)).json()
