@@ -32,7 +32,10 @@ from service.web.keys import namespace_of
 logger = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
-_ACCEPTED = 'a line is an object with one of "text", "template" and "segment" and, optionally, "salt", "key" and "pin"'
+_ACCEPTED = (
+    'a line is an object with one of "text", "template" and "segment" and, optionally, "salt", "key" '
+    'and "pin"'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,10 @@ class Chosen:
 
     @classmethod
     def segments(cls, engine: PrefillEngine, segments: Sequence[str], salt: bytes) -> Chosen:
-        """Return the sequences as which segments are stored. Raises InvalidInput if they cannot be blended."""
+        """Return the sequences as which segments are stored.
+
+        Raises InvalidInput if the model's keys and values can be used in no other order, and InputTooLong.
+        """
         if reason := engine.blending.refusal:
             raise InvalidInput(f"segments cannot be used in any order: {reason}", field="segments")
         frame = engine.tokenizer.frame(engine.default_prompt)
