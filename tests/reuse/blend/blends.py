@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 
 from attncache_core.checkpoints.checkpoint import Pooling
+from attncache_core.engine import blended
 from attncache_core.engine.blended import run_blended
+from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.reuse.blend.chunks import Blend, Recomputation
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
@@ -40,6 +45,40 @@ def run_chunks(model, store, chunks, query, recomputation, *, salt=b"", whole=Fa
 @torch.inference_mode()
 def run_share(model, store, chunks, query, ratio, **more):
     return run_chunks(model, store, chunks, query, Recomputation(ratio, **more))
+
+
+@torch.inference_mode()
+def own_full_pass(model, store, ids) -> np.ndarray:
+    """Return the last token's state of a pass that takes nothing from the store."""
+    return run_continued(model, store, [PrefillRequest(ids, False)], [0], ["lasttoken"]).outputs[0]
+
+
+def random_chunks(lengths, query, seed=0):
+    """Return chunks of these lengths and a query, of random tokens."""
+    random = np.random.default_rng(seed)
+    *chunks, last = (random.integers(3, 400, length).tolist() for length in (*lengths, query))
+    return chunks, last
+
+
+class LayerRun(NamedTuple):
+    """A layer that a blended pass computed."""
+
+    layer: int
+    rows: list[int]  # positions
+    only_slots: bool  # whether only the keys and values were computed
+
+
+@contextmanager
+def noted_layers() -> Iterator[list[LayerRun]]:
+    """Note the layers that blended passes compute."""
+    noted, run_layers = [], blended.run_layers
+
+    def noting(model, batch, hidden, given, layers, slots):
+        noted.extend(LayerRun(layer, batch.positions.tolist(), slots.only) for layer in layers)
+        return run_layers(model, batch, hidden, given, layers, slots=slots)
+
+    with mock.patch.object(blended, "run_layers", noting):
+        yield noted
 
 
 @torch.inference_mode()

@@ -1,0 +1,285 @@
+"""Blended passes: their answers, which tokens they compute, and by what they choose them."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from blends import (
+    OPENING,
+    block_diagonal,
+    full_state,
+    joined,
+    key_values,
+    noted_layers,
+    own_full_pass,
+    random_chunks,
+    run_chunks,
+    run_share,
+)
+from core_decoders import write_llama
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from kv_models import assert_nothing_is_in_use, store_of
+from transformers import AutoModel, AutoModelForCausalLM
+
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine import blended
+from attncache_core.engine.continued import run_continued
+from attncache_core.engine.request import PrefillRequest
+from attncache_core.models import load_model
+from attncache_core.reuse.blend.chunks import Recomputation
+from attncache_core.text.prompts import SequencePlan, Target
+
+LAYERS = 4
+NEAR = {"rtol": 0, "atol": 1e-4}  # float32 sums in another order
+EXECUTORS = ["stack", "plain"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def models(folder):
+    checkpoint = read_checkpoint(folder).adapted(label_logits=True, labels=("a", "b"))
+    found = {name: load_model(checkpoint, torch.float32) for name in EXECUTORS}
+    found["plain"].__dict__["stack"] = None
+    return found
+
+
+@pytest.fixture(scope="module", params=EXECUTORS)
+def model(models, request):
+    if request.param == "stack" and models["stack"].stack is None:
+        pytest.skip("there is no compiled stack")
+    return models[request.param]
+
+
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+
+
+@settings(max_examples=8)
+@given(lengths=lengths, query=st.integers(1, 20))
+@example(lengths=[15, 16, 17, 1], query=1)
+def test_without_recomputation_chunks_do_not_see_each_other(model, folder, lengths, query):
+    chunks, last = random_chunks(lengths, query, sum(lengths))
+    found = run_share(model, store_of(model), chunks, last, 0.0)
+    np.testing.assert_allclose(found.outputs[0], block_diagonal(folder, chunks, last), **NEAR)
+    assert found.finite.all()
+
+
+@settings(max_examples=8)
+@given(lengths=lengths, query=st.integers(1, 20))
+@example(lengths=[15, 16, 17, 1], query=1)
+@example(lengths=[30, 40, 35, 40, 39], query=90)
+def test_recomputing_everything_is_the_full_pass(model, folder, lengths, query):
+    chunks, last = random_chunks(lengths, query, sum(lengths))
+    store = store_of(model)
+    found = run_share(model, store, chunks, last, 1.0).outputs[0]
+    ids, _ = joined(chunks, last)
+    np.testing.assert_allclose(found, full_state(folder, ids), **NEAR)
+    np.testing.assert_allclose(found, own_full_pass(model, store, ids), **NEAR)
+
+
+@torch.inference_mode()
+def keys_and_values(folder, ids, layer):
+    """Keys before their rotation, and values, of all heads of a layer: float32 [tokens, n]."""
+    hf = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    made = []
+    attention = hf.layers[layer].self_attn
+    for projection in (attention.k_proj, attention.v_proj):
+        projection.register_forward_hook(lambda _module, _inputs, output: made.append(output[0]))
+    hf(torch.tensor([ids]))
+    return torch.cat(made, dim=1).numpy()
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.4, 0.7])
+def test_tokens_that_deviate_most_from_a_full_pass_are_picked(model, folder, ratio):
+    chunks, query = random_chunks((20, 37, 9, 30), 7)
+    ids, spans = joined(chunks, query)
+    full = keys_and_values(folder, ids, 1)
+    expected = np.full(len(ids), np.nan)
+    for (first, end), chunk in zip(spans[1:], chunks[1:], strict=True):
+        alone = keys_and_values(folder, [*OPENING, *chunk], 1)[len(OPENING) :]
+        expected[first:end] = ((full[first:end] - alone) ** 2).sum(axis=1)
+    recomputation = Recomputation(ratio)
+    with noted_layers() as noted:
+        found = run_chunks(model, store_of(model), chunks, query, recomputation).blends[0].deviations
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    given_tokens = range(spans[1][0], spans[-1][1])
+    count = recomputation.counts(len(given_tokens), LAYERS)[1]
+    best = sorted(given_tokens, key=lambda token: -expected[token])[:count]
+    checked = next(run for run in noted if run.layer == 1 and not run.only_slots)
+    assert checked.rows == sorted([*best, *range(spans[-1][1], len(ids))])
+
+
+def test_later_layers_pick_those_whose_keys_and_values_moved_most(model, monkeypatch):
+    """Gradual filtering: what goes on deviated at least as much as what is left behind."""
+    chunks, query = random_chunks((20, 37, 9, 30), 7)
+    noted_deviations, deviations = [], blended.deviations
+
+    def noting(*arguments):
+        noted_deviations.append(deviations(*arguments))
+        return noted_deviations[-1]
+
+    monkeypatch.setattr(blended, "deviations", noting)
+    with noted_layers() as noted:
+        run_share(model, store_of(model), chunks, query, 0.4)
+    rows = [np.array(run.rows[: len(run.rows) - len(query)]) for run in noted if not run.only_slots]
+    compared = [rows[0], *rows[1:-1]]
+    assert len(noted_deviations) == len(compared) == LAYERS - 1
+    for before, after, found in zip(compared, rows[1:], noted_deviations, strict=True):
+        goes_on = np.isin(before, after)
+        assert found[goes_on].min() >= found[~goes_on].max()
+
+
+def test_nothing_deviates_in_the_first_chunk(model):
+    chunks, query = random_chunks((20, 37, 9), 7)
+    with noted_layers() as noted:
+        report = run_share(model, store_of(model), chunks, query, 1.0).blends[0]
+    assert report.exact_tokens == len(OPENING) + 20
+    assert report.chunks[0].recomputed == 0
+    assert min(row for run in noted for row in run.rows) == report.exact_tokens
+    report = run_share(model, store_of(model), chunks, query, 0.5).blends[0]
+    is_compared = ~np.isnan(report.deviations)
+    end = report.exact_tokens + 37 + 9
+    assert not is_compared[: report.exact_tokens].any()
+    assert is_compared[report.exact_tokens : end].all()
+    assert not is_compared[end:].any()
+
+
+def test_nothing_deviates_in_layer_0_and_everything_behind_the_first_chunk_deviates_later(model):
+    """So the first layer can check nothing."""
+    chunks, query = random_chunks((20, 37, 9), 7)
+    compared = []
+    for check_layer in range(1, LAYERS):
+        found = run_share(model, store_of(model), chunks, query, 0.5, check_layer=check_layer)
+        compared.append(np.nanmin(found.blends[0].deviations))
+    assert min(compared) > 1e-3
+    in_layer_0 = slots_of_layer_0(model, chunks, query)
+    assert all(np.allclose(alone, within, rtol=0, atol=1e-5) for alone, within in in_layer_0)
+
+
+@torch.inference_mode()
+def slots_of_layer_0(model, chunks, query):
+    """The slots of each chunk by itself, and in the whole sequence, float32 [tokens, n]."""
+    store = store_of(model)
+    reuse = key_values(store)
+    ids, spans = joined(chunks, query)
+    run_share(model, store, chunks, query, 0.0)
+    whole = reuse.whole(ids, b"other")
+    run_continued(model, store, [PrefillRequest(ids, False, wanted=whole)], [0], ["lasttoken"])
+
+    def slots(wanted):
+        places = [block.place for block in store.memory.known(wanted).blocks]
+        of_layer = store.memory.pool.layer(0)[places]
+        return of_layer.reshape(-1, store.layout.slot_bytes).view(np.float32)
+
+    for (first, end), chunk in zip(spans[1:], chunks[1:], strict=True):
+        alone = slots(reuse.whole([*OPENING, *chunk], b""))
+        yield alone[len(OPENING) : len(OPENING) + len(chunk)], slots(whole)[first:end]
+
+
+def error(model, ratio, seed, **more):
+    chunks, query = random_chunks((20 + seed, 25, 30 - seed), 5, seed)
+    found = run_share(model, store_of(model), chunks, query, ratio, **more).outputs[0]
+    expected = own_full_pass(model, store_of(model), joined(chunks, query)[0])
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+SEEDS = range(12)
+
+
+def test_on_average_the_error_falls_with_the_share_that_is_computed_again(models):
+    model = models["stack"]
+    means = [np.mean([error(model, ratio, seed) for seed in SEEDS]) for ratio in (0, 0.15, 0.4, 0.75, 1)]
+    assert all(other < one for one, other in pairwise(means))
+    assert means[-1] < 1e-4 < means[0]
+
+
+@pytest.mark.parametrize("ratio", [0.15, 0.4])
+def test_on_average_choosing_by_deviation_errs_less_than_choosing_at_random(models, ratio):
+    model = models["stack"]
+    mean = {
+        choice: np.mean([error(model, ratio, seed, choice=choice) for seed in SEEDS])
+        for choice in ("deviation", "random")
+    }
+    assert mean["deviation"] < mean["random"]
+
+
+@settings(max_examples=12)
+@given(
+    lengths=lengths,
+    query=st.integers(1, 20),
+    ratio=st.floats(0, 1),
+    check_layer=st.integers(1, LAYERS + 1),
+    first_tokens=st.integers(0, 5),
+)
+@example(lengths=[9, 30, 1, 20], query=3, ratio=0.15, check_layer=1, first_tokens=2)
+def test_each_layer_computes_as_many_tokens_as_planned_among_those_of_the_layer_before(
+    model, lengths, query, ratio, check_layer, first_tokens
+):
+    chunks, last = random_chunks(lengths, query)
+    ids, spans = joined(chunks, last)
+    recomputation = Recomputation(ratio, check_layer, first_tokens=first_tokens)
+    with noted_layers() as noted:
+        report = run_chunks(model, store_of(model), chunks, last, recomputation).blends[0]
+    runs = [run for run in noted if not run.only_slots]
+    assert [run.layer for run in runs] == list(range(LAYERS))
+    forced = {*range(spans[-1][1], len(ids))}
+    for first, end in spans[1:]:
+        forced |= {*range(first, min(end, first + first_tokens))}
+    free = spans[-1][1] - spans[0][1] - (len(forced) - query)
+    expected = [count + len(forced) for count in recomputation.counts(free, LAYERS)]
+    assert [len(run.rows) for run in runs] == expected
+    assert report.rows == tuple(expected)
+    for run in runs:
+        assert run.rows == sorted({*run.rows})
+        assert forced <= {*run.rows} <= {*range(spans[0][1], len(ids))}
+    assert all({*one.rows} >= {*other.rows} for one, other in pairwise(runs))
+    # Besides, one layer computes keys and values only, to compare them, of the rows of the layer before.
+    for run in noted:
+        assert not run.only_slots or (run.layer == check_layer and run.rows == runs[run.layer - 1].rows)
+
+
+def test_the_report_adds_up(model):
+    chunks, query = random_chunks((20, 37, 9), 7)
+    store = store_of(model)
+    first = run_share(model, store, chunks, query, 0.5)
+    found = run_share(model, store, chunks, query, 0.5)
+    report = found.blends[0]
+    rows = [own.recomputed for own in report.chunks]
+    assert sum(rows) + len(query) == report.rows[1]
+    assert [own.tokens for own in report.chunks] == [21, 37, 9]
+    assert [own.cached for own in report.chunks] == [21, 37, 9]
+    assert [own.cached for own in first.blends[0].chunks] == [0, 0, 0]
+    assert report.computed_tokens == 0
+    assert first.blends[0].tokens_by_state() == (0, 0, 67)
+    assert report.tokens_by_state() == (67 - sum(rows), sum(rows), 0)
+    assert found.cached_tokens.tolist() == [67 - sum(rows)]
+    assert found.asked_tokens == 67 + len(query)
+    assert found.tokens == sum(report.rows) // LAYERS
+    assert first.tokens == found.tokens + first.blends[0].computed_tokens
+
+
+def test_targets_have_the_log_probabilities_of_the_full_model(model, folder):
+    chunks, query = random_chunks((20, 37, 9), 7)
+    ids, _ = joined(chunks, query)
+    targets = (Target(0, 5), Target(0, 17), Target(len(query) - 1, 300), Target(3, 5))
+    plan = SequencePlan(0, targets=targets)
+    found = run_chunks(model, store_of(model), chunks, query, Recomputation(1.0), plan=plan)
+    hf = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    with torch.inference_mode():
+        logits = hf(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [float(logits[-1 - target.back, target.token]) for target in targets]
+    np.testing.assert_allclose(found.log_probabilities[0], expected, rtol=0, atol=1e-3)
+    assert found.finite.all()
+
+
+def test_blending_leaves_nothing_in_use(model):
+    chunks, query = random_chunks((20, 37, 9), 7)
+    store = store_of(model)
+    for ratio in (0, 0.3, 1):
+        run_share(model, store, chunks, query, ratio)
+        assert_nothing_is_in_use(store)
