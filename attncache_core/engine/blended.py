@@ -42,7 +42,7 @@ def run_blended(model: PackedModel, store: KeyValueStore, request: PrefillReques
     started = time.perf_counter()
     blend = request.blend
     assert blend is not None
-    cached = [sum(store.lookup(chunk.wanted)) for chunk in blend.chunks]
+    cached = [store.givable_tokens(chunk.wanted) for chunk in blend.chunks]
     missing = [
         PrefillRequest(np.frombuffer(chunk.wanted.tokens, dtype="<i4").tolist(), wanted=chunk.wanted)
         for chunk, tokens in zip(blend.chunks, cached, strict=True)

@@ -194,6 +194,21 @@ def test_memory_comes_first_and_the_rest_of_a_sequence_from_disk(model, open_sto
     settled(store)
 
 
+@pytest.mark.parametrize("in_memory", [0, 5, 16, 20, 32, 38, 40])
+def test_a_saved_block_at_the_end_that_is_short_counts_as_stored(model, open_store, in_memory):
+    ids = random_ids(40)
+    run(model, open_store(), [ids])
+    store = open_store()
+    if in_memory:
+        run(model, store, [ids[:in_memory]])
+    found = store.lookup(wanted(ids))
+    assert found.memory >= in_memory
+    assert sum(found) == 40
+    # The last token may not be given, so nothing of its block is known.
+    assert sum(store.lookup(wanted(ids, most_given=39))) <= max(32, found.memory)
+    assert sum(store.lookup(wanted([*ids[:39], 2]))) <= max(32, found.memory)
+
+
 def test_waiting_sequences_are_fetched_into_memory(model, open_store):
     sequences = [random_ids(40, seed) for seed in range(3)]
     run(model, open_store(), sequences)

@@ -1,0 +1,207 @@
+"""Chunks that are loaded from disk: the same answers, damage, and layers that run while others are loaded."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from blends import (
+    OPENING,
+    joined,
+    key_values,
+    noted_layers,
+    own_full_pass,
+    random_chunks,
+    run_chunks,
+    run_share,
+)
+from core_decoders import write_llama
+from kv_models import assert_nothing_is_in_use, assert_same, store_of
+
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine import blended
+from attncache_core.models import load_model
+from attncache_core.reuse.blend.chunks import Recomputation
+from attncache_core.reuse.blend.loading import Speeds
+from attncache_core.reuse.kv.disk import DiskTier
+from attncache_core.reuse.kv.opening import block_layout
+from attncache_core.reuse.kv.transfer import Loading, Transfers
+
+LAYERS = 4
+NEAR = {"rtol": 0, "atol": 1e-4}
+# With the opening, the stored sequences fill whole blocks, or end with a short block.
+LENGTHS = [(31, 47, 15), (20, 37, 9)]
+
+
+@pytest.fixture(scope="module", params=["stack", "plain"])
+def model(tmp_path_factory, request):
+    folder = write_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
+    found = load_model(read_checkpoint(folder), torch.float32)
+    if request.param == "plain":
+        found.__dict__["stack"] = None
+    elif found.stack is None:
+        pytest.skip("there is no compiled stack")
+    return found
+
+
+@pytest.fixture
+def open_store(model, tmp_path):
+    """Open stores over one folder, one after the other, as restarts do."""
+    opened = []
+
+    def close():
+        for store in opened:
+            store.transfers.flush()
+            assert_nothing_is_in_use(store)
+            store.close()
+
+    def open_one(memory=2**24):
+        close()
+        disk = DiskTier(tmp_path / "kv", block_layout(model).part_bytes, 2**24)
+        opened[:] = [store_of(model, memory, transfers=Transfers(disk, 1000))]
+        return opened[0]
+
+    yield open_one
+    close()
+
+
+def slow_loading(store, share=0.5):
+    """Make loading a token take `share` of the time that computing it takes, as far as the store knows."""
+    store.transfers.prefill_speed = 1000.0
+    store.transfers.load_speed = store.layout.token_bytes * 1000 / share
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_chunks_from_disk_give_the_answer_of_chunks_in_memory(model, open_store, lengths, ratio):
+    chunks, query = random_chunks(lengths, 7)
+    expected = run_share(model, open_store(), chunks, query, ratio)
+    store = open_store()
+    for tier in ("disk", "memory"):
+        found = run_share(model, store, chunks, query, ratio)
+        assert np.array_equal(found.outputs, expected.outputs)
+        report = found.blends[0]
+        assert report.rows == expected.blends[0].rows
+        assert report.computed_tokens == 0
+        assert [own.cached for own in report.chunks] == [own.tokens for own in report.chunks]
+        assert store.counts.given_blocks[tier] == sum(-(-(length + 1) // 16) for length in lengths)
+
+
+def test_a_chunk_from_disk_stands_beside_chunks_from_memory_and_new_ones(model, open_store):
+    chunks, query = random_chunks((31, 20, 40, 9), 7)
+    run_share(model, open_store(), chunks[:2], query, 0.0)
+    store = open_store()
+    run_share(model, store, chunks[2:3], query, 0.0)
+    found = run_share(model, store, chunks, query, 0.3)
+    assert found.blends[0].computed_tokens == len(OPENING) + 9
+    expected = run_share(model, store_of(model), chunks, query, 0.3)
+    np.testing.assert_allclose(found.outputs, expected.outputs, **NEAR)
+    np.testing.assert_allclose(
+        run_share(model, store, chunks, query, 1.0).outputs[0],
+        own_full_pass(model, store, joined(chunks, query)[0]),
+        **NEAR,
+    )
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("part", [0, 1, LAYERS - 1, LAYERS])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_damage_is_noticed_and_the_answer_is_that_of_computed_tokens(
+    model, open_store, tmp_path, lengths, part, ratio
+):
+    chunks, query = random_chunks(lengths, 7)
+    expected = run_share(model, open_store(), chunks, query, ratio)
+    store = open_store()
+    name = key_values(store).whole([*OPENING, *chunks[1]], b"").names[1]
+    path = tmp_path / "kv" / name.key.hex()[:2] / f"{name.key.hex()}.kv"
+    content = bytearray(path.read_bytes())
+    content[len(content) - sum(store.layout.part_bytes[part:]) + 3] ^= 64
+    path.write_bytes(content)
+    with noted_layers() as noted:
+        found = run_share(model, store, chunks, query, ratio)
+    assert store.transfers.disk.counts.damaged == 1
+    assert found.finite.all()
+    # All layers ran again, behind what is certain. What was not given was computed in its context.
+    assert [run.layer for run in noted if not run.only_slots][-LAYERS:] == list(range(LAYERS))
+    if ratio == 1:
+        full = own_full_pass(model, store, joined(chunks, query)[0])
+        np.testing.assert_allclose(found.outputs[0], full, **NEAR)
+    else:
+        assert min(found.blends[0].rows) >= min(expected.blends[0].rows)
+    # The next request computes and stores the chunk.
+    assert_same(model, run_share(model, store, chunks, query, ratio).outputs, expected.outputs)
+    assert run_share(model, store, chunks, query, ratio).blends[0].computed_tokens == 0
+    assert store.transfers.disk.counts.damaged == 1
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_layers_are_computed_while_later_layers_are_loaded(model, open_store, monkeypatch, lengths):
+    chunks, query = random_chunks(lengths, 7)
+    expected = run_share(model, open_store(), chunks, query, 0.3)
+    store, events, computed = open_store(), [], [threading.Event() for _ in range(LAYERS)]
+    read, run_layers = Loading._read, blended.run_layers
+
+    def waiting(loading, part):
+        """Load a layer only when the layer two before it was computed."""
+        if 2 <= part < LAYERS:
+            assert computed[part - 2].wait(10)
+        read(loading, part)
+        events.append(("loaded", part))
+
+    def noting(*arguments, slots):
+        found = run_layers(*arguments, slots=slots)
+        (layer,) = arguments[4]
+        if not slots.only:
+            events.append(("computed", layer))
+            computed[layer].set()
+        return found
+
+    monkeypatch.setattr(Loading, "_read", waiting)
+    monkeypatch.setattr(blended, "run_layers", noting)
+    found = run_share(model, store, chunks, query, 0.3)
+    assert np.array_equal(found.outputs, expected.outputs)
+    assert {part for event, part in events if event == "loaded"} == {*range(LAYERS + 1)}  # also the state
+    for layer in range(LAYERS):
+        assert events.index(("loaded", layer)) < events.index(("computed", layer))
+    for layer in range(LAYERS - 2):
+        assert events.index(("computed", layer)) < events.index(("loaded", layer + 2))
+
+
+@pytest.mark.parametrize("least", [0.0, 0.1, 0.9])
+def test_a_slow_disk_raises_the_share_that_is_computed_again(model, open_store, least):
+    chunks, query = random_chunks((31, 47, 15), 7)
+    run_share(model, open_store(), chunks, query, 0.0)
+    store = open_store()
+    slow_loading(store)
+    speeds = Speeds(store.layout.token_bytes, store.transfers.load_speed, store.transfers.prefill_speed)
+    free, loaded = 47 + 15, 32 + 48 + 16
+    ratio = speeds.ratio(least, loaded, free)
+    assert ratio == pytest.approx(max(least, 0.5 * loaded / free))
+    from_disk = run_share(model, store, chunks, query, least).blends[0]
+    assert list(from_disk.rows) == [len(query) + own for own in Recomputation(ratio).counts(free, LAYERS)]
+    from_memory = run_share(model, store, chunks, query, least).blends[0]
+    assert list(from_memory.rows) == [len(query) + own for own in Recomputation(least).counts(free, LAYERS)]
+
+
+def test_shares_that_were_chosen_layer_by_layer_stay_as_they_are(model, open_store):
+    chunks, query = random_chunks((31, 47, 15), 7)
+    run_share(model, open_store(), chunks, query, 0.0)
+    store = open_store()
+    slow_loading(store)
+    shares = Recomputation(0.2, shares=(0.3, 0.2, 0.1))
+    found = run_chunks(model, store, chunks, query, shares).blends[0]
+    assert list(found.rows) == [len(query) + own for own in shares.counts(62, LAYERS)]
+
+
+def test_where_computing_is_faster_than_loading_chunks_are_computed_and_stored_in_memory(model, open_store):
+    chunks, query = random_chunks((31, 47, 15), 7)
+    expected = run_share(model, open_store(), chunks, query, 0.0)
+    store = open_store()
+    slow_loading(store, share=2)
+    for computed in (32 + 48 + 16, 0):
+        found = run_share(model, store, chunks, query, 0.0)
+        assert_same(model, found.outputs, expected.outputs)
+        assert found.blends[0].rows == (len(query),) * LAYERS
+        assert found.blends[0].computed_tokens == computed
+        assert [own.cached for own in found.blends[0].chunks] == ([0, 0, 0] if computed else [32, 47, 15])
+    assert not store.counts.given_blocks["disk"]
