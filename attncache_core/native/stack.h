@@ -86,8 +86,8 @@ typedef struct {
     // own position. The kept slots of the rows are among the given ones.
     int32_t scattered;
     int32_t only_slots;           // whether to keep the slots of the rows in one layer, and to compute nothing else
-    // Results.
-    atomic_llong multiplications, map_rows, attention_nanoseconds;
+    // Results. Nanoseconds are summed over threads: of attention, and of all units.
+    atomic_llong multiplications, map_rows, attention_nanoseconds, busy_nanoseconds;
 } stack_job;
 
 // The first row of a tree; for the number of trees, the number of rows.

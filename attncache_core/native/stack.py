@@ -6,6 +6,7 @@ CompiledStack(layers)  ->  run(hidden, rows, layers, ...)
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -172,7 +173,9 @@ class Counts:
 
     multiplications: int  # rows times columns times inputs of all products with weights
     map_rows: int  # rows of maps that were computed, of all heads and layers
-    attention_seconds: float  # of projections, maps and maps @ V, summed over threads
+    # The part of the run's time that projections, maps and maps @ V took: the share of attention in the time
+    # of all threads, of the time of the run.
+    attention_seconds: float
 
 
 class _Norm(ctypes.Structure):
@@ -219,6 +222,9 @@ class _Layer(ctypes.Structure):
     )
 
 
+_RESULTS = ("multiplications", "map_rows", "attention_nanoseconds", "busy_nanoseconds")
+
+
 class _Job(ctypes.Structure):
     """The structure `stack_job` of stack.h."""
 
@@ -232,7 +238,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("slot_bytes", "layer_bytes")),
         *((name, ctypes.c_void_p) for name in ("ready", "written")),
         *((name, ctypes.c_int32) for name in ("scattered", "only_slots")),
-        *((name, ctypes.c_int64) for name in ("multiplications", "map_rows", "attention_nanoseconds")),
+        *((name, ctypes.c_int64) for name in _RESULTS),
     )
 
 
@@ -356,8 +362,11 @@ class CompiledStack:
             assert not rows.starts[rows.trees[:-1]].any()  # nothing is given in front of a root
         job.first, job.last = self._starts[layers.start], self._starts[layers.stop]
         job.threads = threads or torch.get_num_threads()
+        started = time.perf_counter()
         self._run(ctypes.addressof(job))
-        return hidden, Counts(job.multiplications, job.map_rows, job.attention_nanoseconds * 1e-9)
+        share = job.attention_nanoseconds / max(1, job.busy_nanoseconds)
+        seconds = share * (time.perf_counter() - started)
+        return hidden, Counts(job.multiplications, job.map_rows, seconds)
 
     def _require_rows(self, ids: np.ndarray, places: np.ndarray | None) -> None:
         """Raise IndexError unless the tables of the embedding have all these rows (int64)."""

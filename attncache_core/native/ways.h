@@ -12,11 +12,13 @@ static void run_one_block(void *data, int phase_number, int unit) {
     (void)phase_number;
     const stack_run *run = data;
     block b = run->whole;
+    const int64_t started = nanoseconds();
     const int rows = (int)(first_row(b.job, run->starts[unit + 1]) - first_row(b.job, run->starts[unit]));
     const size_t own = rows_space(b.job, smaller(rows, rows_together));
     char *space = stack_space(own + block_space(&b, rows));
     place_block(&b, run->starts[unit], run->starts[unit + 1], space + own);
     run_block(&b, space);
+    atomic_fetch_add(&b.job->busy_nanoseconds, nanoseconds() - started);
 }
 
 // Phases of a layer: project, attend, finish.
@@ -36,7 +38,9 @@ static void run_some_rows(void *data, int phase_number, int unit) {
         if (part == 2) finish_rows(b, layer, first, rows, space);
         else project_rows(b, layer, first, rows, space);
     }
-    if (part < 2) atomic_fetch_add(&job->attention_nanoseconds, nanoseconds() - started);
+    const int64_t own = nanoseconds() - started;
+    if (part < 2) atomic_fetch_add(&job->attention_nanoseconds, own);
+    atomic_fetch_add(&job->busy_nanoseconds, own);
 }
 
 // The memory of one layer when it is run by columns. Its units are repeatable, so every layer has its own.
@@ -49,7 +53,7 @@ typedef struct {
 
 // What a unit computed. Every unit has its own counts, because adding to counts is not repeatable.
 typedef struct {
-    int64_t multiplications, map_rows, attention_nanoseconds;
+    int64_t multiplications, map_rows, attention_nanoseconds, busy_nanoseconds;
 } unit_counts;
 
 // A job that is run by columns, with copies of all that its units read.
@@ -156,8 +160,9 @@ static void run_some_columns(void *data, int phase_number, int unit) {
         multiply_last(&b, &layer->down, &layer->refitted_down, memory->inner, inner_type(layer), layer->up.outputs,
                       unit, run->parts, x, memory->output, rest);
     }
+    const int64_t own = nanoseconds() - started;
     run->counts[run->first_units[phase_number] + unit] =
-        (unit_counts){job->multiplications, job->map_rows, part < 3 ? nanoseconds() - started : 0};
+        (unit_counts){job->multiplications, job->map_rows, part < 3 ? own : 0, own};
 }
 
 // Whether every layer is computed whole, and without norms of a half's output, which need whole rows.
@@ -263,6 +268,7 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
         job->multiplications += run->counts[unit].multiplications;
         job->map_rows += run->counts[unit].map_rows;
         job->attention_nanoseconds += run->counts[unit].attention_nanoseconds;
+        job->busy_nanoseconds += run->counts[unit].busy_nanoseconds;
     }
     leave_slot(own);
 }

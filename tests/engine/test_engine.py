@@ -194,6 +194,7 @@ def test_info_has_model_dtype_threads_and_database(tiny_checkpoint, tiny_engine,
         "database": asdict(engine.database.info()),
         "key_values": None,
         "key_values_off": "switched off",
+        "blending": None,
     }
     assert tiny_engine.info().database is None
 
