@@ -168,15 +168,11 @@ class KeyValueStore:
                 if not (transfers.disk.contains(name.key) or name.key in self.memory):
                     break
                 saved += BLOCK_TOKENS
-            saved += self._saved_short(transfers, wanted, tokens // BLOCK_TOKENS * BLOCK_TOKENS + saved)
+            end = len(wanted.tokens) // TOKEN_BYTES
+            short = end - tokens // BLOCK_TOKENS * BLOCK_TOKENS - saved
+            if 0 < short < BLOCK_TOKENS and end <= wanted.most_given:
+                saved += short if transfers.disk.contains(wanted.names[-1].key) else 0
         return StoredTokens(tokens, max(0, saved - tokens % BLOCK_TOKENS))
-
-    @staticmethod
-    def _saved_short(transfers: Transfers, wanted: Wanted, first: int) -> int:
-        """Return the tokens of a sequence's last block, if it is short, saved and begins at token `first`."""
-        end = len(wanted.tokens) // TOKEN_BYTES
-        may_be_given = 0 < end - first < BLOCK_TOKENS and end <= wanted.most_given
-        return end - first if may_be_given and transfers.disk.contains(wanted.names[-1].key) else 0
 
     def givable_tokens(self, wanted: Wanted) -> int:
         """Return how many tokens of a sequence would be given to a batch now."""

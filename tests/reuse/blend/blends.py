@@ -86,7 +86,7 @@ def block_diagonal(folder, chunks, query) -> np.ndarray:
     """Return the last token's last normed state of a pass in which chunks do not see each other.
 
     Every chunk but the first sees a copy of the opening, as far in front of it as in a text of its own; the
-    query sees the first opening, all chunks and itself.
+    query sees the first opening, all chunks and itself. Layers with a window see only tokens inside it.
     """
     from transformers import AutoModel
 
@@ -114,9 +114,19 @@ def block_diagonal(folder, chunks, query) -> np.ndarray:
     order = np.arange(len(ids))
     seen = order[None] <= order[:, None]
     inside = (owner[None] == owner[:, None]) | ((owner[:, None] == -1) & ~is_copy[None])
-    mask = torch.from_numpy(np.where(seen & inside, 0.0, -np.inf)).float()[None, None]
     model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    found = model(torch.tensor([ids]), attention_mask=mask, position_ids=torch.tensor([places]))
+
+    def mask(window):
+        near = np.subtract.outer(places, places) < (window or len(ids))
+        return torch.from_numpy(np.where(seen & inside & near, 0.0, -np.inf)).float()[None, None]
+
+    window = getattr(model.config, "sliding_window", None)
+    masks = {"full_attention": mask(None), "sliding_attention": mask(window)}
+    kinds = {*(getattr(model.config, "layer_types", None) or [])}
+    if not kinds:
+        kind = "sliding_attention" if model.config.model_type in ("mistral", "mixtral") else "full_attention"
+        masks = masks[kind]
+    found = model(torch.tensor([ids]), attention_mask=masks, position_ids=torch.tensor([places]))
     return found.last_hidden_state[0, -1].numpy()
 
 
