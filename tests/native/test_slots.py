@@ -2,13 +2,14 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from made_stacks import FORMS, PLACES, REUSED, Form, made_ids, made_stack
+from made_stacks import ALL_LAYERS, FORMS, PLACES, REUSED, Form, made_ids, made_stack
 
 from attncache_core.native.products import MatrixKind, has_pairs
 from attncache_core.native.stack import KeyValueSlots, StackRows
@@ -137,6 +138,156 @@ def test_stack_waits_for_a_layer_whose_slots_are_not_filled_yet(stack):
     loader.join()
     assert order == ["filled"] * LAYERS + ["run"]
     assert torch.equal(found[0], whole[0][35:])
+
+
+def filled(stack, sequences, size):
+    """The blocks of whole sequences, and their rows."""
+    blocks = [Blocks(stack, len(ids), size) for ids in sequences]
+    rows, _ = run(stack, sequences, blocks, [0] * len(sequences), 1, keep=range(len(sequences)))
+    return blocks, rows
+
+
+def run_scattered(
+    stack, sequences, blocks, chosen, threads, *, kept=None, layers=ALL_LAYERS, hidden=None, only=False
+):
+    """Run the tokens at positions `chosen` of each sequence. kept: addresses; None: in the blocks."""
+    positions = np.concatenate(chosen)
+    offsets = np.concatenate(([0], np.cumsum([len(own) for own in chosen])))
+    ids = np.concatenate([ids[own] for ids, own in zip(sequences, chosen, strict=True)])
+    lengths = np.array([len(ids) for ids in sequences])
+    rows = StackRows(offsets, positions, np.arange(len(sequences) + 1), lengths)
+    if hidden is None:
+        rows = replace(rows, ids=ids, places=ids % PLACES)
+    addresses = [own.addresses(len(ids)) for own, ids in zip(blocks, sequences, strict=True)]
+    if kept is None:
+        slots = zip(blocks, sequences, chosen, strict=True)
+        kept = [own.slots(0, len(ids))[at] for own, ids, positions in slots for at in positions]
+    size = blocks[0].size
+    slots = KeyValueSlots(
+        size,
+        size * stack.slot_bytes,
+        np.array([address for own in addresses for address in own], dtype=np.uint64),
+        np.concatenate(([0], np.cumsum([len(own) for own in addresses]))),
+        np.array(kept, dtype=np.uint64),
+        scattered=True,
+        only=only,
+    )
+    found, counts = stack.run(hidden, rows, layers, threads=threads, slots=slots)
+    return list(found.split([len(own) for own in chosen])), counts
+
+
+def chosen_of(sequences, share, seed=0):
+    """Rising positions of about a share of each sequence's tokens, at least one of each."""
+    random = np.random.default_rng(seed)
+    counts = [max(1, round(share * len(ids))) for ids in sequences]
+    pairs = zip(sequences, counts, strict=True)
+    return [np.sort(random.choice(len(ids), count, replace=False)) for ids, count in pairs]
+
+
+# Examples: columns, rows and blocks of the stack.
+@settings(max_examples=4, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),
+    share=st.floats(0, 1),
+    size=st.sampled_from([1, 3, 16]),
+    threads=st.integers(1, 4),
+)
+@example(lengths=[20], share=0.5, size=16, threads=4)
+@example(lengths=[90, 40], share=0.1, size=16, threads=3)
+@example(lengths=[300], share=0.9, size=16, threads=2)
+@example(lengths=[60] * 20, share=0.5, size=16, threads=2)
+@example(lengths=[50], share=1.0, size=3, threads=1)
+def test_scattered_rows_are_those_of_the_whole_sequence(stack, lengths, share, size, threads):
+    sequences = [made_ids(length, seed) for seed, length in enumerate(lengths)]
+    whole, all_rows = filled(stack, sequences, size)
+    blocks, _ = filled(stack, sequences, size)
+    chosen = chosen_of(sequences, share)
+    for own, positions in zip(blocks, chosen, strict=True):
+        for position in positions.tolist():  # what was there is replaced before anything reads it
+            own.bytes[position // size][:, position % size] = 255
+    found, counts = run_scattered(stack, sequences, blocks, chosen, threads)
+    for rows, expected, positions in zip(found, all_rows, chosen, strict=True):
+        assert torch.equal(rows, expected[torch.from_numpy(positions)])
+    for own, expected in zip(blocks, whole, strict=True):
+        assert all((one == other).all() for one, other in zip(own.bytes, expected.bytes, strict=True))
+    # Of a row's maps, as of a row's products, nothing is computed but its own.
+    _, of_all = run(stack, sequences, whole, [0] * len(lengths), 1)
+    computed, tokens = sum(map(len, chosen)), sum(lengths)
+    assert counts.map_rows * tokens == of_all.map_rows * computed
+    assert counts.multiplications * tokens == of_all.multiplications * computed
+
+
+def test_scattered_rows_see_what_they_are_given_up_to_their_own_position(stack, form):
+    (ids,) = sequences = [made_ids(60, 1)]
+    chosen = [np.array([3, 20, 21, 47])]
+    reach = LAYERS * form.before if form.before else None  # of a row through all layers
+    blocks, _ = filled(stack, sequences, 16)
+    expected = run_scattered(stack, sequences, blocks, chosen, 2)[0][0]
+    for changed in (2, 12, 30, 59):
+        blocks, _ = filled(stack, sequences, 16)
+        other, _ = filled(stack, [np.flip(ids).copy()], 16)
+        blocks[0].bytes[changed // 16][:, changed % 16] = other[0].bytes[changed // 16][:, changed % 16]
+        found = run_scattered(stack, sequences, blocks, chosen, 2)[0][0]
+        for position, row, before in zip(chosen[0].tolist(), found, expected, strict=True):
+            if position < changed or (reach is not None and position - changed > reach):
+                assert torch.equal(row, before)
+            elif position == min(own for own in chosen[0] if own > changed) and reach is None:
+                assert not torch.equal(row, before)
+
+
+def test_scattered_rows_do_not_depend_on_the_number_of_threads(stack):
+    for lengths in ([30], [200, 90], [40] * 20):
+        sequences = [made_ids(length, seed) for seed, length in enumerate(lengths)]
+        chosen, results = chosen_of(sequences, 0.4), []
+        for threads in (1, 2, 4):
+            blocks, _ = filled(stack, sequences, 16)
+            results.append(torch.cat(run_scattered(stack, sequences, blocks, chosen, threads)[0]))
+        assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "threads", "layer"),
+    [([20], 4, 0), ([30, 9], 1, 1), ([300], 2, LAYERS - 1), ([60] * 20, 2, 1)],
+    ids=["few rows", "one thread", "long", "many trees"],
+)
+def test_only_the_slots_of_a_layer_are_kept_and_everything_else_stays(stack, lengths, threads, layer):
+    sequences = [made_ids(length, seed) for seed, length in enumerate(lengths)]
+    blocks, _ = filled(stack, sequences, 16)
+    before = [[block.copy() for block in own.bytes] for own in blocks]
+    chosen = chosen_of(sequences, 0.5)
+    hidden = None
+    if layer:
+        parts, _ = run_scattered(stack, sequences, blocks, chosen, 1, layers=range(layer))
+        hidden = torch.cat(parts)
+    given_hidden = None if hidden is None else hidden.clone()
+    slots = np.full((sum(map(len, chosen)) + 1, LAYERS * 16 * stack.slot_bytes), 7, np.uint8)
+    addresses = slots.ctypes.data + np.arange(len(slots) - 1) * slots.shape[1]
+    found, counts = run_scattered(
+        stack,
+        sequences,
+        blocks,
+        chosen,
+        threads,
+        kept=addresses.tolist(),
+        layers=range(layer, layer + 1),
+        hidden=hidden,
+        only=True,
+    )
+    at = layer * 16 * stack.slot_bytes
+    own_slots = slots[:-1, at : at + stack.slot_bytes]
+    expected = [
+        own[position // 16][layer, position % 16]
+        for own, positions in zip(before, chosen, strict=True)
+        for position in positions.tolist()
+    ]
+    assert (own_slots == np.array(expected)).all()
+    slots[:-1, at : at + stack.slot_bytes] = 7
+    assert (slots == 7).all()
+    for own, others in zip(blocks, before, strict=True):
+        assert all((one == other).all() for one, other in zip(own.bytes, others, strict=True))
+    assert counts.map_rows == 0
+    if given_hidden is not None:
+        assert torch.equal(torch.cat(found), given_hidden)
 
 
 def test_layers_that_differ_or_have_reused_heads_have_no_slots(kernel):
