@@ -1,0 +1,135 @@
+"""Prompts of segments: their tokens, where the segments are, and what fits."""
+
+import pytest
+from core_decoders import write_llama
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.errors import InputTooLong
+from attncache_core.text.prompts import Frame
+from attncache_core.text.segments import segmented, split
+from attncache_core.text.tokenizer import TextTokenizer
+
+# Special tokens 1 and 2 open every text; the template adds 3 in front of the query and 4, 5 behind it.
+FRAME = Frame([1, 2, 3], [4, 5], room=100, opening=2)
+
+
+def test_segments_stand_behind_the_opening_and_the_template_stands_around_the_query():
+    found = segmented(FRAME, [[10, 11], [20], [30, 31, 32]], [90, 91], [7])
+    assert found.ids == [1, 2, 10, 11, 7, 20, 7, 30, 31, 32, 7, 3, 90, 91, 4, 5]
+    assert found.spans == [(2, 4), (5, 6), (7, 10)]
+    assert found.opening == [1, 2]
+
+
+def test_without_a_separator_segments_touch_each_other():
+    found = segmented(FRAME, [[10, 11], [20]], [90], [])
+    assert found.ids == [1, 2, 10, 11, 20, 3, 90, 4, 5]
+    assert found.spans == [(2, 4), (4, 5)]
+
+
+def test_headings_stand_in_front_of_segments_and_do_not_belong_to_them():
+    found = segmented(FRAME, [[10, 11], [20]], [90], [7], [[60], [61, 62]])
+    assert found.ids == [1, 2, 60, 10, 11, 7, 61, 62, 20, 7, 3, 90, 4, 5]
+    assert found.spans == [(3, 5), (8, 9)]
+
+
+def test_segments_without_tokens_leave_no_trace():
+    found = segmented(FRAME, [[], [10], [], [20], []], [90], [7], [[60], [61], [62], [63], [64]])
+    assert found.ids == [1, 2, 61, 10, 7, 63, 20, 7, 3, 90, 4, 5]
+    assert found.spans == [(3, 4), (6, 7)]
+    assert segmented(FRAME, [[]], [90], [7]) == ([1, 2, 3, 90, 4, 5], [], [1, 2])
+
+
+def test_the_frame_and_the_segments_stay_as_they_are():
+    before, segments, headings = [1, 2, 3], [[10], [20]], [[60], [61]]
+    frame = Frame(before, [4], room=100, opening=2)
+    found = segmented(frame, segments, [90], [7], headings)
+    found.ids.append(5)
+    found.opening.append(6)
+    assert (before, segments, headings) == ([1, 2, 3], [[10], [20]], [[60], [61]])
+
+
+tokens = st.lists(st.integers(10, 99), max_size=6)
+
+
+@given(
+    segments=st.lists(tokens, max_size=6),
+    query=tokens,
+    separator=st.lists(st.just(7), max_size=2),
+    has_headings=st.booleans(),
+    opening=st.integers(0, 2),
+)
+def test_every_span_holds_its_segment_and_the_rest_does_not_depend_on_segments(
+    segments, query, separator, has_headings, opening
+):
+    frame = Frame([1, 2, 3], [4, 5], room=1000, opening=opening)
+    headings = [[60 + index] for index in range(len(segments))] if has_headings else None
+    found = segmented(frame, segments, query, separator, headings)
+    with_tokens = [own for own in segments if own]
+    assert [found.ids[first:end] for first, end in found.spans] == with_tokens
+    assert found.opening == frame.before[:opening] == found.ids[:opening]
+    tail = [*frame.before[opening:], *query, *frame.after]
+    assert found.ids[len(found.ids) - len(tail) :] == tail
+    ends = [opening, *(end for _, end in found.spans)]
+    assert all(end <= first for end, (first, _) in zip(ends, found.spans, strict=False))
+    extra = len(with_tokens) * (len(separator) + has_headings)
+    assert len(found.ids) == len(frame.around(query)) + sum(map(len, with_tokens)) + extra
+
+
+def test_as_many_tokens_fit_as_the_frame_has_room_for():
+    frame = Frame([1, 2, 3], [4, 5], room=9, opening=2)
+    # Two segments of two tokens, two separators, two headings, and a query of one token.
+    arguments = [[10, 11], [20, 21]], [90], [7], [[60], [61]]
+    assert len(segmented(frame, *arguments).ids) == 9 + 5
+    for more in (([[10, 11, 12], [20, 21]], *arguments[1:]), (arguments[0], [90, 91], *arguments[2:])):
+        with pytest.raises(
+            InputTooLong, match=r"have 10 tokens, and 9 fit; send fewer or shorter"
+        ) as refused:
+            segmented(frame, *more)
+        assert refused.value.field == "segments"
+
+
+def test_a_real_tokenizer_gives_a_segment_the_same_tokens_wherever_it_stands(tmp_path):
+    tokenizer = TextTokenizer(read_checkpoint(write_llama(tmp_path)))
+    frame = tokenizer.frame(tokenizer.prompt(Template("Question: ", "\nAnswer:")))
+    assert frame.before[: frame.opening] == AutoTokenizer.from_pretrained(tmp_path)("").input_ids
+    *segments, query, separator = tokenizer.turns(["my card", "is lost", " the bank", "where is it", "\n\n"])
+    found = segmented(frame, segments, query, separator)
+    again = segmented(frame, segments[::-1], query, separator)
+    places = [[one.ids[first:end] for first, end in one.spans] for one in (found, again)]
+    assert places[0] == places[1][::-1] == segments
+    text = "<s>my card\n\nis lost\n\n the bank\n\nQuestion: where is it\nAnswer:"
+    assert AutoTokenizer.from_pretrained(tmp_path).decode(found.ids) == text
+
+
+@pytest.mark.parametrize(
+    ("length", "opening", "size", "spans"),
+    [
+        (10, 1, 3, [(1, 4), (4, 7)]),  # the rest is what a third segment would hold: 7 to 9
+        (11, 1, 3, [(1, 4), (4, 7), (7, 10)]),
+        (10, 0, 3, [(0, 3), (3, 6), (6, 9)]),
+        (10, 0, 5, [(0, 5)]),
+        (11, 0, 5, [(0, 5), (5, 10)]),
+        (10, 0, 10, []),
+        (11, 0, 10, [(0, 10)]),
+        (2, 1, 4, []),
+        (4, 0, 1, [(0, 1), (1, 2), (2, 3)]),
+    ],
+)
+def test_a_text_is_split_into_segments_of_one_size_and_a_rest(length, opening, size, spans):
+    ids = list(range(100, 100 + length))
+    assert split(ids, opening, size) == (ids, spans, ids[:opening])
+
+
+@given(length=st.integers(1, 60), opening=st.integers(0, 3), size=st.integers(1, 20))
+def test_the_rest_of_a_split_text_has_between_one_token_and_a_segments_size(length, opening, size):
+    found = split(range(length), opening, size)
+    assert found.ids == list(range(length))
+    ends = [opening, *(end for _, end in found.spans)]
+    assert [first for first, _ in found.spans] == ends[:-1]
+    assert all(end - first == size for first, end in found.spans)
+    if length > opening:
+        assert 1 <= length - ends[-1] <= size
