@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from attncache_core import InvalidInput
+from attncache_core.evaluation.blending import MethodReport as BlendingReport
 from attncache_core.evaluation.comparison import MethodReport
 from attncache_core.evaluation.curves import Curves, pareto_front
 from attncache_core.evaluation.tuning.tune import TuneReport
@@ -140,6 +141,74 @@ class Plots:
         axes.margins(0.15)
         axes.legend()
         self._save(figure, name)
+
+    def blending(self, reports: Sequence[BlendingReport]) -> None:
+        """Plot the quality of blended chunks against the recompute ratio, and against the time to answer."""
+        columns = (
+            "method",
+            "ratio",
+            "random",
+            "cosine",
+            "cosine_5th_percentile",
+            "agreement",
+            "time_ratio",
+            "tokens",
+        )
+        rows = [
+            (
+                r.method,
+                r.ratio,
+                r.random,
+                r.cosine,
+                r.cosine_5th_percentile,
+                r.agreement,
+                r.time_ratio,
+                r.computed_tokens,
+            )
+            for r in reports
+        ]
+        self._write("blend", columns, rows)
+        chosen = [own for own in reports if own.ratio is not None and not own.random]
+        random = [own for own in reports if own.random]
+        figure, axes = self._axes(
+            "share of the reused tokens that is computed again", "quality beside full recomputation"
+        )
+        for measure, label, style in (
+            ("cosine", "mean cosine", "o-"),
+            ("cosine_5th_percentile", "5th percentile of the cosine", "o--"),
+            ("agreement", "share of equal decisions", "s-"),
+        ):
+            values = [getattr(own, measure) for own in chosen]
+            if not np.isnan(values).all():
+                (line,) = axes.plot([own.ratio for own in chosen], values, style, label=label)
+                axes.plot(
+                    [own.ratio for own in random],
+                    [getattr(own, measure) for own in random],
+                    "x",
+                    color=line.get_color(),
+                    label=f"{label}, random tokens",
+                )
+        axes.legend()
+        self._save(figure, "blend_quality")
+        self._blending_times(reports)
+
+    def _blending_times(self, reports: Sequence[BlendingReport]) -> None:
+        figure, axes = self._axes("time to answer, relative to full recomputation", "mean cosine")
+        chosen = [own for own in reports if own.ratio is not None and not own.random]
+        axes.plot(
+            [own.time_ratio for own in chosen], [own.cosine for own in chosen], color="grey", linewidth=1
+        )
+        for own in reports:
+            axes.scatter(own.time_ratio, own.cosine, marker="o" if own in chosen else "x", color="black")
+            axes.annotate(
+                own.method,
+                (own.time_ratio, own.cosine),
+                xytext=(4, 4),
+                textcoords="offset points",
+                fontsize=7,
+            )
+        axes.margins(0.15)
+        self._save(figure, "blend_time")
 
     def _axes(self, x: str, y: str) -> tuple[Any, Any]:
         figure = self._figure(figsize=_SIZE, layout="constrained")

@@ -23,6 +23,7 @@ from attncache_core.evaluation.tasks import (
     multi_token_labels,
 )
 from attncache_core.runtime.devices import Dtype
+from service.commands.evaluate_blend import blend
 from service.commands.evaluate_mmlu import mmlu
 from service.commands.evaluation import Evaluation, Request
 from service.commands.evaluation_curves import plot_curves
@@ -40,6 +41,7 @@ def evaluate() -> None:
     """
 
 
+evaluate.add_command(blend)
 evaluate.add_command(mmlu)
 
 

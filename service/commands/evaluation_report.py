@@ -24,11 +24,16 @@ def show_comparison(
     show_machine(facts)
     show_table(f"{facts['texts']} texts", columns, rows)
     if markdown:
-        lines = [columns, ["---"] + ["---:"] * len(reports), *rows]
-        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        markdown.write_text(table + "\n", encoding="utf-8")
-    methods = [_without_nan(asdict(report)) for report in reports]
+        write_markdown(markdown, columns, rows)
+    methods = [without_nan(asdict(report)) for report in reports]
     write_json(json_file, {"machine": facts, "metric": metric, "methods": methods})
+
+
+def write_markdown(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table as Markdown. The first column is text; the other columns are figures."""
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    path.write_text(table + "\n", encoding="utf-8")
 
 
 def _rows(metric: str, reports: Sequence[MethodReport]) -> list[list[str]]:
@@ -67,10 +72,10 @@ def _number(value: float) -> str:
     return "" if value != value else f"{value:.4f}"
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """Replace NaN by None, because JSON has no NaN. NaN stands for a value that could not be measured."""
     if isinstance(value, dict):
-        return {name: _without_nan(of_name) for name, of_name in value.items()}
+        return {name: without_nan(of_name) for name, of_name in value.items()}
     if isinstance(value, tuple):
-        return [_without_nan(each) for each in value]
+        return [without_nan(each) for each in value]
     return None if value != value else value
