@@ -75,6 +75,7 @@ class MethodReport:
     cosine_5th_percentile: float
     agreement: float  # share of the reference's decisions that are kept; nan without classes
     agreement_bound: float  # lower bound of the share
+    decisions: dict[str, float] | None  # class -> share of the cases; None without classes
     accuracy: float  # nan without labels
     accuracy_difference: tuple[float, float] | None  # 95 % of the paired difference to the reference
     computed_tokens: float  # mean of a case
@@ -269,7 +270,7 @@ class _Comparing:
         truth: np.ndarray | None,
     ) -> None:
         self._outputs, self._logits = _rows(reference)
-        self._seconds, self._truth = seconds, truth
+        self._seconds, self._truth, self._engine = seconds, truth, engine
         self._cosine = engine.comparator(Measure.COSINE)
         self._agreement = OutputComparator(Measure.AGREEMENT, np.asarray, engine.multi_label)
 
@@ -297,6 +298,7 @@ class _Comparing:
             cosine_5th_percentile=float(np.percentile(cosine, 5)),
             agreement=float("nan") if kept is None else float(kept.mean()),
             agreement_bound=float("nan") if kept is None else _bound(kept, Measure.AGREEMENT),
+            decisions=self._decisions(logits),
             accuracy=float("nan") if right is None else float(right.mean()),
             accuracy_difference=None
             if right is None or right_before is None
@@ -307,6 +309,13 @@ class _Comparing:
                 own / full for own, full in zip(seconds, self._seconds, strict=True)
             ),
         )
+
+    def _decisions(self, logits: np.ndarray | None) -> dict[str, float] | None:
+        classes = self._engine.labels
+        if logits is None or classes is None or self._engine.multi_label:
+            return None
+        decided = class_decisions(logits)[:, 0]
+        return {name: float((decided == index).mean()) for index, name in enumerate(classes)}
 
     def _right(self, logits: np.ndarray | None) -> np.ndarray | None:
         """Return 1 for each decision that is true, else 0: float64 [cases]; None without labels."""

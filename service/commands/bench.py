@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from service.commands.bench_blend import bench_blend
 from service.commands.bench_engine import engine
 from service.commands.bench_http import bench_http
 from service.commands.bench_index import bench_index
@@ -17,6 +18,7 @@ def bench() -> None:
 
 
 bench.add_command(engine)
+bench.add_command(bench_blend)
 bench.add_command(bench_http)
 bench.add_command(bench_index)
 bench.add_command(bench_prefix)

@@ -211,6 +211,7 @@ def blend(
         "confident": smallest_ratio(reports, least_agreement, confident=True),
     }
     if engine.labels:
+        _show_decisions(reports[0])
         _show_smallest(least_agreement, kept)
     methods = [without_nan(asdict(report)) for report in reports]
     write_json(json_file, {"machine": facts, "methods": methods, "smallest_ratio": kept})
@@ -279,6 +280,13 @@ def _cells(report: MethodReport) -> list[str]:
 
 def _number(value: float) -> str:
     return "" if value != value else f"{value:.4f}"
+
+
+def _show_decisions(reference: MethodReport) -> None:
+    """Print how often the reference decides each class, most often first; at most five classes."""
+    if reference.decisions:
+        often = sorted(reference.decisions.items(), key=lambda own: -own[1])[:5]
+        click.echo("Recomputed decisions: " + ", ".join(f"{name} {share:.1%}" for name, share in often))
 
 
 def _show_smallest(least: float, kept: dict[str, float | None]) -> None:
