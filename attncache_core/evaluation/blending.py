@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import logsumexp
@@ -38,6 +38,8 @@ PREFIX_CACHING = "prefix caching"
 MAP_RERANK = "map-rerank"
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 RANDOM_RATIO = 0.15
+
+_USUAL = Recomputation(RANDOM_RATIO)
 
 _REDUCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "map-reduce, mean": lambda rows: rows.mean(axis=0),
@@ -97,14 +99,20 @@ class Ways:
         self._key_values = engine.require_blendable()
         self._engine = engine
 
-    def make(self, ratios: Sequence[float] = RATIOS, random_ratio: float | None = RANDOM_RATIO) -> list[Way]:
+    def make(
+        self,
+        ratios: Sequence[float] = RATIOS,
+        random_ratio: float | None = RANDOM_RATIO,
+        like: Recomputation = _USUAL,
+    ) -> list[Way]:
         """Return the ways: recomputing, prefix caching, each ratio, random tokens, and chunks alone.
 
-        random_ratio: None leaves out random tokens.
+        random_ratio: None leaves out random tokens. like: everything about the ratios' recomputation but the
+        ratio.
         """
-        blended = [self.blended(Recomputation(ratio)) for ratio in ratios]
+        blended = [self.blended(replace(like, ratio=ratio)) for ratio in ratios]
         if random_ratio is not None:
-            blended.append(self.blended(Recomputation(random_ratio, choice="random")))
+            blended.append(self.blended(replace(like, ratio=random_ratio, choice="random")))
         return [self.recomputed, self.prefix_caching, *blended, self.chunks_alone]
 
     def store(self, case: Case) -> None:
@@ -179,12 +187,14 @@ def compare_blending(
     *,
     ratios: Sequence[float] = RATIOS,
     random_ratio: float | None = RANDOM_RATIO,
+    like: Recomputation = _USUAL,
     rounds: int = 3,
     on_case: Callable[[int, int], None] = lambda *_: None,
 ) -> list[MethodReport]:
     """Answer all cases with all methods, and return a report on each method, the reference first.
 
-    random_ratio: of the method with random tokens; None leaves the method out. rounds: how often each case is
+    random_ratio: of the method with random tokens; None leaves the method out. like: everything about the
+    ratios' recomputation but the ratio. rounds: how often each case is
     timed with each way; the median counts. on_case: called with the number of finished cases and of all
     cases. Raises InvalidInput if chunks cannot be blended with the engine's model, if there is no case, or
     for a label that is none of the model's. Raises NotFinite if a number is not finite.
@@ -192,7 +202,7 @@ def compare_blending(
     if not cases:
         raise InvalidInput("the data has no questions", field="data")
     ways = Ways(engine)
-    made = ways.make(ratios, random_ratio)
+    made = ways.make(ratios, random_ratio, like)
     truth = _truth(engine, cases)
     answers: dict[str, list[Answer]] = {}
     seconds: dict[str, list[float]] = {}

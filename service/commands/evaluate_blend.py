@@ -25,6 +25,7 @@ from attncache_core.evaluation.blending import (
     compare_blending,
     smallest_ratio,
 )
+from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.kv.opening import KeyValueOptions
 from attncache_core.runtime.devices import Dtype
 from service.bench.report import machine, show_machine, show_table, write_json
@@ -114,6 +115,20 @@ def ratios_of(
     help="Share of the method that computes random tokens again, to compare with.",
 )
 @click.option(
+    "--check-layer",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Layer that compares new keys and values with the reused ones, counted from 0.",
+)
+@click.option(
+    "--first-tokens",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Tokens at the front of each chunk that are always computed again.",
+)
+@click.option(
     "--questions",
     type=click.IntRange(min=1),
     help="Most questions to measure, taken evenly from all questions. Default: all questions.",
@@ -158,6 +173,8 @@ def blend(
     separator: str,
     ratios: tuple[float, ...],
     random_ratio: float,
+    check_layer: int,
+    first_tokens: int,
     questions: int | None,
     rounds: int,
     least_agreement: float,
@@ -192,6 +209,7 @@ def blend(
             cases,
             ratios=ratios,
             random_ratio=random_ratio,
+            like=Recomputation(random_ratio, check_layer=check_layer, first_tokens=first_tokens),
             rounds=rounds,
             on_case=lambda done, total: progress("measuring", done, total),
         )

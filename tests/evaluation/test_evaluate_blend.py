@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -235,6 +236,17 @@ def test_reports_compare_every_method_with_recomputing(engine, cases):
     logits = np.stack([Ways(engine).recomputed(case)[RECOMPUTED].logits for case in cases])
     right = [LABELS[index] == label for index, label in zip(logits.argmax(axis=1), truth, strict=True)]
     assert by_name[RECOMPUTED].accuracy == np.mean(right)
+
+
+def test_first_tokens_of_chunks_and_check_layer_are_as_asked(engine, cases):
+    like = Recomputation(0.15, check_layer=2, first_tokens=2)
+    first, none, checked = (
+        compare_blending(engine, cases[:1], ratios=(0, 0.5), random_ratio=None, like=own, rounds=1)
+        for own in (replace(like, check_layer=1), Recomputation(0.15), replace(like, first_tokens=0))
+    )
+    # The first chunk is exact and never computed again.
+    assert first[2].computed_tokens == none[2].computed_tokens + 2 * 2
+    assert checked[3].computed_tokens > none[3].computed_tokens
 
 
 def report_of(ratio, agreement, bound=0.0, random=False):
