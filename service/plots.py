@@ -181,33 +181,29 @@ class Plots:
             values = [getattr(own, measure) for own in chosen]
             if not np.isnan(values).all():
                 (line,) = axes.plot([own.ratio for own in chosen], values, style, label=label)
-                axes.plot(
-                    [own.ratio for own in random],
-                    [getattr(own, measure) for own in random],
-                    "x",
-                    color=line.get_color(),
-                    label=f"{label}, random tokens",
-                )
+                at_random = [getattr(own, measure) for own in random]
+                axes.plot([own.ratio for own in random], at_random, "x", color=line.get_color())
+        axes.plot([], [], "x", color="grey", label="random tokens instead")
         axes.legend()
         self._save(figure, "blend_quality")
         self._blending_times(reports)
 
     def _blending_times(self, reports: Sequence[BlendingReport]) -> None:
-        figure, axes = self._axes("time to answer, relative to full recomputation", "mean cosine")
-        chosen = [own for own in reports if own.ratio is not None and not own.random]
-        axes.plot(
-            [own.time_ratio for own in chosen], [own.cosine for own in chosen], color="grey", linewidth=1
+        figure, axes = self._axes(
+            "time to answer, relative to full recomputation",
+            "1 - mean cosine; what is below is drawn at 1e-4",
         )
+        axes.set_yscale("log")
         for own in reports:
-            axes.scatter(own.time_ratio, own.cosine, marker="o" if own in chosen else "x", color="black")
-            axes.annotate(
-                own.method,
-                (own.time_ratio, own.cosine),
-                xytext=(4, 4),
-                textcoords="offset points",
-                fontsize=7,
-            )
+            is_chosen = own.ratio is not None and not own.random
+            point = (own.time_ratio, max(1e-4, 1 - own.cosine))
+            axes.scatter(*point, marker="o" if is_chosen else "x", color="black")
+            label = f"{own.ratio:g}" if is_chosen else own.method
+            axes.annotate(label, point, xytext=(5, 3), textcoords="offset points", fontsize=7)
+        axes.scatter([], [], marker="o", color="black", label="share that is computed again")
+        axes.scatter([], [], marker="x", color="black", label="other methods")
         axes.margins(0.15)
+        axes.legend()
         self._save(figure, "blend_time")
 
     def _axes(self, x: str, y: str) -> tuple[Any, Any]:
