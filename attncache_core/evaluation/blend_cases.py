@@ -20,6 +20,7 @@ from attncache_core.corpus.reading import spread
 from attncache_core.corpus.tables import read_rows
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
+from attncache_core.evaluation.tasks import label_names
 from attncache_core.text.segments import Segmented, segmented
 
 
@@ -166,7 +167,8 @@ def example_cases(
 ) -> list[Case]:
     """Return each text behind `shots` examples, drawn in any order from a pool; texts that fit only.
 
-    pool: the number of examples to draw from, evenly chosen. The same seed draws the same examples. Raises
+    pool: the number of examples to draw from, evenly chosen. Examples show the model's names of labels where
+    the data has numbers. The same seed draws the same examples. Raises
     InvalidInput if there are fewer examples than shots, or if no text fits.
     """
     if len(examples) < shots:
@@ -174,7 +176,7 @@ def example_cases(
     if pool < shots:
         raise InvalidInput(f"a pool of {pool} examples is less than {shots} shots", field="pool")
     prompts, random = Prompts(engine, separator), np.random.default_rng(seed)
-    drawn_from = spread(examples, pool)
+    drawn_from = _named(spread(examples, pool), engine.labels)
     found = []
     for text, label in texts:
         order = random.permutation(len(drawn_from))[:shots].tolist()
@@ -186,3 +188,10 @@ def example_cases(
             field="shots",
         )
     return cases
+
+
+def _named(examples: Sequence[Labelled], labels: Sequence[str] | None) -> list[Labelled]:
+    if labels is None:
+        return list(examples)
+    names = label_names([own.label for own in examples], labels)
+    return [Labelled(own.text, name) for own, name in zip(examples, names, strict=True)]

@@ -147,6 +147,13 @@ def test_the_same_seed_draws_the_same_examples_from_the_pool(engine):
     assert len(set(map(tuple, prompts(1, pool=3)))) <= 6
 
 
+def test_examples_show_the_names_of_numbered_labels(engine):
+    examples = [Labelled("lost card", "1"), Labelled("late card", "0")]
+    (case,) = example_cases(engine, examples, [Labelled("it is", "1")], shots=2)
+    shown = sorted(engine.tokenizer.decode(case.chunks))
+    assert shown == ["Text: late card\nAnswer: yes", "Text: lost card\nAnswer: no"]
+
+
 def test_paragraphs_are_cut_and_as_many_as_fit_are_taken_evenly(engine):
     asked = Question("where?", tuple(f"{number}\n" + "lost card " * 10 for number in range(9)))
     (case,) = question_cases(engine, [asked], chunk_tokens=7)
