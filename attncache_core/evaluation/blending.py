@@ -90,13 +90,13 @@ class Ways:
 
     def __init__(self, engine: PrefillEngine) -> None:
         """Raise InvalidInput if the chunks of the engine's model cannot be blended."""
-        if engine.never_blendable and engine.key_values:
+        if engine.blending.refusal and engine.key_values:
             raise InvalidInput(
                 "chunks are blended only if outputs read the last token; give --pooling lasttoken or --task "
                 "label-logits",
                 field="pooling",
             )
-        self._key_values = engine.require_blendable()
+        self._key_values = engine.blending.require()
         self._engine = engine
 
     def make(
@@ -135,7 +135,7 @@ class Ways:
 
         def run(case: Case) -> dict[str, Answer]:
             sequence = case.sequence
-            blend = self._engine.blend_with(sequence, sequence.ids, b"", recomputation)
+            blend = self._engine.blending.blend_with(sequence, sequence.ids, b"", recomputation)
             return {name: self._answer(self._run(PrefillRequest(sequence.ids, False, blend=blend)))}
 
         return run
