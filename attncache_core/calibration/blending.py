@@ -93,18 +93,16 @@ def calibrate_blending(
 ) -> BlendGate:
     """Measure prompts, and return the gate of the engine's model.
 
-    listwise: the segments are documents of listwise reranking.
-    separator: text between segments. kept: file of what was measured, with which a stopped calibration
-    continues; it is removed at the end. on_prompt: called after each prompt. Raises InvalidInput if chunks
-    cannot be blended with this model, if a prompt does not fit or has fewer than two segments, or for too few
-    prompts.
+    separator: text between segments. listwise: the segments are documents of listwise reranking. kept: file
+    of what was measured, with which a stopped calibration continues; it is removed at the end. on_prompt:
+    called after each prompt. Raises InvalidInput if chunks cannot be blended with this model, if a prompt
+    does not fit or has fewer than two segments, or for too few prompts.
     """
     engine.blending.require(listwise)
     if len(prompts) < (needed := texts_needed(budget)):
         raise InvalidInput(
             f"{len(prompts)} prompts cannot prove this budget, even if no answer changes; give {needed} or "
-            f"more, or "
-            "a lower budget",
+            "more, or a lower budget",
             field="segments",
         )
     sequences = list(_sequences(engine, prompts, separator, listwise))

@@ -1,6 +1,4 @@
-"""Read prompts of segments and a query from a JSON Lines file: {"segments": [...], "query": "..."} per
-line.
-"""
+"""Read prompts of segments and a query: {"segments": [...], "query": "..."} on each line of a .jsonl file."""
 
 from __future__ import annotations
 

@@ -84,17 +84,12 @@ class BlendedPass:
         given.finish()
 
     def _run(self, blend: Blend) -> None:
-        again = blend.recomputation
-        is_given = self._given.is_given
-        always = ~is_given
-        for chunk in blend.chunks:
-            always[chunk.first : chunk.first + min(again.first_tokens, chunk.length)] = True
-        always[: self.exact_tokens] = False
-        always[-1] = True
+        always = self._always_computed(blend)
         # The tokens that are given approximately, as far as they are still computed.
-        chosen = np.flatnonzero(is_given & ~always)
+        chosen = np.flatnonzero(self._given.is_given & ~always)
         chosen = chosen[chosen >= self.exact_tokens]
-        again = _beside_loading(again, self._store, self._given.loaded_tokens, len(chosen))
+        loaded = self._given.loaded_tokens
+        again = _beside_loading(blend.recomputation, self._store, loaded, len(chosen))
         layers = len(self._model.layers)
         counts = again.counts(len(chosen), layers)
         check = min(again.check_layer, layers)
@@ -123,6 +118,16 @@ class BlendedPass:
                 rows, hidden = _kept(rows, hidden, always, chosen)
         assert hidden is not None
         self.hidden = hidden
+
+    def _always_computed(self, blend: Blend) -> np.ndarray:
+        """Return the tokens that every layer computes, bool [tokens]."""
+        always = ~self._given.is_given
+        for chunk in blend.chunks:
+            first_tokens = min(blend.recomputation.first_tokens, chunk.length)
+            always[chunk.first : chunk.first + first_tokens] = True
+        always[: self.exact_tokens] = False
+        always[-1] = True  # the outputs read it
+        return always
 
     def _computed(self, layer: int, hidden: torch.Tensor | None, rows: np.ndarray) -> torch.Tensor:
         """Run a layer on tokens `rows`, whose slots replace the given ones."""
@@ -183,8 +188,9 @@ def _beside_loading(again: Recomputation, store: KeyValueStore, loaded: int, tok
 def _kept(
     rows: np.ndarray, hidden: torch.Tensor | None, always: np.ndarray, chosen: np.ndarray
 ) -> tuple[np.ndarray, torch.Tensor | None]:
-    """Return the rows that go on, with their hidden states: those of `always`, bool [tokens], and
-    `chosen`.
+    """Return the rows that go on, with their hidden states: those of `always` and `chosen`.
+
+    always: bool [tokens]. chosen: positions, int64.
     """
     stay = always.copy()
     stay[chosen] = True
@@ -201,8 +207,9 @@ def _result(
     computed: int,
     started: float,
 ) -> PrefillResult:
-    """Return the result of a pass. cached: tokens of each chunk that were stored before. computed: of
-    others.
+    """Return the result of a pass.
+
+    cached: tokens of each chunk that were stored before. computed: tokens of other chunks.
     """
     assert model.final is not None
     end = max(chunk.first + chunk.length for chunk in blend.chunks)

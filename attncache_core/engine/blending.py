@@ -77,9 +77,7 @@ class Blending:
         return None
 
     def require(self, listwise: bool = False) -> KeyValueReuse:
-        """Return the keys and values that can be blended. Raises InvalidInput if they cannot, and says
-        why.
-        """
+        """Return the keys and values that can be blended. Raises InvalidInput, which says why they cannot."""
         if reason := self.off(listwise):
             raise InvalidInput(f"chunks cannot be blended with this model: {reason}", field="segments")
         assert self._engine.key_values is not None

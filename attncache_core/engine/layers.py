@@ -160,8 +160,8 @@ def _run_stack(
         compiled_threads(),
         slots,
     )
-    # PackedModel.outputs takes float32 too, and layers that run one by one with slots round nothing in
-    # between.
+    # PackedModel.outputs takes float32 too, and layers that run one by one with slots
+    # round nothing in between.
     is_last = layers.stop == len(model.layers)
     return states if is_last or slots else states.to(model.dtype), counts.attention_seconds
 

@@ -501,8 +501,9 @@ class PrefillEngine:
         return parts[0] if len(parts) == 1 else joined_results(parts, [own for own in indices if len(own)])
 
     def _run(self, requests: Sequence[PrefillRequest], *, share: bool, blend: bool) -> PrefillResult:
-        """Run a batch. share: compute shared prefixes once, and take no maps. blend: all requests have
-        chunks.
+        """Run a batch.
+
+        share: compute shared prefixes once, and take no maps. blend: all requests have chunks.
         """
         # Torch and Faiss limit threads per calling thread, and another thread may have loaded the engine.
         use_threads(self.threads)

@@ -65,8 +65,7 @@ class PrefillResult:
     # States of the tokens of each sequence whose plan reads them, float32 [tokens, hidden], else [0, hidden];
     # None if no plan reads any.
     token_states: list[np.ndarray] | None = field(default=None, kw_only=True)
-    # What was done with the chunks of each sequence, None for a sequence without; None if no sequence has
-    # any.
+    # What was done with the chunks of each sequence; None for one without, and if no sequence has any.
     blends: list[BlendReport | None] | None = field(default=None, kw_only=True)
 
 

@@ -157,8 +157,8 @@ class KeyValueSlots:
     # int32 [layers], to which the rows are added whose keys and values are kept. None: nobody asks.
     written: np.ndarray | None = None
     # Whether the rows of a tree, which is one run, are at any rising positions. They attend to the given
-    # tokens up to their own position, and their kept slots are among the given ones. The root starts behind
-    # all tokens.
+    # tokens up to their own position, and their kept slots are among the given ones. The root
+    # starts behind all tokens.
     scattered: bool = False
     # Whether the slots of the rows in one layer are kept, and nothing else is computed.
     only: bool = False

@@ -51,9 +51,7 @@ class Recomputation:
     choice: Literal["deviation", "random"] = "deviation"  # random: to compare with
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a share is outside [0, 1] or grows, or if there is no layer before the
-        check.
-        """
+        """Raise ValueError if a share is outside [0, 1] or grows, or if the check layer is layer 0."""
         if not all(0 <= own <= 1 for own in (self.ratio, *self.shares)):
             raise ValueError("a recompute ratio lies between 0 and 1")
         if any(one < other for one, other in zip(self.shares, self.shares[1:], strict=False)):
@@ -137,9 +135,7 @@ class BlendReport:
     computed_tokens: int = 0  # of chunks that were not stored yet, each by itself
 
     def tokens_by_state(self) -> tuple[int, int, int]:
-        """Return the tokens of the chunks: used as they were stored, computed again, and not stored
-        before.
-        """
+        """Return the tokens that were used as they were stored, computed again, and not stored before."""
         again = sum(min(own.recomputed, own.cached) for own in self.chunks)
         cached = sum(own.cached for own in self.chunks)
         return cached - again, again, sum(own.tokens for own in self.chunks) - cached

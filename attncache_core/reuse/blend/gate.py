@@ -2,8 +2,8 @@
 
     calibration/blending.py -> BlendGate, in a file -> the server, which verifies it and tightens it in steps
 
-Without a gate, nothing is blended: chunks are computed exactly. A gate belongs to the model, its template and
-its labels.
+Without a gate, nothing is blended: chunks are computed exactly. A gate belongs to the model, its
+template and its labels.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class BlendGate:
         """Raise InvalidInput unless the gate was measured with this engine."""
         if self.fingerprint != fingerprint:
             raise InvalidInput(
-                f"the file of --blend was measured with another model, template or labels than {model} has "
-                f"now; "
+                f"the file of --blend was measured with another model, template or labels than {model} has; "
                 "run `attncache calibrate --segments` with the server's options again",
                 field="blend",
             )

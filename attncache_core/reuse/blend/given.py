@@ -24,12 +24,11 @@ class GivenChunks:
     def __init__(
         self, store: KeyValueStore, blend: Blend, whole: Wanted | None, length: int, load: bool = True
     ) -> None:
-        """whole: how the sequence itself is looked up, for what is stored of its beginning. length: its
-        tokens.
+        """whole: how the sequence itself is looked up, for what is stored of its beginning.
 
-        load: whether saved blocks may be loaded.
+        length: the tokens of the sequence. load: whether saved blocks may be loaded.
         """
-        self._store, self._layers = store, store.layout.layers
+        self._store = store
         parts = [(chunk.first, chunk.skipped, chunk.wanted) for chunk in blend.chunks]
         if whole and (beginning := _stored_beginning(store, whole)):
             parts.append((0, 0, beginning))

@@ -34,8 +34,7 @@ class Speeds:
     def ratio(self, least: float, loaded: int, tokens: int) -> float:
         """Return the share of `tokens` tokens to compute again, of which `loaded` must be loaded.
 
-        The largest share that costs no time beside loading, and at least `least`, the share that quality
-        needs.
+        It is the largest share that costs no time beside loading, but at least `least`.
         """
         if not tokens:
             return least

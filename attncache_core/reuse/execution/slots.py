@@ -94,8 +94,9 @@ class SlotAttention:
 
 
 def _among_given(batch: TokenBatch) -> tuple[PrefixTree, np.ndarray]:
-    """Return the given tokens of all trees as sequences, and the place of each row among them, int64
-    [rows].
+    """Return the given tokens of all trees as sequences, and the place of each row among them.
+
+    The places are int64 [rows].
     """
     assert batch.tree is not None
     lengths, ends = batch.tree.starts, np.arange(len(batch.tree.starts))

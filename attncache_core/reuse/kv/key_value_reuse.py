@@ -53,9 +53,7 @@ class KeyValueReuse:
         return self._reads_last
 
     def whole(self, ids: Sequence[int], salt: bytes) -> Wanted:
-        """Return how token ids are looked up of which all may be given. Only if outputs read the last
-        token.
-        """
+        """Return how token ids are looked up that may all be given. Only if outputs read the last token."""
         return Wanted.of(root_key(self._fingerprint, salt), ids, len(ids))
 
     def skipped(self, plan: SequencePlan | None) -> int:
