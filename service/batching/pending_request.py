@@ -101,6 +101,13 @@ class PendingSequence(NamedTuple):
     name: bytes | None  # of its result, if others may wait for the result
     blend: Blend | None = None  # of its chunks; None: it is computed exactly
 
+    @property
+    def stored_as(self) -> list[Wanted]:
+        """How the keys and values are looked up that a batch will use."""
+        if self.blend is not None:
+            return [chunk.wanted for chunk in self.blend.chunks]
+        return [] if self.wanted is None else [self.wanted]
+
 
 @dataclass(eq=False, slots=True)
 class PendingRequest:

@@ -172,8 +172,7 @@ class RequestQueue:
             for request in requests:
                 while not (request.is_tokenized or request.waits or request.future.done()):
                     self._tokenize_part(request)
-                waiting = (own.wanted for own in request.sequences[request.taken :])
-                found += (own for own in waiting if own is not None)
+                found += (own for each in request.sequences[request.taken :] for own in each.stored_as)
                 if len(found) >= _MOST_UPCOMING:
                     break
         return found[:_MOST_UPCOMING]

@@ -28,6 +28,8 @@ from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, read_gate, write_gate
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.text.segments import segmented
+from service.batching.pending_request import PendingRequest
+from service.batching.segments import Segments
 from service.observability.metrics import Metrics
 from service.upkeep.blend_verifier import BlendVerifier
 
@@ -153,6 +155,20 @@ async def test_blended_answers_are_not_kept_for_equal_texts(folder: Path) -> Non
     for response in (off, later):
         assert response.headers["X-AttnCache-Repeated"] == "0/1"
         np.testing.assert_allclose(response.json(), expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder: Path) -> None:
+    engine = blending(folder, 0.5)
+    source = Segments(SEGMENTS, BODY["query"], "\n")
+    prompt = engine.default_prompt
+    future: Any = None
+    request = PendingRequest(source, prompt, False, True, future, salt=b"a", may_blend=True)
+    (sequence,) = request.next_part(engine, 10**6)
+    first, *others = sequence.stored_as
+    turns = engine.tokenizer.turns(SEGMENTS)
+    assert np.frombuffer(first.tokens, "<i4").tolist() == [0, *turns[0]]
+    assert [np.frombuffer(own.tokens, "<i4").tolist() for own in others] == [[0, *ids] for ids in turns[1:]]
+    assert sequence.tokens < len(sequence.ids)
 
 
 async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exactly(folder: Path) -> None:
