@@ -381,7 +381,7 @@ def test_whatever_raises_on_an_engine_thread_each_request_is_answered_and_the_ne
     without_faults = FaultyCalls(None)
     for texts, answer in zip([*requests, ["next"]], answers_of(without_faults), strict=True):
         assert_result_of(texts, answer)
-    expected = {"Results.settle", "RequestQueue._take", "BatchRunner._deliver", "Verifier._take"}
+    expected = {"Results.settle", "RequestQueue._take", "BatchRunner._deliver", "LaterVerifier._take"}
     assert expected <= set(without_faults.calls)
     for function, count in without_faults.calls.items():
         for call in {1, count}:
