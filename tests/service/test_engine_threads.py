@@ -315,7 +315,7 @@ class Fault(BaseException):
 
 
 # What a request passes on an engine thread.
-FAULTY = ("service/batching/", "service/upkeep/verifier", "service/observability/metrics", "fake_engine")
+FAULTY = ("service/batching/", "service/upkeep/verif", "service/observability/metrics", "fake_engine")
 # The first call of a turn, which catches what the others raise, the last one of an idle turn, and the way of
 # an answer to the event loop.
 FAULTLESS = {"_run_until_empty", "end_idle_work", "_resolve", "reject"}
