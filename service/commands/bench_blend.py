@@ -106,10 +106,11 @@ def bench_blend(
     longest = max(chunks) * max(chunk_tokens) + query_tokens
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
     layout_of(engine)
-    room = engine.tokenizer.frame(engine.default_prompt).room
-    if longest > room:
+    limit = checkpoint.position_limit  # the tokens are no text, so the tokenizer's limit does not matter
+    opening = engine.tokenizer.frame(engine.default_prompt).opening
+    if limit and opening + longest > limit:
         raise InvalidInput(
-            f"prompts have {longest} tokens and the model accepts {room}; use fewer --chunks or "
+            f"prompts have {opening + longest} tokens and the model accepts {limit}; use fewer --chunks or "
             "--chunk-tokens",
             field="chunk_tokens",
         )

@@ -96,7 +96,7 @@ def test_command_reports_every_method(llama, tmp_path):
 
 
 def test_too_long_prompts_and_other_models_are_refused(llama, tiny_checkpoint):
-    assert_one_line(run("--model", llama, "--chunks", 8), "2080 tokens", "fewer --chunks")
+    assert_one_line(run("--model", llama, "--chunks", 8), "2081 tokens", "fewer --chunks")
     assert_one_line(run("--model", llama, "--ratios", "1.5"), "ratios must be numbers from 0 to 1")
     options = ("--chunks", 2, "--chunk-tokens", 5, "--query-tokens", 3)
     assert_one_line(run("--model", tiny_checkpoint.folder, *options), "bidirectional", "decoder")
