@@ -129,6 +129,9 @@ def test_later_layers_pick_those_whose_keys_and_values_moved_most(model, monkeyp
     rows = [np.array(run.rows[: len(run.rows) - len(query)]) for run in noted if not run.only_slots]
     compared = [rows[0], *rows[1:-1]]
     assert len(noted_deviations) == len(compared) == LAYERS - 1
+    # Behind the check layer, the same keys and values are compared with those that were given.
+    of_check = noted_deviations[0][np.isin(compared[0], compared[1])]
+    np.testing.assert_allclose(noted_deviations[1], of_check, rtol=1e-3, atol=1e-4)
     for before, after, found in zip(compared, rows[1:], noted_deviations, strict=True):
         goes_on = np.isin(before, after)
         assert found[goes_on].min() >= found[~goes_on].max()
