@@ -70,6 +70,8 @@ class Blending:
             return engine.key_values_off
         if reason := self.refusal:
             return reason
+        if not engine.key_values.store.memory.pool.places:
+            return "there is no memory for keys and values (--kv-memory-bytes)"
         if engine.key_values.approximation:
             return "saved keys and values are approximate already (--kv-disk-dtype)"
         if not listwise and engine.label_tokens and not engine.label_tokens.one_token_each:

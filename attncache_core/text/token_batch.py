@@ -109,7 +109,8 @@ class TokenBatch:
         if self.ids.device == device:
             return self
         types = None if self.types is None else self.types.to(device)
-        return replace(self, ids=self.ids.to(device), types=types)
+        scattered = None if self.scattered is None else self.scattered.to(device)
+        return replace(self, ids=self.ids.to(device), types=types, scattered=scattered)
 
     def groups(self, first: int = 0, end: int | None = None) -> list[Group]:
         """Return a Group for each stretch of equal lengths in the packed sequences [first, end).

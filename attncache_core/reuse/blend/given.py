@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 
 from attncache_core.reuse.blend.chunks import Blend
-from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.reuse.kv.store import KeyValueStore
 
@@ -30,10 +30,11 @@ class GivenChunks:
         """
         self._store = store
         parts = [(chunk.first, chunk.skipped, chunk.wanted) for chunk in blend.chunks]
-        if whole and (beginning := _stored_beginning(store, whole)):
-            parts.append((0, 0, beginning))
+        if whole:
+            parts.append((0, 0, whole))
+        # Only for what is stored, because places that are reserved for the rest would push out other blocks.
+        parts = [(first, skipped, _stored(store, wanted)) for first, skipped, wanted in parts]
         self._reservation = store.begin([wanted for _, _, wanted in parts], load)
-        # What is not stored is computed in its context, so it must not be stored as if it were a chunk.
         self.is_given = np.zeros(length, dtype=bool)
         self.exact_tokens = 0  # at the front
         self.loaded_tokens = BLOCK_TOKENS * len(self._reservation.loaded)
@@ -75,9 +76,9 @@ class GivenChunks:
         self._store.abandon(self._reservation)
 
 
-def _stored_beginning(store: KeyValueStore, whole: Wanted) -> Wanted | None:
-    """Return what is stored of the beginning of a sequence, so that looking it up reserves no new block."""
-    tokens = store.lookup(whole).memory
-    if not tokens:
-        return None
-    return Wanted.of(whole.root, np.frombuffer(whole.tokens, dtype="<i4")[:tokens].tolist(), tokens)
+def _stored(store: KeyValueStore, wanted: Wanted) -> Wanted:
+    """Return how the stored tokens at the front of a sequence are looked up."""
+    tokens = store.givable_tokens(wanted)
+    if tokens * TOKEN_BYTES == len(wanted.tokens):
+        return wanted
+    return Wanted.of(wanted.root, np.frombuffer(wanted.tokens, dtype="<i4")[:tokens].tolist(), tokens)
