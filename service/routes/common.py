@@ -23,6 +23,7 @@ REPEATED_HEADER = "X-AttnCache-Repeated"
 HISTORY_TOKENS_HEADER = "X-AttnCache-History-Tokens"
 APPROXIMATE_HEADER = "X-AttnCache-Approximate"
 SEGMENTS_HEADER = "X-AttnCache-Segments"
+_MOST_SEGMENTS = 64  # in the header: many clients refuse headers of more than 8 KiB
 
 _WHAT_HAPPENED = {
     400: "The body, a field or a header is not accepted.",
@@ -78,7 +79,8 @@ ANSWER_HEADERS = {
     SEGMENTS_HEADER: {
         "description": "For each chunk of a prompt whose chunks were blended: its tokens, how many of them "
         "had stored "
-        "keys and values, and how many of them were computed again. Absent with --no-reuse-headers.",
+        "keys and values, and how many of them were computed again; for the first 64 chunks. Absent "
+        "with --no-reuse-headers.",
         "schema": {
             "type": "string",
             "examples": ["257;cached=257;recomputed=0, 256;cached=256;recomputed=33"],
@@ -134,11 +136,11 @@ def answer(content: Any, result: RequestResult, call: Call, source: Source) -> A
 
 
 def _of_segments(result: RequestResult) -> str:
-    """Return what was done with each chunk, as a list of structured fields (RFC 8941)."""
+    """Return what was done with the first chunks, as a list of structured fields (RFC 8941)."""
+    chunks = [chunk for report in result.blends for chunk in report.chunks]
     return ", ".join(
         f"{chunk.tokens};cached={chunk.cached};recomputed={chunk.recomputed}"
-        for report in result.blends
-        for chunk in report.chunks
+        for chunk in chunks[:_MOST_SEGMENTS]
     )
 
 

@@ -141,6 +141,13 @@ async def test_headers_say_what_was_cached_and_recomputed_in_any_order(folder: P
     assert values["attncache_segment_tokens_total", "recomputed"] > 0
 
 
+async def test_header_of_many_chunks_stays_short(folder: Path) -> None:
+    async with serving(blending(folder, 0.5)) as client:
+        response = await asked(client, "/embed", {**BODY, "segments": ["a"] * 100})
+    assert len(chunks_of(response)) == 64
+    assert len(response.headers["X-AttnCache-Segments"]) < 4096
+
+
 async def test_blended_answers_are_not_kept_for_equal_texts(folder: Path) -> None:
     engine = blending(folder, 0.0)
     exact = load(folder)
