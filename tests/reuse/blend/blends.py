@@ -81,43 +81,39 @@ def noted_layers() -> Iterator[list[LayerRun]]:
         yield noted
 
 
-@torch.inference_mode()
 def block_diagonal(folder, chunks, query) -> np.ndarray:
+    """Return the last token's state of a pass in which the chunks of `joined` do not see each other."""
+    return apart(folder, *joined(chunks, query), OPENING)
+
+
+@torch.inference_mode()
+def apart(folder, ids, spans, opening) -> np.ndarray:
     """Return the last token's last normed state of a pass in which chunks do not see each other.
 
-    Every chunk but the first sees a copy of the opening, as far in front of it as in a text of its own; the
-    query sees the first opening, all chunks and itself. Layers with a window see only tokens inside it.
+    What stands in front of the first chunk belongs to it. Every other chunk sees a copy of the opening, as
+    far in front of it as in a text of its own. All other tokens see everything in front of them but these
+    copies. Layers with a window see only tokens inside it.
     """
     from transformers import AutoModel
 
-    ids, places, owners = [], [], []  # owner: the chunk a token belongs to; -1: the query
-    position = 0
-    for number, chunk in enumerate(chunks):
-        own = [*OPENING, *chunk]
-        start = position if number == 0 else position - len(OPENING)
-        ids += own
-        places += range(start, start + len(own))
-        owners += [number] * len(own)
-        position = start + len(own)
-    copies = np.array([place for place, _ in enumerate(ids)])
-    is_copy = np.zeros(len(ids) + len(query), dtype=bool)
-    first = 0
-    for number, chunk in enumerate(chunks):
-        if number:
-            is_copy[first : first + len(OPENING)] = True
-        first += len(OPENING) + len(chunk)
-    assert len(copies) == first
-    ids += query
-    places += range(position, position + len(query))
-    owners += [-1] * len(query)
-    owner = np.array(owners)
-    order = np.arange(len(ids))
+    tokens, places = np.array(ids), np.arange(len(ids))
+    owner = np.full(len(ids), -1)  # the chunk a token belongs to; -1: none
+    owner[: spans[0][1]] = 0
+    for number, (first, end) in enumerate(spans[1:], 1):
+        owner[first:end] = number
+    is_copy = np.zeros(len(ids), dtype=bool)
+    for number, (first, _) in reversed([*enumerate(spans)][1:]):
+        tokens = np.insert(tokens, first, opening)
+        places = np.insert(places, first, np.arange(first - len(opening), first))
+        owner = np.insert(owner, first, [number] * len(opening))
+        is_copy = np.insert(is_copy, first, [True] * len(opening))
+    order = np.arange(len(tokens))
     seen = order[None] <= order[:, None]
-    inside = (owner[None] == owner[:, None]) | ((owner[:, None] == -1) & ~is_copy[None])
+    inside = (owner[None] == owner[:, None]) & (owner >= 0) | ((owner[:, None] == -1) & ~is_copy[None])
     model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
 
     def mask(window):
-        near = np.subtract.outer(places, places) < (window or len(ids))
+        near = np.subtract.outer(places, places) < (window or len(tokens))
         return torch.from_numpy(np.where(seen & inside & near, 0.0, -np.inf)).float()[None, None]
 
     window = getattr(model.config, "sliding_window", None)
@@ -126,7 +122,9 @@ def block_diagonal(folder, chunks, query) -> np.ndarray:
     if not kinds:
         kind = "sliding_attention" if model.config.model_type in ("mistral", "mixtral") else "full_attention"
         masks = masks[kind]
-    found = model(torch.tensor([ids]), attention_mask=masks, position_ids=torch.tensor([places]))
+    found = model(
+        torch.from_numpy(tokens)[None], attention_mask=masks, position_ids=torch.from_numpy(places)[None]
+    )
     return found.last_hidden_state[0, -1].numpy()
 
 
