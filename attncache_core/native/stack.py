@@ -347,7 +347,11 @@ class CompiledStack:
             job.trees, job.starts = _address(rows.trees), _address(rows.starts)
             job.count = len(rows.trees) - 1
         if self._angles:
-            tables = [table for angles in self._angles for table in angles(int(rows.positions.max()) + 1)]
+            # Scattered rows attend to given tokens, all of which are rotated, also those behind the last row.
+            most = int(rows.positions.max()) + 1
+            if slots is not None and rows.starts is not None:
+                most = max(most, int(rows.starts.max()))
+            tables = [table for angles in self._angles for table in angles(most)]
             pointers = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
             job.angles = ctypes.addressof(pointers)
         if len(given.addresses):

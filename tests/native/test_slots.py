@@ -245,6 +245,21 @@ def test_scattered_rows_do_not_depend_on_the_number_of_threads(stack):
         assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+def test_rotations_reach_all_given_tokens_also_those_behind_the_last_scattered_row(kernel, monkeypatch):
+    stack, asked = made_stack(kernel.library, FORMS["decoder"], reused=(0,) * LAYERS), []
+    sequences, chosen = [made_ids(40, 1), made_ids(60, 2)], [np.array([3]), np.array([2, 7])]
+    blocks, all_rows = filled(stack, sequences, 16)
+
+    def noting(tables):
+        return lambda positions: asked.append(positions) or tables(positions)
+
+    monkeypatch.setattr(stack, "_angles", [noting(tables) for tables in stack._angles])
+    found, _ = run_scattered(stack, sequences, blocks, chosen, 2)
+    assert asked == [60]
+    for rows, expected, positions in zip(found, all_rows, chosen, strict=True):
+        assert torch.equal(rows, expected[torch.from_numpy(positions)])
+
+
 @pytest.mark.parametrize(
     ("lengths", "threads", "layer"),
     [([20], 4, 0), ([30, 9], 1, 1), ([300], 2, LAYERS - 1), ([60] * 20, 2, 1)],
