@@ -45,17 +45,20 @@ class Recomputation:
 
     ratio: float  # mean share of the tokens that are computed in the layers from the check layer on
     check_layer: int = 1  # at least 1, because in layer 0 keys and values do not depend on other tokens
-    fall: float = 0.3  # the first share is up to so much larger than the mean, and the last share smaller
+    # From 0 to 1: the first share is up to so much larger than the mean, and the last share smaller.
+    fall: float = 0.3
     shares: tuple[float, ...] = ()  # of the layers from the check layer on, instead of ratio and fall
     first_tokens: int = 0  # of each chunk, which are always computed
     choice: Literal["deviation", "random"] = "deviation"  # random: to compare with
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a share is outside [0, 1] or grows, or if the check layer is layer 0."""
+        """Raise ValueError if a share is outside [0, 1] or grows, or if another number is impossible."""
         if not all(0 <= own <= 1 for own in (self.ratio, *self.shares)):
             raise ValueError("a recompute ratio lies between 0 and 1")
         if any(one < other for one, other in zip(self.shares, self.shares[1:], strict=False)):
             raise ValueError("the recompute ratios of later layers must not grow")
+        if not 0 <= self.fall <= 1:
+            raise ValueError("the recompute ratio's fall lies between 0 and 1")
         if self.check_layer < 1:
             raise ValueError("the check layer is 1 or later: in layer 0, nothing deviates")
 

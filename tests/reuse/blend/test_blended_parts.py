@@ -150,6 +150,17 @@ def test_without_an_opening_a_chunk_has_one_entry_wherever_it_stands(model, stor
     assert len(store.memory) == stored
 
 
+@pytest.mark.parametrize("more", [1, 2, BLOCK_TOKENS])
+def test_a_chunk_that_extends_a_stored_chunk_computes_and_stores_its_new_tokens(model, store, more):
+    (first, second), query = random_chunks((20, 30 + more), 7)
+    run_share(model, store, [first, second[:30]], query, 0.0)
+    for computed in (more, 0):
+        report = run_share(model, store, [first, second], query, 0.0).blends[0]
+        assert report.computed_tokens == computed
+        assert report.chunks[1].cached == 30 + more - computed
+        assert report.rows == (len(query),) * LAYERS
+
+
 @torch.inference_mode()
 def log_probabilities(folder, ids, targets):
     hf = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)

@@ -26,7 +26,7 @@ from attncache_core.engine import blended, continued
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import load_model
-from attncache_core.reuse.blend.chunks import Recomputation
+from attncache_core.reuse.blend.chunks import Blend, Recomputation
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 
 LAYERS = 3
@@ -162,14 +162,19 @@ def test_a_longer_beginning_that_is_stored_exactly_is_used(model, store):
     assert np.abs(found.outputs - without.outputs).max() > 1e-3
 
 
-def test_where_the_whole_sequence_is_stored_exactly_only_the_last_token_is_computed(model, store):
+@pytest.mark.parametrize("kept", [0, 1])  # whether the last token is stored too
+def test_where_the_whole_sequence_is_stored_exactly_only_the_last_token_is_computed(model, store, kept):
     chunks, query = random_chunks((20, 37, 30), 7)
-    ids, _ = joined(chunks, query)
-    exact = run_exactly(model, store, ids).outputs[0]
-    found = run_chunks(model, store, chunks, query, Recomputation(0.2), whole=True)
-    assert found.blends[0].exact_tokens == len(ids) - 1
+    ids, spans = joined(chunks, query)
+    stored = ids[: len(ids) - 1 + kept]
+    run_exactly(model, store, [*stored, 5])
+    blend = Blend.of(key_values(store), ids, spans, OPENING, b"", Recomputation(0.2))
+    request = PrefillRequest(ids, False, wanted=key_values(store).whole(stored, b""), blend=blend)
+    with torch.inference_mode():
+        found = blended.run_blended(model, store, request)
+    assert found.blends[0].exact_tokens == len(stored)
     assert found.blends[0].rows == (1,) * LAYERS
-    np.testing.assert_allclose(found.outputs[0], exact, **NEAR)
+    np.testing.assert_allclose(found.outputs[0], own_full_pass(model, store, ids), **NEAR)
 
 
 def test_without_memory_every_token_is_computed_in_its_context(model):
