@@ -134,3 +134,17 @@ def full_state(folder, ids) -> np.ndarray:
 
     model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     return model(torch.tensor([ids])).last_hidden_state[0, -1].numpy()
+
+
+@torch.inference_mode()
+def keys_and_values(folder, ids, layer):
+    """Keys before their rotation, and values, of all heads of a layer: float32 [tokens, n]."""
+    from transformers import AutoModel
+
+    hf = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    made = []
+    attention = hf.layers[layer].self_attn
+    for projection in (attention.k_proj, attention.v_proj):
+        projection.register_forward_hook(lambda _module, _inputs, output: made.append(output[0]))
+    hf(torch.tensor([ids]))
+    return torch.cat(made, dim=1).numpy()

@@ -11,6 +11,7 @@ from blends import (
     full_state,
     joined,
     key_values,
+    keys_and_values,
     noted_layers,
     own_full_pass,
     random_chunks,
@@ -21,7 +22,7 @@ from core_decoders import write_llama
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_models import assert_nothing_is_in_use, store_of
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import blended
@@ -80,18 +81,6 @@ def test_recomputing_everything_is_the_full_pass(model, folder, lengths, query):
     ids, _ = joined(chunks, last)
     np.testing.assert_allclose(found, full_state(folder, ids), **NEAR)
     np.testing.assert_allclose(found, own_full_pass(model, store, ids), **NEAR)
-
-
-@torch.inference_mode()
-def keys_and_values(folder, ids, layer):
-    """Keys before their rotation, and values, of all heads of a layer: float32 [tokens, n]."""
-    hf = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    made = []
-    attention = hf.layers[layer].self_attn
-    for projection in (attention.k_proj, attention.v_proj):
-        projection.register_forward_hook(lambda _module, _inputs, output: made.append(output[0]))
-    hf(torch.tensor([ids]))
-    return torch.cat(made, dim=1).numpy()
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.4, 0.7])

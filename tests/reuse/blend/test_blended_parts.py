@@ -9,6 +9,7 @@ from blends import (
     full_state,
     joined,
     key_values,
+    keys_and_values,
     noted_layers,
     random_chunks,
     run_share,
@@ -65,8 +66,8 @@ def prompt(lengths, query, opening=OPENING, separator=(), heading=()):
 
 
 @torch.inference_mode()
-def run_prompt(model, store, found, ratio):
-    blend = Blend.of(key_values(store), *found, b"", Recomputation(ratio))
+def run_prompt(model, store, found, ratio, **more):
+    blend = Blend.of(key_values(store), *found, b"", Recomputation(ratio, **more))
     return run_blended(model, store, PrefillRequest(found.ids, False, blend=blend))
 
 
@@ -110,6 +111,28 @@ def in_spans(found, place):
 def test_recomputing_everything_is_the_full_pass_whatever_stands_between_chunks(model, folder, found):
     result = run_prompt(model, store_of(model), found, 1.0)
     np.testing.assert_allclose(result.outputs[0], full_state(folder, found.ids), **NEAR)
+
+
+@pytest.mark.parametrize("first_tokens", [0, 2])
+def test_tokens_that_deviate_most_are_picked_among_tokens_that_are_computed_in_any_case(
+    model, folder, first_tokens
+):
+    found = prompt((20, 37, 9, 30), 7, separator=[5, 6, 7], heading=[8])
+    full = keys_and_values(folder, found.ids, 1)
+    deviations = np.full(len(found.ids), np.nan)
+    for first, end in found.spans[1:]:
+        alone = keys_and_values(folder, [*OPENING, *found.ids[first:end]], 1)[len(OPENING) :]
+        own = ((full[first:end] - alone) ** 2).sum(axis=1)
+        deviations[first + first_tokens : end] = own[first_tokens:]
+    with noted_layers() as noted:
+        result = run_prompt(model, store_of(model), found, 0.3, first_tokens=first_tokens)
+    np.testing.assert_allclose(result.blends[0].deviations, deviations, rtol=1e-3, atol=1e-4)
+    free = np.flatnonzero(~np.isnan(deviations))
+    count = Recomputation(0.3).counts(len(free), LAYERS)[1]
+    best = free[np.argsort(-deviations[free])[:count]]
+    forced = {*range(found.spans[0][1], len(found.ids))} - {*free.tolist()}
+    checked = next(run for run in noted if run.layer == 1 and not run.only_slots)
+    assert checked.rows == sorted(forced | {*best.tolist()})
 
 
 @given(found=prompts, ratio=st.floats(0, 1))
