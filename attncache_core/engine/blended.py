@@ -3,7 +3,7 @@
     chunks that are not stored -> computed by themselves, and stored
     layers before the check    -> every token behind the exact beginning
     check layer                -> keys and values of these tokens -> the tokens that deviate most go on
-    every later layer          -> the tokens that went on, behind given keys and values; fewer go on
+    every later step of layers -> the tokens that went on, behind given keys and values; fewer go on
 
 Tokens that are not given, such as the query, are computed in every layer. Nothing of this pass is stored.
 """
@@ -25,7 +25,7 @@ from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, empty_states
 from attncache_core.models import PackedModel
 from attncache_core.native.stack import KeyValueSlots
-from attncache_core.reuse.blend.chunks import Blend, BlendReport, ChunkReport, Recomputation
+from attncache_core.reuse.blend.chunks import LAYERS_A_STEP, Blend, BlendReport, ChunkReport, Recomputation
 from attncache_core.reuse.blend.given import GivenChunks
 from attncache_core.reuse.blend.loading import Speeds
 from attncache_core.reuse.blend.selection import deviations, picked
@@ -74,7 +74,9 @@ class BlendedPass:
         self._ids = torch.tensor(ids)
         layout = store.layout
         self._dtype = model.stack.dtype if model.stack else model.dtype
-        self._slots = np.zeros((-(-len(ids) // BLOCK_TOKENS) * BLOCK_TOKENS, layout.slot_bytes), np.uint8)
+        tokens = -(-len(ids) // BLOCK_TOKENS) * BLOCK_TOKENS
+        # Of the layers that are computed together.
+        self._slots = np.zeros((min(LAYERS_A_STEP, layout.layers), tokens, layout.slot_bytes), np.uint8)
         self.deviations: np.ndarray | None = None
         self.rows: list[int] = []  # that each layer computed
         self.attention_seconds = 0.0
@@ -97,23 +99,25 @@ class BlendedPass:
             chosen = chosen[:0]
         rows = np.sort(np.concatenate([np.flatnonzero(always), chosen]))
         hidden: torch.Tensor | None = None
-        for layer, count in enumerate(counts):
-            self._given.fill(layer, self._slots)
-            if layer == check and count < len(chosen):
-                deviation = self._compared(layer, hidden, rows, chosen)
+        while len(self.rows) < layers:
+            step = self._given.loaded(_step(counts, len(self.rows)))
+            self._given.fill(step, self._slots)
+            if step.start == check and counts[check] < len(chosen):
+                deviation = self._compared(step, hidden, rows, chosen)
                 self.deviations = np.full(len(self._ids), np.nan, dtype=np.float32)
                 self.deviations[chosen] = deviation
-                chosen = chosen[picked(deviation, count, again.choice)]
+                chosen = chosen[picked(deviation, counts[check], again.choice)]
                 rows, hidden = _kept(rows, hidden, always, chosen)
-            before = self._slots[chosen]
-            hidden = self._computed(layer, hidden, rows)
-            self.rows.append(len(rows))
-            if layer <= check:
+            last = self._slots[len(step) - 1]
+            before = last[chosen]
+            hidden = self._computed(step, hidden, rows)
+            self.rows += [len(rows)] * len(step)
+            if step.start <= check:
                 self.computed[:] = False
                 self.computed[rows] = True
-            following = counts[layer + 1] if layer + 1 < layers else len(chosen)
-            if layer >= check and following < len(chosen):
-                deviation = deviations(before, self._slots[chosen], self._dtype)
+            following = counts[step.stop] if step.stop < layers else len(chosen)
+            if step.stop > check and following < len(chosen):
+                deviation = deviations(before, last[chosen], self._dtype)
                 chosen = chosen[picked(deviation, following, again.choice)]
                 rows, hidden = _kept(rows, hidden, always, chosen)
         assert hidden is not None
@@ -129,28 +133,28 @@ class BlendedPass:
         always[-1] = True  # the outputs read it
         return always
 
-    def _computed(self, layer: int, hidden: torch.Tensor | None, rows: np.ndarray) -> torch.Tensor:
-        """Run a layer on tokens `rows`, whose slots replace the given ones."""
-        addresses = self._slots.__array_interface__["data"][0] + rows * self._slots.shape[1]
-        slots = self._key_value_slots(addresses.astype(np.uint64))
-        return self._layer(layer, hidden, rows, slots)
+    def _computed(self, step: range, hidden: torch.Tensor | None, rows: np.ndarray) -> torch.Tensor:
+        """Run some layers on tokens `rows`, whose slots replace the given ones."""
+        addresses = _address(self._slots) + rows * self._slots.shape[2]
+        return self._layers(step, hidden, rows, self._key_value_slots(step, addresses))
 
     def _compared(
-        self, layer: int, hidden: torch.Tensor | None, rows: np.ndarray, chosen: np.ndarray
+        self, step: range, hidden: torch.Tensor | None, rows: np.ndarray, chosen: np.ndarray
     ) -> np.ndarray:
-        """Return how much the slots of tokens `chosen`, among `rows`, deviate from the given ones."""
-        own = np.zeros((len(rows), self._slots.shape[1]), dtype=np.uint8)
-        addresses = own.__array_interface__["data"][0] + np.arange(len(rows)) * own.shape[1]
-        self._layer(layer, hidden, rows, self._key_value_slots(addresses.astype(np.uint64), only=True))
-        return deviations(self._slots[chosen], own[np.searchsorted(rows, chosen)], self._dtype)
+        """Return how much the slots of tokens `chosen`, among `rows`, deviate from the given ones.
 
-    def _layer(
-        self, layer: int, hidden: torch.Tensor | None, rows: np.ndarray, slots: KeyValueSlots
+        They are the slots of the first of these layers.
+        """
+        own = np.zeros((len(rows), self._slots.shape[2]), dtype=np.uint8)
+        addresses = _address(own) + np.arange(len(rows)) * own.shape[1]
+        self._layers(step[:1], hidden, rows, self._key_value_slots(step[:1], addresses, only=True))
+        return deviations(self._slots[0, chosen], own[np.searchsorted(rows, chosen)], self._dtype)
+
+    def _layers(
+        self, step: range, hidden: torch.Tensor | None, rows: np.ndarray, slots: KeyValueSlots
     ) -> torch.Tensor:
         batch = self._batch(rows).on(self._model.device)
-        found, seconds = run_layers(
-            self._model, batch, hidden, NO_GIVEN_MAPS, range(layer, layer + 1), slots=slots
-        )
+        found, seconds = run_layers(self._model, batch, hidden, NO_GIVEN_MAPS, step, slots=slots)
         self.attention_seconds += seconds
         return found
 
@@ -160,20 +164,33 @@ class BlendedPass:
         positions = torch.from_numpy(rows)
         return TokenBatch(self._ids[positions], np.array([len(rows)]), none, tree=tree, scattered=positions)
 
-    def _key_value_slots(self, kept: np.ndarray, *, only: bool = False) -> KeyValueSlots:
-        # The slots of one layer are in memory at a time, so every layer finds its slots at the same address.
-        first = self._slots.__array_interface__["data"][0]
-        block = BLOCK_TOKENS * self._slots.shape[1]
-        blocks = first + block * np.arange(len(self._slots) // BLOCK_TOKENS)
+    def _key_value_slots(self, step: range, kept: np.ndarray, *, only: bool = False) -> KeyValueSlots:
+        """kept: addresses of the slots of the rows in the first of these layers."""
+        _, tokens, width = self._slots.shape
+        block = BLOCK_TOKENS * width
+        given = _address(self._slots) + block * np.arange(tokens // BLOCK_TOKENS)
+        # The compiled code counts from layer 0 of the model.
+        before = step.start * tokens * width
         return KeyValueSlots(
             BLOCK_TOKENS,
-            0,
-            blocks.astype(np.uint64),
-            np.array([0, len(blocks)]),
-            kept,
+            tokens * width,
+            (given - before).astype(np.uint64),
+            np.array([0, len(given)]),
+            (kept - before).astype(np.uint64),
             scattered=True,
             only=only,
         )
+
+
+def _step(counts: Sequence[int], first: int) -> range:
+    """Return the layers from `first` on that compute as many tokens as `first` does, up to LAYERS_A_STEP."""
+    end = min(len(counts), first + LAYERS_A_STEP)
+    return range(first, next((layer for layer in range(first, end) if counts[layer] != counts[first]), end))
+
+
+def _address(numbers: np.ndarray) -> int:
+    address: int = numbers.__array_interface__["data"][0]
+    return address
 
 
 def _beside_loading(again: Recomputation, store: KeyValueStore, loaded: int, tokens: int) -> Recomputation:

@@ -38,30 +38,35 @@ class GivenChunks:
         self.is_given = np.zeros(length, dtype=bool)
         self.exact_tokens = 0  # at the front
         self.loaded_tokens = BLOCK_TOKENS * len(self._reservation.loaded)
-        self._sources: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._sources: list[tuple[slice, np.ndarray, slice]] = []  # positions; blocks, and tokens in them
         given = zip(parts, self._reservation.given, self._reservation.given_tokens, strict=True)
         for (first, skipped, _), blocks, tokens in given:
             if tokens <= skipped:
                 continue
             places = np.array([block.place for block in blocks])
             end = first + tokens - skipped
-            self._sources.append((np.arange(first, end), places, np.arange(skipped, tokens)))
+            self._sources.append((slice(first, end), places, slice(skipped, tokens)))
             self.is_given[first:end] = True
             if not first:
                 self.exact_tokens = max(self.exact_tokens, end)
 
-    def fill(self, layer: int, slots: np.ndarray) -> None:
-        """Write the given slots of a layer to their positions in `slots`, uint8 [tokens, slot bytes].
-
-        Waits until the layer is loaded.
-        """
+    def loaded(self, layers: range) -> range:
+        """Wait until the first of some layers is loaded. Return how many of them are loaded, in a row."""
         loading = self._reservation.loading
-        while loading is not None and loading.ready[0] <= layer:
+        while loading is not None and loading.ready[0] <= layers.start:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-        of_layer = self._store.memory.pool.layer(layer)
-        # The beginning comes last, because it is exact also where chunks are given.
-        for positions, places, tokens in self._sources:
-            slots[positions] = of_layer[places].reshape(-1, slots.shape[1])[tokens]
+        return layers if loading is None else range(layers.start, min(layers.stop, int(loading.ready[0])))
+
+    def fill(self, layers: range, slots: np.ndarray) -> None:
+        """Write the given slots of some layers, which are loaded, to their positions in `slots`.
+
+        slots: uint8 [layers or more, tokens, slot bytes].
+        """
+        for of_pass, layer in zip(slots, layers, strict=False):
+            of_layer = self._store.memory.pool.layer(layer)
+            # The beginning comes last, because it is exact also where chunks are given.
+            for positions, places, tokens in self._sources:
+                of_pass[positions] = of_layer[places].reshape(-1, slots.shape[2])[tokens]
 
     def finish(self) -> None:
         """Count what was given, and store nothing. Raises DamagedBlock if what was given is damaged."""

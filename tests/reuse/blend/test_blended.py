@@ -32,7 +32,7 @@ from attncache_core.models import load_model
 from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.text.prompts import SequencePlan, Target
 
-LAYERS = 4
+LAYERS = 6  # behind the check layer's step of two layers, there is a step of three layers
 NEAR = {"rtol": 0, "atol": 1e-4}  # float32 sums in another order
 EXECUTORS = ["stack", "plain"]
 
@@ -103,7 +103,7 @@ def test_tokens_that_deviate_most_from_a_full_pass_are_picked(model, folder, rat
     assert checked.rows == sorted([*best, *range(spans[-1][1], len(ids))])
 
 
-def test_later_layers_pick_those_whose_keys_and_values_moved_most(model, monkeypatch):
+def test_later_steps_pick_those_whose_keys_and_values_moved_most(model, monkeypatch):
     """Gradual filtering: what goes on deviated at least as much as what is left behind."""
     chunks, query = random_chunks((20, 37, 9, 30), 7)
     noted_deviations, deviations = [], blended.deviations
@@ -113,17 +113,40 @@ def test_later_layers_pick_those_whose_keys_and_values_moved_most(model, monkeyp
         return noted_deviations[-1]
 
     monkeypatch.setattr(blended, "deviations", noting)
+    # Fewer tokens go on in the check layer, behind it, behind the next one, and behind a step of two.
+    shares = (0.5, 0.4, 0.3, 0.3, 0.2)
     with noted_layers() as noted:
-        run_share(model, store_of(model), chunks, query, 0.4)
+        run_share(model, store_of(model), chunks, query, 0.4, shares=shares)
     rows = [np.array(run.rows[: len(run.rows) - len(query)]) for run in noted if not run.only_slots]
-    compared = [rows[0], *rows[1:-1]]
-    assert len(noted_deviations) == len(compared) == LAYERS - 1
+    compared = [rows[0], rows[1], rows[2], rows[4]]
+    assert len(noted_deviations) == len(compared)
     # Behind the check layer, the same keys and values are compared with those that were given.
     of_check = noted_deviations[0][np.isin(compared[0], compared[1])]
     np.testing.assert_allclose(noted_deviations[1], of_check, rtol=1e-3, atol=1e-4)
-    for before, after, found in zip(compared, rows[1:], noted_deviations, strict=True):
+    for before, after, found in zip(compared, [*rows[1:4], rows[5]], noted_deviations, strict=True):
         goes_on = np.isin(before, after)
         assert found[goes_on].min() >= found[~goes_on].max()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.4, 1.0])
+def test_layers_that_compute_the_same_tokens_run_together_and_give_the_same_numbers(
+    model, monkeypatch, ratio
+):
+    chunks, query = random_chunks((20, 37, 9, 30), 7)
+    own, runs, run_layers = [], [], blended.run_layers
+
+    def noting(*arguments, slots):
+        if not slots.only:
+            runs.append([*arguments[4]])
+        return run_layers(*arguments, slots=slots)
+
+    monkeypatch.setattr(blended, "run_layers", noting)
+    for most in (4, 1):
+        monkeypatch.setattr(blended, "LAYERS_A_STEP", most)
+        own.append(run_share(model, store_of(model), chunks, query, ratio).outputs)
+    together = [[0], [1, 2], [3, 4, 5]] if ratio == 0.4 else [[0, 1, 2, 3], [4, 5]]
+    assert runs == [*together, *([layer] for layer in range(LAYERS))]
+    assert np.array_equal(*own)
 
 
 def test_nothing_deviates_in_the_first_chunk(model):
@@ -180,7 +203,7 @@ def error(model, ratio, seed, **more):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
-SEEDS = range(12)
+SEEDS = range(24)
 
 
 def test_on_average_the_error_falls_with_the_share_that_is_computed_again(models):

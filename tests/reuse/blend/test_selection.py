@@ -84,13 +84,16 @@ def test_random_picks_do_not_depend_on_deviations_and_repeat():
     [
         (Recomputation(0.0), 100, 4, [0, 0, 0, 0]),
         (Recomputation(1.0), 100, 4, [100, 100, 100, 100]),
-        (Recomputation(0.2), 100, 4, [100, 26, 20, 14]),
+        (Recomputation(0.2), 100, 5, [100, 20, 20, 20, 20]),
+        (Recomputation(0.2), 100, 6, [100, 25, 25, 17, 17, 17]),
+        (Recomputation(0.2), 100, 10, [100, 25, 25, 25, 20, 20, 20, 16, 16, 16]),
         (Recomputation(0.2, fall=0.0), 100, 4, [100, 20, 20, 20]),
-        (Recomputation(0.2, 2), 100, 4, [100, 100, 26, 14]),
+        (Recomputation(0.2, 2), 100, 8, [100, 100, 24, 24, 24, 17, 17, 17]),
         (Recomputation(0.2, 3), 100, 4, [100, 100, 100, 20]),
         (Recomputation(0.2, 4), 100, 4, [100, 100, 100, 100]),
         (Recomputation(0.2, 9), 100, 4, [100, 100, 100, 100]),
-        (Recomputation(0.8), 100, 3, [100, 100, 60]),  # the fall ends at the whole
+        # The fall begins at the whole, and the share of a step is that of its middle.
+        (Recomputation(0.8), 100, 9, [100, *[92] * 4, *[69] * 4]),
         (Recomputation(0.15), 10, 2, [10, 2]),
         (Recomputation(0.01), 10, 4, [10, 1, 1, 1]),  # not none
         (Recomputation(0.5), 0, 4, [0, 0, 0, 0]),
