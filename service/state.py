@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
+from service.batching.admission import Limits
 from service.batching.batcher import Batcher
-from service.batching.request_queue import Limits
 from service.conversations.sessions import Sessions
 from service.errors import NotReady
 from service.labels import LabelMemory

@@ -26,6 +26,7 @@ from typing import Any
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
+from service.batching.admission import Limits
 from service.batching.batch_runner import BatchRunner
 from service.batching.pending_request import (
     PendingRequest,
@@ -34,7 +35,7 @@ from service.batching.pending_request import (
     Share,
     Timing,
 )
-from service.batching.request_queue import Limits, RequestQueue
+from service.batching.request_queue import RequestQueue
 from service.batching.results import Results, SequenceNames
 from service.batching.sources import Source
 from service.errors import InternalError, ShuttingDown, log_failure

@@ -1,13 +1,9 @@
-"""The queue of requests: who is admitted, who waits, and which sequences form the next batch.
+"""The queue of requests: who waits, and which sequences form the next batch.
 
     add -> tokenise, part by part, as batches need it -> batches; flows take turns (see fair_order.py)
-        -> QueueFull                                  -> withdraw if the client has gone
+        -> QueueFull (admission.py)                   -> withdraw if the client has gone
 
-A request is refused if the queue has no room for its sequences and tokens, or if too many seconds of work
-come before it. The work that comes before it depends on its flow: a client that floods the queue is refused,
-while a request of another client, whose turn is next, is admitted.
-
-The queue also decides how many engine threads run: as many as there are sequences, up to a limit.
+The queue decides how many engine threads run: as many as there are sequences, up to a limit.
 """
 
 from __future__ import annotations
@@ -20,28 +16,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from attncache_core.reuse.kv.memory import Wanted
+from service.batching.admission import Admission, Limits
 from service.batching.drain_speed import DrainSpeed
 from service.batching.fair_order import FairOrder
 from service.batching.pending_request import PendingRequest, PendingSequence, Share
-from service.errors import QueueFull
 
 # The store is told of at most this many sequences before each batch.
 _MOST_UPCOMING = 256
 _USUAL_CHARACTERS_PER_TOKEN = 4.0
 # A batch is run after this many sequences were tokenised for it, also if most of their results are known.
 _MOST_LOOKUPS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How much one batch, the queue and one request may hold."""
-
-    batch_tokens: int
-    batch_sequences: int
-    queue_sequences: int
-    request_tokens: int
-    queue_tokens: int = 2**62
-    queue_seconds: float = math.inf  # of work that may come before a request that is admitted
 
 
 class RequestQueue:
@@ -88,6 +72,7 @@ class RequestQueue:
         self._waiting_sequences = 0
         self._waiting_tokens = 0
         self._speed = DrainSpeed(threads * limits.batch_tokens)
+        self._admission = Admission(limits, self._order, self._speed)
         self._characters_per_token: float | None = None  # of the texts that were tokenised lately
         self._running = 0  # engine threads in a turn, which ends when nothing waits
         self._computing = 0  # of them, the threads that compute
@@ -121,8 +106,7 @@ class RequestQueue:
         request.guess_tokens(self._characters_per_token or _USUAL_CHARACTERS_PER_TOKEN)
         count, tokens = request.count, request.guessed_tokens
         with self._lock:
-            self._require_room(count, tokens)
-            self._require_short_wait(request)
+            self._admission.require(request, self._waiting_sequences, self._waiting_tokens)
             self._enter(request, count, tokens)
             starting = max(0, min(self._threads - self._running, count))
             starting = starting if self._may_begin_batch() else 0
@@ -380,44 +364,6 @@ class RequestQueue:
         self._waiting_sequences += sequences
         self._waiting_tokens += tokens
         self._order.count(request.flow, tokens)
-
-    def _require_room(self, sequences: int, tokens: int) -> None:
-        """Raise QueueFull if so many sequences and tokens do not fit. The caller must hold the lock."""
-        more = self._waiting_sequences + sequences - self._limits.queue_sequences
-        if more > 0:
-            # Sequences of mean length must leave the queue.
-            leaving = self._waiting_tokens * min(1.0, more / max(1, self._waiting_sequences))
-            raise self._full("too many texts are waiting", leaving)
-        more = self._waiting_tokens + tokens - self._limits.queue_tokens
-        if self._waiting_tokens and more > 0:
-            raise self._full("too many tokens are waiting", min(more, self._waiting_tokens))
-
-    def _require_short_wait(self, request: PendingRequest) -> None:
-        """Raise QueueFull if too many seconds of work come before a request. The caller must hold the lock.
-
-        What fits into a batch may always wait. Otherwise the engine could wait for requests that are refused.
-        """
-        speed, seconds = self._speed.tokens_per_second, self._limits.queue_seconds
-        if speed is None:
-            return
-        allowed = max(self._limits.batch_tokens, speed * seconds)
-        if self._order.cost <= allowed:  # known at once, also if thousands of flows wait
-            return
-        ahead = self._order.ahead(request.flow, allowed)
-        if (more := ahead - allowed) > 0:
-            raise self._full(
-                f"about {ahead / speed:.1f} seconds of work come before this request, and "
-                f"--max-queue-seconds allows {seconds:g}",
-                more,
-            )
-
-    def _full(self, reason: str, leaving: float) -> QueueFull:
-        """Return the error of a request that may be admitted when so many tokens have left the queue."""
-        seconds = math.ceil(leaving / self._speed.tokens_per_second) if self._speed.tokens_per_second else 1
-        return QueueFull(
-            f"{reason}; send the request again after the seconds in Retry-After",
-            retry_after_seconds=max(1, seconds),
-        )
 
     def _note_speed(self, tokens: int) -> None:
         """Note that tokens, which have left the queue, are computed. The caller must hold the lock."""

@@ -110,4 +110,4 @@ class Processor(Group):
     def _is_a_number_of_workers(cls, workers: object) -> object:
         if workers == "auto" or (str(workers).isdecimal() and 1 <= int(str(workers)) <= _MOST_WORKERS):
             return workers
-        raise refused(f"accepted is a number from 1 to {_MOST_WORKERS}, or auto")
+        raise refused(f"give a number from 1 to {_MOST_WORKERS}, or auto")

@@ -35,5 +35,5 @@ def all_names(field: str) -> str:
 
 
 def refused(sentence: str) -> PydanticCustomError:
-    """Return the error that a validator raises. sentence: what is accepted, or what to leave out."""
+    """Return the error that a validator raises. sentence: what to give, or what to leave out."""
     return PydanticCustomError("refused", "{sentence}", {"sentence": sentence})

@@ -111,7 +111,7 @@ class KeyValues(Group):
     def _is_named(cls, folder: object) -> object:
         if folder == "":
             # Path("") would be the current folder.
-            raise refused("accepted is the name of a folder")
+            raise refused("give the name of a folder")
         return folder
 
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from attncache_core import InputTooLong, InvalidInput, NotFinite, Outcome
 from attncache_core.checkpoints.template import Template
 from attncache_core.text.prompts import Prompt, SequencePlan
+from service.batching.admission import Limits
 from service.batching.batcher import Batcher
 from service.batching.pending_request import RequestResult
-from service.batching.request_queue import Limits
 from service.batching.sources import Texts
 from service.errors import InternalError, QueueFull, ShuttingDown
 from service.observability.metrics import Metrics

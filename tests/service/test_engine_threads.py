@@ -29,8 +29,9 @@ from test_batcher import (
 from test_verifier import AnyText, requests_of, verify_all
 
 from attncache_core import NotFinite, PrefillRequest, PrefillResult
+from service.batching.admission import Limits
 from service.batching.batcher import Batcher
-from service.batching.request_queue import Limits, RequestQueue
+from service.batching.request_queue import RequestQueue
 from service.batching.sources import Texts
 from service.errors import InternalError
 from service.observability.metrics import Metrics

@@ -22,9 +22,10 @@ from attncache_core import NotFinite, Outcome, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.text.prompts import Prompt, SequencePlan, Target
+from service.batching.admission import Limits
 from service.batching.batcher import Batcher
 from service.batching.pending_request import RequestResult
-from service.batching.request_queue import _MOST_LOOKUPS, Limits
+from service.batching.request_queue import _MOST_LOOKUPS
 from service.batching.results import Lookup, Results, SequenceNames, SequenceResult
 from service.batching.sources import Texts
 from service.errors import InternalError

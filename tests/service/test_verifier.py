@@ -38,8 +38,8 @@ from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
 from attncache_core.reuse.maps.policy_state import ServedPolicy
 from attncache_core.runtime.files import locked
+from service.batching.admission import Limits
 from service.batching.batcher import Batcher
-from service.batching.request_queue import Limits
 from service.observability.metrics import Metrics
 from service.upkeep.verifier import Verifier
 

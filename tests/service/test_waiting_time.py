@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_batcher import batching, hold, submit
 
+from service.batching.admission import Limits
 from service.batching.batcher import Batcher
 from service.batching.pending_request import PendingRequest, PendingSequence, Share
-from service.batching.request_queue import Limits, RequestQueue
+from service.batching.request_queue import RequestQueue
 from service.batching.sources import Texts
 from service.errors import QueueFull
 

@@ -88,7 +88,7 @@ def test_one_worker_has_the_settings_of_the_server() -> None:
 
 @pytest.mark.parametrize("workers", ["0", -1, "many", 1.5, True, "257", ""])
 def test_other_numbers_of_workers_are_refused(workers: Any) -> None:
-    with pytest.raises(InvalidSettings, match="accepted is a number from 1 to 256, or auto"):
+    with pytest.raises(InvalidSettings, match="give a number from 1 to 256, or auto"):
         read_settings({"workers": workers})
 
 

@@ -1,0 +1,79 @@
+"""Which requests the queue admits, and when the clients of the others may try again.
+
+A request is refused if the queue has no room for its sequences and tokens, or if too many seconds of work
+come before it. The work that comes before it depends on its flow: a client that floods the queue is refused,
+while a request of another client, whose turn is next, is admitted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from service.batching.drain_speed import DrainSpeed
+from service.batching.fair_order import FairOrder
+from service.batching.pending_request import PendingRequest
+from service.errors import QueueFull
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one batch, the queue and one request may hold."""
+
+    batch_tokens: int
+    batch_sequences: int
+    queue_sequences: int
+    request_tokens: int
+    queue_tokens: int = 2**62
+    queue_seconds: float = math.inf  # of work that may come before a request that is admitted
+
+
+class Admission(NamedTuple):
+    """Decides on requests by the limits, the order of what waits, and how fast the queue is drained."""
+
+    limits: Limits
+    order: FairOrder[PendingRequest]
+    speed: DrainSpeed
+
+    def require(self, request: PendingRequest, waiting_sequences: int, waiting_tokens: int) -> None:
+        """Raise QueueFull unless a request is admitted beside the sequences and tokens that wait."""
+        self._require_room(request, waiting_sequences, waiting_tokens)
+        self._require_short_wait(request)
+
+    def _require_room(self, request: PendingRequest, waiting_sequences: int, waiting_tokens: int) -> None:
+        more = waiting_sequences + request.count - self.limits.queue_sequences
+        if more > 0:
+            # Sequences of mean length must leave the queue.
+            leaving = waiting_tokens * min(1.0, more / max(1, waiting_sequences))
+            raise self._full("too many texts are waiting", leaving)
+        more = waiting_tokens + request.guessed_tokens - self.limits.queue_tokens
+        if waiting_tokens and more > 0:
+            raise self._full("too many tokens are waiting", min(more, waiting_tokens))
+
+    def _require_short_wait(self, request: PendingRequest) -> None:
+        """Raise QueueFull if too many seconds of work come before a request.
+
+        What fits into a batch may always wait. Otherwise the engine could wait for requests that are refused.
+        """
+        speed, seconds = self.speed.tokens_per_second, self.limits.queue_seconds
+        if speed is None:
+            return
+        allowed = max(self.limits.batch_tokens, speed * seconds)
+        if self.order.cost <= allowed:  # known at once, also if thousands of flows wait
+            return
+        ahead = self.order.ahead(request.flow, allowed)
+        if (more := ahead - allowed) > 0:
+            raise self._full(
+                f"about {ahead / speed:.1f} seconds of work come before this request, and "
+                f"--max-queue-seconds allows {seconds:g}",
+                more,
+            )
+
+    def _full(self, reason: str, leaving: float) -> QueueFull:
+        """Return the error of a request that may be admitted when so many tokens have left the queue."""
+        seconds = math.ceil(leaving / self.speed.tokens_per_second) if self.speed.tokens_per_second else 1
+        return QueueFull(
+            f"{reason}; send the request again after the seconds in Retry-After",
+            retry_after_seconds=max(1, seconds),
+        )
