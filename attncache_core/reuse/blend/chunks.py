@@ -51,7 +51,7 @@ class Recomputation:
     ratio: float  # mean share of the tokens that are computed in the layers from the check layer on
     check_layer: int = 1  # at least 1, because in layer 0 keys and values do not depend on other tokens
     # From 0 to 1: the first share is up to so much larger than the mean, and the last share smaller.
-    fall: float = 0.3
+    fall: float = 0.1
     shares: tuple[float, ...] = ()  # of the layers from the check layer on, instead of ratio and fall
     first_tokens: int = 0  # of each chunk, which are always computed
     choice: Literal["deviation", "random"] = "deviation"  # random: to compare with
