@@ -21,7 +21,7 @@ from attncache_core.corpus.segments import SegmentedText
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.errors import InvalidInput, NotFinite
-from attncache_core.heads.comparator import OutputComparator
+from attncache_core.heads.comparator import Measure
 from attncache_core.heads.listwise import headings as listwise_headings
 from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio
@@ -89,37 +89,37 @@ def calibrate_blending(
     ratios: Sequence[float] = RATIOS,
     check_layer: int = 1,
     kept: Path | None = None,
-    on_prompt: Callable[[], None] = lambda: None,
+    on_prompt: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> BlendGate:
     """Measure prompts, and return the gate of the engine's model.
 
     separator: text between segments. listwise: the segments are documents of listwise reranking. kept: file
     of what was measured, with which a stopped calibration continues; it is removed at the end. on_prompt:
-    called after each prompt. Raises InvalidInput if chunks cannot be blended with this model, if a prompt
-    does not fit or has fewer than two segments, or for too few prompts.
+    called after each prompt, with the number of measured prompts and of all. Equal prompts count once. Raises
+    InvalidInput if chunks cannot be blended with this model, if a prompt does not fit or has fewer than two
+    segments, or for too few prompts.
     """
     engine.blending.require(listwise)
-    if len(prompts) < (needed := texts_needed(budget)):
+    sequences = {_name(own): own for own in _sequences(engine, prompts, separator, listwise)}
+    if len(sequences) < (needed := texts_needed(budget)):
+        lower = "--min-agreement" if budget.measure is Measure.AGREEMENT else "--min-text-cosine"
         raise InvalidInput(
-            f"{len(prompts)} prompts cannot prove this budget, even if no answer changes; give {needed} or "
-            "more, or a lower budget",
+            f"{len(sequences)} different prompts cannot prove this budget, even if no answer changes; give "
+            f"{needed} or more, or a lower {lower}",
             field="segments",
         )
-    sequences = list(_sequences(engine, prompts, separator, listwise))
     key = json.dumps([engine.fingerprint, separator, listwise, list(ratios), check_layer, str(engine.dtype)])
     measurements = Measurements(kept, hashlib.sha256(key.encode()).hexdigest())
-    measuring = _Measuring(engine, engine.blending.comparator(budget.measure, listwise), ratios, check_layer)
+    measuring = _Measuring(engine, budget.measure, listwise, ratios, check_layer)
     found = []
-    for sequence in sequences:
-        name = hashlib.sha256(json.dumps([sequence.ids, sequence.spans]).encode()).hexdigest()
-
+    for name, sequence in sequences.items():
         found.append(measurements.measured(name, partial(measuring.prompt, sequence)))
-        on_prompt()
+        on_prompt(len(found), len(sequences))
     gate = BlendGate(
         engine.fingerprint,
         budget,
         separator,
-        len(prompts),
+        len(sequences),
         tuple(_of_ratio(ratio, found, budget) for ratio in sorted(ratios)),
         check_layer,
         listwise,
@@ -133,53 +133,63 @@ def _sequences(
 ) -> Iterator[Segmented]:
     frame = engine.tokenizer.frame(engine.blending.letters.prompt if listwise else engine.default_prompt)
     (between,) = engine.tokenizer.turns([separator])
-    for index, (segments, query) in enumerate(prompts):
-        *own, asked = engine.tokenizer.turns([*segments, query], f"segments[{index}]")
+    for segments, query, place in prompts:
         try:
+            *own, asked = engine.tokenizer.turns([*segments, query])
             headings = engine.tokenizer.turns(listwise_headings(len(own))) if listwise else None
             sequence = segmented(frame, own, asked, between, headings)
         except InvalidInput as error:
-            raise InvalidInput(f"prompt {index + 1}: {error}", field="segments") from error
+            raise InvalidInput(f"{place}: {error}", field="segments") from error
         if len(sequence.spans) < 2:
-            raise InvalidInput(
-                f"prompt {index + 1} has fewer than two segments with tokens", field="segments"
-            )
+            raise InvalidInput(f"{place} has fewer than two segments with tokens", field="segments")
         yield sequence
+
+
+def _name(sequence: Segmented) -> str:
+    return hashlib.sha256(json.dumps([sequence.ids, sequence.spans]).encode()).hexdigest()
 
 
 class _Measuring:
     def __init__(
         self,
         engine: PrefillEngine,
-        comparator: OutputComparator,
+        measure: Measure,
+        listwise: bool,
         ratios: Sequence[float],
         check_layer: int,
     ) -> None:
         self._engine, self._ratios, self._check_layer = engine, ratios, check_layer
-        self._comparator = comparator
+        self._measure, self._listwise = measure, listwise
 
     def prompt(self, sequence: Segmented) -> PromptMeasured:
         """Measure one prompt with all ratios, and exactly. Its chunks are stored before anything is timed."""
         self._run(sequence, self._ratios[0])
+        self._run(sequence, None)
         exact, exact_seconds = self._run(sequence, None)
         if not exact.finite.all():
             raise NotFinite("the model computes NaN or infinity for a prompt", field="segments")
+        comparator = self._engine.blending.comparator(
+            self._measure, len(sequence.spans) if self._listwise else None
+        )
         fidelities, seconds = {}, {}
         for ratio in self._ratios:
             result, own = self._run(sequence, ratio)
-            fidelities[ratio] = float(self._comparator.fidelity(result.outputs, exact.outputs)[0])
+            fidelities[ratio] = float(comparator.fidelity(result.outputs, exact.outputs)[0])
             seconds[ratio] = own / exact_seconds
         return PromptMeasured(fidelities, seconds)
 
     def _run(self, sequence: Segmented, ratio: float | None) -> tuple[PrefillResult, float]:
-        """Run a prompt with a ratio; None: exactly, behind nothing that is stored."""
-        engine, blend = self._engine, None
-        if ratio is not None:
+        """Run a prompt with a ratio; None: exactly, behind its first chunk, as without a gate."""
+        engine, wanted, blend = self._engine, None, None
+        if ratio is None:
+            behind = len(sequence.ids) - sequence.spans[0][1]
+            wanted = engine.blending.require(self._listwise).wanted(sequence.ids, None, b"", passing=behind)
+        else:
             again = Recomputation(ratio, self._check_layer)
             blend = engine.blending.blend_with(sequence, sequence.ids, b"", again)
         started = time.perf_counter()
         plan = engine.default_prompt.sequence_plans[0]
-        result = engine.run([PrefillRequest(sequence.ids, False, plan, blend=blend)])
+        result = engine.run([PrefillRequest(sequence.ids, False, plan, wanted, blend=blend)])
         return result, time.perf_counter() - started
 
 
@@ -187,4 +197,5 @@ def _of_ratio(ratio: float, found: Sequence[PromptMeasured], budget: Budget) -> 
     fidelities = np.array([own.fidelities[ratio] for own in found])
     quality = Quality.of(fidelities, budget.measure)
     seconds = statistics.median(own.seconds[ratio] for own in found)
-    return MeasuredRatio(ratio, quality.mean, quality.lower_bound, quality.keeps(budget), seconds)
+    keeps = quality.keeps(budget)
+    return MeasuredRatio(ratio, quality.mean, quality.lower_bound, keeps, seconds, quality.floor)

@@ -15,6 +15,7 @@ class SegmentedText(NamedTuple):
 
     segments: tuple[str, ...]
     query: str
+    place: str = "a prompt"  # for errors: where it was read
 
 
 def read_segmented(path: Path) -> list[SegmentedText]:
@@ -27,7 +28,10 @@ def read_segmented(path: Path) -> list[SegmentedText]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InvalidInput(f"{path} cannot be read: {reason}", field="segments") from error
-    return [_prompt(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_prompt(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise InvalidInput(f"{path} holds no prompts", field="segments")
+    return prompts
 
 
 def _prompt(line: bytes, path: Path, number: int) -> SegmentedText:
@@ -36,11 +40,12 @@ def _prompt(line: bytes, path: Path, number: int) -> SegmentedText:
         segments, query = found["segments"], found["query"]
     except (ValueError, KeyError, TypeError):
         segments, query = None, None
-    is_prompt = isinstance(segments, list) and all(isinstance(own, str) for own in [*segments, query])
+    place = f"{path}, line {number}"
+    is_prompt = isinstance(segments, list) and all(own and isinstance(own, str) for own in [*segments, query])
     if not (is_prompt and segments):
         raise InvalidInput(
-            f"{path}, line {number} is no prompt; write "
-            '{"segments": ["...", "..."], "query": "..."} on each line',
+            f"{place} is no prompt; write "
+            '{"segments": ["...", "..."], "query": "..."} on each line, without empty texts',
             field="segments",
         )
-    return SegmentedText(tuple(segments), query)
+    return SegmentedText(tuple(segments), query, place)

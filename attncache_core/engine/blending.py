@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.listwise import LETTERS
 from attncache_core.heads.listwise import TEMPLATE as LISTWISE
 from attncache_core.reuse.blend.chunks import Blend, Recomputation
-from attncache_core.reuse.blend.gate import BlendGate, tighten
+from attncache_core.reuse.blend.gate import BlendGate, read_gate, tighten
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
@@ -81,7 +82,7 @@ class Blending:
     def require(self, listwise: bool = False) -> KeyValueReuse:
         """Return the keys and values that can be blended. Raises InvalidInput, which says why they cannot."""
         if reason := self.off(listwise):
-            raise InvalidInput(f"chunks cannot be blended with this model: {reason}", field="segments")
+            raise InvalidInput(f"chunks cannot be blended: {reason}", field="segments")
         assert self._engine.key_values is not None
         return self._engine.key_values
 
@@ -91,16 +92,31 @@ class Blending:
         Raises InvalidInput if chunks cannot be blended, or if the gate belongs to another model.
         """
         self.require(gate.listwise)
-        gate.require(self._engine.fingerprint, self._engine.checkpoint.name)
+        engine = self._engine
+        gate.require(engine.fingerprint, engine.checkpoint.name, len(engine.model.layers))
         self.gate, self._path = gate, path
 
-    def tighten(self, gate: BlendGate) -> BlendGate:
-        """Tighten the gate by a step, unless it is not `gate` any more. Returns the gate."""
+    def tighten(self, gate: BlendGate) -> tuple[BlendGate, bool]:
+        """Tighten the gate by a step, unless it is not `gate` any more.
+
+        Returns the gate, and whether its file holds the step.
+        """
         with self._changing:
+            is_kept = True
             if self.gate is gate:
-                self.gate = tighten(self._path, gate) if self._path else gate.tightened()
+                self.gate, is_kept = tighten(self._path, gate) if self._path else (gate.tightened(), True)
             assert self.gate is not None
-            return self.gate
+            return self.gate, is_kept
+
+    def follow_file(self) -> None:
+        """Tighten the gate as far as another server has tightened it in its file."""
+        with self._changing:
+            if self._path is None or self.gate is None:
+                return
+            with suppress(InvalidInput):
+                kept = read_gate(self._path)
+                if kept.steps > self.gate.steps and kept.is_of(self.gate):
+                    self.gate = kept
 
     def covers(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
         """Return whether the gate was measured with sequences of this prompt. labels: as for may_reuse."""
@@ -131,12 +147,13 @@ class Blending:
         """The letters that listwise reranking scores. Raises InvalidInput without task label-logits."""
         return self._engine.labels_in(LISTWISE, LETTERS)
 
-    def comparator(self, measure: Measure, listwise: bool) -> OutputComparator:
-        """Return the comparator of blended outputs and exact ones. listwise: of listwise reranking.
+    def comparator(self, measure: Measure, documents: int | None = None) -> OutputComparator:
+        """Return the comparator of blended outputs and exact ones.
 
-        Raises as PrefillEngine.comparator, and InvalidInput if letters cannot be compared.
+        documents: in listwise reranking, how many are in the list; only their letters are compared. Raises
+        as PrefillEngine.comparator, and InvalidInput if letters cannot be compared.
         """
-        if not listwise:
+        if documents is None:
             return self._engine.comparator(measure)
         if not self.letters.one_token_each:
             raise InvalidInput(
@@ -144,7 +161,9 @@ class Blending:
                 "documents are always computed exactly",
                 field="listwise",
             )
-        return OutputComparator(measure, partial(self._engine.label_logits, self.letters))
+        return OutputComparator(
+            measure, lambda outputs: self._engine.label_logits(self.letters, outputs)[:, :documents]
+        )
 
     def info(self) -> BlendInfo | None:
         """Return what is blended; None without a gate."""

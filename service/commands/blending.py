@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -33,14 +34,7 @@ def calibrate_segments(
     if not output.parent.is_dir():
         raise InvalidInput(f"the folder of --output, {output.parent}, does not exist", field="output")
     engine = load(key_values=KeyValueOptions())
-    done = 0
     with shown_progress() as progress:
-
-        def on_prompt() -> None:
-            nonlocal done
-            done += 1
-            progress("measuring prompts", done, len(prompts))
-
         try:
             gate = calibrate_blending(
                 engine,
@@ -49,38 +43,44 @@ def calibrate_segments(
                 separator=separator,
                 listwise=listwise,
                 kept=output.with_name(output.name + ".measured"),
-                on_prompt=on_prompt,
+                on_prompt=partial(progress, "measuring prompts"),
             )
             write_gate(output, gate)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise InvalidInput(f"{output} cannot be written: {reason}", field="output") from error
     engine.close()
+    if repeated := len(prompts) - gate.prompts:
+        click.echo(f"{repeated} of {len(prompts)} prompts are equal to others, and count once", err=True)
     _show(gate, output)
 
 
 def _show(gate: BlendGate, output: Path) -> None:
-    measure = gate.budget.measure.value
-    show_table(
-        f"{gate.prompts} prompts, budget: mean {measure} {gate.budget.least}",
+    budget, measure = gate.budget, gate.budget.measure.value
+    asked = f"{gate.prompts} prompts, budget: mean {measure} {budget.least}"
+    columns = [
+        "recompute ratio",
+        f"mean {measure}",
+        "95 % bound",
+        "keeps the budget",
+        "time of the exact answer's",
+    ]
+    rows = [
         [
-            "recompute ratio",
-            f"mean {measure}",
-            "95 % bound",
-            "keeps the budget",
-            "time of the exact answer's",
-        ],
-        [
-            [
-                f"{own.ratio:.2f}",
-                f"{own.mean:.4f}",
-                f"{own.lower_bound:.4f}",
-                "yes" if own.keeps_budget else "no",
-                f"{own.seconds:.2f}",
-            ]
-            for own in gate.measured
-        ],
-    )
+            f"{own.ratio:.2f}",
+            f"{own.mean:.4f}",
+            f"{own.lower_bound:.4f}",
+            "yes" if own.keeps_budget else "no",
+            f"{own.seconds:.2f}",
+        ]
+        for own in gate.measured
+    ]
+    if budget.floor:
+        asked += f", and {budget.floor} for 99 of 100 prompts"
+        columns.insert(3, "99 of 100 keep")
+        for own, row in zip(gate.measured, rows, strict=True):
+            row.insert(3, "-" if own.floor is None else f"{own.floor:.4f}")
+    show_table(asked, columns, rows)
     if gate.ratio is None:
         click.echo(f"{output}: chunks will be computed exactly, because {gate.off()}")
     else:

@@ -18,6 +18,8 @@ from attncache_core import (
 from attncache_core.build.options import MIN_AGREEMENT, MIN_COSINE, default_budget
 from attncache_core.corpus import unfamiliar_texts
 from attncache_core.corpus.reading import read_texts
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
 from attncache_core.runtime.devices import Device, Dtype
 from service.commands.blending import calibrate_segments
 from service.commands.build import min_text_cosine_option
@@ -129,7 +131,9 @@ def calibrate(
             raise InvalidInput("give --segments, or --database with --texts, not both", field="segments")
         if output is None:
             raise InvalidInput("--segments needs --output, the file to write", field="output")
-        calibrate_segments(load, chosen_budget, segments, output, separator, listwise)
+        # Of a list, clients read which document is the best one.
+        own_budget = (lambda _: Budget(Measure.AGREEMENT, min_agreement)) if listwise else chosen_budget
+        calibrate_segments(load, own_budget, segments, output, separator, listwise)
         return
     if database is None or not texts:
         raise InvalidInput("give --database with --texts, or --segments with --output", field="texts")

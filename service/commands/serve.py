@@ -175,6 +175,8 @@ def _blend(engine: PrefillEngine, settings: Settings, path: Path) -> None:
     engine.blending.open(gate, path)
     if reason := gate.off():
         logger.warning("chunks are computed exactly: %s", reason)
+    elif not settings.verify_rate:
+        logger.warning("blended answers are not verified, because of --verify-rate 0")
 
 
 def _key_value_options(settings: Settings) -> KeyValueOptions | None:

@@ -32,7 +32,7 @@ GROUPS: tuple[type[Group], ...] = (
 # Fields whose options are accepted but not shown: --fetch selects the baselines of the benchmark.
 HIDDEN_FIELDS = frozenset({"fetch"})
 # Fields that say how attention maps, or keys and values, are reused.
-_OF_MAPS = ("database", "threshold", "heads", "fetch", "search_always", "min_gain", "verify_rate")
+_OF_MAPS = ("database", "threshold", "heads", "fetch", "search_always", "min_gain")
 _OF_KEY_VALUES = (
     "kv_memory_bytes",
     "kv_dir",
@@ -73,6 +73,8 @@ class Settings(
             raise refused("--tls-cert has no effect with --unix-socket, which only this machine reaches")
         if self.classifier and self.labels:
             raise refused("--classifier and --labels both set the labels; leave one of them out")
+        if self.blend is None:  # otherwise, blended chunks are verified
+            self._refuse_without("maps", ("verify_rate",))
         self._refuse_without("maps", _OF_MAPS)
         self._refuse_without("kv", _OF_KEY_VALUES)
         for name in ("kv_disk_bytes", "kv_disk_dtype"):
@@ -87,7 +89,7 @@ class Settings(
                 "leave "
                 "one of them out"
             )
-        self._refuse_without("reuse", ("maps", *_OF_MAPS, "kv", *_OF_KEY_VALUES))
+        self._refuse_without("reuse", ("maps", *_OF_MAPS, "verify_rate", "kv", *_OF_KEY_VALUES))
         return self
 
     def _refuse_without(self, switch: str, options: Iterable[str]) -> None:

@@ -49,10 +49,7 @@ class BlendVerifier(LaterVerifier[_Blended]):
         self._engine, self._blending = engine, engine.blending
         self._rate, self._chance = rate, chance or random.Random()
         self._budget = self.policy.budget
-        self._cosine, self._comparator = (
-            engine.blending.comparator(measure, self.policy.listwise)
-            for measure in (Measure.COSINE, self._budget.measure)
-        )
+        engine.blending.comparator(self._budget.measure, 2 if self.policy.listwise else None)
         self._verified = VerifiedHits(self._budget)
 
     @property
@@ -76,26 +73,38 @@ class BlendVerifier(LaterVerifier[_Blended]):
     def _verify(self, hits: list[_Blended]) -> None:
         # What is stored exactly may be used, and shortens the pass.
         full = self._engine.run([replace(hit.request, blend=None) for hit in hits])
-        blended = np.stack([hit.output for hit in hits])
-        cosines, fidelities = (
-            np.where(full.finite, comparator.fidelity(blended, full.outputs), 0.0)
-            for comparator in (self._cosine, self._comparator)
-        )
-        self._metrics.observe_verified(cosines)
+        outputs = np.where(full.finite[:, None], full.outputs, np.nan)
+        self._metrics.observe_verified(np.array(self._fidelities(Measure.COSINE, hits, outputs)))
+        self._blending.follow_file()
         gate = self.policy
-        current = [own for hit, own in zip(hits, fidelities.tolist(), strict=True) if hit.steps == gate.steps]
+        fidelities = self._fidelities(self._budget.measure, hits, outputs)
+        current = [own for hit, own in zip(hits, fidelities, strict=True) if hit.steps == gate.steps]
         window = Window(0, Band.USUAL, gate.steps)
         if current and (shortfall := self._verified.add(window, current)):
             self._tighten(gate, shortfall)
             # Counted last, so that whoever sees the count finds the gate tightened and kept.
             self._metrics.observe_budget_failure()
 
+    def _fidelities(self, measure: Measure, hits: list[_Blended], full: np.ndarray) -> list[float]:
+        """Return the measure of each hit. full: exact outputs, float32 [hits, dimensions]."""
+        found = []
+        for hit, output in zip(hits, full, strict=True):
+            assert hit.request.blend is not None
+            documents = len(hit.request.blend.chunks) if self.policy.listwise else None
+            comparator = self._blending.comparator(measure, documents)
+            found.append(float(comparator.fidelity(hit.output[None], output[None])[0]))
+        return found
+
     def _tighten(self, gate: BlendGate, shortfall: Shortfall) -> None:
-        now = self._blending.tighten(gate)
+        now, is_kept = self._blending.tighten(gate)
         consequence = (
             "chunks are computed exactly from now on"
             if now.ratio is None
             else f"{now.ratio:.0%} of the reused tokens are computed again from now on"
         )
         logger.warning("blended chunks: %s; %s", shortfall.reason(self._budget), consequence)
+        if not is_kept:
+            logger.warning(
+                "the file of --blend could not be changed, so other servers and later starts do not know it"
+            )
         self._keep_pending(lambda hit: hit.steps == now.steps)

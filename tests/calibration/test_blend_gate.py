@@ -4,6 +4,8 @@ continues.
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from string import ascii_uppercase
 
 import numpy as np
@@ -52,17 +54,73 @@ def test_tightening_goes_to_the_next_ratio_then_off_and_merges_with_other_server
     path = tmp_path / "blend.json"
     first = gate((0.0, True, 0.2), (0.5, True, 0.6))
     write_gate(path, first)
-    second = tighten(path, first)
-    assert (second.ratio, read_gate(path)) == (0.5, second)
-    third = tighten(path, second)
+    path.chmod(0o600)
+    second, is_kept = tighten(path, first)
+    assert (second.ratio, is_kept, read_gate(path)) == (0.5, True, second)
+    assert path.stat().st_mode & 0o777 == 0o600
+    third, _ = tighten(path, second)
     assert third.ratio is None
-    assert tighten(path, first) == third  # another server, which has not read the file since
+    assert tighten(path, first) == (third, True)  # another server, which has not read the file since
     other = gate((0.0, True, 0.2))
     write_gate(path, other)  # calibrated again
-    assert tighten(path, first).ratio == 0.5
+    assert tighten(path, first) == (second, False)
     assert read_gate(path) == other
     path.unlink()
-    assert tighten(path, first).ratio == 0.5
+    assert tighten(path, first) == (second, False)
+
+
+def test_server_follows_what_another_one_has_tightened_in_the_file(engine, tmp_path):
+    path = tmp_path / "blend.json"
+    first = replace(
+        gate((0.0, True, 0.2), (0.5, True, 0.6), (0.7, True, 0.7)), fingerprint=engine.fingerprint
+    )
+    write_gate(path, first)
+    engine.blending.open(first, path)
+    engine.blending.follow_file()
+    assert engine.blending.gate is first
+    tighten(path, first.tightened())
+    engine.blending.follow_file()
+    assert engine.blending.gate.ratio == 0.7
+    for other in (first, replace(first, prompts=51, steps=2)):  # looser, or calibrated again
+        write_gate(path, other)
+        engine.blending.follow_file()
+        assert engine.blending.gate.ratio == 0.7
+    path.write_text("{")
+    engine.blending.follow_file()
+    assert engine.blending.gate.ratio == 0.7
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"steps": -1}, "steps"),
+        ({"check_layer": 0}, "check_layer"),
+        ({"measured": [{"ratio": 5}]}, "measured.0.ratio"),
+        ({"measured": [{"ratio": -0.1}]}, "measured.0.ratio"),
+        ({"measured": [{"ratio": 0.6}]}, "rise"),
+        ({"budget": {"least": 7}}, "budget"),
+        ({"other": 1}, "other"),
+        ({"format": 2}, "format 2"),
+    ],
+)
+def test_changed_file_is_refused_with_the_place(tmp_path, changes, place):
+    path = tmp_path / "blend.json"
+    write_gate(path, gate((0.0, True, 0.2), (0.5, True, 0.6)))
+    content = json.loads(path.read_text())
+    for name, value in changes.items():
+        if name == "measured":
+            content[name][0] |= value[0]
+        else:
+            content[name] = content[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(content))
+    with pytest.raises(InvalidInput, match=place):
+        read_gate(path)
+
+
+def test_gate_that_checks_a_layer_that_the_model_lacks_is_refused(engine):
+    absent = replace(gate((0.0, True, 0.2), check_layer=4), fingerprint=engine.fingerprint)
+    with pytest.raises(InvalidInput, match=r"layer 4, and .* has 4 layers"):
+        engine.blending.open(absent)
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +168,16 @@ def test_stopped_measurement_continues_and_forgets_what_was_measured_differently
 ):
     kept, done = tmp_path / "blend.json.measured", []
 
-    def stop():
-        done.append(1)
-        if len(done) == 10:
+    def stop(measured, of_all):
+        done.append((measured, of_all))
+        if measured == 10:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         calibrate_blending(
             engine, prompts, NO_BUDGET, separator="\n", ratios=(0.0,), kept=kept, on_prompt=stop
         )
+    assert done == [(measured, len(prompts)) for measured in range(1, 11)]
     assert len(kept.read_text().splitlines()) == 10
     with kept.open("a") as file:
         file.write('{"key": "cut sho')
@@ -140,7 +199,7 @@ def test_stopped_measurement_continues_and_forgets_what_was_measured_differently
 def test_listwise_prompts_are_measured_by_the_letters(tmp_path, prompts):
     folder = write_llama(tmp_path / "llama")
     with pytest.raises(InvalidInput, match="the letters of documents are several tokens"):
-        labelled(folder).blending.comparator(Measure.AGREEMENT, listwise=True)
+        labelled(folder).blending.comparator(Measure.AGREEMENT, 3)
     write_decoder_tokenizer(folder, words=["card", "bank", *ascii_uppercase])
     engine = labelled(folder)
     found = calibrate_blending(
@@ -148,19 +207,50 @@ def test_listwise_prompts_are_measured_by_the_letters(tmp_path, prompts):
     )
     assert found.listwise
     assert found.measured[0].mean == 1
+    outputs = np.random.default_rng(0).standard_normal((2, 200, engine.model.hidden_size)).astype(np.float32)
+    logits = [engine.label_logits(engine.blending.letters, own) for own in outputs]
+    for documents in (2, 5):
+        agreement = engine.blending.comparator(Measure.AGREEMENT, documents).fidelity(*outputs)
+        one, other = (own[:, :documents].argmax(axis=1) for own in logits)
+        assert agreement.tolist() == (one == other).tolist()
     engine.blending.open(found)
     assert engine.blending.covers(engine.blending.letters.prompt, engine.blending.letters)
     assert not engine.blending.covers(engine.default_prompt, engine.label_tokens)
 
 
+def test_equal_prompts_count_once(engine, prompts):
+    found = calibrate_blending(engine, prompts * 3, NO_BUDGET, separator="\n", ratios=(0.0,))
+    assert found.prompts == len(prompts)
+    with pytest.raises(InvalidInput, match="19 different prompts"):
+        calibrate_blending(engine, prompts[:19] * 3, NO_BUDGET, separator="\n")
+
+
+def test_time_is_compared_with_the_exact_answer_behind_the_stored_first_chunk(engine, prompts, monkeypatch):
+    results, run = [], blending._Measuring._run
+
+    def noting(own, sequence, ratio):
+        result, seconds = run(own, sequence, ratio)
+        if ratio is None:
+            results.append((int(result.cached_tokens[0]), sequence.spans[0][1]))
+        return result, seconds
+
+    monkeypatch.setattr(blending._Measuring, "_run", noting)
+    calibrate_blending(engine, prompts, NO_BUDGET, separator="\n", ratios=(0.0,))
+    assert len(results) == 2 * len(prompts)  # a warm-up, and the measured one
+    for cached, first_chunk in results[1::2]:
+        assert cached == first_chunk
+
+
 def test_what_cannot_be_measured_is_refused_with_the_remedy(engine, folder, prompts):
-    with pytest.raises(InvalidInput, match="24 prompts cannot prove this budget"):
+    with pytest.raises(
+        InvalidInput, match=r"24 different prompts cannot prove this budget.*--min-text-cosine"
+    ):
         calibrate_blending(engine, prompts, Budget(Measure.COSINE, 0.9, 0.8), separator="\n")
-    one = [prompts[0], SegmentedText(("a",), "b"), *prompts[2:]]
-    with pytest.raises(InvalidInput, match="prompt 2 has fewer than two segments"):
+    one = [prompts[0], SegmentedText(("a",), "b", "file, line 2"), *prompts[2:]]
+    with pytest.raises(InvalidInput, match="file, line 2 has fewer than two segments"):
         calibrate_blending(engine, one, NO_BUDGET, separator="\n")
     long = [SegmentedText(("word " * 500, "a"), "b"), *prompts[1:]]
-    with pytest.raises(InvalidInput, match=r"prompt 1: .* fewer or shorter segments"):
+    with pytest.raises(InvalidInput, match=r"a prompt: segments have \d+ tokens.*shorten the longer part"):
         calibrate_blending(engine, long, NO_BUDGET, separator="\n")
     mean = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=KeyValueOptions(2**20))
     with pytest.raises(InvalidInput, match="pooling reads all tokens"):
@@ -169,7 +259,10 @@ def test_what_cannot_be_measured_is_refused_with_the_remedy(engine, folder, prom
 
 @pytest.mark.parametrize(
     "line",
-    ["{}", "[]", "x", '{"segments": [], "query": "a"}', '{"segments": ["a"], "query": 1}', '{"query": "a"}'],
+    [
+        *("{}", "[]", "x", '{"segments": [], "query": "a"}', '{"segments": ["a"], "query": 1}'),
+        *('{"query": "a"}', '{"segments": ["a", "b"], "query": ""}', '{"segments": ["a", ""], "query": "b"}'),
+    ],
 )
 def test_line_that_is_no_prompt_is_named_by_its_number(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
@@ -177,6 +270,9 @@ def test_line_that_is_no_prompt_is_named_by_its_number(tmp_path, line):
     with pytest.raises(InvalidInput, match="line 3 is no prompt"):
         read_segmented(path)
     path.write_text(path.read_text().rsplit("\n", 2)[0])
-    assert read_segmented(path) == [SegmentedText(("a", "b"), "c")]
+    assert read_segmented(path) == [SegmentedText(("a", "b"), "c", f"{path}, line 1")]
+    path.write_text("\n\n")
+    with pytest.raises(InvalidInput, match="holds no prompts"):
+        read_segmented(path)
     with pytest.raises(InvalidInput, match="cannot be read"):
         read_segmented(tmp_path / "absent.jsonl")

@@ -8,11 +8,12 @@ template and its labels.
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from attncache_core.errors import InvalidInput
 from attncache_core.reuse.blend.chunks import Recomputation
@@ -30,11 +31,13 @@ class MeasuredRatio:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    ratio: float
+    ratio: Annotated[float, Field(ge=0, le=1)]
     mean: float  # of the budget's measure over the prompts
     lower_bound: float  # of the mean, with 95 % confidence
     keeps_budget: bool
-    seconds: float  # time to answer, as a share of the exact answer's: the median of the prompts
+    # Time to answer, as a share of the exact answer's behind the stored first chunk: median of the prompts.
+    seconds: Annotated[float, Field(ge=0)]
+    floor: float | None = None  # the cosine that 99 of 100 prompts keep, with 95 % confidence
 
     @property
     def serves(self) -> bool:
@@ -51,12 +54,12 @@ class BlendGate:
     fingerprint: str  # of the engine that was measured, see PrefillEngine.fingerprint
     budget: Budget
     separator: str  # between segments
-    prompts: int  # that were measured
+    prompts: int  # different ones, that were measured
     measured: tuple[MeasuredRatio, ...]  # by ratio, rising
-    check_layer: int = 1
+    check_layer: Annotated[int, Field(ge=1)] = 1
     listwise: bool = False  # measured with prompts of listwise reranking, and for these only
     format: int = FORMAT
-    steps: int = 0  # how often verification has tightened it
+    steps: Annotated[int, Field(ge=0)] = 0  # how often verification has tightened it
 
     @property
     def ratios(self) -> list[float]:
@@ -93,12 +96,22 @@ class BlendGate:
             return "no recompute ratio kept the budget"
         return "no recompute ratio that kept the budget saved time"
 
-    def require(self, fingerprint: str, model: str) -> None:
-        """Raise InvalidInput unless the gate was measured with this engine."""
+    def is_of(self, other: BlendGate) -> bool:
+        """Return whether both are the same gate, tightened by any number of steps."""
+        return replace(self, steps=0) == replace(other, steps=0)
+
+    def require(self, fingerprint: str, model: str, layers: int) -> None:
+        """Raise InvalidInput unless the gate was measured with this engine. layers: of its model."""
         if self.fingerprint != fingerprint:
             raise InvalidInput(
                 f"the file of --blend was measured with another model, template or labels than {model} has; "
                 "run `attncache calibrate --segments` with the server's options again",
+                field="blend",
+            )
+        if self.check_layer >= layers:
+            raise InvalidInput(
+                f"the file of --blend compares in layer {self.check_layer}, and {model} has {layers} layers; "
+                "calibrate again",
                 field="blend",
             )
 
@@ -114,35 +127,44 @@ def read_gate(path: Path) -> BlendGate:
         reason = (error.strerror or str(error)).lower()
         raise InvalidInput(f"the file of --blend, {path}, cannot be read: {reason}", field="blend") from error
     except ValidationError as error:
+        (first, *_) = error.errors()
+        place = ".".join(map(str, first["loc"])) or "all of it"
         raise InvalidInput(
-            f"{path} is no file that `attncache calibrate --segments` has written", field="blend"
+            f"{path} is no file that `attncache calibrate --segments` has written ({place}: {first['msg']}); "
+            "calibrate again",
+            field="blend",
         ) from error
     if gate.format != FORMAT:
         raise InvalidInput(
             f"{path} has format {gate.format}, and {FORMAT} is read; calibrate again", field="blend"
         )
+    ratios = [own.ratio for own in gate.measured]
+    if ratios != sorted(set(ratios)):
+        raise InvalidInput(f"{path} holds ratios that do not rise; calibrate again", field="blend")
     return gate
 
 
 def write_gate(path: Path, gate: BlendGate) -> None:
     """Write a gate to a file, whole or not at all. Raises OSError."""
-    write_whole(path, _GATE.dump_json(gate, indent=2) + b"\n")
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666
+    write_whole(path, _GATE.dump_json(gate, indent=2) + b"\n", mode)
 
 
-def tighten(path: Path, gate: BlendGate, patience_seconds: float = 1.0) -> BlendGate:
+def tighten(path: Path, gate: BlendGate, patience_seconds: float = 1.0) -> tuple[BlendGate, bool]:
     """Return a gate one step tighter, and keep the step in its file for other servers and later starts.
 
     If the file was tightened meanwhile, its steps count instead. A file that cannot be locked or written, or
-    that was calibrated again, stays as it is.
+    that was calibrated again, stays as it is. Returns also whether the file holds the step.
     """
-    own = gate.tightened()
+    own, is_kept = gate.tightened(), False
     try:
         with locked_within(path, patience_seconds) as is_locked:
             if is_locked:
                 kept = read_gate(path)
-                if replace(kept, steps=0) == replace(gate, steps=0):
+                if kept.is_of(gate):
                     own = replace(own, steps=max(own.steps, kept.steps))
                     write_gate(path, own)
+                    is_kept = True
     except (OSError, InvalidInput):
         pass
-    return own
+    return own, is_kept
