@@ -34,7 +34,8 @@ def segmented(
     """Put segments in front of a query in its template. Arguments are token ids.
 
     frame: of the template. headings: what stands in front of each segment and does not belong to it.
-    Raises InputTooLong if the sequence does not fit into the model's window.
+    Raises InputTooLong if the sequence does not fit into the model's window; it names the query if the query
+    alone does not fit.
     """
     opening = frame.before[: frame.opening]
     ids, spans = list(opening), []
@@ -46,8 +47,9 @@ def segmented(
     tokens = len(ids) - len(opening) + len(query)
     if tokens > frame.room:
         raise InputTooLong(
-            f"segments and query have {tokens} tokens, and {frame.room} fit; send fewer or shorter segments",
-            field="segments",
+            f"segments have {tokens - len(query)} tokens, the query has {len(query)}, and {frame.room} fit "
+            "together; shorten the longer part",
+            field="segments" if len(query) <= frame.room else "query",
         )
     return Segmented([*ids, *frame.before[frame.opening :], *query, *frame.after], spans, opening)
 
@@ -59,3 +61,21 @@ def split(ids: Sequence[int], opening: int, size: int) -> Segmented:
     """
     ends = range(opening + size, len(ids), size)
     return Segmented(list(ids), [(end - size, end) for end in ends], list(ids[:opening]))
+
+
+def split_at(ids: Sequence[int], frame: Frame, separator: Sequence[int]) -> Segmented:
+    """Return a text in a template as the segments between its separators, and a rest.
+
+    ids: token ids. separator: its token ids. The rest, behind the last separator in the text, is what a query
+    is. Separators in the template do not count.
+    """
+    own, spans, first = list(separator), [], len(frame.before)
+    place, end = first, len(ids) - len(frame.after)
+    while own and place + len(own) < end:
+        if list(ids[place : place + len(own)]) != own:
+            place += 1
+            continue
+        if place > first:
+            spans.append((first, place))
+        first = place = place + len(own)
+    return Segmented(list(ids), spans, list(ids[: frame.opening]))

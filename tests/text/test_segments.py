@@ -10,7 +10,7 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.errors import InputTooLong
 from attncache_core.text.prompts import Frame
-from attncache_core.text.segments import segmented, split
+from attncache_core.text.segments import segmented, split, split_at
 from attncache_core.text.tokenizer import TextTokenizer
 
 # Special tokens 1 and 2 open every text; the template adds 3 in front of the query and 4, 5 behind it.
@@ -86,10 +86,13 @@ def test_as_many_tokens_fit_as_the_frame_has_room_for():
     assert len(segmented(frame, *arguments).ids) == 9 + 5
     for more in (([[10, 11, 12], [20, 21]], *arguments[1:]), (arguments[0], [90, 91], *arguments[2:])):
         with pytest.raises(
-            InputTooLong, match=r"have 10 tokens, and 9 fit; send fewer or shorter"
+            InputTooLong, match=r"segments have [89] tokens, the query has [12], and 9 fit together"
         ) as refused:
             segmented(frame, *more)
         assert refused.value.field == "segments"
+    with pytest.raises(InputTooLong) as refused:
+        segmented(frame, [[10]], [90] * 10, [7])
+    assert refused.value.field == "query"
 
 
 def test_a_real_tokenizer_gives_a_segment_the_same_tokens_wherever_it_stands(tmp_path):
@@ -133,3 +136,25 @@ def test_the_rest_of_a_split_text_has_between_one_token_and_a_segments_size(leng
     assert all(end - first == size for first, end in found.spans)
     if length > opening:
         assert 1 <= length - ends[-1] <= size
+
+
+@pytest.mark.parametrize("separator", [[7], [7, 8], [7, 7]])
+@given(pieces=st.lists(tokens, max_size=6))
+def test_a_text_is_divided_at_its_separators_and_not_at_those_of_its_template(separator, pieces):
+    frame = Frame([1, 2, *separator, 3], [*separator, 5], room=100, opening=2)
+    text = [token for piece in pieces for token in (*piece, *separator)][: -len(separator) or None]
+    found = split_at(frame.around(text), frame, separator)
+    assert found.ids == frame.around(text)
+    assert found.opening == [1, 2]
+    *segments, _ = pieces or [[]]
+    if pieces and pieces[-1]:
+        assert [found.ids[first:end] for first, end in found.spans] == [own for own in segments if own]
+        assert all(first >= len(frame.before) for first, _ in found.spans)
+
+
+def test_a_text_without_the_separator_or_with_none_is_not_divided():
+    assert split_at(FRAME.around([10, 11]), FRAME, [7]).spans == []
+    assert split_at(FRAME.around([10, 7, 11]), FRAME, []).spans == []
+    assert split_at(FRAME.around([]), FRAME, [7]).spans == []
+    # What stands behind the last separator is a query, which has a token.
+    assert split_at(FRAME.around([10, 7]), FRAME, [7]).spans == []
