@@ -50,7 +50,9 @@ def run_blended(model: PackedModel, store: KeyValueStore, request: PrefillReques
     ]
     computed = 0
     if missing:
-        computed = run_continued(model, store, missing, [0] * len(missing), ["lasttoken"]).tokens
+        # Otherwise the missing chunks could push out the others.
+        with store.holding([chunk.wanted for chunk in blend.chunks]):
+            computed = run_continued(model, store, missing, [0] * len(missing), ["lasttoken"]).tokens
     found: BlendedPass | None = None
     with (
         suppress(DamagedBlock),

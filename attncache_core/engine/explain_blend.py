@@ -10,7 +10,7 @@ import numpy as np
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.errors import InvalidInput
-from attncache_core.reuse.blend.chunks import Recomputation
+from attncache_core.reuse.blend.chunks import BlendReport, Recomputation
 from attncache_core.reuse.blend.loading import USUAL_RATIO
 from attncache_core.text.segments import segmented
 
@@ -47,15 +47,21 @@ def explain_blend(
         raise InvalidInput(
             "give two segments or more; one segment is a prefix, which is exact", field="segments"
         )
-    gate = engine.blending.gate
-    served = gate.recomputation if gate else None
+    blending, plan = engine.blending, prompt.sequence_plans[0]
+    served = blending.gate.recomputation if blending.gate and blending.covers(prompt) else None
     again = served or Recomputation(USUAL_RATIO)
-    plan = prompt.sequence_plans[0]
     ids = [*sequence.ids, *plan.continuation]
-    blend = engine.blending.blend_with(sequence, ids, salt, again)
-    (report,) = engine.run([PrefillRequest(ids, False, plan, blend=blend)]).blends or []
-    assert report is not None
-    found = report.deviations if report.deviations is not None else np.full(len(ids), np.nan)
+
+    def run(recomputation: Recomputation) -> BlendReport:
+        blend = blending.blend_with(sequence, ids, salt, recomputation)
+        (report,) = engine.run([PrefillRequest(ids, False, plan, blend=blend)]).blends or []
+        assert report is not None
+        return report
+
+    report = run(again)
+    # A ratio of 0 compares nothing, and a ratio of 1 has nothing to choose.
+    compared = report if report.deviations is not None else run(Recomputation(USUAL_RATIO, again.check_layer))
+    found = compared.deviations if compared.deviations is not None else np.full(len(ids), np.nan)
     return BlendExplanation(
         served is not None,
         again.ratio,

@@ -116,16 +116,18 @@ class Batcher:
         prompt: Prompt | None = None,
         labels: LabelTokens | None = None,
         salt: bytes = b"",
+        repeats: bool = True,
     ) -> asyncio.Future[RequestResult]:
         """Queue the texts of a source and return a future of their result.
 
         prompt: None for the checkpoint's prompt. labels: the labels to score, if `prompt` is the prompt of
         labels. reuse: reuse results, stored keys and values of this salt, and attention maps if the engine
         allows it for this prompt. flow: who sends the request; flows take turns (see FairOrder). counted:
-        whether the metric of outcomes counts the sequences. Cancelling the future removes from the queue what
-        still waits. Raises QueueFull at once if the texts do not fit into the queue, and ShuttingDown after
-        `close` has begun. The future fails with
-        InputTooLong, NotFinite (naming a text) or InternalError.
+        whether the metric of outcomes counts the sequences. repeats: whether results of equal texts may be
+        reused; otherwise the engine computes all texts, and stores their keys and values. Cancelling the
+        future removes from the queue what still waits. Raises QueueFull at once if the texts do not fit into
+        the queue, and ShuttingDown after `close` has begun. The future fails with InputTooLong, NotFinite
+        (naming a text) or InternalError.
         """
         engine = self._runner.engine
         own = prompt or engine.default_prompt
@@ -144,7 +146,9 @@ class Batcher:
             shares,
             salt if reuse and shares else None,
             engine.blending.covers(own, labels),
-            SequenceNames(salt, own.sequence_plans) if reuse and self._results is not None else None,
+            SequenceNames(salt, own.sequence_plans)
+            if reuse and repeats and self._results is not None
+            else None,
             Timing(time.perf_counter()),
         )
         if self._is_closed:

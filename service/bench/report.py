@@ -44,13 +44,30 @@ def show_machine(facts: Mapping[str, Any]) -> None:
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table. The first column is text; the other columns are figures."""
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(str, row))
-    Console(highlight=False).print(table)
+    """Print a table. The first column is text; the other columns are figures.
+
+    Where the screen is narrow, cells are divided between words, and never within a word.
+    """
+    cells = [columns, *([str(cell) for cell in row] for row in rows)]
+    console, table = Console(highlight=False), Table(title=title, title_justify="left")
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    around = 3 * len(columns) + 1  # lines and spaces
+    if sum(widths) + around > console.width:
+        first, *_ = widths
+        widths = [_longest_word(column) for column in zip(*cells, strict=True)]
+        left = max(0, console.width - around - sum(widths))
+        widths[0] = min(first, widths[0] + left)
+        if not left:
+            console = Console(highlight=False, width=sum(widths) + around)
+    for number, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        table.add_column(column, justify="right" if number else "left", width=width)
+    for row in cells[1:]:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _longest_word(cells: Iterable[str]) -> int:
+    return max((len(word) for cell in cells for word in cell.split()), default=0)
 
 
 def write_json(path: Path | None, report: Mapping[str, Any]) -> None:

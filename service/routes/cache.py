@@ -154,6 +154,7 @@ async def warm(request: Request) -> Response:
         reuse=True,
         counted=False,
         salt=chosen.salt,
+        repeats=False,
     )
     try:
         result = await call_of(request).wait(pending)

@@ -41,6 +41,7 @@ SEGMENTS = [
     "where is it? " * 4,
 ]
 BODY: dict[str, Any] = {"segments": SEGMENTS, "query": "is the card here"}
+_DIVIDING = {"divide_texts": True, "blend": Path("g")}
 LABELS = {"labels": ("card", "bank"), "label_logits": True, "template": Template.parse("{} Answer:")}
 
 
@@ -196,7 +197,9 @@ async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exa
         ({**BODY, "session_id": "a"}, "session_id", "not accepted with segments"),
         ({**BODY, "segments": []}, "segments", "must not be empty"),
         ({**BODY, "segments": [7]}, "segments[0]", "string"),
-        ({**BODY, "segments": ["a" * 3000] * 2}, "segments", "fewer or shorter segments"),
+        ({**BODY, "truncate": True}, "truncate", "not accepted with segments"),
+        ({**BODY, "segments": ["a" * 3000] * 2}, "segments", "shorten the longer part"),
+        ({**BODY, "query": "a " * 2000}, "query", "shorten the longer part"),
         ({**BODY, "segments": ["a"] * 2000}, "segments", "fewer"),
     ],
 )
@@ -239,6 +242,22 @@ async def test_texts_are_divided_at_the_separator_or_by_tokens(folder: Path) -> 
         response = await asked(client, "/embed", {"inputs": text})
         tokens = int(response.headers["X-AttnCache-Cached-Tokens"].split("/")[1])
     assert len(chunks_of(response)) == (tokens - 2) // 16
+
+
+async def test_divided_texts_keep_their_tokens_template_and_truncation(folder: Path) -> None:
+    texts = ["\n".join([*SEGMENTS, BODY["query"]]), "\n".join(["the bank was closed today."] * 400)]
+    how: dict[str, Any] = {"truncate": True}
+    answers = []
+    for engine, options in (
+        (load(folder, **LABELS), how),
+        (blending(folder, 1.0, **LABELS), _DIVIDING | how),
+    ):
+        async with serving(engine, **options) as client:
+            answers.append([await asked(client, "/classify", {"inputs": text}) for text in texts])
+    for exact, divided in zip(*answers, strict=True):
+        assert divided.headers["X-AttnCache-Approximate"] == "blended"
+        scores = [[own["score"] for own in response.json()[0]] for response in (exact, divided)]
+        np.testing.assert_allclose(*scores, atol=1e-5)
 
 
 async def test_documents_are_ranked_in_one_prompt(tmp_path: Path) -> None:
@@ -284,6 +303,20 @@ async def test_segments_can_be_computed_before_their_first_prompt_and_pinned(fol
     assert long.status_code == 422
 
 
+async def test_segments_are_computed_again_after_they_were_dropped_though_their_results_are_kept(
+    folder: Path,
+) -> None:
+    async with serving(blending(folder, 0.5), admin=True, result_memory_bytes=2**20) as client:
+        answers = []
+        for _ in range(2):
+            for _ in range(2):
+                answers.append((await asked(client, "/cache/warm", {"segments": SEGMENTS})).json())
+            await client.delete("/cache")
+    tokens = answers[0]["tokens"]
+    assert [own["stored_tokens"] for own in answers] == [tokens] * 4
+    assert [own["cached_tokens"] for own in answers] == [0, tokens, 0, tokens]
+
+
 async def test_operators_see_which_tokens_deviate(folder: Path) -> None:
     async with serving(blending(folder, 0.5), admin=True) as client:
         found = (await asked(client, "/explain?debug=blend", BODY)).json()
@@ -298,6 +331,18 @@ async def test_operators_see_which_tokens_deviate(folder: Path) -> None:
     assert wrong.status_code == one.status_code == 400
 
 
+async def test_operators_see_deviations_also_where_nothing_is_computed_again(folder: Path) -> None:
+    engine = blending(folder, 0.0)
+    async with serving(engine, admin=True) as client:
+        found = (await asked(client, "/explain?debug=blend", BODY)).json()
+        engine.blending.gate = gate_of(engine, 0.0, listwise=True)
+        of_lists = (await asked(client, "/explain?debug=blend", BODY)).json()
+    first, end = found["spans"][1]
+    assert (found["served"], found["ratio"], of_lists["served"]) == (True, 0, False)
+    assert all(deviation > 0 for deviation in found["deviations"][first:end])
+    assert found["rows"][0] < first
+
+
 @asynccontextmanager
 async def verified(engine: PrefillEngine) -> AsyncIterator[httpx.AsyncClient]:
     async with serving(engine, verify_rate=1.0) as client:
@@ -305,7 +350,7 @@ async def verified(engine: PrefillEngine) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_file(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, path = load(folder), tmp_path / "blend.json"
     gate = gate_of(engine, 0.0, 0.1, least=0.9999)
@@ -329,6 +374,14 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
         assert engine.blending.gate.steps == steps
         assert engine.blending.gate.ratio == ratio
         assert read_gate(path) == replace(gate, steps=steps)
+    assert "could not be changed" not in caplog.text
+    engine.blending.open(gate, path)
+    path.unlink()
+    verifier.offer(requests, engine.run(requests), gate)
+    while verifier.has_work:
+        verifier.verify_some()
+    assert "could not be changed" in caplog.text
+    engine.blending.gate = replace(gate, steps=2)
     assert engine.blending.blend(sequence, ids, b"") is None
     assert engine.info().blending.off == "verified answers did not keep the budget"
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -178,6 +179,18 @@ class KeyValueStore:
         """Return how many tokens of a sequence would be given to a batch now."""
         stored = self.lookup(wanted)
         return stored.memory + (stored.disk if self._loading_tier else 0)
+
+    @contextmanager
+    def holding(self, sequences: Sequence[Wanted]) -> Iterator[None]:
+        """Keep what memory has of some sequences in memory while the `with` block runs."""
+        with self._changed:
+            held = [block for own in sequences for block in self.memory.known(own).blocks]
+            self.memory.use(held)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.memory.release(held)
 
     def pin(self, wanted: Wanted, pinned: bool = True) -> int:
         """Keep the blocks of a sequence in memory, or let them go. Returns how many tokens they hold."""

@@ -90,6 +90,21 @@ def test_what_else_was_in_the_batch_that_stored_a_chunk_changes_nothing(model):
         np.testing.assert_allclose(found.outputs, expected.outputs, **NEAR)
 
 
+def test_chunks_that_are_computed_do_not_push_out_stored_chunks_of_the_same_prompt(model):
+    chunks, query = random_chunks((20, 37, 30), 7)
+    (other,), _ = random_chunks((20,), 1, seed=1)
+    expected = run_share(model, store_of(model), chunks, query, 0.0)
+    needed = blocks(21, 38, 31)
+    store = store_of(model, needed * store_of(model).layout.block_bytes)
+    run_share(model, store, [chunks[1]], query, 0.0)  # the least recently used
+    run_share(model, store, [other, chunks[2]], query, 0.0)
+    found = run_share(model, store, chunks, query, 0.0)
+    assert [own.cached for own in found.blends[0].chunks] == [0, 37, 30]
+    assert found.blends[0].rows == expected.blends[0].rows
+    np.testing.assert_allclose(found.outputs, expected.outputs, **NEAR)
+    assert_nothing_is_in_use(store)
+
+
 def test_chunks_in_another_order_are_not_computed_again(model, store):
     chunks, query = random_chunks((20, 37, 9, 16), 7)
     run_share(model, store, chunks, query, 0.0)
