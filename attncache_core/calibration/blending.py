@@ -104,8 +104,8 @@ def calibrate_blending(
     if len(sequences) < (needed := texts_needed(budget)):
         lower = "--min-agreement" if budget.measure is Measure.AGREEMENT else "--min-text-cosine"
         raise InvalidInput(
-            f"{len(sequences)} different prompts cannot prove this budget, even if no answer changes; give "
-            f"{needed} or more, or a lower {lower}",
+            f"there are too few different prompts ({len(sequences)}) to prove this budget, even if no answer "
+            f"changes; give {needed} or more, or a lower {lower}",
             field="segments",
         )
     key = json.dumps([engine.fingerprint, separator, listwise, list(ratios), check_layer, str(engine.dtype)])
