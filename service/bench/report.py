@@ -50,15 +50,10 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     """
     cells = [columns, *([str(cell) for cell in row] for row in rows)]
     console, table = Console(highlight=False), Table(title=title, title_justify="left")
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     around = 3 * len(columns) + 1  # lines and spaces
+    widths = _widths(list(zip(*cells, strict=True)), console.width - around)
     if sum(widths) + around > console.width:
-        first, *_ = widths
-        widths = [_longest_word(column) for column in zip(*cells, strict=True)]
-        left = max(0, console.width - around - sum(widths))
-        widths[0] = min(first, widths[0] + left)
-        if not left:
-            console = Console(highlight=False, width=sum(widths) + around)
+        console = Console(highlight=False, width=sum(widths) + around)
     for number, (column, width) in enumerate(zip(columns, widths, strict=True)):
         table.add_column(column, justify="right" if number else "left", width=width)
     for row in cells[1:]:
@@ -66,8 +61,14 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     console.print(table)
 
 
-def _longest_word(cells: Iterable[str]) -> int:
-    return max((len(word) for cell in cells for word in cell.split()), default=0)
+def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Return the widths of columns. The widest ones become narrower to fit into the room, down to a word."""
+    widths = [max(map(len, cells)) for cells in columns]
+    least = [max((len(word) for cell in cells for word in cell.split()), default=0) for cells in columns]
+    while sum(widths) > room and widths != least:
+        wide = [number for number, width in enumerate(widths) if width > least[number]]
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
 
 
 def write_json(path: Path | None, report: Mapping[str, Any]) -> None:
