@@ -9,7 +9,10 @@ own tokens (reuse/blend/chunks.py).
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from attncache_core.errors import InputTooLong
@@ -63,19 +66,23 @@ def split(ids: Sequence[int], opening: int, size: int) -> Segmented:
     return Segmented(list(ids), [(end - size, end) for end in ends], list(ids[:opening]))
 
 
-def split_at(ids: Sequence[int], frame: Frame, separator: Sequence[int]) -> Segmented:
+def split_at(ids: Sequence[int], frame: Frame, written: Sequence[str], separator: str) -> Segmented:
     """Return a text in a template as the segments between its separators, and a rest.
 
-    ids: token ids. separator: its token ids. The rest, behind the last separator in the text, is what a query
-    is. Separators in the template do not count.
+    ids: token ids. written: each token as text; a token that holds a part of a separator belongs to no
+    segment. The rest, behind the last separator in the text, is what a query is. Separators in the template
+    do not count.
     """
-    own, spans, first = list(separator), [], len(frame.before)
-    place, end = first, len(ids) - len(frame.after)
-    while own and place + len(own) < end:
-        if list(ids[place : place + len(own)]) != own:
-            place += 1
-            continue
-        if place > first:
-            spans.append((first, place))
-        first = place = place + len(own)
+    place, end = len(frame.before), len(ids) - len(frame.after)
+    text = "".join(written[place:end])
+    token_ends = list(accumulate(map(len, written[place:end])))  # in characters
+    spans, before = [], place
+    for found in re.finditer(re.escape(separator), text):
+        first = before + bisect_right(token_ends, found.start())
+        behind = before + bisect_left(token_ends, found.end()) + 1
+        if behind >= end:
+            break
+        if first > place:
+            spans.append((place, first))
+        place = behind
     return Segmented(list(ids), spans, list(ids[: frame.opening]))

@@ -75,19 +75,15 @@ class DividedTexts:
     ) -> Iterator[Tokenized]:
         """Yield the sequences of the texts; see Source."""
         frame = engine.tokenizer.frame(prompt)
-        (separator,) = engine.tokenizer.turns([self.separator or ""])
-        for part in self.texts.tokenize(engine, prompt, salt, most_tokens):
-            yield part._replace(chunked=self._chunked(part.sequences, prompt, frame, separator))
-
-    def _chunked(
-        self, sequences: Sequence[Sequence[int]], prompt: Prompt, frame: Frame, separator: Sequence[int]
-    ) -> list[Segmented]:
         plans = prompt.sequence_plans
-        found = []
-        for ids in sequences[:: len(plans)]:
-            own = ids[: len(ids) - len(plans[0].continuation)]
-            divided = split_at(own, frame, separator)
-            if len(divided.spans) < 2 and self.tokens:
-                divided = split(own, frame.opening, self.tokens)
-            found.append(divided if len(divided.spans) > 1 else divided._replace(spans=[]))
-        return found
+        for part in self.texts.tokenize(engine, prompt, salt, most_tokens):
+            texts = [ids[: len(ids) - len(plans[0].continuation)] for ids in part.sequences[:: len(plans)]]
+            yield part._replace(chunked=[self._divided(engine, ids, frame) for ids in texts])
+
+    def _divided(self, engine: PrefillEngine, ids: Sequence[int], frame: Frame) -> Segmented:
+        found = Segmented(list(ids), [], list(ids[: frame.opening]))
+        if self.separator:
+            found = split_at(ids, frame, engine.tokenizer.written(ids), self.separator)
+        if len(found.spans) < 2 and self.tokens:
+            found = split(ids, frame.opening, self.tokens)
+        return found if len(found.spans) > 1 else found._replace(spans=[])

@@ -83,6 +83,8 @@ class Settings(
         for name in ("divide_texts", "segment_tokens"):
             if self.blend is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise refused(f"{option_name(name)} has no effect without --blend; give both or none")
+        if self.divide_texts and not self.segment_separator:
+            raise refused("--divide-texts needs a --segment-separator; give one that is not empty")
         if self.blend is not None and self.database is not None:
             raise refused(
                 "--blend has no effect with --database: a text takes stored maps, or stored keys and values; "

@@ -76,6 +76,7 @@ def test_options_that_do_not_fit_are_refused_in_one_line(folder: Path, prompts: 
         ({"blend": "a", "database": "b"}, "--blend has no effect with --database"),
         ({"divide_texts": True}, "--divide-texts has no effect without --blend"),
         ({"segment_tokens": 5}, "--segment-tokens has no effect without --blend"),
+        ({"blend": "a", "divide_texts": True, "segment_separator": ""}, "needs a --segment-separator"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(settings: dict[str, object], message: str) -> None:

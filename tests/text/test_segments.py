@@ -138,23 +138,40 @@ def test_the_rest_of_a_split_text_has_between_one_token_and_a_segments_size(leng
         assert 1 <= length - ends[-1] <= size
 
 
-@pytest.mark.parametrize("separator", [[7], [7, 8], [7, 7]])
-@given(pieces=st.lists(tokens, max_size=6))
-def test_a_text_is_divided_at_its_separators_and_not_at_those_of_its_template(separator, pieces):
-    frame = Frame([1, 2, *separator, 3], [*separator, 5], room=100, opening=2)
-    text = [token for piece in pieces for token in (*piece, *separator)][: -len(separator) or None]
-    found = split_at(frame.around(text), frame, separator)
-    assert found.ids == frame.around(text)
-    assert found.opening == [1, 2]
-    *segments, _ = pieces or [[]]
-    if pieces and pieces[-1]:
-        assert [found.ids[first:end] for first, end in found.spans] == [own for own in segments if own]
-        assert all(first >= len(frame.before) for first, _ in found.spans)
+WRITTEN = {7: "\n", 8: ".\n", 9: "\n\n"}  # tokens that hold a separator; others are words
 
 
-def test_a_text_without_the_separator_or_with_none_is_not_divided():
-    assert split_at(FRAME.around([10, 11]), FRAME, [7]).spans == []
-    assert split_at(FRAME.around([10, 7, 11]), FRAME, []).spans == []
-    assert split_at(FRAME.around([]), FRAME, [7]).spans == []
-    # What stands behind the last separator is a query, which has a token.
-    assert split_at(FRAME.around([10, 7]), FRAME, [7]).spans == []
+def divided(ids, frame, separator="\n"):
+    return split_at(ids, frame, [WRITTEN.get(token, f" {token}") for token in ids], separator)
+
+
+words = st.lists(st.integers(10, 99), max_size=6)
+
+
+@given(
+    pieces=st.lists(words, min_size=1, max_size=6), between=st.lists(st.sampled_from([7, 8, 9]), min_size=5)
+)
+def test_a_text_is_divided_at_its_separators_and_not_at_those_of_its_template(pieces, between):
+    frame = Frame([1, 2, 7, 3], [7, 5], room=100, opening=2)
+    *segments, rest = pieces
+    text = [token for piece, end in zip(segments, between, strict=False) for token in (*piece, end)]
+    ids = frame.around([*text, *rest])
+    found = divided(ids, frame)
+    assert (found.ids, found.opening) == (ids, [1, 2])
+    assert all(len(frame.before) <= first < end for first, end in found.spans)
+    if rest:
+        assert [ids[first:end] for first, end in found.spans] == [own for own in segments if own]
+
+
+def test_a_token_that_holds_a_part_of_a_separator_belongs_to_no_segment():
+    # A separator of two line breaks is in one token, in two, or in parts of two.
+    for between in ([9], [7, 7], [8, 7]):
+        ids = FRAME.around([10, 11, *between, 20, *between, 30])
+        found = divided(ids, FRAME, "\n\n")
+        assert [ids[first:end] for first, end in found.spans] == [[10, 11], [20]]
+
+
+def test_a_text_that_holds_no_separator_in_front_of_its_end_is_not_divided():
+    for text in ([10, 11], [], [10, 7], [10, 8], [7]):
+        assert divided(FRAME.around(text), FRAME).spans == []
+    assert divided(FRAME.around([10, 7, 11]), FRAME, "\n\n").spans == []
