@@ -21,7 +21,8 @@ import torch
 
 from attncache_core.models import AttentionLayer, PackedModel
 from attncache_core.models.compiled import CompiledEmbed
-from attncache_core.native.stack import CompiledStack, GivenRecords, KeyValueSlots, StackRows
+from attncache_core.native.stack import CompiledStack
+from attncache_core.native.stack_data import GivenRecords, KeyValueSlots, StackRows
 from attncache_core.reuse.execution.fetch import Fetch, HitRecords, RecordGroup
 from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps
 from attncache_core.reuse.execution.layer_maps import layer_maps

@@ -1,7 +1,7 @@
 """PrefillEngine: compute embeddings or class logits of texts, with reuse of attention maps.
 
-texts -> tokenize -> requests -> run: pack -> forward_pass (forward.py) -> PrefillResult, in the caller's
-order -> embeddings, class_logits or label_logits
+texts -> tokenize -> requests -> run (running.py) -> PrefillResult, in the caller's order
+    -> embeddings, class_logits or label_logits
 """
 
 from __future__ import annotations
@@ -9,56 +9,44 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import overload
 
 import numpy as np
 import torch
 
-from attncache_core import native
 from attncache_core.checkpoints.checkpoint import Activation, Checkpoint, Task
 from attncache_core.checkpoints.template import Template, Text
-from attncache_core.engine.blended import run_blended
 from attncache_core.engine.blending import SWITCHED_OFF, Blending
-from attncache_core.engine.continued import run_continued
 from attncache_core.engine.decisions import Decisions
-from attncache_core.engine.forward import forward_pass
-from attncache_core.engine.info import EngineInfo
+from attncache_core.engine.info import EngineInfo, engine_info
 from attncache_core.engine.pair_scores import PairScores
-from attncache_core.engine.request import PrefillRequest, PrefillResult, joined_results
-from attncache_core.engine.targets import log_probabilities, token_states
+from attncache_core.engine.request import PrefillRequest, PrefillResult
+from attncache_core.engine.running import run_requests
 from attncache_core.errors import DatabaseRefused, InvalidInput, NoClassifier, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.embedding import require_dimensions
-from attncache_core.heads.vectors import finite_sequences, require_finite
 from attncache_core.heads.vectors import normalize as unit_length
+from attncache_core.heads.vectors import require_finite
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel, load_model
 from attncache_core.models.refitted import with_refitted
 from attncache_core.reuse.execution.fetch import Fetch
-from attncache_core.reuse.kv.info import key_value_info
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.reuse.kv.opening import KeyValueOptions, NotReusable, open_key_values
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import ReusePolicy
-from attncache_core.reuse.storage.segment import RecordsChanged
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.devices import Device, Dtype, resolve_device, resolve_dtype
 from attncache_core.runtime.memory import keep_freed_memory
-from attncache_core.runtime.threads import limit_threads, one_thread, use_threads
+from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt, SequencePlan
-from attncache_core.text.token_batch import TokenBatch, pack, pack_shared
 from attncache_core.text.tokenizer import TextTokenizer
-
-# The parts of a batch: (whether its sequences have chunks, whether they share prefixes).
-_PARTS = ((False, False), (False, True), (True, False), (True, True))
 
 
 class PrefillEngine:
@@ -480,107 +468,12 @@ class PrefillEngine:
 
     @torch.inference_mode()
     def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
-        """Run token sequences through the model, with the reuse that each request allows.
-
-        Sequences that may reuse something, and sequences that share prefixes, are two batches. A sequence of
-        chunks is a batch of its own.
-        """
-        if not requests:
-            return self._run(requests, share=False, blend=False)
-        # A token of a shared prefix has one state for all sequences, and tokens that are stored have none.
-        shared = [self.shares_prefixes(own.takes_maps) and not own.reads_states for own in requests]
-        blended = [own.blend is not None for own in requests]
-        indices = [
-            np.flatnonzero([own == key for own in zip(blended, shared, strict=True)]) for key in _PARTS
-        ]
-        parts = [
-            self._run([requests[index] for index in own.tolist()], share=share, blend=blend)
-            for own, (blend, share) in zip(indices, _PARTS, strict=True)
-            if len(own)
-        ]
-        return parts[0] if len(parts) == 1 else joined_results(parts, [own for own in indices if len(own)])
-
-    def _run(self, requests: Sequence[PrefillRequest], *, share: bool, blend: bool) -> PrefillResult:
-        """Run a batch.
-
-        share: compute shared prefixes once, and take no maps. blend: all requests have chunks.
-        """
-        # Torch and Faiss limit threads per calling thread, and another thread may have loaded the engine.
-        use_threads(self.threads)
-        run = self._run_blended if blend else partial(self._run_on_threads, share=share)
-        if self.model.stack is None:
-            return run(requests)
-        self.model.stack.wake(self.threads)
-        with one_thread():
-            return run(requests)
-
-    def _run_blended(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
-        assert self.key_values is not None
-        parts = [run_blended(self.model, self.key_values.store, request) for request in requests]
-        return parts[0] if len(parts) == 1 else joined_results(parts, list(np.arange(len(parts))[:, None]))
-
-    def _run_on_threads(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
-        if share and self.key_values:
-            skipped = [self.key_values.skipped(request.sequence_plan) for request in requests]
-            store, modes = self.key_values.store, self.checkpoint.pooling.modes
-            return run_continued(self.model, store, requests, skipped, modes)
-        started = time.perf_counter()
-        batch = self._packed(requests, share).on(self.model.device)
-        reuse = np.array([request.takes_maps for request in requests], dtype=bool)
-        lost = () if share else self._prepare(set(batch.lengths[reuse[batch.order]].tolist()))
-        try:
-            strategy = None if share else self.strategy
-            done = forward_pass(self.model, batch, strategy, reuse[batch.order], self.fetch, self.deciding)
-        except RecordsChanged as changed:
-            # The maps that were used may differ from the maps that were checked, so compute the batch again.
-            again = [
-                replace(request, reuse=request.reuse and len(request.ids) not in changed.lengths)
-                for request in requests
-            ]
-            lost += self._prepare(changed.lengths)
-            result = self.run(again)
-            return replace(result, lost_lengths=lost + result.lost_lengths)
-        batch, plan = done.batch, done.plan
-        outputs = done.outputs.rows.cpu().numpy()
-        finite = batch.in_callers_order(finite_sequences(batch, done.hidden, outputs))
-        found = log_probabilities(self.model, batch, done.hidden, requests)
-        if found is not None:
-            finite &= [bool(np.isfinite(own).all()) for own in found]
-        return PrefillResult(
-            outputs=batch.in_callers_order(outputs),
-            finite=finite,
-            outcomes=tuple(batch.in_callers_order(plan.outcomes())),
-            similarities=batch.in_callers_order(plan.similarities),
-            strangeness=batch.in_callers_order(plan.strangeness),
-            tokens=int(batch.offsets[-1]),
-            asked_tokens=sum(len(request.ids) for request in requests),
-            cached_tokens=np.zeros(len(requests), dtype=np.int64),
-            search_seconds=done.search_seconds,
-            forward_seconds=time.perf_counter() - started - done.search_seconds,
-            attention_seconds=done.attention_seconds,
-            corrupt_records=plan.corrupt_records,
-            lost_lengths=lost,
-            log_probabilities=found,
-            token_states=token_states(self.model, batch, done.hidden, requests),
-        )
+        """Run token sequences through the model, with the reuse that each request allows."""
+        return run_requests(self, requests)
 
     @cached_property
     def _is_causal(self) -> bool:
         return all(layer.attention_mask.is_causal for layer in self.model.layers)
-
-    def _packed(self, requests: Sequence[PrefillRequest], share: bool) -> TokenBatch:
-        plans = (request.sequence_plan for request in requests)
-        prompt_tokens = [plan.prompt_tokens if plan else self.tokenizer.prompt_tokens for plan in plans]
-        sequences = [request.ids for request in requests]
-        if not share:
-            return pack(sequences, prompt_tokens)
-        return pack_shared(sequences, prompt_tokens, [request.group for request in requests])
-
-    def _prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
-        if not self.strategy:
-            return ()
-        with self.deciding:
-            return self.strategy.prepare(lengths)
 
     @property
     def map_reuse(self) -> MapReuse | None:
@@ -621,34 +514,7 @@ class PrefillEngine:
 
     def info(self) -> EngineInfo:
         """Return what is loaded, for people and /info."""
-        reuse = self.map_reuse
-        return EngineInfo(
-            model=self.checkpoint.name,
-            model_source=self.checkpoint.source,
-            revision=self.checkpoint.revision,
-            commit=self.checkpoint.commit,
-            fingerprint=self.fingerprint,
-            variant=self.checkpoint.variant,
-            task=self.task,
-            labels=list(self.labels or self.checkpoint.labels),
-            template=str(self.checkpoint.template),
-            prompts=dict(self.checkpoint.prompts),
-            pooling=self.checkpoint.pooling.modes if self.task == "embed" else None,
-            dimensions=self.dimensions,
-            matryoshka_dimensions=self.checkpoint.matryoshka_dimensions,
-            max_tokens=self.max_tokens,
-            dtype=str(self.dtype).removeprefix("torch."),
-            device=str(self.model.device),
-            threads=self.threads,
-            attention=native.level() or "torch",
-            fetch=self.fetch,
-            reuse_off=list(self.reuse_off),
-            gain=reuse.gain.info(reuse.policy.names()) if reuse and reuse.gain else None,
-            database=reuse.info() if reuse else None,
-            key_values=key_value_info(self.key_values.store) if self.key_values else None,
-            key_values_off=None if self.key_values else self.key_values_off,
-            blending=self.blending.info(),
-        )
+        return engine_info(self)
 
 
 def _with_refitted(model: PackedModel, database: AttentionDatabase, checkpoint: Checkpoint) -> PackedModel:

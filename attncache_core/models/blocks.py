@@ -18,7 +18,7 @@ from attncache_core.models.compiled import NotCompiled, compiled_halves, compile
 from attncache_core.models.layer import AttentionLayer, Dropped, Embed, FeedForward, LayerHeads, Projection
 from attncache_core.models.linear import ActivatedLinear, Linear, Norm, packed_linear
 from attncache_core.models.projections import LinearWeights, Projections, head_rows
-from attncache_core.native.stack import AttentionHalf, CompiledEmbedding, ForwardHalf
+from attncache_core.native.stack_data import AttentionHalf, CompiledEmbedding, ForwardHalf
 from attncache_core.runtime.memory import release_mapped_weights
 from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import TokenBatch

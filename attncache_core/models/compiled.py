@@ -18,13 +18,8 @@ from torch import nn
 from attncache_core.models.linear import Linear, Norm
 from attncache_core.native import products
 from attncache_core.native.products import PackedMatrix
-from attncache_core.native.stack import (
-    AttentionHalf,
-    CompiledEmbedding,
-    CompiledNorm,
-    CompiledStack,
-    ForwardHalf,
-)
+from attncache_core.native.stack import CompiledStack
+from attncache_core.native.stack_data import AttentionHalf, CompiledEmbedding, CompiledNorm, ForwardHalf
 from attncache_core.text.token_batch import TokenBatch
 
 Halves = tuple[AttentionHalf, list[ForwardHalf]]  # of one layer

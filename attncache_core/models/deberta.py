@@ -20,7 +20,7 @@ from attncache_core.errors import UnsupportedModel
 from attncache_core.models.attention import attention_scores
 from attncache_core.models.encoder import EncoderParts, encoder, pooled_head
 from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
-from attncache_core.native.stack import DistanceTerm
+from attncache_core.native.stack_data import DistanceTerm
 
 
 def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:

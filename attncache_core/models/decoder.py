@@ -41,7 +41,7 @@ from attncache_core.models.layer import (
 )
 from attncache_core.models.projections import LinearWeights, Projections
 from attncache_core.models.rotary import LayerRotary
-from attncache_core.native.stack import ForwardHalf
+from attncache_core.native.stack_data import ForwardHalf
 from attncache_core.text.token_batch import TokenBatch
 
 

@@ -30,7 +30,7 @@ from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, Output
 from attncache_core.models.linear import Norm, packed
 from attncache_core.models.projections import LinearWeights, Projections, head_rows
 from attncache_core.models.refitted import LastProducts, like_linear, plain_weights
-from attncache_core.native.stack import CompiledEmbedding, ForwardHalf
+from attncache_core.native.stack_data import CompiledEmbedding, ForwardHalf
 from attncache_core.text.token_batch import TokenBatch
 
 

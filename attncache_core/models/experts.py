@@ -14,7 +14,7 @@ from torch import nn
 from attncache_core.models.compiled import packed_matrix
 from attncache_core.models.layer import FeedForward
 from attncache_core.models.linear import Linear, activated_linear, packed, packed_linear
-from attncache_core.native.stack import ForwardHalf
+from attncache_core.native.stack_data import ForwardHalf
 
 
 def pack_networks(module: Any, activation: str) -> nn.Module:

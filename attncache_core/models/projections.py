@@ -24,7 +24,7 @@ from attncache_core.models.linear import ActivatedLinear, Linear, packed_linear
 from attncache_core.models.rotary import RotaryHeads
 from attncache_core.models.smoothing import smoothing_of
 from attncache_core.native.products import PackedMatrix
-from attncache_core.native.stack import AttentionHalf, QueryKeyHeads
+from attncache_core.native.stack_data import AttentionHalf, QueryKeyHeads
 
 
 class LinearWeights(NamedTuple):

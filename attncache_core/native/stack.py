@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,166 +15,22 @@ import numpy as np
 import torch
 
 from attncache_core.native.attention_kernel import NO_BOUND, NUMBER_TYPES, DistanceTermFields
-from attncache_core.native.products import ACTIVATION_NUMBERS, Matrix, PackedMatrix, has_pairs
+from attncache_core.native.products import ACTIVATION_NUMBERS, Matrix, has_pairs
+from attncache_core.native.stack_data import (
+    NO_RECORDS,
+    AngleTables,
+    AttentionHalf,
+    CompiledEmbedding,
+    CompiledNorm,
+    Counts,
+    DistanceTerm,
+    ForwardHalf,
+    GivenRecords,
+    KeyValueSlots,
+    StackRows,
+)
 
 _LANES = 16  # of vectors.h
-
-# Number of positions -> cosines and sines, each contiguous float32 [positions or more, half].
-AngleTables = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class CompiledNorm:
-    """A norm of rows: x minus its mean (LayerNorm), divided by its deviation, times weight, plus bias."""
-
-    weight: torch.Tensor  # float32 [width]
-    bias: torch.Tensor | None  # float32 [width]
-    epsilon: float
-    subtracts_mean: bool
-
-
-@dataclass(frozen=True)
-class QueryKeyHeads:
-    """One product to Q and K of some heads."""
-
-    packed: PackedMatrix
-    key_heads: Sequence[int]  # for each of the heads, the index of its K in the product
-    keys: int  # number of heads of K in the product
-
-
-@dataclass(frozen=True)
-class DistanceTerm:
-    """Scores of tokens with vectors of their distances: x[token] · table[rows[distance]]."""
-
-    table: torch.Tensor  # [heads, rows, width of a head]
-    rows: torch.Tensor  # int64 [2 positions - 1], for the distances from 1 - positions to positions - 1
-
-
-@dataclass(frozen=True)
-class AttentionHalf:
-    """The attention half of a layer, as data."""
-
-    always: QueryKeyHeads  # rows -> V of all heads of V, then Q and K of the computed heads
-    misses: QueryKeyHeads | None  # rows -> Q and K of the reused heads, which are the first heads
-    output: PackedMatrix
-    value_heads: Sequence[int]  # for each head, the index of its V in the product
-    values: int  # number of heads of V
-    width: int  # of a head of Q and K
-    value_width: int  # of a head of V
-    scale: float
-    before: int | None = None  # see attention.AttentionMask
-    after: int | None = None
-    input_norm: CompiledNorm | None = None
-    branch_norm: CompiledNorm | None = None  # of the output, before the residual is added
-    output_norm: CompiledNorm | None = None  # of the sum with the residual
-    query_norm: CompiledNorm | None = None  # of each head
-    key_norm: CompiledNorm | None = None
-    angles: AngleTables | None = None
-    half: int = 0  # half the rotary dimensions
-    bias: torch.Tensor | None = None  # float32 [heads, 2 positions - 1], added to scores by distance
-    # Added to Q[p] · K[q] before the scale: Q[p] with the distance q - p, and K[q] with the distance p - q.
-    # Only for rows without trees.
-    query_term: DistanceTerm | None = None
-    key_term: DistanceTerm | None = None
-    refitted_output: PackedMatrix | None = None  # `output` of refitted rows; None: they have no other weights
-
-    @property
-    def reused(self) -> int:
-        """The number of reused heads."""
-        return len(self.misses.key_heads) if self.misses else 0
-
-
-@dataclass(frozen=True)
-class ForwardHalf:
-    """The feed-forward half of a layer, as data.
-
-    down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)).
-    """
-
-    up: PackedMatrix
-    down: PackedMatrix
-    activation: str | None
-    gate: PackedMatrix | None = None
-    input_norm: CompiledNorm | None = None
-    branch_norm: CompiledNorm | None = None
-    output_norm: CompiledNorm | None = None
-    refitted_down: PackedMatrix | None = None  # `down` of refitted rows; None: they have no other weights
-
-
-@dataclass(frozen=True)
-class GivenRecords:
-    """The records whose maps are given to the first sequences of a batch."""
-
-    addresses: np.ndarray  # uint64 [hits], the address of each record
-    dtype: torch.dtype = torch.float16  # of the maps
-    packed: bool = False  # whether maps are lower triangles
-    heads_before: Sequence[int] = ()  # for each layer, the number of heads of earlier layers in a record
-    refitted: int = 0  # number of hits, from the first, whose rows take the refitted weights
-
-
-@dataclass(frozen=True)
-class CompiledEmbedding:
-    """The input of the first layer: norm(words[id] + added[place]), as data. Tables of one dtype."""
-
-    words: torch.Tensor  # [tokens of the vocabulary, width]
-    added: torch.Tensor | None = None  # [places, width]
-    norm: CompiledNorm | None = None
-
-
-@dataclass(frozen=True)
-class StackRows:
-    """The rows of a batch, as a forest of runs; without trees, every run is a sequence."""
-
-    offsets: np.ndarray  # int64 [runs + 1], first row of each run
-    positions: np.ndarray  # int64 [rows], position of each row in its sequence
-    trees: np.ndarray | None = (
-        None  # int64 [trees + 1], first run of each tree; runs are in depth-first order
-    )
-    starts: np.ndarray | None = None  # int64 [runs], position of the first row of each run; with `trees`
-    ids: np.ndarray | None = None  # int64 [rows], token ids, if the stack makes the first layer's input
-    # int64 [rows], the row of each token in the second table of the embedding; None: row 0
-    places: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class KeyValueSlots:
-    """Keys and values of the tokens in front of trees, and places for the keys and values of rows.
-
-    A slot has what a token has in one layer: in the compiled stack K of all key heads, before their rotation,
-    then V of all value heads. A block holds slots [layers, block_tokens]. Tokens fill the blocks of a tree in
-    order, from position 0 to the position at which the root of the tree starts.
-    """
-
-    block_tokens: int
-    layer_bytes: int  # from a slot to the slot of the same token in the next layer
-    given: np.ndarray  # uint64 [blocks], address of the first slot of each given block
-    given_blocks: np.ndarray  # int64 [trees + 1], first block of each tree
-    # uint64 [rows], address of the slot of each row in the first layer; 0: the row is not kept. None: none is
-    kept: np.ndarray | None = None
-    # int32 [1], the number of layers whose given slots are filled; the stack waits for the others. None: all
-    ready: np.ndarray | None = None
-    # int32 [layers], to which the rows are added whose keys and values are kept. None: nobody asks.
-    written: np.ndarray | None = None
-    # Whether the rows of a tree, which is one run, are at any rising positions. They attend to the given
-    # tokens up to their own position, and their kept slots are among the given ones. The root
-    # starts behind all tokens.
-    scattered: bool = False
-    # Whether the slots of the rows in one layer are kept, and nothing else is computed.
-    only: bool = False
-
-
-NO_RECORDS = GivenRecords(np.zeros(0, dtype=np.uint64))
-
-
-@dataclass
-class Counts:
-    """What a run of the stack computed."""
-
-    multiplications: int  # rows times columns times inputs of all products with weights
-    map_rows: int  # rows of maps that were computed, of all heads and layers
-    # The part of the run's time that projections, maps and maps @ V took: the share of attention in the time
-    # of all threads, of the time of the run.
-    attention_seconds: float
 
 
 class _Norm(ctypes.Structure):

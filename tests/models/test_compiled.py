@@ -14,7 +14,7 @@ from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models import load_model
 from attncache_core.native import products
-from attncache_core.native.stack import StackRows
+from attncache_core.native.stack_data import StackRows
 from attncache_core.text.token_batch import pack
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiled products on this processor")

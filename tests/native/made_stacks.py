@@ -19,12 +19,12 @@ import torch
 
 from attncache_core.native import AttentionKernel
 from attncache_core.native.products import MatrixKind, PackedMatrix
-from attncache_core.native.stack import (
+from attncache_core.native.stack import CompiledStack
+from attncache_core.native.stack_data import (
     NO_RECORDS,
     AttentionHalf,
     CompiledEmbedding,
     CompiledNorm,
-    CompiledStack,
     DistanceTerm,
     ForwardHalf,
     GivenRecords,

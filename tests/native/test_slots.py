@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_stacks import ALL_LAYERS, FORMS, PLACES, REUSED, Form, made_ids, made_stack
 
 from attncache_core.native.products import MatrixKind, has_pairs
-from attncache_core.native.stack import KeyValueSlots, StackRows
+from attncache_core.native.stack_data import KeyValueSlots, StackRows
 
 LAYERS = len(REUSED)
 FORMS_OF_DECODERS = {

@@ -25,7 +25,7 @@ import torch
 
 from attncache_core import native
 from attncache_core.models.attention import apply_maps
-from attncache_core.native.stack import NO_RECORDS, GivenRecords
+from attncache_core.native.stack_data import NO_RECORDS, GivenRecords
 from attncache_core.reuse.execution.given_maps import GivenMaps
 from attncache_core.reuse.execution.mapped import map_side_by_side
 from attncache_core.reuse.storage.layout import MapForm

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attncache_core.models import AttentionLayer
-from attncache_core.native.stack import GivenRecords
+from attncache_core.native.stack_data import GivenRecords
 from attncache_core.text.token_batch import TokenBatch
 
 
