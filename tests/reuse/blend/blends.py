@@ -9,6 +9,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 from attncache_core.checkpoints.checkpoint import Pooling
@@ -16,10 +17,21 @@ from attncache_core.engine import blended
 from attncache_core.engine.blended import run_blended
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
+from attncache_core.models import load_model
 from attncache_core.reuse.blend.chunks import Blend, Recomputation
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 
 OPENING = [0]
+
+
+def loaded(checkpoint, executor):
+    """Load a model in float32 whose layers the compiled stack runs ("stack"), or torch ("plain")."""
+    found = load_model(checkpoint, torch.float32)
+    if executor == "plain":
+        found.__dict__["stack"] = None
+    elif found.stack is None:
+        pytest.skip("there is no compiled stack")
+    return found
 
 
 def key_values(store):

@@ -4,11 +4,11 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 from blends import (
     OPENING,
     joined,
     key_values,
+    loaded,
     noted_layers,
     own_full_pass,
     random_chunks,
@@ -20,7 +20,6 @@ from kv_models import assert_nothing_is_in_use, assert_same, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import blended
-from attncache_core.models import load_model
 from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.blend.loading import Speeds
 from attncache_core.reuse.kv.disk import DiskTier
@@ -36,12 +35,7 @@ LENGTHS = [(31, 47, 15), (20, 37, 9)]
 @pytest.fixture(scope="module", params=["stack", "plain"])
 def model(tmp_path_factory, request):
     folder = write_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
-    found = load_model(read_checkpoint(folder), torch.float32)
-    if request.param == "plain":
-        found.__dict__["stack"] = None
-    elif found.stack is None:
-        pytest.skip("there is no compiled stack")
-    return found
+    return loaded(read_checkpoint(folder), request.param)
 
 
 @pytest.fixture

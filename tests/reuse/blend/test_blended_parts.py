@@ -10,6 +10,7 @@ from blends import (
     joined,
     key_values,
     keys_and_values,
+    loaded,
     noted_layers,
     random_chunks,
     run_share,
@@ -24,7 +25,6 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.blended import run_blended
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
-from attncache_core.models import load_model
 from attncache_core.reuse.blend.chunks import Blend, Recomputation
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 from attncache_core.text.prompts import Frame, SequencePlan, Target
@@ -43,12 +43,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", params=["stack", "plain"])
 def model(folder, request):
     checkpoint = read_checkpoint(folder).adapted(label_logits=True, labels=("a", "b"))
-    found = load_model(checkpoint, torch.float32)
-    if request.param == "plain":
-        found.__dict__["stack"] = None
-    elif found.stack is None:
-        pytest.skip("there is no compiled stack")
-    return found
+    return loaded(checkpoint, request.param)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from blends import (
     block_diagonal,
     joined,
     key_values,
+    loaded,
     noted_layers,
     own_full_pass,
     random_chunks,
@@ -40,12 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["stack", "plain"])
 def model(folder, request):
-    found = load_model(read_checkpoint(folder), torch.float32)
-    if request.param == "plain":
-        found.__dict__["stack"] = None
-    elif found.stack is None:
-        pytest.skip("there is no compiled stack")
-    return found
+    return loaded(read_checkpoint(folder), request.param)
 
 
 @pytest.fixture
