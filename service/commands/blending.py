@@ -59,11 +59,11 @@ def _show(gate: BlendGate, output: Path) -> None:
     budget, measure = gate.budget, gate.budget.measure.value
     asked = f"{gate.prompts} prompts, budget: mean {measure} {budget.least}"
     columns = [
-        "recompute ratio",
+        "ratio",
         f"mean {measure}",
         "95 % bound",
         "keeps the budget",
-        "time of the exact answer's",
+        "time of exact",
     ]
     rows = [
         [
