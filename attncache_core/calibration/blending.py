@@ -9,13 +9,17 @@ import hashlib
 import json
 import statistics
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
+from attncache_core.calibration.gain import BATCH_TOKENS
 from attncache_core.calibration.quality import Quality, texts_needed
 from attncache_core.corpus.segments import SegmentedText
 from attncache_core.engine.prefill import PrefillEngine
@@ -27,6 +31,10 @@ from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.text.segments import Segmented, segmented
+
+# Under load, about as many tokens of prompts are measured, in as many rounds.
+_LOADED_TOKENS = 8192
+_LOADED_ROUNDS = 3
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
 
@@ -115,12 +123,13 @@ def calibrate_blending(
     for name, sequence in sequences.items():
         found.append(measurements.measured(name, partial(measuring.prompt, sequence)))
         on_prompt(len(found), len(sequences))
+    loaded = measuring.under_load(list(sequences.values()))
     gate = BlendGate(
         engine.fingerprint,
         budget,
         separator,
         len(sequences),
-        tuple(_of_ratio(ratio, found, budget) for ratio in sorted(ratios)),
+        tuple(_of_ratio(ratio, found, budget, loaded[ratio]) for ratio in sorted(ratios)),
         check_layer,
         listwise,
     )
@@ -178,8 +187,41 @@ class _Measuring:
             seconds[ratio] = own / exact_seconds
         return PromptMeasured(fidelities, seconds)
 
+    def under_load(self, sequences: Sequence[Segmented]) -> dict[float, float]:
+        """Return the time of each ratio as a share of the exact time, in full batches on all engine threads.
+
+        Small operations that one pass hides may cost more there. Only the first prompts are measured.
+        """
+        threads = self._engine.parallel_runs
+        ends = list(accumulate(len(own.ids) for own in sequences))
+        count = max(2 * threads, bisect_right(ends, _LOADED_TOKENS))
+        batches = list(_batches(sequences[:count]))
+        shares: dict[float, list[float]] = {ratio: [] for ratio in self._ratios}
+        with ThreadPoolExecutor(threads) as pool:
+
+            def seconds(ratio: float | None) -> float:
+                requests = [[self._request(sequence, ratio) for sequence in batch] for batch in batches]
+                started = time.perf_counter()
+                list(pool.map(self._engine.run, requests))
+                return time.perf_counter() - started
+
+            for ratio in (self._ratios[0], None):
+                seconds(ratio)  # stores chunks, and warms up
+            for _ in range(_LOADED_ROUNDS):
+                exact = seconds(None)
+                for ratio in self._ratios:
+                    shares[ratio].append(seconds(ratio) / exact)
+        return {ratio: statistics.median(own) for ratio, own in shares.items()}
+
     def _run(self, sequence: Segmented, ratio: float | None) -> tuple[PrefillResult, float]:
-        """Run a prompt with a ratio; None: exactly, behind its first chunk, as without a gate."""
+        """Run a prompt with a ratio; None: exactly. Return the result and the seconds."""
+        request = self._request(sequence, ratio)
+        started = time.perf_counter()
+        result = self._engine.run([request])
+        return result, time.perf_counter() - started
+
+    def _request(self, sequence: Segmented, ratio: float | None) -> PrefillRequest:
+        """Return a request with a ratio; None: exactly, behind the first chunk, as without a gate."""
         engine, wanted, blend = self._engine, None, None
         if ratio is None:
             behind = len(sequence.ids) - sequence.spans[0][1]
@@ -187,15 +229,28 @@ class _Measuring:
         else:
             again = Recomputation(ratio, self._check_layer)
             blend = engine.blending.blend_with(sequence, sequence.ids, b"", again)
-        started = time.perf_counter()
         plan = engine.default_prompt.sequence_plans[0]
-        result = engine.run([PrefillRequest(sequence.ids, False, plan, wanted, blend=blend)])
-        return result, time.perf_counter() - started
+        return PrefillRequest(sequence.ids, False, plan, wanted, blend=blend)
 
 
-def _of_ratio(ratio: float, found: Sequence[PromptMeasured], budget: Budget) -> MeasuredRatio:
+def _batches(sequences: Sequence[Segmented]) -> Iterator[list[Segmented]]:
+    """Yield neighbours of at most BATCH_TOKENS tokens together; more than that stands alone."""
+    batch: list[Segmented] = []
+    for sequence in sequences:
+        if batch and sum(len(own.ids) for own in batch) + len(sequence.ids) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(sequence)
+    yield batch
+
+
+def _of_ratio(
+    ratio: float, found: Sequence[PromptMeasured], budget: Budget, loaded_seconds: float
+) -> MeasuredRatio:
     fidelities = np.array([own.fidelities[ratio] for own in found])
     quality = Quality.of(fidelities, budget.measure)
     seconds = statistics.median(own.seconds[ratio] for own in found)
     keeps = quality.keeps(budget)
-    return MeasuredRatio(ratio, quality.mean, quality.lower_bound, keeps, seconds, quality.floor)
+    return MeasuredRatio(
+        ratio, quality.mean, quality.lower_bound, keeps, seconds, quality.floor, loaded_seconds
+    )

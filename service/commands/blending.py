@@ -64,6 +64,7 @@ def _show(gate: BlendGate, output: Path) -> None:
         "95 % bound",
         "keeps the budget",
         "time of exact",
+        "under load",
     ]
     rows = [
         [
@@ -72,6 +73,7 @@ def _show(gate: BlendGate, output: Path) -> None:
             f"{own.lower_bound:.4f}",
             "yes" if own.keeps_budget else "no",
             f"{own.seconds:.2f}",
+            f"{own.loaded_seconds:.2f}",
         ]
         for own in gate.measured
     ]

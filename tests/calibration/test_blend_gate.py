@@ -50,6 +50,15 @@ def test_least_ratio_is_served_from_which_on_all_keep_the_budget_if_it_saves_tim
     assert (found.off() is None) == bool(ratios)
 
 
+def test_ratio_that_saves_time_alone_but_not_under_load_is_not_served():
+    one, other = (MeasuredRatio(ratio, 0.9, 0.9, True, 0.4) for ratio in (0.0, 0.5))
+    found = replace(gate(), measured=(replace(one, loaded_seconds=0.96), replace(other, loaded_seconds=0.9)))
+    assert found.ratios == [0.5]
+    assert replace(found, measured=found.measured[:1]).off() == (
+        "no recompute ratio that kept the budget saved time"
+    )
+
+
 def test_tightening_goes_to_the_next_ratio_then_off_and_merges_with_other_servers(tmp_path):
     path = tmp_path / "blend.json"
     first = gate((0.0, True, 0.2), (0.5, True, 0.6))
@@ -239,6 +248,29 @@ def test_time_is_compared_with_the_exact_answer_behind_the_stored_first_chunk(en
     assert len(results) == 2 * len(prompts)  # a warm-up, and the measured one
     for cached, first_chunk in results[1::2]:
         assert cached == first_chunk
+
+
+def test_load_is_full_batches_of_the_first_prompts(engine, prompts, monkeypatch):
+    batches, run = [], engine.run
+
+    def noting(requests):
+        batches.append((sum(len(own.ids) for own in requests), {own.blend is None for own in requests}))
+        return run(requests)
+
+    monkeypatch.setattr(blending, "BATCH_TOKENS", 200)
+    monkeypatch.setattr(blending, "_LOADED_TOKENS", 500)
+    monkeypatch.setattr(engine, "run", noting)
+    measuring = blending._Measuring(engine, Measure.COSINE, False, (0.0, 0.5), 1)
+    sequences = list(blending._sequences(engine, prompts, "\n", False))
+    shares = measuring.under_load(sequences)
+    assert {*shares} == {0.0, 0.5}
+    assert all(own > 0 for own in shares.values())
+    assert max(tokens for tokens, _ in batches) <= 200
+    passes = 1 + 1 + blending._LOADED_ROUNDS * 3
+    assert len(batches) % passes == 0
+    one_pass = batches[: len(batches) // passes]
+    assert 400 <= sum(tokens for tokens, _ in one_pass) <= 500 < sum(len(own.ids) for own in sequences)
+    assert [kinds for _, kinds in batches].count({True}) == len(one_pass) * (1 + blending._LOADED_ROUNDS)
 
 
 def test_what_cannot_be_measured_is_refused_with_the_remedy(engine, folder, prompts):

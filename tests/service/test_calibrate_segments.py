@@ -47,7 +47,7 @@ def test_calibrated_file_is_shown_written_and_served(folder: Path, prompts: Path
     gate = read_gate(output)
     assert gate.prompts == 20
     assert [own.ratio for own in gate.measured] == [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7]
-    assert "keeps the budget" in shown
+    assert "under load" in shown
     assert str(output) in shown
     how = {"model": str(folder), "pooling": "lasttoken", "dtype": "float32", "kv_memory_bytes": 2**24}
     settings = read_settings({**how, "blend": str(output)})

@@ -21,7 +21,7 @@ from attncache_core.reuse.maps.budget import Budget
 from attncache_core.runtime.files import locked_within, write_whole
 
 FORMAT = 1
-# A ratio pays if a blended answer takes at most this share of the time of an exact one.
+# A ratio pays if a blended answer takes at most this share of the time of an exact one, alone and under load.
 MOST_SECONDS = 0.95
 
 
@@ -38,11 +38,13 @@ class MeasuredRatio:
     # Time to answer, as a share of the exact answer's behind the stored first chunk: median of the prompts.
     seconds: Annotated[float, Field(ge=0)]
     floor: float | None = None  # the cosine that 99 of 100 prompts keep, with 95 % confidence
+    # The same share where full batches keep all engine threads busy.
+    loaded_seconds: Annotated[float, Field(ge=0)] = 0.0
 
     @property
     def serves(self) -> bool:
         """Whether this ratio may be served."""
-        return self.keeps_budget and self.seconds <= MOST_SECONDS
+        return self.keeps_budget and max(self.seconds, self.loaded_seconds) <= MOST_SECONDS
 
 
 @dataclass(frozen=True)
