@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 PIP_ARGUMENTS ?=
-PIP = .venv/bin/pip --disable-pip-version-check install --quiet --constraint constraints.txt $(PIP_ARGUMENTS)
+PIP = .venv/bin/pip --disable-pip-version-check install --constraint constraints.txt $(PIP_ARGUMENTS)
 LOCK = --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" --python-version 3.11 \
 	--python-platform x86_64-manylinux_2_28 \
 	--constraint constraints.txt --only-binary :all: $(PIP_ARGUMENTS)
@@ -46,20 +46,21 @@ image-test: .venv/installed-with-test
 
 # Writes the versions and hashes that the image installs; constraints.txt chooses the versions.
 lock: .venv/installed
-	$(PIP) uv
+	$(PIP) --quiet uv
 	.venv/bin/uv pip compile $(LOCK) --output-file docker/requirements.lock --extra otel pyproject.toml
 	.venv/bin/uv pip compile $(LOCK) --output-file docker/build.lock --group image
 
 # torch is installed first, so that a later requirement does not replace it with another build.
 .venv/installed: pyproject.toml constraints.txt setup.py $(wildcard attncache_core/native/*.[ch])
+	@echo "Installing into .venv. The first time, pip downloads torch and some 80 packages, and compiles the C code."
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable .
-	touch $@
+	@touch $@
 
 .venv/installed-with-test: .venv/installed
 	$(PIP) --editable '.[test]'
-	touch $@
+	@touch $@
 
 clean:
 	rm -rf .venv build *.egg-info attncache_core/native/*.so

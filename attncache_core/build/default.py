@@ -28,6 +28,28 @@ from attncache_core.reuse.maps.manifest import FORMAT_VERSION
 from attncache_core.runtime.devices import Device, Dtype
 from attncache_core.runtime.files import locked
 
+# The stages of a build, and which share of the time of a default build is over when each one begins.
+_STAGE_BEGINS = {
+    "measuring heads": 0.0,
+    "writing records": 0.2,
+    "comparing maps": 0.3,
+    "training the projector": 0.35,
+    "measuring masks": 0.6,
+    "measuring unfamiliar texts": 0.85,
+    "checking the strangeness limit": 0.95,
+}
+
+
+def share_done(stage: str, done: int, total: int) -> float:
+    """Return which share of a default build is done, from a call of its Progress.
+
+    Stages that run again start again, so the share may become smaller.
+    """
+    begins = [*_STAGE_BEGINS.values(), 1.0]
+    index = list(_STAGE_BEGINS).index(stage) if stage in _STAGE_BEGINS else 0
+    within = done / total if stage in _STAGE_BEGINS and total else 0.0
+    return begins[index] + within * (begins[index + 1] - begins[index])
+
 
 def default_database_folder(checkpoint: Checkpoint, cache_dir: Path | None = None) -> Path:
     """Return the folder of the model's default database.

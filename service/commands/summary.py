@@ -34,19 +34,27 @@ def expected_savings(engine: PrefillEngine) -> str:
     manifest, budget = reuse.database.manifest, reuse.policy.budget
     mean = manifest.quality.get("mean")
     kept = f"mean {budget.measure} {mean:.4f} of the hits" if mean and budget.binds else "no budget is kept"
+    if reuse.awaits_gain:
+        return "serving exactly until it is measured whether reuse of attention maps saves time here"
     if reuse.gain is None:
         if reuse.approximates:
-            return f"reusing attention whether it saves time here or not ({kept})"
+            return f"reusing attention maps whether it saves time here or not ({kept})"
         return f"serving exactly: {why_exact(manifest)}"
-    saved = (
-        f"{1 - 1 / (1 + reuse.gain.together.full_batch):.0%} of the time of full batches and "
-        f"{1 - 1 / (1 + reuse.gain.together.one_text):.0%} of single texts here ({kept})"
-    )
-    if reuse.approximates:
-        least = reuse.gain.least_tokens
-        where = f" in batches of at least {least} tokens" if least else ""
-        return f"reusing attention{where}: it saves {saved}"
-    return f"serving exactly: reuse would save {saved}, too little for --min-gain {reuse.gain.min_gain}"
+    gain = reuse.gain.together
+    makes = f"{_faster(gain.full_batch, 'full batches')} and {_faster(gain.one_text, 'single texts')}"
+    # The bound of full batches decides whether anything is reused, and that of single texts where.
+    proven = f"full batches at least {gain.full_batch_bound:+.1%} with 95 % confidence"
+    asked = f"--min-gain asks for {reuse.gain.required:+.1%}"
+    if not reuse.approximates:
+        return f"serving exactly: reuse of attention maps would make {makes} here ({proven}; {asked})"
+    least = reuse.gain.least_tokens
+    where = f" in batches of at least {least} tokens" if least else ""
+    return f"reusing attention maps{where}: it makes {makes} here ({proven}; {asked}; {kept})"
+
+
+def _faster(gain: float, what: str) -> str:
+    """Return in words how much faster a gain makes batches."""
+    return f"{what} {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
 
 
 def _blended(engine: PrefillEngine) -> str:

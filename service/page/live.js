@@ -221,7 +221,7 @@ export class Live {
   }
 
   #stores() {
-    const { database, key_values: stored, gain, settings, reuse_off: off, key_values_off: why } = this.info;
+    const { database, key_values: stored, settings, key_values_off: why } = this.info;
     const scrape = this.scrapes.at(-1);
     const results = scrape?.sum("attncache_results_bytes") ?? 0;
     const stores = [["Kept results", results, settings.result_memory_bytes ?? null]];
@@ -236,7 +236,7 @@ export class Live {
     if (scrape && scrape.sum("attncache_sessions") > 0) remarks.push(`${count(scrape.sum("attncache_sessions"))} sessions.`);
     if (!stored && why) remarks.push(`Keys and values are not stored: ${why}.`);
     show("stores-remark", remarks.join(" "));
-    show("gain", gainText(gain, database, off));
+    show("gain", gainText(this.info));
   }
 }
 
@@ -258,16 +258,18 @@ function store([name, used, most]) {
   );
 }
 
-function gainText(gain, database, off) {
+function gainText({ gain, database, reuse_off: off, preparing }) {
+  if (preparing) return `${preparing[0].toUpperCase()}${preparing.slice(1)}. Until then, texts are computed in full.`;
   if (off.length) return `Attention maps are not reused: ${off.join("; ")}.`;
   if (!database) return "Attention maps are not reused: there is no database.";
   if (!gain) return "What attention maps save was not measured on this machine.";
-  const saved = (share) => percent(1 - 1 / (1 + share), 1);
+  const faster = (share) => `${percent(Math.abs(share), 1)} ${share < 0 ? "slower" : "faster"}`;
+  const { full_batch: full, full_batch_bound: bound, one_text: single } = gain.together;
   const paying = gain.groups.some(({ reuses }) => reuses);
-  const verb = paying ? "saves" : "would save";
-  const text = `Reusing attention maps ${verb} ${saved(gain.together.full_batch)} of the time of full batches and ${saved(gain.together.one_text)} of single texts, as measured on this machine.`;
-  if (paying && gain.least_tokens) return `${text} Batches of less than ${gain.least_tokens} tokens are computed in full.`;
-  return paying ? text : `${text} That is less than --min-gain asks for, so texts are computed in full.`;
+  const measured = `Reusing attention maps ${paying ? "makes" : "would make"} full batches ${faster(full)} and single texts ${faster(single)}, as measured on this machine.`;
+  const certain = `With 95 % confidence, full batches are at least ${faster(bound)}, and --min-gain asks for ${percent(gain.required, 1)}.`;
+  if (!paying) return `${measured} ${certain} So texts are computed in full.`;
+  return gain.least_tokens ? `${measured} Batches of less than ${gain.least_tokens} tokens are computed in full.` : measured;
 }
 
 const total = (scrape) => scrape.sum("attncache_sequences_total") + scrape.sum("attncache_repeated_sequences_total");

@@ -24,10 +24,11 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import STARTUP_FAILURE
 
-from attncache_core import AttnCacheError, PrefillEngine
+from attncache_core import AttnCacheError
 from service.app import create_app
 from service.ending import end_process
 from service.errors import ShuttingDown, log_failure
+from service.loading import Loaded
 from service.settings import Settings
 from service.state import ServiceState
 from service.upkeep.garbage import look_at_requests_only
@@ -54,7 +55,7 @@ _TICK_SECONDS = 0.1
 
 def run_server(
     settings: Settings,
-    load_engines: Callable[[], Iterator[PrefillEngine]],
+    load_engines: Callable[[], Iterator[Loaded]],
     listeners: Sequence[Listener],
     team: Team | None = None,
 ) -> BaseException | None:
@@ -66,10 +67,11 @@ def run_server(
     """
     failures: list[BaseException] = []
 
-    def load() -> Iterator[PrefillEngine]:
-        for engine in load_engines():
-            look_at_requests_only()
-            yield engine
+    def load() -> Iterator[Loaded]:
+        for loaded in load_engines():
+            if not isinstance(loaded, str):
+                look_at_requests_only()
+            yield loaded
 
     def fail(error: BaseException) -> None:
         failures.append(error)
