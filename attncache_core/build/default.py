@@ -28,15 +28,15 @@ from attncache_core.reuse.maps.manifest import FORMAT_VERSION
 from attncache_core.runtime.devices import Device, Dtype
 from attncache_core.runtime.files import locked
 
-# The stages of a build, and which share of the time of a default build is over when each one begins.
+# The stages of a build, and which share of a default build's processor time is over when each one begins.
 _STAGE_BEGINS = {
     "measuring heads": 0.0,
-    "writing records": 0.2,
-    "comparing maps": 0.3,
-    "training the projector": 0.35,
-    "measuring masks": 0.6,
-    "measuring unfamiliar texts": 0.85,
-    "checking the strangeness limit": 0.95,
+    "writing records": 0.24,
+    "comparing maps": 0.34,
+    "training the projector": 0.36,
+    "measuring masks": 0.53,
+    "measuring unfamiliar texts": 0.84,
+    "checking the strangeness limit": 0.97,
 }
 
 

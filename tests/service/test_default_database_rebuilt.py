@@ -142,6 +142,9 @@ def test_two_servers_serve_in_full_until_one_of_them_has_built_a_new_database(
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(timeout=60) == 0
             assert "Traceback" not in server.logged
+            shares = re.findall(r"building a database .*: (\d+)%", server.logged)
+            assert shares[0] == "0"
+            assert [int(share) for share in shares] == sorted({int(share) for share in shares})
     logs = [server.logged for server in servers]
     assert [log.count("the default database is damaged: ") for log in logs] == [1, 1]
     assert [log.count("serving exactly: the default database is damaged, and a new one") for log in logs] == [
