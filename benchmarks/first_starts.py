@@ -3,8 +3,8 @@
     python benchmarks/first_starts.py --starts 10 --neighbours 1
     python benchmarks/first_starts.py --starts 10 --neighbours 1 --database FOLDER
 
-Prints for each start the seconds until the first answer, and what the server decided: whether reuse can pay or,
-with --database, what it saves. The decision is "undecided" while other programs use the processors. Each
+Prints for each start the seconds until the first answer, and what the server decided: whether reuse can pay,
+or with --database whether it pays. The server decides nothing while other programs use the processors. Each
 neighbour is a process that multiplies matrices all the time. Of a given database, a copy without gain.json is
 served.
 """
@@ -57,7 +57,7 @@ def start(folder: Path, database: Path | None, patience: float) -> tuple[float, 
         str(folder),
     )
     started = time.perf_counter()
-    with running(sys.executable, *command, *given, log=log):
+    with running(sys.executable, *serve, "--cache-dir", str(folder), *given, log=log):
         while not (found := re.search(r"listening on (http://\S+)", log.read_text())):
             time.sleep(0.02)
         with httpx.Client(base_url=found[1]) as client:
