@@ -47,14 +47,12 @@ def start(folder: Path, database: Path | None, patience: float) -> tuple[float, 
     if database is not None:
         copied = shutil.copytree(database, folder / "a.db", ignore=shutil.ignore_patterns("gain.json"))
         given = ["--database", str(copied)]
-    command = (
+    serve = (
         "-c",
         "from service.cli import main; main()",
         "serve",
         "--port",
         "0",
-        "--cache-dir",
-        str(folder),
     )
     started = time.perf_counter()
     with running(sys.executable, *serve, "--cache-dir", str(folder), *given, log=log):
