@@ -3,7 +3,7 @@
 import { ask, Refused } from "./api.js";
 import { LineChart } from "./charts.js";
 import { byId, make, show } from "./dom.js";
-import { bytes, count, duration, NONE, percent, seconds, short } from "./format.js";
+import { amount, bytes, count, duration, NONE, percent, seconds, short } from "./format.js";
 import { percentile, Scrape } from "./metrics.js";
 
 const EVERY_MS = 1000;
@@ -200,18 +200,18 @@ export class Live {
     const before = this.#before(MINUTE_MS);
     const tokens = (one, state) => one.sum("attncache_tokens_total", (labels) => labels.state === state);
     const repeats = (one, source) => one.sum("attncache_repeated_sequences_total", (labels) => labels.source === source);
-    const of = (measure, whole, unit) => {
+    const of = (measure, whole, noun) => {
       const [part, all] = [measure(scrape) - measure(before), whole(scrape) - whole(before)];
-      return [percent(part, all), `${short(measure(scrape))} ${unit}`];
+      return [percent(part, all), amount(measure(scrape), noun)];
     };
     const shared = (one) => Math.max(0, tokens(one, "asked") - tokens(one, "cached") - tokens(one, "computed"));
     const hits = (one) => one.sum("attncache_sequences_total", ({ outcome }) => /hit$/.test(outcome));
     const rows = [
-      ["kept", "Kept results", ...of((one) => repeats(one, "kept"), total, "texts")],
-      ["in-flight", "Texts in flight", ...of((one) => repeats(one, "in_flight"), total, "texts")],
-      ["stored", "Stored keys and values", ...of((one) => tokens(one, "cached"), allTokens, "tokens")],
-      ["shared", "Shared prefixes", ...of(shared, allTokens, "tokens")],
-      ["maps", "Attention maps", ...of(hits, total, "texts")],
+      ["kept", "Kept results", ...of((one) => repeats(one, "kept"), total, "text")],
+      ["in-flight", "Texts in flight", ...of((one) => repeats(one, "in_flight"), total, "text")],
+      ["stored", "Stored keys and values", ...of((one) => tokens(one, "cached"), allTokens, "token")],
+      ["shared", "Shared prefixes", ...of(shared, allTokens, "token")],
+      ["maps", "Attention maps", ...of(hits, total, "text")],
     ];
     byId("saved").replaceChildren(...rows.map(([id, name, recent, start]) => make("tr", {},
       make("th", { scope: "row", textContent: name }),
@@ -232,8 +232,8 @@ export class Live {
     if (database) stores.push(["Attention maps, mapped file", database.bytes, null]);
     byId("stores").replaceChildren(...stores.map(store));
     const remarks = [];
-    if (database) remarks.push(`${count(database.records)} recorded texts and ${count(database.prototypes)} prototypes of ${database.lengths.join(" to ")} tokens.`);
-    if (scrape && scrape.sum("attncache_sessions") > 0) remarks.push(`${count(scrape.sum("attncache_sessions"))} sessions.`);
+    if (database) remarks.push(`${amount(database.records, "recorded text")} and ${amount(database.prototypes, "prototype")} of ${database.lengths.join(" to ")} tokens.`);
+    if (scrape && scrape.sum("attncache_sessions") > 0) remarks.push(`${amount(scrape.sum("attncache_sessions"), "session")}.`);
     if (!stored && why) remarks.push(`Keys and values are not stored: ${why}.`);
     show("stores-remark", remarks.join(" "));
     show("gain", gainText(this.info));

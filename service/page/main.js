@@ -3,11 +3,11 @@
 import { useKey } from "./api.js";
 import { Ask } from "./ask.js";
 import { byId, show } from "./dom.js";
-import { count } from "./format.js";
+import { amount } from "./format.js";
 import { Live } from "./live.js";
 
 function describe(info) {
-  const parts = [info.model, info.dtype, `${info.threads} ${info.threads === 1 ? "thread" : "threads"}`, `up to ${count(info.max_tokens)} tokens`];
+  const parts = [info.model, info.dtype, amount(info.threads, "thread"), `up to ${amount(info.max_tokens, "token")}`];
   show("model", parts.join(" · "));
   show("version", `AttnCache ${info.version}`);
   document.title = `${info.model} – AttnCache`;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,6 +92,7 @@ def test_numbers_move_after_requests(browser: Browser, url: str) -> None:
         assert page.text("#recent-miss").endswith("%")
         embed(url, "my new card")
         page.wait("document.getElementById('saved-kept').textContent !== '0%'")
+        assert re.fullmatch("1 text|[02-9] texts", page.text("#saved-kept + td"))
         assert page.problems() == []
 
 
