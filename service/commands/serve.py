@@ -30,7 +30,7 @@ from attncache_core.reuse.blend.gate import read_gate
 from service.commands.options import checkpoint_of
 from service.commands.progress import shown_progress
 from service.commands.settings_options import SettingsCommand, given_options
-from service.commands.summary import summary
+from service.commands.summary import slowness, summary
 from service.observability.logs import configure_logging
 from service.settings import Settings, gather_settings
 from service.upkeep.rebuild import build_while_serving
@@ -72,6 +72,8 @@ def _summarised(
 ) -> Iterator[PrefillEngine]:
     """Yield each engine, after its summary was logged."""
     for engine in engines:
+        if slow := slowness(engine.info()):
+            logger.warning("%s", slow)
         for line in summary(engine, settings, urls):
             logger.info("%s", line)
         yield engine

@@ -10,6 +10,8 @@ function describe(info) {
   const parts = [info.model, info.dtype, `${info.threads} ${info.threads === 1 ? "thread" : "threads"}`, `up to ${count(info.max_tokens)} tokens`];
   show("model", parts.join(" · "));
   show("version", `AttnCache ${info.version}`);
+  byId("compiled-off").hidden = info.compiled_off === null;
+  show("compiled-off", info.compiled_off === null ? "" : `This server computes slowly, without compiled code: ${info.compiled_off}.`);
   document.title = `${info.model} – AttnCache`;
   box.describe(info);
 }
