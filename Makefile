@@ -6,10 +6,9 @@ PYTHON ?= python3
 PIP_ARGUMENTS ?=
 PIP = .venv/bin/pip --disable-pip-version-check install --constraint constraints.txt $(PIP_ARGUMENTS)
 LOCK = --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" --python-version 3.11 \
-	--python-platform x86_64-manylinux_2_28 \
 	--constraint constraints.txt --only-binary :all: $(PIP_ARGUMENTS)
 
-.PHONY: serve test fuzz soak sanitize install image image-test lock clean
+.PHONY: serve test fuzz soak sanitize arm install image image-test lock clean
 
 serve: install
 	.venv/bin/attncache serve
@@ -37,18 +36,30 @@ CLANG ?= clang
 sanitize: .venv/installed-with-test
 	CC=$(CLANG) .venv/bin/python tests/native/sanitize.py
 
+# The kernel's tests on an emulated aarch64 processor, with libraries that are compiled here. Needs Debian's packages
+# qemu-user and mmdebstrap. The first run downloads 0.3 GB into build/arm; `make clean` removes it.
+arm: .venv/installed-with-test
+	$(PIP) uv 'ziglang<0.18'
+	.venv/bin/python tests/native/arm.py
+
+# PLATFORM=linux/arm64 or linux/amd64: of the image; by default of this machine.
 image:
-	PIP_ARGUMENTS="$(PIP_ARGUMENTS)" docker/build.sh
+	PIP_ARGUMENTS="$(PIP_ARGUMENTS)" docker/build.sh $(if $(PLATFORM),--platform $(PLATFORM))
 
 # Builds the image with buildah and runs it, as root, in about ten minutes.
 image-test: .venv/installed-with-test
 	.venv/bin/pytest -m image
 
-# Writes the versions and hashes that the image installs; constraints.txt chooses the versions.
+# Writes the versions and hashes that the image installs on each platform; constraints.txt chooses the versions.
+# The build tools are the same on both: their hashes are those of all files of a version.
 lock: .venv/installed
 	$(PIP) --quiet uv
-	.venv/bin/uv pip compile $(LOCK) --output-file docker/requirements.lock --extra otel pyproject.toml
-	.venv/bin/uv pip compile $(LOCK) --output-file docker/build.lock --group image
+	for machine in x86_64 aarch64; do \
+		.venv/bin/uv pip compile $(LOCK) --python-platform $$machine-manylinux_2_28 \
+			--output-file docker/requirements.$$machine.lock --extra otel pyproject.toml || exit 1; \
+	done
+	.venv/bin/uv pip compile $(LOCK) --python-platform x86_64-manylinux_2_28 \
+		--output-file docker/build.lock --group image
 
 # torch is installed first, so that a later requirement does not replace it with another build.
 .venv/installed: pyproject.toml constraints.txt setup.py $(wildcard attncache_core/native/*.[ch])

@@ -2,6 +2,8 @@
 
 import inspect
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -104,3 +106,29 @@ def test_files_that_are_not_code_are_installed_with_their_package():
         installed = {path for pattern in patterns for path in (ROOT / package).glob(pattern)}
         files = {path for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix not in code}
         assert files <= installed
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
+    reason="nothing is compiled for this machine",
+)
+def test_compilation_that_fails_is_noticed_when_the_package_is_used(tmp_path):
+    """Install with a compiler that fails: the build goes on, and the package says why it is slow."""
+    for name in ("attncache_core", "service"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "ziglang.py").write_text("raise SystemExit('the compiler is broken')", encoding="utf-8")
+
+    def python(*arguments):
+        command = [sys.executable, *arguments]
+        variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200, check=True
+        )
+
+    built = python("setup.py", "--quiet", "build_ext", "--inplace")
+    assert "the compiler is broken" in built.stderr
+    assert "warning: attncache_core.native.sigbus was not compiled" in built.stderr
+    used = python("-c", "from attncache_core import native; print(native.level(), native.compiled_off())")
+    assert used.stdout.startswith("None it was not compiled at installation")

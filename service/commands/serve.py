@@ -13,7 +13,7 @@ import click
 from attncache_core import AttnCacheError
 from service.commands.options import checkpoint_of
 from service.commands.settings_options import SettingsCommand, given_options
-from service.commands.summary import summary
+from service.commands.summary import slowness, summary
 from service.loading import Loaded, load_engines
 from service.observability.logs import configure_logging
 from service.settings import Settings, gather_settings
@@ -52,6 +52,8 @@ def _summarised(loaded: Iterator[Loaded], settings: Settings, urls: Sequence[str
     """Yield what is loaded. Logs the summary of each engine before it serves."""
     for next_loaded in loaded:
         if not isinstance(next_loaded, str):
+            if slow := slowness(next_loaded.info()):
+                logger.warning("%s", slow)
             for line in summary(next_loaded, settings, urls):
                 logger.info("%s", line)
         yield next_loaded

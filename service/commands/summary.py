@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from attncache_core import PrefillEngine, native
+from attncache_core.engine.info import EngineInfo
 from service.commands.database_report import why_exact
 from service.settings import Settings
 
@@ -17,6 +18,16 @@ def summary(engine: PrefillEngine, settings: Settings, urls: Sequence[str]) -> I
     yield f"reuse     {expected_savings(engine)}"
     yield f"limits    {_limits(settings)}"
     yield f"serves    {', '.join(urls)}"
+
+
+def slowness(info: EngineInfo) -> str | None:
+    """Return in one line that torch's operators compute although compiled code would be faster, and why."""
+    if info.compiled_off is None:
+        return None
+    return (
+        "the plain executor serves, without compiled code: full batches take about FULL times as long, and "
+        f"single texts SINGLE times (docs/benchmarks.md#without-compiled-code): {info.compiled_off}"
+    )
 
 
 def expected_savings(engine: PrefillEngine) -> str:

@@ -10,6 +10,8 @@ function describe(info) {
   const parts = [info.model, info.dtype, amount(info.threads, "thread"), `up to ${amount(info.max_tokens, "token")}`];
   show("model", parts.join(" · "));
   show("version", `AttnCache ${info.version}`);
+  byId("compiled-off").hidden = info.compiled_off === null;
+  show("compiled-off", info.compiled_off === null ? "" : `This server computes slowly, without compiled code: ${info.compiled_off}.`);
   document.title = `${info.model} – AttnCache`;
   box.describe(info);
 }
