@@ -184,7 +184,8 @@ class Timing:
         def passed(batch: TokenBatch, strategy: SearchEngine | None) -> None:
             allowed = np.ones(len(batch.lengths), dtype=bool)
             with threads_of(engine):
-                forward_pass(engine.model, batch, strategy, allowed, engine.fetch, engine.deciding)
+                done = forward_pass(engine.model, batch, strategy, allowed, engine.fetch, engine.deciding)
+                done.hidden[:1].cpu()  # a GPU computes until now
 
         passes = [(partial(passed, batch, None), partial(passed, batch, rehearsal)) for batch in batches]
         return compare(passes, self.idle_mark)

@@ -52,7 +52,8 @@ def always_idle() -> int | None:
 def compare(batches: Sequence[Passes], idle_mark: IdleMark = always_idle, pairs: int = PAIRS) -> PairedGain:
     """Measure how much faster the second way is, over the batches in turn, in alternating order.
 
-    Waits while the server computes. Raises MachineBusy if too few pairs count.
+    Waits while the server computes. Raises MachineBusy if too few pairs count. (The processor quota of a
+    container also keeps threads waiting, if the container has more threads than its quota can run.)
     """
     for passes in batches:  # the first passes read files and fill caches
         for run in passes:
@@ -61,7 +62,9 @@ def compare(batches: Sequence[Passes], idle_mark: IdleMark = always_idle, pairs:
     attempts = turn = 0
     while len(gains) < pairs:
         if attempts == _MAX_ATTEMPTS:
-            raise MachineBusy("nothing could be measured, because other programs use the processors")
+            raise MachineBusy(
+                "nothing could be measured, because the processors were busy or limited by a quota"
+            )
         index, second_first = turn % len(batches), turn // len(batches) % 2 == 1
         mark = _wait_until_idle(idle_mark)
         gain, waited = _pair(batches[index], second_first=second_first)

@@ -60,7 +60,7 @@ def test_ways_and_batches_alternate(machine: Machine) -> None:
 
 
 def test_machine_that_others_use_all_the_time_is_busy(machine: Machine) -> None:
-    with pytest.raises(MachineBusy, match="other programs"):
+    with pytest.raises(MachineBusy, match="busy or limited"):
         compare([(machine.way("a", 1.5, waits=0.2), machine.way("b", 1.0))])
 
 
