@@ -66,17 +66,23 @@ def create_app(
         await state.close()
 
     app = App(
-        title="AttnCache", version=__version__, lifespan=lifespan, redoc_url=None, redirect_slashes=False
+        title="AttnCache",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # it would load scripts from another server; see routes/page.py
+        redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.service = state
     document(app, ENDPOINTS)
-    for routes in (
-        health,
-        models,
-        *([page] if settings.page else []),
-        *([cache, explain] if settings.admin else []),
+    for router in (
+        health.router,
+        models.router,
+        page.docs_router,
+        *([page.router] if settings.page else []),
+        *([cache.router, explain.router] if settings.admin else []),
     ):
-        app.include_router(routes.router)
+        app.include_router(router)
     app.add_exception_handler(AttnCacheError, on_attncache_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_failure)

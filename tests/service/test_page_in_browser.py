@@ -281,3 +281,17 @@ def test_without_admin_the_box_says_how_to_see_more(browser: Browser, engine: Pr
         page.wait("document.getElementById('explanation').textContent.includes('--admin')")
         assert "32 dimensions" in page.text("#answer")
         assert page.problems() == []
+
+
+def test_page_to_try_the_routes_shows_them_and_asks_nobody_else(browser: Browser, url: str) -> None:
+    with browser.page() as page:
+        page.open(f"{url}/docs")
+        page.wait("document.querySelectorAll('.opblock').length > 5")
+        assert "/embed" in page.text("#routes")
+        page.click("[id$='embed_post'] .opblock-summary-control")
+        page.wait("document.querySelector('.try-out__btn') !== null")
+        assert page.problems() == []
+        asked = page.requested()
+        assert f"{url}/openapi.json" in asked
+        # Pictures of the style sheet are data, and nothing is asked of any other server.
+        assert [address for address in asked if not address.startswith((url, "data:"))] == []
