@@ -30,7 +30,13 @@ TOOLS = {"qemu-aarch64": "qemu-user", "mmdebstrap": "mmdebstrap"}  # command -> 
 # What the tests import, beside the package's own dependencies.
 TEST_PACKAGES = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "setuptools")
 # What the native code and its tests consist of.
-NATIVE = ("attncache_core/native", "attncache_core/models/prepacked.py", "tests/native", "setup.py")
+NATIVE = (
+    "attncache_core/native",
+    "attncache_core/models/prepacked.py",
+    "tests/native",
+    "setup.py",
+    "pyproject.toml",
+)
 WHOLE = ("attncache_core", "service", "tests", "setup.py", "pyproject.toml")
 FEW_EXAMPLES = """
 from hypothesis import settings
