@@ -55,6 +55,9 @@ class BuildLibraries(build_ext):
             print(f"warning: {extension.name} was not compiled: {error}", file=sys.stderr)
 
 
+if sys.platform == "win32":
+    sys.exit("AttnCache does not run on Windows: install it on Linux, for example in WSL")
+
 libraries = LIBRARIES.get(platform.machine(), {}) if sys.platform == "linux" else {}
 setup(
     cmdclass={"build_ext": BuildLibraries},

@@ -108,6 +108,17 @@ def test_files_that_are_not_code_are_installed_with_their_package():
         assert files <= installed
 
 
+def test_installing_on_windows_fails_with_one_sentence():
+    program = (
+        "import runpy, setuptools.command.build_ext, sys; sys.platform = 'win32'; runpy.run_path('setup.py')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1].startswith("AttnCache does not run on Windows: ")
+
+
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
     reason="nothing is compiled for this machine",

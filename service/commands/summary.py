@@ -25,8 +25,8 @@ def slowness(info: EngineInfo) -> str | None:
     if info.compiled_off is None:
         return None
     return (
-        "the plain executor serves, without compiled code: full batches take about FULL times as long, and "
-        f"single texts SINGLE times (docs/benchmarks.md#without-compiled-code): {info.compiled_off}"
+        "the plain executor serves, without compiled code: full batches take 1.3 to 1.6 times as long and "
+        f"single texts 2.5 to 3.6 times (docs/benchmarks.md#without-compiled-code): {info.compiled_off}"
     )
 
 

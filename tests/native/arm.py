@@ -6,9 +6,9 @@ The package's compiler compiles the libraries for aarch64 into copies of the pac
 run there under qemu-user, in Debian's Python of aarch64, with the wheels of docker/requirements.aarch64.lock.
 Needs Debian's packages qemu-user and mmdebstrap. Nothing is installed outside build/arm.
 
-Emulated, importing the whole package takes minutes. So two processes run at once: one imports the native code
-alone and runs the kernel's tests, with fewer random examples. The other imports the whole package and compares
-the default model's answers with the reference (test_levels.py).
+Emulated, importing the whole package takes minutes. So two processes run at once. One imports the native code
+alone and runs the kernel's tests, with fewer random examples. The other one imports the whole package and
+compares the default model's answers with the reference (test_levels.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ TOOLS = {"qemu-aarch64": "qemu-user", "mmdebstrap": "mmdebstrap"}  # command -> 
 # What the tests import, beside the package's own dependencies.
 TEST_PACKAGES = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "setuptools")
 # What the native code and its tests consist of.
-NATIVE = ("attncache_core/native", "attncache_core/models/prepacked.py", "tests/native", "setup.py")
+NATIVE = (
+    "attncache_core/native",
+    "attncache_core/models/prepacked.py",
+    "tests/native",
+    "setup.py",
+    "pyproject.toml",
+)
 WHOLE = ("attncache_core", "service", "tests", "setup.py", "pyproject.toml")
 FEW_EXAMPLES = """
 from hypothesis import settings
@@ -42,7 +48,9 @@ LEVELS = "tests/native/test_levels.py"
 
 
 def require_tools() -> None:
-    """Exit with the tools that are missing, and how to install them."""
+    """Exit with what is missing, and how to get it."""
+    if sys.version_info[:2] != (3, 11):
+        sys.exit("make arm needs Python 3.11, as the locked wheels do")
     missing = [package for command, package in TOOLS.items() if shutil.which(command) is None]
     if missing:
         sys.exit(f"make arm emulates aarch64 with Debian's packages: apt-get install {' '.join(missing)}")
@@ -80,6 +88,9 @@ def install_wheels() -> None:
     ]
     run(*uv, "--no-deps", "--require-hashes", "--requirement", str(LOCK))
     run(*uv, "--constraint", str(ROOT / "constraints.txt"), *TEST_PACKAGES)
+    # Emulated, compiling the modules would take minutes. The byte code is the same on all processors.
+    for folder in (target, SYSROOT / "usr" / "lib" / "python3.11"):
+        subprocess.run([sys.executable, "-m", "compileall", "-qq", str(folder)], check=False)
     PYTHON.parent.mkdir(parents=True, exist_ok=True)
     # Its own path as argument 0 lets Python find the environment, and tests start it again as sys.executable.
     emulated = f"qemu-aarch64 -L '{SYSROOT}' -0 \"$0\" '{SYSROOT}/usr/bin/python3.11'"

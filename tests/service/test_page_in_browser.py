@@ -15,7 +15,7 @@ from browser import Browser, Page, chromium
 from pydantic import SecretStr
 from raw_http import wait_until
 
-from attncache_core import AttentionDatabase, PrefillEngine
+from attncache_core import AttentionDatabase, PrefillEngine, native
 from service.app import create_app
 from service.settings import Settings
 from service.web.listeners import open_listeners
@@ -78,6 +78,21 @@ def test_page_loads_without_problems_and_asks_nobody_else(browser: Browser, url:
         assert page.text("#model").startswith("tiny-bert · float32")
         assert page.problems() == []
         assert [address for address in page.requested() if not address.startswith(url)] == []
+
+
+@pytest.mark.parametrize("reason", [None, "the compiler failed; install again"])
+def test_page_says_why_no_compiled_code_computes(
+    browser: Browser, engine: PrefillEngine, monkeypatch: pytest.MonkeyPatch, reason: str | None
+) -> None:
+    monkeypatch.setattr(native, "compiled_off", lambda: reason)
+    with running(engine) as url, browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+        hidden = page.run("document.getElementById('compiled-off').hidden")
+        assert hidden is (reason is None)
+        assert page.text("#compiled-off") == (
+            f"This server computes slowly, without compiled code: {reason}." if reason else ""
+        )
 
 
 def test_numbers_move_after_requests(browser: Browser, url: str) -> None:
