@@ -58,7 +58,7 @@ Refit = Callable[[ReuseMask], Sequence[LastProducts] | None]
 # The damage of a head is a mean over probes. A few hundred probes are enough to rank the heads.
 MAX_DAMAGE_PROBES = 300
 # Maximum number of unfamiliar texts per probe of the corpus' kind.
-_UNFAMILIAR_PER_PROBE = 3
+_UNFAMILIAR_PER_PROBE = 4
 
 
 @dataclass(frozen=True)
