@@ -156,8 +156,8 @@ def share_bound_over(counts: Sequence[int], sizes: Sequence[int]) -> float:
     """Return the one-sided 95 % upper bound for a share, estimated from corpora instead of single texts.
 
     counts, sizes: for each corpus its cases and its texts. Texts of one corpus resemble each other, so the
-    corpora are the sample: the bound is Student's t bound of a ratio, with one residual for each corpus. It is
-    0 without a case.
+    corpora are the sample: the bound is Student's t bound of a ratio, with one residual for each corpus. The
+    bound is 0 without a case.
     """
     cases, texts = np.array(counts, dtype=np.float64), np.array(sizes, dtype=np.float64)
     if not cases.any():
