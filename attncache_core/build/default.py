@@ -35,8 +35,8 @@ _CALIBRATION_VERSION = 2
 def default_database_folder(checkpoint: Checkpoint, cache_dir: Path | None = None) -> Path:
     """Return the folder of the model's default database.
 
-    The name depends on the model, its use (pooling, prompts), the database format, and the versions of the map
-    kernel and of the calibration.
+    The name depends on the model, its use (pooling, prompts), the database format, and the versions of the
+    map kernel and of the calibration.
     """
     name = re.sub(r"[^\w.-]+", "-", Path(checkpoint.name).name)
     base = cache_dir or user_cache_path("attncache")

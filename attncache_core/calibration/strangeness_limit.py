@@ -139,9 +139,9 @@ def keeps_budget(budget: Budget, like: Calibrated, left_out: Mapping[str, np.nda
     The mean of each length group is checked elsewhere (thresholds.choose_group).
 
     like: the results on probes like the corpus. With 95 % confidence, few enough of their hits are harmed.
-    left_out: the fidelity of the hits of each kind of unfamiliar text, chosen by a fit without this kind. Each
-    kind stands for a corpus that the database did not see, so each must keep the budget by itself, and the
-    share of harmed hits must be small enough with 95 % confidence over the kinds.
+    left_out: the fidelity of the hits of each kind of unfamiliar text, chosen by a fit without this kind.
+    Each kind stands for a corpus that the database did not see, so each must keep the budget by itself, and
+    the share of harmed hits must be small enough with 95 % confidence over the kinds.
     """
     corpora = judged_together(left_out)
     if budget.measure is Measure.COSINE:
@@ -190,7 +190,7 @@ def figures(
 
 
 def _left_out_figures(budget: Budget, left_out: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the results on the kinds of text that the limit was chosen on, and the kind with the worst mean."""
+    """Return the results on the kinds that the limit was chosen on, and the kind with the worst mean."""
     hits = np.concatenate(list(left_out.values()))
     corpora = judged_together(left_out)
     worst = min(corpora, key=lambda kind: corpora[kind].mean()) if corpora else None
