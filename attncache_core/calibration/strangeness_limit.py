@@ -191,13 +191,12 @@ def figures(
 
 def _left_out_figures(budget: Budget, left_out: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return the results on the kinds that the limit was chosen on, and the kind with the worst mean."""
-    hits = np.concatenate(list(left_out.values()))
     corpora = judged_together(left_out)
     worst = min(corpora, key=lambda kind: corpora[kind].mean()) if corpora else None
     return {
         "kinds": len(left_out),
-        "hits": len(hits),
-        "harmed": int(budget.harmed(hits).sum()),
+        "hits": sum(map(len, left_out.values())),
+        "harmed": sum(int(budget.harmed(hits).sum()) for hits in left_out.values()),
         "harmed_at_most": _harmed_at_most(budget, left_out),
         "worst": worst
         and {
