@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import numpy as np
@@ -201,7 +200,7 @@ def _job(
 def kernel() -> AttentionKernel | None:
     """Return the kernel for this processor, or None if it was not built."""
     for level in levels():
-        library = Path(__file__).with_name(f"attention_{level}{EXTENSION_SUFFIXES[0]}")
+        library = Path(__file__).with_name(f"attention_{level}.so")
         if library.is_file():
             # A library that is damaged or not executable counts as missing.
             with contextlib.suppress(OSError):
