@@ -26,7 +26,17 @@ def uvicorn_range() -> str:
 def run(name: str, versions: str) -> int:
     """Install the newest of these versions into a folder of its own, and run the tests with that folder first."""
     folder = ROOT / "build" / "versions" / name
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(folder)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--upgrade",
+        "--no-deps",
+        "--target",
+        str(folder),
+    ]
     subprocess.run([*pip, *sys.argv[1:], f"uvicorn{versions}"], check=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
     show = "import uvicorn; print('uvicorn', uvicorn.__version__, flush=True)"
