@@ -24,7 +24,7 @@ def uvicorn_range() -> str:
 
 
 def run(name: str, versions: str) -> int:
-    """Install the newest of these versions into a folder of its own, and run the tests with that folder first."""
+    """Install the newest of these versions into a folder of its own, and test with that folder first."""
     folder = ROOT / "build" / "versions" / name
     pip = [
         sys.executable,
