@@ -60,7 +60,7 @@ def test_installed_wheel_serves_outside_the_checkout(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = tmp_path / "venv/bin/python"
     packages = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
-    # The line adds the folder of the dependencies, but does not run its .pth files, which lead to the checkout.
+    # The .pth files of that folder are not run: one of them leads to the checkout.
     Path(packages, "dependencies.pth").write_text(site.getsitepackages()[0] + "\n", encoding="utf-8")
     install = [
         sys.executable,
