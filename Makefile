@@ -8,7 +8,7 @@ PIP = .venv/bin/pip --disable-pip-version-check install --constraint constraints
 LOCK = --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" --python-version 3.11 \
 	--constraint constraints.txt --only-binary :all: $(PIP_ARGUMENTS)
 
-.PHONY: serve test fuzz soak sanitize arm install image image-test lock clean
+.PHONY: serve test versions wheels fuzz soak sanitize arm install image image-test lock clean
 
 serve: install
 	.venv/bin/attncache serve
@@ -20,6 +20,18 @@ test: .venv/installed-with-test
 	.venv/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 install: .venv/installed
+
+# The server's tests with the oldest and with the newest versions of the packages whose private names are used.
+versions: .venv/installed-with-test
+	.venv/bin/python tests/versions.py $(PIP_ARGUMENTS)
+
+# Wheels for both platforms, in dist/, and their tests. The libraries in them need no certain version of Python.
+wheels: .venv/installed-with-test
+	rm -rf build/manylinux_* dist
+	for machine in x86_64 aarch64; do \
+		ATTNCACHE_WHEEL=manylinux_2_28_$$machine $(PIP:install=wheel) --no-deps --wheel-dir dist . || exit 1; \
+	done
+	.venv/bin/pytest -m wheels
 
 # Random requests and random bytes by the thousand, other ones in every run.
 fuzz: .venv/installed-with-test

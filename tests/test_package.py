@@ -1,8 +1,10 @@
 """The wall between engine and service, and the names that a user may rely on."""
 
+import ast
 import inspect
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -143,3 +145,46 @@ def test_compilation_that_fails_is_noticed_when_the_package_is_used(tmp_path):
     assert "warning: attncache_core.native.sigbus was not compiled" in built.stderr
     used = python("-c", "from attncache_core import native; print(native.level(), native.compiled_off())")
     assert used.stdout.startswith("None it was not compiled at installation")
+
+
+def private_uses():
+    """Yield the package of each private name that the code imports or reads from another package."""
+    own = {"attncache_core", "service"}
+    for path in sorted(file for package in own for file in (ROOT / package).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules, classes = {}, {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for name in node.names:
+                    bound = name.asname or name.name.partition(".")[0]
+                    modules[bound] = name.name.partition(".")[0]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module != "__future__":
+                package = node.module.partition(".")[0]
+                for name in node.names:
+                    classes[name.asname or name.name] = package
+                    if is_private(f"{node.module}.{name.name}") and package not in own:
+                        yield package
+        imported = modules | classes
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                root = ast.unparse(node).partition(".")[0]
+                if imported.get(root, "service") not in own:
+                    yield imported[root]
+            elif isinstance(node, ast.ClassDef):
+                # super()._name is a private method of a base class.
+                bases = {imported.get(ast.unparse(base).partition(".")[0]) for base in node.bases}
+                if re.search(r"super\(\)\._[a-z]", ast.unparse(node)):
+                    yield from (base for base in bases if base and base not in own)
+
+
+def is_private(name):
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def test_packages_whose_private_names_are_used_have_an_upper_bound_and_are_listed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ranges = dict(re.match(r"([\w-]+)(.*)", line).groups() for line in project["dependencies"])
+    used = set(private_uses()) - set(sys.stdlib_module_names)
+    assert used == {"torch", "uvicorn"}  # the table in docs/design.md says where and why
+    for package in used:
+        assert "<" in ranges[package], f"{package} has no upper bound"

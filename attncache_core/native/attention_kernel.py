@@ -17,7 +17,6 @@ import os
 import platform
 import sys
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import numpy as np
@@ -254,7 +253,7 @@ def levels() -> list[str]:
 
 
 def _library(level: str) -> Path:
-    return Path(__file__).with_name(f"attention_{level}{EXTENSION_SUFFIXES[0]}")
+    return Path(__file__).with_name(f"attention_{level}.so")
 
 
 def _torch_openmp() -> ctypes.CDLL | None:

@@ -22,7 +22,6 @@ from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.config import STARTUP_FAILURE
 
 from attncache_core import AttnCacheError
 from service.app import create_app
@@ -40,6 +39,8 @@ from service.workers.team import Team
 
 logger = logging.getLogger(__name__)
 
+# The exit status when the app does not start; uvicorn uses this one too.
+_STARTUP_FAILURE = 3
 # Of the seconds until the process ends: what is left for closing after the last response.
 _CLOSING_SHARE = 0.2
 _MOST_CLOSING_SECONDS = 5.0
@@ -171,7 +172,7 @@ class Server(uvicorn.Server):
         """Start the app and accept connections."""
         await self.lifespan.startup()
         if self.lifespan.should_exit:
-            sys.exit(STARTUP_FAILURE)
+            sys.exit(_STARTUP_FAILURE)
         self.servers = [
             self._accept(gate, listener) for gate, listener in zip(self._gates, self._listeners, strict=True)
         ]

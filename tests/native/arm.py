@@ -127,7 +127,7 @@ def compile_libraries() -> None:
     (FOLDER / "libraries").mkdir()
     compiler = [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-linux-gnu.2.28", *setup["FLAGS"]]
     for name, (source, processor) in setup["LIBRARIES"]["aarch64"].items():
-        output = FOLDER / "libraries" / f"{name}.cpython-311-aarch64-linux-gnu.so"
+        output = FOLDER / "libraries" / f"{name}.so"
         path = ROOT / "attncache_core" / "native" / source
         run(*compiler, f"-mcpu={processor}", str(path), "-o", str(output))
 
