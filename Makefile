@@ -4,12 +4,11 @@
 
 PYTHON ?= python3
 PIP_ARGUMENTS ?=
-PIP = .venv/bin/pip --disable-pip-version-check install --quiet --constraint constraints.txt $(PIP_ARGUMENTS)
+PIP = .venv/bin/pip --disable-pip-version-check install --constraint constraints.txt $(PIP_ARGUMENTS)
 LOCK = --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" --python-version 3.11 \
-	--python-platform x86_64-manylinux_2_28 \
 	--constraint constraints.txt --only-binary :all: $(PIP_ARGUMENTS)
 
-.PHONY: serve test fuzz soak sanitize install image image-test lock clean
+.PHONY: serve test versions wheels fuzz soak sanitize arm install image image-test lock clean
 
 serve: install
 	.venv/bin/attncache serve
@@ -21,6 +20,18 @@ test: .venv/installed-with-test
 	.venv/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 install: .venv/installed
+
+# The server's tests with the oldest and with the newest versions of the packages whose private names are used.
+versions: .venv/installed-with-test
+	.venv/bin/python tests/versions.py $(PIP_ARGUMENTS)
+
+# Wheels for both platforms, in dist/, and their tests. The libraries in them need no certain version of Python.
+wheels: .venv/installed-with-test
+	rm -rf build/manylinux_* dist
+	for machine in x86_64 aarch64; do \
+		ATTNCACHE_WHEEL=manylinux_2_28_$$machine $(PIP:install=wheel) --no-deps --wheel-dir dist . || exit 1; \
+	done
+	.venv/bin/pytest -m wheels
 
 # Random requests and random bytes by the thousand, other ones in every run.
 fuzz: .venv/installed-with-test
@@ -37,29 +48,42 @@ CLANG ?= clang
 sanitize: .venv/installed-with-test
 	CC=$(CLANG) .venv/bin/python tests/native/sanitize.py
 
+# The kernel's tests on an emulated aarch64 processor, with libraries that are compiled here. Needs Debian's packages
+# qemu-user and mmdebstrap. The first run downloads 0.3 GB into build/arm; `make clean` removes it.
+arm: .venv/installed-with-test
+	$(PIP) uv 'ziglang<0.18'
+	.venv/bin/python tests/native/arm.py
+
+# PLATFORM=linux/arm64 or linux/amd64: of the image; by default of this machine.
 image:
-	PIP_ARGUMENTS="$(PIP_ARGUMENTS)" docker/build.sh
+	PIP_ARGUMENTS="$(PIP_ARGUMENTS)" docker/build.sh $(if $(PLATFORM),--platform $(PLATFORM))
 
 # Builds the image with buildah and runs it, as root, in about ten minutes.
 image-test: .venv/installed-with-test
 	.venv/bin/pytest -m image
 
-# Writes the versions and hashes that the image installs; constraints.txt chooses the versions.
+# Writes the versions and hashes that the image installs on each platform; constraints.txt chooses the versions.
+# The build tools are the same on both: their hashes are those of all files of a version.
 lock: .venv/installed
-	$(PIP) uv
-	.venv/bin/uv pip compile $(LOCK) --output-file docker/requirements.lock --extra otel pyproject.toml
-	.venv/bin/uv pip compile $(LOCK) --output-file docker/build.lock --group image
+	$(PIP) --quiet uv
+	for machine in x86_64 aarch64; do \
+		.venv/bin/uv pip compile $(LOCK) --python-platform $$machine-manylinux_2_28 \
+			--output-file docker/requirements.$$machine.lock --extra otel pyproject.toml || exit 1; \
+	done
+	.venv/bin/uv pip compile $(LOCK) --python-platform x86_64-manylinux_2_28 \
+		--output-file docker/build.lock --group image
 
 # torch is installed first, so that a later requirement does not replace it with another build.
 .venv/installed: pyproject.toml constraints.txt setup.py $(wildcard attncache_core/native/*.[ch])
+	@echo "Installing into .venv. The first time, pip downloads torch and some 80 packages, and compiles the C code."
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable .
-	touch $@
+	@touch $@
 
 .venv/installed-with-test: .venv/installed
 	$(PIP) --editable '.[test]'
-	touch $@
+	@touch $@
 
 clean:
 	rm -rf .venv build *.egg-info attncache_core/native/*.so

@@ -5,6 +5,7 @@
     a start       ModelNotFound, UnsupportedModel                the operator fixes the model
                   DatabaseRefused - CorruptDatabase              the operator fixes or rebuilds the database
                   BuildFailed                                    the operator fixes the corpus
+    a measurement MachineBusy                                    the caller measures again later
 
 Each error has a stable `code`, an integer `status` (an HTTP status code), and a message for the person who
 can fix the problem. A message never contains a user's text.
@@ -105,6 +106,13 @@ class BuildFailed(AttnCacheError):
     """No database or classifier can be built from this corpus."""
 
     code = "build_failed"
+
+
+class MachineBusy(AttnCacheError):
+    """Times were to be measured, and other programs used the processors all the time."""
+
+    code = "machine_busy"
+    status = 503
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +110,7 @@ def main() -> None:
     show_peaks()
     folder = Path(attention_kernel.__file__).parent
     kernels = [
-        native.AttentionKernel(level, folder / f"attention_{level}{EXTENSION_SUFFIXES[0]}")
-        for level in attention_kernel.levels()
+        native.AttentionKernel(level, folder / f"attention_{level}.so") for level in attention_kernel.levels()
     ]
     found = {
         shape: milliseconds(methods_of(*shape, arguments.heads, arguments.width, kernels)) for shape in SHAPES

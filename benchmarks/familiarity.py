@@ -1,11 +1,11 @@
 """Measure how the strangeness limit protects unfamiliar texts, kind by kind, and what the test costs.
 
     python benchmarks/familiarity.py --database banking77.db --corpus banking77_train.tsv \\
-        --data banking77_test_a.tsv
+        --data banking77_test_a.tsv --data STSB_test.tsv:sentence1,sentence2 --most 600
 
 The unfamiliar texts are of the kinds that no familiarity test is fitted on, generated with another seed than
 in calibration. Each text, and each text of --data, is embedded three times: in full, with the database, and
-with the database without its limit.
+with the database without its limit. --generated 0 measures the files of --data alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from attncache_core import AttentionDatabase, PrefillEngine, default_corpus, find_checkpoint
 from attncache_core.corpus import unfamiliar_texts
-from attncache_core.corpus.reading import read_texts
+from attncache_core.corpus.reading import read_texts, spread
 from attncache_core.heads.vectors import cosines
 from attncache_core.reuse.maps.familiarity import Familiarity
 from service.bench.report import machine, show_machine, show_table
@@ -34,9 +34,19 @@ _TIMINGS = 1000
 @click.option("--model", default="all-MiniLM-L6-v2", show_default=True)
 @click.option("--database", type=click.Path(path_type=Path), required=True)
 @click.option("--corpus", help="FILE or FILE:column,column. Default: the shipped corpus.")
-@click.option("--data", multiple=True, help="FILE or FILE:column,column with texts that resemble the corpus.")
+@click.option("--data", multiple=True, help="FILE or FILE:column,column with texts of one corpus.")
+@click.option("--most", type=int, help="Most texts of each corpus, evenly spread. Default: all.")
+@click.option("--generated", default=40, show_default=True, help="Generated texts of each unfamiliar kind.")
 @click.option("--seed", default=1, show_default=True)
-def main(model: str, database: Path, corpus: str | None, data: tuple[str, ...], seed: int) -> None:
+def main(
+    model: str,
+    database: Path,
+    corpus: str | None,
+    data: tuple[str, ...],
+    most: int | None,
+    generated: int,
+    seed: int,
+) -> None:
     """Print the hits and cosines of each kind of text, with and without the limit."""
     opened = AttentionDatabase.open(database)
     checkpoint = find_checkpoint(model)
@@ -45,8 +55,12 @@ def main(model: str, database: Path, corpus: str | None, data: tuple[str, ...], 
         PrefillEngine.load(checkpoint, database=each) for each in (opened, replace(opened, search=without))
     ]
     known = read_texts(corpus) if corpus else [sentence.text for sentence in default_corpus()]
-    texts = [text for text in unfamiliar_texts(known, seed=seed) if not text.fitted]
-    given = [(Path(source.partition(":")[0]).stem, text) for source in data for text in read_texts(source)]
+    texts = [text for text in unfamiliar_texts(known, generated, seed) if not text.fitted]
+    given = [
+        (Path(source.partition(":")[0]).stem, text)
+        for source in data
+        for text in _spread(list(dict.fromkeys(read_texts(source))), most)
+    ]
     sequences = engines[0].tokenize([*(text.text for text in texts), *(text for _, text in given)])
     full = np.concatenate(
         [engines[0].run(engines[0].requests(part, reuse=False)).outputs for part in _batches(sequences)]
@@ -54,14 +68,19 @@ def main(model: str, database: Path, corpus: str | None, data: tuple[str, ...], 
     measured = [_measured(engine, sequences, full) for engine in engines]
     kinds = np.array([*(text.kind for text in texts), *(name for name, _ in given)])
     unfamiliar = np.arange(len(kinds)) < len(texts)
-    rows = [_row(kind, kinds == kind, measured) for kind in dict.fromkeys(kinds.tolist())] + [
-        _row("all kinds", unfamiliar, measured)
-    ]
+    rows = [_row(kind, kinds == kind, measured) for kind in dict.fromkeys(kinds.tolist())]
+    if texts:
+        rows.append(_row("all kinds", unfamiliar, measured))
     familiarity = opened.search.familiarity
     cost = "no test" if familiarity is None else f"{_microseconds(familiarity):.2f} µs"
     show_machine({**machine(engines[0].threads), "strangeness of a text of 16 tokens, 64 together": cost})
     columns = ("kind", "texts", "hits", "mean", "least", "below 0.95", "hits", "mean", "least", "below 0.95")
     show_table("hits and their cosines with the limit, and without", columns, rows)
+
+
+def _spread(texts: list[str], most: int | None) -> list[str]:
+    """Return at most `most` of the texts, evenly spread."""
+    return texts if most is None else spread(texts, most)
 
 
 def _batches(sequences: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:

@@ -8,7 +8,6 @@ import ast
 import ctypes
 import platform
 import sys
-from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,5 +33,5 @@ if not names:
     sys.exit(f"no library is compiled for {platform.machine()}")
 for name in names:
     # A library of any processor level can be loaded: loading runs none of its code.
-    ctypes.CDLL(str(installed_folder() / (name + EXTENSION_SUFFIXES[0])))
+    ctypes.CDLL(str(installed_folder() / f"{name}.so"))
 print("compiled:", ", ".join(names))

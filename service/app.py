@@ -10,8 +10,9 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from attncache_core import AttnCacheError, PrefillEngine
+from attncache_core import AttnCacheError
 from attncache_core.version import __version__
+from service.loading import Loaded
 from service.routes import cache, explain, health, page
 from service.routes.endpoints import ENDPOINTS
 from service.routes.openai import models
@@ -40,7 +41,7 @@ class App(FastAPI):
 
 def create_app(
     settings: Settings,
-    load_engines: Callable[[], Iterator[PrefillEngine]],
+    load_engines: Callable[[], Iterator[Loaded]],
     on_load_failure: Callable[[BaseException], None] | None = None,
     team: Team | None = None,
 ) -> FastAPI:
@@ -49,7 +50,8 @@ def create_app(
     Until `load_engines` yields an engine, inference requests get status 503. If `load_engines` raises before
     that, requests continue to get 503, and the app calls `on_load_failure` with the exception, on the event
     loop; an exception that is not an AttnCacheError has then been logged. Each further engine, of the same
-    model, replaces the engine before. team: the workers that the app belongs to; None: it serves alone.
+    model, replaces the engine before. Lines that `load_engines` yields say what is prepared behind the
+    requests. team: the workers that the app belongs to; None: it serves alone.
     """
     state = ServiceState(settings, load_engines, on_load_failure, team)
 
@@ -64,17 +66,23 @@ def create_app(
         await state.close()
 
     app = App(
-        title="AttnCache", version=__version__, lifespan=lifespan, redoc_url=None, redirect_slashes=False
+        title="AttnCache",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # it would load scripts from another server; see routes/page.py
+        redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.service = state
     document(app, ENDPOINTS)
-    for routes in (
-        health,
-        models,
-        *([page] if settings.page else []),
-        *([cache, explain] if settings.admin else []),
+    for router in (
+        health.router,
+        models.router,
+        page.docs_router,
+        *([page.router] if settings.page else []),
+        *([cache.router, explain.router] if settings.admin else []),
     ):
-        app.include_router(routes.router)
+        app.include_router(router)
     app.add_exception_handler(AttnCacheError, on_attncache_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_failure)

@@ -2,6 +2,9 @@
 
 start -> loading (a daemon thread) -> Serving (-> the engine is replaced) -> close
                                    -> failure, reported to `on_failure`
+
+The thread goes on behind the requests: it measures, waits for a new database, and loads the next engine; see
+loading.py.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from service.batching.batcher import Batcher
 from service.conversations.sessions import Sessions
 from service.errors import NotReady
 from service.labels import LabelMemory
+from service.loading import Loaded
 from service.observability.finished import FinishedRequests
 from service.observability.logs import log_access
 from service.observability.metrics import Metrics
@@ -59,7 +63,7 @@ class ServiceState:
     def __init__(
         self,
         settings: Settings,
-        load_engines: Callable[[], Iterator[PrefillEngine]],
+        load_engines: Callable[[], Iterator[Loaded]],
         on_failure: Callable[[BaseException], None] | None,
         team: Team | None = None,
     ) -> None:
@@ -92,6 +96,7 @@ class ServiceState:
         self._load_engines = load_engines
         self._on_failure = on_failure
         self._serving: Serving | None = None
+        self.preparing: str | None = None  # what is prepared behind the requests, in one line
 
     def serving(self) -> Serving:
         """Return the engine and its parts. Raises NotReady while the engine is loading."""
@@ -138,18 +143,24 @@ class ServiceState:
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         started = time.perf_counter()
         try:
-            for engine in self._load_engines():
-                verifier = self._verifier(engine)
+            for loaded in self._load_engines():
+                if isinstance(loaded, str):
+                    self.preparing = loaded
+                    logger.info("%s", loaded)
+                    continue
+                verifier = self._verifier(loaded)
                 # Computed in this thread, because the fingerprint reads all weight files.
-                fingerprint = engine.fingerprint[:12]
+                fingerprint = loaded.fingerprint[:12]
                 seconds = time.perf_counter() - started
                 logger.info("loaded model %s, %.1f s after the start", fingerprint, seconds)
-                self._call_on(loop, self._loaded, engine, verifier)
+                self._call_on(loop, self._loaded, loaded, verifier)
         except BaseException as error:
             if not isinstance(error, AttnCacheError):
                 # Logged with its message, because loading sees no text of a client.
                 logger.exception("loading failed")
             self._call_on(loop, self._failed, error)
+        finally:
+            self.preparing = None
 
     def _call_on(
         self, loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: object

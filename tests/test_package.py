@@ -1,7 +1,11 @@
 """The wall between engine and service, and the names that a user may rely on."""
 
+import ast
 import inspect
 import os
+import platform
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -104,3 +108,83 @@ def test_files_that_are_not_code_are_installed_with_their_package():
         installed = {path for pattern in patterns for path in (ROOT / package).glob(pattern)}
         files = {path for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix not in code}
         assert files <= installed
+
+
+def test_installing_on_windows_fails_with_one_sentence():
+    program = (
+        "import runpy, setuptools.command.build_ext, sys; sys.platform = 'win32'; runpy.run_path('setup.py')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1].startswith("AttnCache does not run on Windows: ")
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
+    reason="nothing is compiled for this machine",
+)
+def test_compilation_that_fails_is_noticed_when_the_package_is_used(tmp_path):
+    """Install with a compiler that fails: the build goes on, and the package says why it is slow."""
+    for name in ("attncache_core", "service"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "ziglang.py").write_text("raise SystemExit('the compiler is broken')", encoding="utf-8")
+
+    def python(*arguments):
+        command = [sys.executable, *arguments]
+        variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200, check=True
+        )
+
+    built = python("setup.py", "--quiet", "build_ext", "--inplace")
+    assert "the compiler is broken" in built.stderr
+    assert "warning: attncache_core.native.sigbus was not compiled" in built.stderr
+    used = python("-c", "from attncache_core import native; print(native.level(), native.compiled_off())")
+    assert used.stdout.startswith("None it was not compiled at installation")
+
+
+def private_uses():
+    """Yield the package of each private name that the code imports or reads from another package."""
+    own = {"attncache_core", "service"}
+    for path in sorted(file for package in own for file in (ROOT / package).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules, classes = {}, {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for name in node.names:
+                    bound = name.asname or name.name.partition(".")[0]
+                    modules[bound] = name.name.partition(".")[0]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module != "__future__":
+                package = node.module.partition(".")[0]
+                for name in node.names:
+                    classes[name.asname or name.name] = package
+                    if is_private(f"{node.module}.{name.name}") and package not in own:
+                        yield package
+        imported = modules | classes
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                root = ast.unparse(node).partition(".")[0]
+                if imported.get(root, "service") not in own:
+                    yield imported[root]
+            elif isinstance(node, ast.ClassDef):
+                # super()._name is a private method of a base class.
+                bases = {imported.get(ast.unparse(base).partition(".")[0]) for base in node.bases}
+                if re.search(r"super\(\)\._[a-z]", ast.unparse(node)):
+                    yield from (base for base in bases if base and base not in own)
+
+
+def is_private(name):
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def test_packages_whose_private_names_are_used_have_an_upper_bound_and_are_listed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ranges = dict(re.match(r"([\w-]+)(.*)", line).groups() for line in project["dependencies"])
+    used = set(private_uses()) - set(sys.stdlib_module_names)
+    assert used == {"torch", "uvicorn"}  # the table in docs/design.md says where and why
+    for package in used:
+        assert "<" in ranges[package], f"{package} has no upper bound"

@@ -2,8 +2,8 @@
 
 The default database is built from the shipped corpus.
 
-databases/NAME-FINGERPRINT-vFORMAT                   built once, then opened at every start
-databases/NAME-FINGERPRINT-vFORMAT.damaged-TIME      the last database that was found damaged
+databases/NAME-FINGERPRINT-vVERSIONS                 built once, then opened at every start
+databases/NAME-FINGERPRINT-vVERSIONS.damaged-TIME    the last database that was found damaged
 """
 
 from __future__ import annotations
@@ -28,16 +28,42 @@ from attncache_core.reuse.maps.manifest import FORMAT_VERSION
 from attncache_core.runtime.devices import Device, Dtype
 from attncache_core.runtime.files import locked
 
+# Raised when calibration keeps a budget that it did not keep before: servers then build the database anew.
+_CALIBRATION_VERSION = 2
+
+
+# The stages of a build, and which share of a default build's processor time is over when each one begins.
+_STAGE_BEGINS = {
+    "measuring heads": 0.0,
+    "writing records": 0.24,
+    "comparing maps": 0.34,
+    "training the projector": 0.36,
+    "measuring masks": 0.53,
+    "measuring unfamiliar texts": 0.84,
+    "checking the strangeness limit": 0.97,
+}
+
+
+def share_done(stage: str, done: int, total: int) -> float:
+    """Return which share of a default build is done, from a call of its Progress.
+
+    Stages that run again start again, so the share may become smaller.
+    """
+    begins = [*_STAGE_BEGINS.values(), 1.0]
+    index = list(_STAGE_BEGINS).index(stage) if stage in _STAGE_BEGINS else 0
+    within = done / total if stage in _STAGE_BEGINS and total else 0.0
+    return begins[index] + within * (begins[index + 1] - begins[index])
+
 
 def default_database_folder(checkpoint: Checkpoint, cache_dir: Path | None = None) -> Path:
     """Return the folder of the model's default database.
 
-    The name depends on the model, its use (pooling, prompts), the database format and the version of the map
-    kernel.
+    The name depends on the model, its use (pooling, prompts), the database format, and the versions of the
+    map kernel and of the calibration.
     """
     name = re.sub(r"[^\w.-]+", "-", Path(checkpoint.name).name)
     base = cache_dir or user_cache_path("attncache")
-    version = f"v{FORMAT_VERSION}.{MAPS_VERSION}"
+    version = f"v{FORMAT_VERSION}.{MAPS_VERSION}.{_CALIBRATION_VERSION}"
     return base / "databases" / f"{name}-{checkpoint.use_fingerprint()[:12]}-{version}"
 
 

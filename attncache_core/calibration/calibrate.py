@@ -37,7 +37,13 @@ from attncache_core.calibration.policy_selection import (
 from attncache_core.calibration.probes import Measured, Probes, measure
 from attncache_core.calibration.report import report
 from attncache_core.calibration.savings import measure_savings
-from attncache_core.calibration.strangeness_limit import Limited, choose_limit, figures, find_unfamiliar
+from attncache_core.calibration.strangeness_limit import (
+    Limited,
+    UnfamiliarProbes,
+    choose_limit,
+    figures,
+    find_unfamiliar,
+)
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.engine.prefill import PrefillEngine
@@ -58,7 +64,7 @@ Refit = Callable[[ReuseMask], Sequence[LastProducts] | None]
 # The damage of a head is a mean over probes. A few hundred probes are enough to rank the heads.
 MAX_DAMAGE_PROBES = 300
 # Maximum number of unfamiliar texts per probe of the corpus' kind.
-_UNFAMILIAR_PER_PROBE = 3
+_UNFAMILIAR_PER_PROBE = 4
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def calibrate(
         if refit_masks is None:
             refit_masks = [mask for mask in masks if heads or mask.total > chosen.mask.total]
         trials.measure_refitted(refit_masks, refit)
-    return _with_limit(trials, unfamiliar, token_counts)
+    return _with_limit(trials, unfamiliar, token_counts, rank)
 
 
 class _Trials:
@@ -137,6 +143,10 @@ class _Trials:
             self.measured += self.measure_on(self.terms.probes, masks, "measuring masks")
             self.masks += masks
             self.refitted += [None] * len(masks)
+
+    def options(self) -> list[Calibrated]:
+        """Return the best policy of each mask, without a limit of strangeness."""
+        return choose_policy(self.terms, self.masks, self.measured)[1]
 
     def measure_refitted(self, masks: Sequence[ReuseMask], refit: Refit) -> None:
         """Measure masks of growing size with the weights that `refit` makes, until a mask saves less."""
@@ -176,33 +186,70 @@ class _Trials:
 
 
 def _with_limit(
-    trials: _Trials, unfamiliar: Sequence[UnfamiliarText], token_counts: np.ndarray
+    trials: _Trials, unfamiliar: Sequence[UnfamiliarText], token_counts: np.ndarray, rank: np.ndarray
 ) -> Calibration:
     """Return the option that saves the most time with a strangeness limit.
 
-    A limit only removes hits, so an option never saves more time with a limit than without one. The options
-    are therefore tried in falling order of the time saved without a limit. The search stops at the first
-    option that saves no more without a limit than the best option so far saves with one. If no option keeps
-    the budget, only recorded sequences hit.
+    If no option keeps the budget, only recorded sequences hit.
     """
     terms = trials.terms
-    _, options = choose_policy(terms, trials.masks, trials.measured)
     if not could_keep_floor(terms.budget, len(terms.probes.sequences)):
-        return _exact_calibration(trials, options)
+        return _exact_calibration(trials)
     max_texts = _UNFAMILIAR_PER_PROBE * len(terms.probes.sequences)
     fitted, unseen = (
         find_unfamiliar(trials.engine, trials.search, unfamiliar, max_texts, fitted=fitted)
         for fitted in (True, False)
     )
     tokens = TokenStatistics(trials.engine.model, token_counts)
-    best: Limited | None = None
-    best_products: Sequence[LastProducts] | None = None
+    best = _best_with_limit(trials, fitted, tokens)
+    if best is None:
+        return _exact_calibration(trials)
+    # The next larger mask is often refused. Try the sizes between.
+    tried = len(trials.masks)
+    plain = [mask for mask, products in zip(trials.masks, trials.refitted, strict=True) if not products]
+    if (mask := best[0].calibrated.mask) in plain:
+        between = masks_between(sorted(plain, key=lambda each: each.total), mask, rank)
+        trials.measure([each for each in between if each.total > mask.total])
+        best = _best_with_limit(trials, fitted, tokens, tried, best) or best
+    limited, best_products = best
+    chosen = limited.calibrated
+    (measured_unfamiliar,) = trials.measure_on(
+        unseen.probes,
+        [chosen.mask],
+        "checking the strangeness limit",
+        _serving_kinds(chosen.policy),
+        best_products,
+    )
+    quality = report(chosen, trials.options(), terms.probes)
+    for candidate, products in zip(quality["candidates"], trials.refitted, strict=True):
+        candidate["refitted"] = products is not None
+    quality["unfamiliar"] = figures(unseen, limited, measured_unfamiliar)
+    return Calibration(chosen.mask, chosen.policy, limited.familiarity, quality, best_products)
+
+
+_Best = tuple[Limited, Sequence[LastProducts] | None]
+
+
+def _best_with_limit(
+    trials: _Trials,
+    fitted: UnfamiliarProbes,
+    tokens: TokenStatistics,
+    first: int = 0,
+    best: _Best | None = None,
+) -> _Best | None:
+    """Return the option that saves the most time with a limit, and the weights of its hits, or `best`.
+
+    A limit only removes hits, so an option never saves more time with a limit than without one. The options
+    are therefore tried in falling order of the time saved without a limit. The search stops at the first
+    option that saves no more without a limit than the best option so far saves with one. first: the number of
+    the first mask to try.
+    """
     for option, measured, products in sorted(
-        zip(options, trials.measured, trials.refitted, strict=True),
+        list(zip(trials.options(), trials.measured, trials.refitted, strict=True))[first:],
         key=lambda tried: (by_time_saved(tried[0]), tried[2] is not None),
         reverse=True,
     ):
-        if best and by_time_saved(option) <= by_time_saved(best.calibrated):
+        if best and by_time_saved(option) <= by_time_saved(best[0].calibrated):
             break
         (measured_unfamiliar,) = trials.measure_on(
             fitted.probes,
@@ -211,34 +258,22 @@ def _with_limit(
             _serving_kinds(option.policy),
             products,
         )
-        limited = choose_limit(option, terms, measured, fitted, measured_unfamiliar, tokens)
-        if limited and (best is None or by_time_saved(limited.calibrated) > by_time_saved(best.calibrated)):
-            best, best_products = limited, products
-    if best is None:
-        return _exact_calibration(trials, options)
-    chosen = best.calibrated
-    (measured_unfamiliar,) = trials.measure_on(
-        unseen.probes,
-        [chosen.mask],
-        "checking the strangeness limit",
-        _serving_kinds(chosen.policy),
-        best_products,
-    )
-    quality = report(chosen, options, terms.probes)
-    for candidate, products in zip(quality["candidates"], trials.refitted, strict=True):
-        candidate["refitted"] = products is not None
-    quality["unfamiliar"] = figures(unseen, best, measured_unfamiliar)
-    return Calibration(chosen.mask, chosen.policy, best.familiarity, quality, best_products)
+        limited = choose_limit(option, trials.terms, measured, fitted, measured_unfamiliar, tokens)
+        if limited and (
+            best is None or by_time_saved(limited.calibrated) > by_time_saved(best[0].calibrated)
+        ):
+            best = limited, products
+    return best
 
 
-def _exact_calibration(trials: _Trials, options: Sequence[Calibrated]) -> Calibration:
+def _exact_calibration(trials: _Trials) -> Calibration:
     """Return the smallest mask with a policy that lets only recorded sequences hit."""
     terms = trials.terms
     mask, measured = min(zip(trials.masks, trials.measured, strict=True), key=lambda pair: pair[0].total)
     lengths = (int(terms.probes.lengths[group].max()) for group in terms.groups)
     policy = ReusePolicy(terms.budget, tuple(map(recorded_only, lengths)))
     chosen = calibrated(terms, measured, mask, policy)
-    return Calibration(mask, policy, None, report(chosen, options, terms.probes))
+    return Calibration(mask, policy, None, report(chosen, trials.options(), terms.probes))
 
 
 def _serving_kinds(policy: ReusePolicy) -> Sequence[RecordKind]:

@@ -22,8 +22,9 @@ from attncache_core.models import PackedModel
 from attncache_core.reuse.maps.familiarity import Familiarity, sequence_statistics
 from attncache_core.text.token_batch import TokenBatch
 
-# Strangeness predicts this quantile of the damage: one in ten similar texts is damaged more.
-_QUANTILE = 0.9
+# Strangeness predicts this quantile of the damage: one in fifty similar texts is damaged more. The floor of a
+# budget is about such texts. With the 90th percentile, more of them passed the same limit.
+_QUANTILE = 0.98
 _FOLDS = 5
 # Chosen on the default database and on a database of banking questions, by the damage that the test let
 # through for kinds of text outside the fit. Scales of 0.1 to 0.3 and shrinkages of 0.02 to 0.2 give similar

@@ -1,8 +1,8 @@
 """Measure how much faster whole passes are with reuse, and in which length groups reuse pays.
 
     synthetic batches of one text and of 1,024 tokens, with the lengths that calibration saw
-      -> time each pass with and without reuse, alternating -> Gain of each length group
-      -> time passes with all groups that gain enough, in batches of several sizes
+      -> pairs of passes, without reuse and with reuse (paired.py) -> Gain of each length group
+      -> pairs of passes with all groups that gain enough, in batches of several sizes
       -> MeasuredGain, stored in the database's folder
 
 The share of the synthetic texts that hit is the hit rate that calibration measured. The passes do the same
@@ -12,9 +12,9 @@ work as passes while serving: familiarity test, digests, search, fetch and layer
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,21 @@ import numpy as np
 import torch
 
 from attncache_core import native
+from attncache_core.calibration.paired import (
+    IdleMark,
+    PairedGain,
+    always_idle,
+    compare,
+)
 from attncache_core.engine.forward import forward_pass
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.models import PackedModel
-from attncache_core.reuse.execution.fetch import Fetch
+from attncache_core.engine.running import threads_of
 from attncache_core.reuse.maps.gain import (
     KEPT_GAINS,
-    MOST_KEPT,
+    MAX_KEPT,
     Gain,
     MeasuredGain,
     Traffic,
-    newest_of_machine,
     read_gains,
 )
 from attncache_core.reuse.maps.map_reuse import MapReuse
@@ -50,9 +54,6 @@ BATCH_SEQUENCES = 64
 _BATCHES = 3  # number of different batches of each size
 # Sizes of batches that may be the least that reuse. A full batch leaves a place empty now and then.
 _LEAST_TOKENS = (128, 256, 512, 896)
-ROUNDS = 7
-# When the gain is measured again, a group that reused before keeps reusing down to this share of `min_gain`.
-_HYSTERESIS = 0.5
 _ANY_STRANGENESS = 1e9
 
 
@@ -106,31 +107,47 @@ class Rehearsal(SearchEngine):
         return records, RecordKind.STORED
 
 
-def require_gain(engine: PrefillEngine, min_gain: float, *, keep: bool = True) -> None:
+def require_gain(
+    engine: PrefillEngine,
+    min_gain: float,
+    *,
+    keep: bool = True,
+    measure: bool = True,
+    idle_mark: IdleMark = always_idle,
+) -> None:
     """Restrict reuse to the length groups and batches in which passes are faster by at least `min_gain`.
 
-    min_gain: a fraction (0.05 is 5 %). With 0 the engine reuses wherever the budget holds, at any speed.
-    keep: store the measurement in the database's folder. The gain of each length group is measured on this
-    machine, which takes a few seconds; see measure_gain. Does nothing for an engine without a database.
+    min_gain: a fraction (0.05 is 5 %). With 0 the engine reuses wherever the budget holds, at any speed. The
+    gain is measured on this machine, which takes seconds; see measure_gain. keep: store the measurement in
+    the database's folder, where the next call finds it. measure: False only adopts a stored measurement.
+    idle_mark: when the engine computes requests; the measurement waits meanwhile.
+
+    Until the gain is known, the engine reuses nothing (MapReuse.awaits_gain). Does nothing without a
+    database. Raises MachineBusy if other programs used the processors, so that nothing could be measured.
     """
     reuse = engine.map_reuse
     if reuse is None:
         return
-    reuse.reuse_in(None)
+    # Nothing else may be reused in between, because the engine may serve already.
+    reuse.reuse_in(None if min_gain == 0 else ())
     if min_gain == 0:
         return
     search = reuse.search
-    reuse.reuse_in(())
     traffic = reuse.database.traffic(search.policy)
     if not traffic.hit_rates:
         return
-    folder = reuse.database.folder if keep else None
+    reuse.awaits_gain = True
+    folder, circumstances = reuse.database.folder if keep else None, _circumstances(engine, reuse)
+    gain = _kept_gain(folder, circumstances, min_gain)
+    if gain is None and not measure:
+        return
     try:
-        gain = measure_gain(
-            engine.model, search, traffic, min_gain, _circumstances(engine, reuse), folder, engine.fetch
+        gain = gain or measure_gain(
+            Timing(engine, search, idle_mark), traffic, min_gain, circumstances, folder
         )
     except RecordsChanged as changed:
-        reuse.prepare(changed.lengths)
+        with engine.deciding:
+            reuse.prepare(changed.lengths)
         reuse.reuse_off.append("files of the database changed while the gain of reuse was measured")
         return
     reuse.reuse_in(gain.paying, gain)
@@ -152,174 +169,120 @@ def _circumstances(engine: PrefillEngine, reuse: MapReuse) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Timing:
+    """What times passes with a search engine, in an engine that may serve meanwhile."""
+
+    engine: PrefillEngine
+    search: SearchEngine
+    idle_mark: IdleMark
+
+    def gain_in(self, batches: Sequence[TokenBatch], hit_rates: Mapping[int, float]) -> PairedGain:
+        """Measure how much faster passes over the batches are if the length groups hit at these rates."""
+        engine, rehearsal = self.engine, Rehearsal.of(self.search, hit_rates)
+
+        def passed(batch: TokenBatch, strategy: SearchEngine | None) -> None:
+            allowed = np.ones(len(batch.lengths), dtype=bool)
+            with threads_of(engine):
+                done = forward_pass(engine.model, batch, strategy, allowed, engine.fetch, engine.deciding)
+                done.hidden[:1].cpu()  # a GPU computes until now
+
+        passes = [(partial(passed, batch, None), partial(passed, batch, rehearsal)) for batch in batches]
+        return compare(passes, self.idle_mark)
+
+
 def measure_gain(
-    model: PackedModel,
-    search: SearchEngine,
+    timing: Timing,
     traffic: Traffic,
     min_gain: float,
     circumstances: Mapping[str, Any],
     folder: Path | None,
-    fetch: Fetch = Fetch.AUTO,
 ) -> MeasuredGain:
     """Measure in which length groups reuse makes passes faster by at least `min_gain` on this machine.
 
-    The measurement is stored in gain.json in `folder`, and later calls with equal `circumstances` read it
-    from there. Otherwise the gain is measured again, which takes seconds. A group that reused before on the
-    same processor then keeps reusing unless it gains less than half of `min_gain`. With another `min_gain`,
-    the decision is made again on the stored gains of the groups. If several processes call this function, one
-    measures and the others wait. With folder None nothing is stored.
+    What counts is the lower bound of each gain, so that noise starts no reuse. The measurement is stored in
+    gain.json in `folder` (None: it is not), and a later call with equal `circumstances` and `min_gain` reads
+    it from there. If several processes call this function, one measures and the others wait. Raises
+    MachineBusy if other programs used the processors, and RecordsChanged.
     """
-    if folder is None:
-        measured = _measure(model, search, traffic, circumstances, fetch)
-        return _decide(model, search, traffic, replace(measured, min_gain=min_gain), None, fetch)
-    path = folder / "gain.json"
     with contextlib.ExitStack() as stack:
-        # Locking a read-only database fails. Its gain is then measured at each start.
-        with contextlib.suppress(OSError):
-            stack.enter_context(locked(path, on_wait=lambda: None))
-        kept = read_gains(path)
-        known = next((entry for entry in kept if entry.circumstances == dict(circumstances)), None)
-        if known and known.min_gain == min_gain:
-            return known
-        before = known or newest_of_machine(kept, circumstances)
-        measured = known or _measure(model, search, traffic, circumstances, fetch)
-        decided = _decide(model, search, traffic, replace(measured, min_gain=min_gain), before, fetch)
-        others = [entry for entry in kept if entry.circumstances != dict(circumstances)]
-        with contextlib.suppress(OSError):
-            write_whole(path, KEPT_GAINS.dump_json([decided, *others][:MOST_KEPT], indent=1))
-    return decided
+        if folder is not None:
+            # Locking a read-only database fails. Its gain is then measured at each start.
+            with contextlib.suppress(OSError):
+                stack.enter_context(locked(folder / "gain.json", on_wait=lambda: None))
+        kept = _kept_gain(folder, circumstances, min_gain)
+        if kept is not None:
+            return kept
+        measured = _measure(timing, traffic, min_gain, circumstances)
+        if folder is not None:
+            others = [own for own in read_gains(folder / "gain.json") if own.circumstances != circumstances]
+            with contextlib.suppress(OSError):
+                write_whole(
+                    folder / "gain.json", KEPT_GAINS.dump_json([measured, *others][:MAX_KEPT], indent=1)
+                )
+    return measured
+
+
+def _kept_gain(folder: Path | None, circumstances: Mapping[str, Any], min_gain: float) -> MeasuredGain | None:
+    """Return the stored measurement with these circumstances and this `min_gain`, or None."""
+    kept = read_gains(folder / "gain.json") if folder is not None else []
+    return next(
+        (own for own in kept if own.circumstances == circumstances and own.min_gain == min_gain), None
+    )
 
 
 def _measure(
-    model: PackedModel,
-    search: SearchEngine,
-    traffic: Traffic,
-    circumstances: Mapping[str, Any],
-    fetch: Fetch,
+    timing: Timing, traffic: Traffic, min_gain: float, circumstances: Mapping[str, Any]
 ) -> MeasuredGain:
-    """Measure the gain of each length group alone. The result has no paying groups yet."""
-    rehearsal = Rehearsal.of(search, traffic.hit_rates)
+    """Measure each length group alone, then all groups that pay together, in batches of several sizes."""
+    policy, rates = timing.search.policy, traffic.hit_rates
     groups = {
-        group: gain_of(model, rehearsal, traffic.of_group(search.policy, group), fetch)
-        for group in traffic.hit_rates
+        group: _gain_of(timing, traffic.of_group(policy, group), {group: rate})
+        for group, rate in rates.items()
     }
-    return MeasuredGain(dict(circumstances), 0.0, groups, (), Gain(0.0, 0.0))
-
-
-def _decide(
-    model: PackedModel,
-    search: SearchEngine,
-    traffic: Traffic,
-    measured: MeasuredGain,
-    before: MeasuredGain | None,
-    fetch: Fetch,
-) -> MeasuredGain:
-    """Return `measured` with the groups that pay, and the least batch that reuses.
-
-    Each of the groups gains enough in full batches alone, and all gain enough together.
-    """
-    least = measured.min_gain
-    # A decision for a smaller `min_gain` does not justify hysteresis for this one.
-    reused = set(before.paying) if before and before.min_gain >= least else set()
-    paying = [
-        group
-        for group, gain in measured.groups.items()
-        if gain.full_batch >= least * (_HYSTERESIS if group in reused else 1.0)
-    ]
-    served = paying or list(measured.groups)
-    rates = {group: traffic.hit_rates[group] for group in served}
-    rehearsal = Rehearsal.of(search, rates)
-    together = gain_of(model, rehearsal, traffic.lengths, fetch)
-    enough = least * traffic.token_share(search.policy, paying)
-    keeps = together.full_batch >= enough * (_HYSTERESIS if reused & set(paying) else 1.0)
-    if not (keeps and paying):
-        return replace(measured, paying=(), together=together, least_tokens=0)
+    paying = [group for group, gain in groups.items() if gain.full_batch_bound >= min_gain]
+    served = {group: rates[group] for group in paying or groups}
+    together = _gain_of(timing, traffic.lengths, served)
+    # The texts of the other groups gain nothing, but they are in the same batches.
+    required = min_gain * traffic.token_share(policy, served)
+    measured = MeasuredGain(dict(circumstances), min_gain, groups, (), together, required)
+    if not paying or together.full_batch_bound < required:
+        return measured
     least_tokens = (
-        0 if together.one_text >= enough else _least_batch(model, rehearsal, traffic, enough, fetch)
+        0 if together.one_text_bound >= required else _least_batch(timing, traffic.lengths, served, required)
     )
-    return replace(measured, paying=tuple(paying), together=together, least_tokens=least_tokens)
+    return replace(measured, paying=tuple(paying), least_tokens=least_tokens)
 
 
 def _least_batch(
-    model: PackedModel, search: SearchEngine, traffic: Traffic, enough: float, fetch: Fetch
+    timing: Timing, lengths: Mapping[int, int], served: Mapping[int, float], required: float
 ) -> int:
     """Return the tokens of the smallest batch that gains enough, if all larger ones do too."""
     *smaller, least_tokens = _LEAST_TOKENS
     for tokens in reversed(smaller):
-        if gain_at(model, search, traffic.lengths, tokens, fetch) < enough:
+        if timing.gain_in(batches_of(lengths, tokens), served).lower < required:
             break
         least_tokens = tokens
     return least_tokens
 
 
-def gain_of(
-    model: PackedModel,
-    search: SearchEngine,
-    lengths: Mapping[int, int],
-    fetch: Fetch = Fetch.AUTO,
-    rounds: int = ROUNDS,
-) -> Gain:
-    """Measure the gain of reuse in batches with these lengths (tokens -> number of texts).
-
-    rounds: number of timed passes per batch and method, after one warm-up pass; the methods alternate.
-    """
+def _gain_of(timing: Timing, lengths: Mapping[int, int], hit_rates: Mapping[int, float]) -> Gain:
+    """Measure the gain of reuse in batches with these lengths (tokens -> number of texts)."""
     one_text, full_batch = (
-        _gain_in(model, search, batches, fetch, rounds)
-        for batches in (_single_texts(lengths), _batches_of(lengths, BATCH_TOKENS))
+        timing.gain_in(batches, hit_rates)
+        for batches in (single_texts(lengths), batches_of(lengths, BATCH_TOKENS))
     )
-    return Gain(one_text, full_batch)
+    return Gain(one_text.median, one_text.lower, full_batch.median, full_batch.lower)
 
 
-def gain_at(
-    model: PackedModel,
-    search: SearchEngine,
-    lengths: Mapping[int, int],
-    tokens: int,
-    fetch: Fetch = Fetch.AUTO,
-) -> float:
-    """Measure the gain of reuse in batches of up to this number of tokens; see gain_of."""
-    return _gain_in(model, search, _batches_of(lengths, tokens), fetch, ROUNDS)
-
-
-def _gain_in(
-    model: PackedModel, search: SearchEngine, batches: Sequence[TokenBatch], fetch: Fetch, rounds: int
-) -> float:
-    seconds = [seconds_of(model, search, batch, fetch, rounds) for batch in batches]
-    without, with_reuse = np.sum(seconds, axis=0)
-    return float(without / with_reuse - 1)
-
-
-def seconds_of(
-    model: PackedModel, search: SearchEngine, batch: TokenBatch, fetch: Fetch, rounds: int
-) -> tuple[float, float]:
-    """Return the seconds of the fastest pass over a batch without reuse and with reuse; the two alternate.
-
-    The fastest, because other programs only make passes slower, and the decision is kept.
-    """
-    allowed = np.ones(len(batch.lengths), dtype=bool)
-    passes: list[Callable[[], object]] = [
-        lambda: forward_pass(model, batch, None, allowed, fetch),
-        lambda: forward_pass(model, batch, search, allowed, fetch),
-    ]
-    taken: list[list[float]] = [[], []]
-    # The first round warms up: kernels are compiled, and records are read from disk. It is not counted.
-    for turn in range(rounds + 1):
-        for method in (0, 1) if turn % 2 else (1, 0):
-            started = time.perf_counter()
-            passes[method]()
-            taken[method].append(time.perf_counter() - started)
-    without, with_reuse = (min(seconds[1:]) for seconds in taken)
-    return without, with_reuse
-
-
-def _single_texts(lengths: Mapping[int, int]) -> list[TokenBatch]:
+def single_texts(lengths: Mapping[int, int]) -> list[TokenBatch]:
     """Return three batches of one text, with the 1/6, 3/6 and 5/6 quantiles of the lengths."""
     spread = np.repeat(sorted(lengths), [lengths[length] for length in sorted(lengths)])
     indices = [(2 * batch + 1) * len(spread) // (2 * _BATCHES) for batch in range(_BATCHES)]
     return [synthetic_batch([int(spread[index])]) for index in indices]
 
 
-def _batches_of(lengths: Mapping[int, int], tokens: int) -> list[TokenBatch]:
+def batches_of(lengths: Mapping[int, int], tokens: int) -> list[TokenBatch]:
     """Return batches of up to `tokens` tokens and 64 texts, with lengths drawn from the distribution."""
     random = np.random.default_rng(0)
     values, weights = np.array(list(lengths)), np.array(list(lengths.values()), dtype=np.float64)

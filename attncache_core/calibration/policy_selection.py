@@ -214,27 +214,6 @@ def by_time_saved(option: Calibrated) -> tuple[bool, float, float, int]:
     return hit_rate > 0, max(option.saved, 0.0), heads * hit_rate, heads
 
 
-def keeps_budget(budget: Budget, like: Calibrated, unlike: Calibrated) -> bool:
-    """Return whether the share of harmed hits keeps the budget with 95 % confidence.
-
-    The mean of each length group is checked elsewhere (thresholds.choose_group).
-
-    like: the results on probes like the corpus. The share of harmed hits among the hits must be small enough.
-    unlike: the results on unfamiliar texts. The share of harmed hits among all these texts must be small
-    enough, and the mean over their hits must keep the budget.
-    """
-    hits, unlike_hits = like.fidelity[like.served], unlike.fidelity[unlike.served]
-    if len(unlike_hits) and unlike_hits.mean() < budget.least:
-        return False
-    if budget.measure is Measure.COSINE and not budget.floor:
-        return True
-    harmed, unlike_harmed = (int(budget.harmed(rows).sum()) for rows in (hits, unlike_hits))
-    bounds = [share_bound(harmed, len(hits))]
-    if len(unlike.served):
-        bounds.append(share_bound(unlike_harmed, len(unlike.served)))
-    return max(bounds) <= budget.allowed_harm
-
-
 def could_keep_floor(budget: Budget, probes: int) -> bool:
     """Return whether this number of probes can prove that hits keep the budget's floor: 299 are needed.
 

@@ -20,14 +20,15 @@ from attncache_core.calibration.policy_selection import (
     Terms,
     apply_policy,
     calibrated,
-    keeps_budget,
     policy_for,
 )
 from attncache_core.calibration.probes import Measured, Probes, find_probes
-from attncache_core.calibration.thresholds import MIN_PROBES
+from attncache_core.calibration.thresholds import MIN_PROBES, share_bound, share_bound_over
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.corpus.reading import spread
 from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.familiarity import Familiarity
 from attncache_core.reuse.maps.policy import StrangenessLimit
 from attncache_core.reuse.maps.search import SearchEngine
@@ -36,6 +37,7 @@ from attncache_core.reuse.storage.layout import RecordKind
 # Shares of the probes like the corpus that a limit may reject as too strange, tried in this order. A smaller
 # mask is better than a limit that rejects more of the texts that the database was made for.
 _REJECTED = (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08)
+_FEW_HITS = "kinds of few hits"
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Limited:
 
     calibrated: Calibrated
     familiarity: Familiarity
+    left_out: Mapping[str, np.ndarray]  # see keeps_budget
 
 
 def choose_limit(
@@ -118,9 +121,48 @@ def choose_limit(
         on_unlike = apply_policy(
             unfamiliar_probes, measured_unfamiliar, option.mask, policy, unlike <= limit.strangest
         )
-        if on_like.served.any() and keeps_budget(terms.budget, on_like, on_unlike):
-            return Limited(on_like, fit.familiarity)
+        left_out = hits_by_kind(on_unlike, unfamiliar.kinds)
+        if on_like.served.any() and keeps_budget(terms.budget, on_like, left_out):
+            return Limited(on_like, fit.familiarity, left_out)
     return None
+
+
+def hits_by_kind(unlike: Calibrated, kinds: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return for each kind of text the fidelity of its hits, float64 [hits]. kinds: of each text."""
+    names = np.array(kinds)
+    return {kind: unlike.fidelity[unlike.served & (names == kind)] for kind in dict.fromkeys(kinds)}
+
+
+def keeps_budget(budget: Budget, like: Calibrated, left_out: Mapping[str, np.ndarray]) -> bool:
+    """Return whether hits keep the budget, of texts like the corpus and of every other kind of text.
+
+    The mean of each length group is checked elsewhere (thresholds.choose_group).
+
+    like: the results on probes like the corpus. With 95 % confidence, few enough of their hits are harmed.
+    left_out: the fidelity of the hits of each kind of unfamiliar text, chosen by a fit without this kind.
+    Each kind stands for a corpus that the database did not see, so each must keep the budget by itself, and
+    the share of harmed hits must be small enough with 95 % confidence over the kinds.
+    """
+    corpora = judged_together(left_out)
+    if budget.measure is Measure.COSINE:
+        if any(hits.mean() < budget.least for hits in corpora.values()):
+            return False
+        if not budget.floor:
+            return True
+    hits = like.fidelity[like.served]
+    if share_bound(int(budget.harmed(hits).sum()), len(hits)) > budget.allowed_harm:
+        return False
+    # One harmed hit says little about a kind, but two of fewer than 200 hits are too many.
+    if any(budget.harmed(hits).sum() > max(1, budget.allowed_harm * len(hits)) for hits in corpora.values()):
+        return False
+    return _harmed_at_most(budget, left_out) <= budget.allowed_harm
+
+
+def judged_together(left_out: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the hits of each kind, with the kinds of fewer than 20 hits as one kind, `_FEW_HITS`."""
+    corpora = {kind: hits for kind, hits in left_out.items() if len(hits) >= MIN_PROBES}
+    few = [hits for hits in left_out.values() if 0 < len(hits) < MIN_PROBES]
+    return corpora | ({_FEW_HITS: np.concatenate(few)} if few else {})
 
 
 def figures(
@@ -143,7 +185,33 @@ def figures(
         "harmed": int(harmed.sum()),
         "mean_cosine": float(hits.mean()) if len(hits) else None,
         "least_cosine": float(hits.min()) if len(hits) else None,
+        "left_out": _left_out_figures(policy.budget, chosen.left_out),
     }
+
+
+def _left_out_figures(budget: Budget, left_out: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return the results on the kinds that the limit was chosen on, and the kind with the worst mean."""
+    corpora = judged_together(left_out)
+    worst = min(corpora, key=lambda kind: corpora[kind].mean()) if corpora else None
+    return {
+        "kinds": len(left_out),
+        "hits": sum(map(len, left_out.values())),
+        "harmed": sum(int(budget.harmed(hits).sum()) for hits in left_out.values()),
+        "harmed_at_most": _harmed_at_most(budget, left_out),
+        "worst": worst
+        and {
+            "kind": worst,
+            "hits": len(corpora[worst]),
+            "harmed": int(budget.harmed(corpora[worst]).sum()),
+            "mean": float(corpora[worst].mean()),
+        },
+    }
+
+
+def _harmed_at_most(budget: Budget, left_out: Mapping[str, np.ndarray]) -> float:
+    """Return the upper bound of the share of harmed hits, with 95 % confidence over the kinds of text."""
+    harmed = [int(budget.harmed(hits).sum()) for hits in left_out.values()]
+    return share_bound_over(harmed, [len(hits) for hits in left_out.values()])
 
 
 def _damage_of(measured: Mapping[RecordKind, Measured], kinds: np.ndarray) -> np.ndarray:

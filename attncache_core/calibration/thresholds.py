@@ -7,7 +7,7 @@ mean_keeps    whether the mean of a length may serve all sequences, without a se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from scipy import stats
@@ -150,6 +150,23 @@ def share_bound(count: int, of: int) -> float:
     The bound is exact (Clopper and Pearson 1934), and 1 if the sample is empty.
     """
     return float(stats.beta.ppf(CONFIDENCE, count + 1, of - count)) if count < of else 1.0
+
+
+def share_bound_over(counts: Sequence[int], sizes: Sequence[int]) -> float:
+    """Return the one-sided 95 % upper bound for a share, estimated from corpora instead of single texts.
+
+    counts, sizes: for each corpus its cases and its texts. Texts of one corpus resemble each other, so the
+    corpora are the sample: the bound is Student's t bound of a ratio, with one residual for each corpus. The
+    bound is 0 without a case.
+    """
+    cases, texts = np.array(counts, dtype=np.float64), np.array(sizes, dtype=np.float64)
+    if not cases.any():
+        return 0.0
+    if len(cases) < 2:
+        return 1.0
+    share = cases.sum() / texts.sum()
+    spread = np.sqrt(((cases - share * texts) ** 2).sum() * len(cases) / (len(cases) - 1)) / texts.sum()
+    return float(share + stats.t.ppf(CONFIDENCE, len(cases) - 1) * spread)
 
 
 def mean_or_none(values: np.ndarray) -> float | None:

@@ -123,6 +123,16 @@ def _written_text(name: str, random: Random, _: Sequence[str]) -> str:
 _SIGNS = str.maketrans("‹›¶", "{}\n")
 
 
+def _prose(*names: str) -> dict[str, Kind]:
+    """Return the kinds of English texts that have these headings in unfamiliar.txt."""
+    return {name: partial(_prose_text, name) for name in names}
+
+
+def _prose_text(name: str, random: Random, corpus: Sequence[str]) -> str:
+    """Join one to three texts, because sentences of other corpora are often long."""
+    return " ".join(_written_text(name, random, corpus) for _ in range(_pick(random, (1, 2, 3))))
+
+
 # Kinds that change texts of the corpus.
 
 
@@ -312,6 +322,45 @@ def _invented_language(random: Random, _: Sequence[str]) -> str:
     return sentence.capitalize() + _pick(random, (".", "?", "", "!"))
 
 
+# English of many subjects and styles.
+PROSE = (
+    "headlines",
+    "captions",
+    "forum_answers",
+    "film_reviews",
+    "encyclopedia",
+    "exam_questions",
+    "maths_problems",
+    "trivia_questions",
+    "definitions",
+    "fiction",
+    "dialogue",
+    "law",
+    "science",
+    "sports",
+    "business_news",
+    "opinions",
+    "biographies",
+    "instructions",
+    "travel_writing",
+    "remarks",
+    "letters",
+    "nature",
+    "history",
+    "medicine",
+    "war_and_crime",
+    "academic_talk",
+    "tokenised_phrases",
+)
+MEASURED_PROSE = (
+    "weather_and_tides",
+    "social_posts",
+    "sermons_and_philosophy",
+    "diary",
+    "product_data",
+    "music_and_art",
+)
+
 FITTED: dict[str, Kind] = {
     **_written("german", "russian", "chinese", "python", "json", "urls", "log_lines", "sums"),
     "words_shuffled": _words_shuffled,
@@ -323,6 +372,7 @@ FITTED: dict[str, Kind] = {
     "capitals": _capitals,
     "letters_random": _letters_random,
     "hex_hashes": _hex_hashes,
+    **_prose(*PROSE),
 }
 
 MEASURED: dict[str, Kind] = {
@@ -341,4 +391,5 @@ MEASURED: dict[str, Kind] = {
     "ascii_art": _ascii_art,
     "keyboard_mash": _keyboard_mash,
     "invented_language": _invented_language,
+    **_prose(*MEASURED_PROSE),
 }

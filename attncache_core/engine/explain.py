@@ -60,7 +60,7 @@ class Explanation:
     outcome: Outcome
     length_group: str | None  # range of lengths that share thresholds, such as "14-20"; None: no database
     searched: bool  # whether the policy compares texts of this length with records
-    gain: float | None  # measured share of time that reuse saves in this length group; None: not measured
+    gain: float | None  # how much faster full batches of this length group are at least; None: not measured
     min_gain: float | None
     strangeness: float | None  # expected damage from the tokens alone; None: no test of familiarity
     strangeness_limit: float | None
@@ -103,7 +103,7 @@ def explain(
         outcome=outcome,
         length_group=reuse.policy.names()[group] if reuse and group is not None else None,
         searched=bool(reuse and reuse.policy.group_of(len(ids)).searched),
-        gain=gain.full_batch if gain else None,
+        gain=gain.full_batch_bound if gain else None,
         min_gain=measured.min_gain if measured else None,
         strangeness=found.strangeness,
         strangeness_limit=limit.strangest if limit else None,

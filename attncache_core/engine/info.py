@@ -37,6 +37,7 @@ class EngineInfo:
     device: str
     threads: int
     attention: str  # level of the compiled kernel, or "torch"
+    compiled_off: str | None  # why nothing compiled computes on this CPU, and what helps; None: it does
     fetch: str
     reuse_off: list[str]  # reasons why reuse is off although a database is set
     gain: GainInfo | None  # None: not measured
@@ -68,6 +69,7 @@ def engine_info(engine: PrefillEngine) -> EngineInfo:
         device=str(engine.model.device),
         threads=engine.threads,
         attention=native.level() or "torch",
+        compiled_off=native.compiled_off() if engine.model.device.type == "cpu" else None,
         fetch=engine.fetch,
         reuse_off=list(engine.reuse_off),
         gain=reuse.gain.info(reuse.policy.names()) if reuse and reuse.gain else None,

@@ -83,6 +83,8 @@ class PrefillEngine:
         self.blending = Blending(self)
         self._reuse_off: list[str] = []
         self.deciding = threading.Lock()  # held while the strategy is called
+        self._counting = threading.Lock()
+        self._running = self._begun = 0  # runs at present, and since the start
         self.task: Task = checkpoint.task
         self.max_tokens = tokenizer.max_tokens
 
@@ -469,7 +471,19 @@ class PrefillEngine:
     @torch.inference_mode()
     def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
         """Run token sequences through the model, with the reuse that each request allows."""
-        return run_requests(self, requests)
+        with self._counting:
+            self._running += 1
+            self._begun += 1
+        try:
+            return run_requests(self, requests)
+        finally:
+            with self._counting:
+                self._running -= 1
+
+    def idle_mark(self) -> int | None:
+        """Return a number that changes whenever `run` is called, or None while a call of `run` computes."""
+        with self._counting:
+            return None if self._running else self._begun
 
     @cached_property
     def _is_causal(self) -> bool:

@@ -9,9 +9,9 @@ requests -> with chunks           -> blended.py, one by one
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,14 +60,21 @@ def _run(
 
     share: compute shared prefixes once, and take no maps. blend: all requests have chunks.
     """
+    with threads_of(engine):
+        return _run_blended(engine, requests) if blend else _run_packed(engine, requests, share=share)
+
+
+@contextmanager
+def threads_of(engine: PrefillEngine) -> Iterator[None]:
+    """Let a pass in the `with` block use the engine's threads, and wake the helpers of the compiled stack."""
     # Torch and Faiss limit threads per calling thread, and another thread may have loaded the engine.
     use_threads(engine.threads)
-    run = partial(_run_blended, engine) if blend else partial(_run_packed, engine, share=share)
     if engine.model.stack is None:
-        return run(requests)
+        yield
+        return
     engine.model.stack.wake(engine.threads)
     with one_thread():
-        return run(requests)
+        yield
 
 
 def _run_blended(engine: PrefillEngine, requests: Sequence[PrefillRequest]) -> PrefillResult:

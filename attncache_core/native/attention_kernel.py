@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import platform
+import sys
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,8 @@ _COUNTS = (
     "packed",
 )
 NO_BOUND = 2**31 - 1
+_MACHINES = ("x86_64", "aarch64")  # that setup.py compiles for
+_CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's variable, which lowers the instruction set
 
 
 def _tensor_fields(name: str) -> tuple[tuple[str, type], ...]:
@@ -201,7 +205,7 @@ def _job(
 def kernel() -> AttentionKernel | None:
     """Return the kernel for this processor, or None if it was not built."""
     for level in levels():
-        library = Path(__file__).with_name(f"attention_{level}{EXTENSION_SUFFIXES[0]}")
+        library = _library(level)
         if library.is_file():
             # A library that is damaged or not executable counts as missing.
             with contextlib.suppress(OSError):
@@ -213,6 +217,25 @@ def level() -> str | None:
     """Return the level of the kernel, such as `avx512_bf16`, or None if the kernel was not built."""
     compiled = kernel()
     return compiled.level if compiled else None
+
+
+def compiled_off() -> str | None:
+    """Return in one line why the kernel is missing, and what helps; None if there is a kernel."""
+    if kernel() is not None:
+        return None
+    system, machine = {"darwin": "macOS"}.get(sys.platform, platform.system()), platform.machine()
+    if sys.platform != "linux" or machine not in _MACHINES:
+        return (
+            f"there is compiled code for Linux on x86-64 and aarch64 only, and this is {system} on {machine}"
+        )
+    if machine == "x86_64" and levels() == ["neon"]:
+        if _CAPABILITY in os.environ:
+            value = os.environ[_CAPABILITY]
+            return f"{_CAPABILITY}={value} switches the compiled code off; unset this variable to use it"
+        return "compiled code needs a processor with AVX2, and this processor has none"
+    present = [_library(level) for level in levels() if _library(level).is_file()]
+    found = f"{present[0].name} cannot be loaded" if present else "it was not compiled at installation"
+    return f"{found}; `pip install --verbose --editable .` compiles it again and shows the compiler's message"
 
 
 def levels() -> list[str]:
@@ -227,6 +250,10 @@ def levels() -> list[str]:
     if capability in ("AVX512", "AVX2"):
         supported.append("avx2")
     return supported or ["neon"]
+
+
+def _library(level: str) -> Path:
+    return Path(__file__).with_name(f"attention_{level}.so")
 
 
 def _torch_openmp() -> ctypes.CDLL | None:

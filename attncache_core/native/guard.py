@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 
@@ -55,7 +54,7 @@ class Guard:
 @cache
 def guard() -> Guard | None:
     """Return the guard of this process. Returns None if it was not compiled; then do not map files."""
-    library = Path(__file__).with_name(f"sigbus{EXTENSION_SUFFIXES[0]}")
+    library = Path(__file__).with_name("sigbus.so")
     # A library that cannot be loaded counts as missing, as for the attention kernel.
     with contextlib.suppress(OSError):
         return Guard(library)

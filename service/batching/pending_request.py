@@ -1,6 +1,6 @@
 """One request on its way through the batcher, and the result that its client waits for.
 
-PendingRequest -> tokenize_some, part by part -> PendingSequences, which batches take in order
+PendingRequest -> next_part, part by part -> PendingSequences, which batches take in order
                <- results, one per sequence, from batches or from other requests (see results.py)
 """
 

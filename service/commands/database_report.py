@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from attncache_core import AttentionDatabase, Manifest
 from attncache_core.calibration.policy_selection import could_keep_floor
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.policy_state import ServedPolicy
 
 
@@ -47,6 +50,8 @@ def show_database(database: AttentionDatabase) -> None:
         unsearched = "" if group.searched else f"no search, {serves}; else "
         console.print(f"threshold θ  {name} tokens: {unsearched}{thresholds}")
     console.print(f"quality      {_quality(manifest)}")
+    if left_out := (manifest.quality.get("unfamiliar") or {}).get("left_out"):
+        console.print(f"other texts  {_left_out(left_out, policy.budget)}")
     distances = manifest.quality.get("map_distance")
     if distances:
         means = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in distances.items())
@@ -84,6 +89,19 @@ def _quality(manifest: Manifest) -> str:
         f"{quality['mean']:.4f}, cosine {quality['mean_cosine']:.4f} on average and "
         f"{quality['cosine_5th_percentile']:.4f} at the 5th percentile"
     )
+
+
+def _left_out(left_out: dict[str, Any], budget: Budget) -> str:
+    """Return the results on the kinds of text that were left out when the limit of strangeness was chosen."""
+    harmed = f"below {budget.floor}" if budget.measure is Measure.COSINE else "with another decision"
+    text = (
+        f"{left_out['kinds']} kinds unlike the corpus, each left out of the fit: {left_out['hits']} hits, "
+        f"{left_out['harmed']} of them {harmed} (at most {left_out['harmed_at_most']:.1%}, with 95 % "
+        "confidence over kinds)"
+    )
+    if worst := left_out["worst"]:
+        text += f"; the worst mean of a kind is {worst['mean']:.4f} ({worst['kind']}, {worst['hits']} hits)"
+    return text
 
 
 def _size(size: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from attncache_core import PrefillEngine, native
+from attncache_core.engine.info import EngineInfo
 from service.commands.database_report import why_exact
 from service.settings import Settings
 
@@ -17,6 +18,16 @@ def summary(engine: PrefillEngine, settings: Settings, urls: Sequence[str]) -> I
     yield f"reuse     {expected_savings(engine)}"
     yield f"limits    {_limits(settings)}"
     yield f"serves    {', '.join(urls)}"
+
+
+def slowness(info: EngineInfo) -> str | None:
+    """Return in one line that torch's operators compute although compiled code would be faster, and why."""
+    if info.compiled_off is None:
+        return None
+    return (
+        "the plain executor serves, without compiled code: full batches take 1.3 to 1.6 times as long and "
+        f"single texts 2.5 to 3.6 times (docs/benchmarks.md#without-compiled-code): {info.compiled_off}"
+    )
 
 
 def expected_savings(engine: PrefillEngine) -> str:
@@ -34,19 +45,27 @@ def expected_savings(engine: PrefillEngine) -> str:
     manifest, budget = reuse.database.manifest, reuse.policy.budget
     mean = manifest.quality.get("mean")
     kept = f"mean {budget.measure} {mean:.4f} of the hits" if mean and budget.binds else "no budget is kept"
+    if reuse.awaits_gain:
+        return "serving exactly until it is measured whether reuse of attention maps saves time here"
     if reuse.gain is None:
         if reuse.approximates:
-            return f"reusing attention whether it saves time here or not ({kept})"
+            return f"reusing attention maps whether it saves time here or not ({kept})"
         return f"serving exactly: {why_exact(manifest)}"
-    saved = (
-        f"{1 - 1 / (1 + reuse.gain.together.full_batch):.0%} of the time of full batches and "
-        f"{1 - 1 / (1 + reuse.gain.together.one_text):.0%} of single texts here ({kept})"
-    )
-    if reuse.approximates:
-        least = reuse.gain.least_tokens
-        where = f" in batches of at least {least} tokens" if least else ""
-        return f"reusing attention{where}: it saves {saved}"
-    return f"serving exactly: reuse would save {saved}, too little for --min-gain {reuse.gain.min_gain}"
+    gain = reuse.gain.together
+    makes = f"{_faster(gain.full_batch, 'full batches')} and {_faster(gain.one_text, 'single texts')}"
+    # The bound of full batches decides whether anything is reused, and that of single texts where.
+    proven = f"full batches at least {gain.full_batch_bound:+.1%} with 95 % confidence"
+    asked = f"--min-gain asks for {reuse.gain.required:+.1%}"
+    if not reuse.approximates:
+        return f"serving exactly: reuse of attention maps would make {makes} here ({proven}; {asked})"
+    least = reuse.gain.least_tokens
+    where = f" in batches of at least {least} tokens" if least else ""
+    return f"reusing attention maps{where}: it makes {makes} here ({proven}; {asked}; {kept})"
+
+
+def _faster(gain: float, what: str) -> str:
+    """Return in words how much faster a gain makes batches."""
+    return f"{what} {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
 
 
 def _blended(engine: PrefillEngine) -> str:

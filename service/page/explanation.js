@@ -1,7 +1,7 @@
 // Why a text reused something or not: the checks in their order, what reuse changes, and both maps.
 
 import { make } from "./dom.js";
-import { count, digits, percent } from "./format.js";
+import { amount, count, digits, percent } from "./format.js";
 import { drawSmall, LargeMap, Maps, reading } from "./heatmap.js";
 
 const KINDS = ["recorded text", "prototype", "mean of the length"];
@@ -40,7 +40,7 @@ function readable(token) {
 }
 
 function tokenLine(tokens, cached) {
-  const title = cached ? `${count(tokens.length)} tokens, the first ${count(cached)} from the prefix store` : `${count(tokens.length)} tokens`;
+  const title = cached ? `${amount(tokens.length, "token")}, the first ${count(cached)} from the prefix store` : amount(tokens.length, "token");
   return make("div", { className: "tokens" },
     make("p", { className: "remark", textContent: title }),
     make("p", { className: "chips" }, ...tokens.map((token, index) => make("span", { className: index < cached ? "chip cached" : "chip", textContent: token }))),
@@ -51,7 +51,7 @@ function checks({ candidates, chosen, gain, min_gain: least, length_group: group
   const length = tokens.length;
   if (group === null) return [check(null, "Database", "No database of attention maps is open.")];
   const has = candidates.length > 0;
-  const found = [check(has, "Records of this length", has ? `There are records of ${count(length)} tokens.` : `There is no usable record of ${count(length)} tokens.`)];
+  const found = [check(has, "Records of this length", has ? `There are records of ${amount(length, "token")}.` : `There is no usable record of ${amount(length, "token")}.`)];
   if (outcome === "cannot_pay" || gain !== null) {
     const pays = outcome !== "cannot_pay";
     const measured = gain === null ? "The gain of this length was not measured." : `Texts of ${group} tokens become ${percent(gain, 1)} faster with reuse${least === null ? "" : `; at least ${percent(least, 1)} is asked for`}.`;
@@ -114,11 +114,11 @@ function facts({ cached_tokens: cached, chosen, cosine, outcome, tokens, was_kep
   const hit = outcome === "hit" || outcome === "prototype_hit";
   const found = [];
   if (chosen) {
-    found.push(["Nearest record", `${KINDS[chosen.kind]}, number ${count(chosen.record)} among those of ${count(tokens.length)} tokens`]);
+    found.push(["Nearest record", `${KINDS[chosen.kind]}, number ${count(chosen.record)} among those of ${amount(tokens.length, "token")}`]);
     if (chosen.kind === 0) found.push(["Its text", "Not kept. Databases hold no texts, only maps, features and keyed digests."]);
     found.push([hit ? "Loss by reuse" : "Loss if it served", `cosine ${cosine.toFixed(5)} to the full output; ${(1 - chosen.expected_damage).toFixed(5)} was expected`]);
   }
-  if (cached !== null) found.push(["Prefix store", `${count(cached)} of ${count(tokens.length)} tokens were stored before`]);
+  if (cached !== null) found.push(["Prefix store", `${count(cached)} of ${amount(tokens.length, "token")} were stored before`]);
   found.push(["Kept result", kept ? "Yes: the answer was known before, without any computation." : hit ? "No, and approximate results are not kept." : "Not before this request."]);
   return found.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { textContent: text })]);
 }

@@ -16,6 +16,11 @@ export function short(value) {
   return value < 100_000 ? count(value) : COMPACT.format(value);
 }
 
+/** 1 text; 2 texts; 1.23M texts. */
+export function amount(value, noun) {
+  return `${short(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
 /** 12.3%; never 0% or 100% of something that is between. */
 export function percent(part, whole) {
   if (!(whole > 0)) return NONE;

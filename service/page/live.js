@@ -3,7 +3,7 @@
 import { ask, Refused } from "./api.js";
 import { LineChart } from "./charts.js";
 import { byId, make, show } from "./dom.js";
-import { bytes, count, duration, NONE, percent, seconds, short } from "./format.js";
+import { amount, bytes, count, duration, NONE, percent, seconds, short } from "./format.js";
 import { percentile, Scrape } from "./metrics.js";
 
 const EVERY_MS = 1000;
@@ -200,18 +200,18 @@ export class Live {
     const before = this.#before(MINUTE_MS);
     const tokens = (one, state) => one.sum("attncache_tokens_total", (labels) => labels.state === state);
     const repeats = (one, source) => one.sum("attncache_repeated_sequences_total", (labels) => labels.source === source);
-    const of = (measure, whole, unit) => {
+    const of = (measure, whole, noun) => {
       const [part, all] = [measure(scrape) - measure(before), whole(scrape) - whole(before)];
-      return [percent(part, all), `${short(measure(scrape))} ${unit}`];
+      return [percent(part, all), amount(measure(scrape), noun)];
     };
     const shared = (one) => Math.max(0, tokens(one, "asked") - tokens(one, "cached") - tokens(one, "computed"));
     const hits = (one) => one.sum("attncache_sequences_total", ({ outcome }) => /hit$/.test(outcome));
     const rows = [
-      ["kept", "Kept results", ...of((one) => repeats(one, "kept"), total, "texts")],
-      ["in-flight", "Texts in flight", ...of((one) => repeats(one, "in_flight"), total, "texts")],
-      ["stored", "Stored keys and values", ...of((one) => tokens(one, "cached"), allTokens, "tokens")],
-      ["shared", "Shared prefixes", ...of(shared, allTokens, "tokens")],
-      ["maps", "Attention maps", ...of(hits, total, "texts")],
+      ["kept", "Kept results", ...of((one) => repeats(one, "kept"), total, "text")],
+      ["in-flight", "Texts in flight", ...of((one) => repeats(one, "in_flight"), total, "text")],
+      ["stored", "Stored keys and values", ...of((one) => tokens(one, "cached"), allTokens, "token")],
+      ["shared", "Shared prefixes", ...of(shared, allTokens, "token")],
+      ["maps", "Attention maps", ...of(hits, total, "text")],
     ];
     byId("saved").replaceChildren(...rows.map(([id, name, recent, start]) => make("tr", {},
       make("th", { scope: "row", textContent: name }),
@@ -221,7 +221,7 @@ export class Live {
   }
 
   #stores() {
-    const { database, key_values: stored, gain, settings, reuse_off: off, key_values_off: why } = this.info;
+    const { database, key_values: stored, settings, key_values_off: why } = this.info;
     const scrape = this.scrapes.at(-1);
     const results = scrape?.sum("attncache_results_bytes") ?? 0;
     const stores = [["Kept results", results, settings.result_memory_bytes ?? null]];
@@ -232,11 +232,11 @@ export class Live {
     if (database) stores.push(["Attention maps, mapped file", database.bytes, null]);
     byId("stores").replaceChildren(...stores.map(store));
     const remarks = [];
-    if (database) remarks.push(`${count(database.records)} recorded texts and ${count(database.prototypes)} prototypes of ${database.lengths.join(" to ")} tokens.`);
-    if (scrape && scrape.sum("attncache_sessions") > 0) remarks.push(`${count(scrape.sum("attncache_sessions"))} sessions.`);
+    if (database) remarks.push(`${amount(database.records, "recorded text")} and ${amount(database.prototypes, "prototype")} of ${database.lengths.join(" to ")} tokens.`);
+    if (scrape && scrape.sum("attncache_sessions") > 0) remarks.push(`${amount(scrape.sum("attncache_sessions"), "session")}.`);
     if (!stored && why) remarks.push(`Keys and values are not stored: ${why}.`);
     show("stores-remark", remarks.join(" "));
-    show("gain", gainText(gain, database, off));
+    show("gain", gainText(this.info));
   }
 }
 
@@ -258,16 +258,18 @@ function store([name, used, most]) {
   );
 }
 
-function gainText(gain, database, off) {
+function gainText({ gain, database, reuse_off: off, preparing }) {
+  if (preparing) return `${preparing[0].toUpperCase()}${preparing.slice(1)}. Until then, texts are computed in full.`;
   if (off.length) return `Attention maps are not reused: ${off.join("; ")}.`;
   if (!database) return "Attention maps are not reused: there is no database.";
   if (!gain) return "What attention maps save was not measured on this machine.";
-  const saved = (share) => percent(1 - 1 / (1 + share), 1);
+  const faster = (share) => `${percent(Math.abs(share), 1)} ${share < 0 ? "slower" : "faster"}`;
+  const { full_batch: full, full_batch_bound: bound, one_text: single } = gain.together;
   const paying = gain.groups.some(({ reuses }) => reuses);
-  const verb = paying ? "saves" : "would save";
-  const text = `Reusing attention maps ${verb} ${saved(gain.together.full_batch)} of the time of full batches and ${saved(gain.together.one_text)} of single texts, as measured on this machine.`;
-  if (paying && gain.least_tokens) return `${text} Batches of less than ${gain.least_tokens} tokens are computed in full.`;
-  return paying ? text : `${text} That is less than --min-gain asks for, so texts are computed in full.`;
+  const measured = `Reusing attention maps ${paying ? "makes" : "would make"} full batches ${faster(full)} and single texts ${faster(single)}, as measured on this machine.`;
+  const certain = `With 95 % confidence, full batches are at least ${faster(bound)}, and --min-gain asks for ${percent(gain.required, 1)}.`;
+  if (!paying) return `${measured} ${certain} So texts are computed in full.`;
+  return gain.least_tokens ? `${measured} Batches of less than ${gain.least_tokens} tokens are computed in full.` : measured;
 }
 
 const total = (scrape) => scrape.sum("attncache_sequences_total") + scrape.sum("attncache_repeated_sequences_total");

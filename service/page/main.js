@@ -3,13 +3,15 @@
 import { useKey } from "./api.js";
 import { Ask } from "./ask.js";
 import { byId, show } from "./dom.js";
-import { count } from "./format.js";
+import { amount } from "./format.js";
 import { Live } from "./live.js";
 
 function describe(info) {
-  const parts = [info.model, info.dtype, `${info.threads} ${info.threads === 1 ? "thread" : "threads"}`, `up to ${count(info.max_tokens)} tokens`];
+  const parts = [info.model, info.dtype, amount(info.threads, "thread"), `up to ${amount(info.max_tokens, "token")}`];
   show("model", parts.join(" · "));
   show("version", `AttnCache ${info.version}`);
+  byId("compiled-off").hidden = info.compiled_off === null;
+  show("compiled-off", info.compiled_off === null ? "" : `This server computes slowly, without compiled code: ${info.compiled_off}.`);
   document.title = `${info.model} – AttnCache`;
   box.describe(info);
 }

@@ -92,6 +92,7 @@ async def info(request: Request) -> Response:
         "version": __version__,
         **asdict(described),
         **tei_info(engine, described, state.settings),
+        "preparing": state.preparing,
         "settings": state.settings.model_dump(include=_SHOWN_SETTINGS),
     }
     dumped = orjson.dumps(content, default=str, option=orjson.OPT_SERIALIZE_NUMPY)

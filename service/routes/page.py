@@ -1,12 +1,13 @@
-"""GET /: the page that shows the server at work, and the files of the page.
+"""GET /, the page that shows the server at work; GET /docs, the page to try the routes; and their files.
 
-The files are the same for everyone and hold nothing of the server. The page reads /metrics and /info, and its
-box sends requests to the routes for inference and to /explain. So visitors see what they may ask these routes
-for.
+The files are the same for everyone and hold nothing of the server. The first page reads /metrics and /info,
+and its box sends requests to the routes for inference and to /explain. The second page is Swagger UI, which
+reads /openapi.json. So visitors see what they may ask these routes for. Browsers load nothing from others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.resources import files
 
 from fastapi import APIRouter, Response
@@ -14,6 +15,7 @@ from fastapi import APIRouter, Response
 from service.errors import NotFound
 
 router = APIRouter(include_in_schema=False)
+docs_router = APIRouter(include_in_schema=False)
 
 _MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
@@ -27,6 +29,11 @@ _FILES = {
     for file in files("service").joinpath("page").iterdir()
     if file.name.rpartition(".")[2] in _MEDIA_TYPES
 }
+_SWAGGER_UI = files("fastapi_swagger").joinpath("resources")
+_FILES_OF_DOCS = {
+    **{name: _FILES[name] for name in ("docs.html", "docs.js", "icon.svg")},
+    **{name: _SWAGGER_UI.joinpath(name).read_bytes() for name in ("swagger-ui.css", "swagger-ui-bundle.js")},
+}
 _HEADERS = {
     # The page loads nothing from other servers, runs only its own scripts, and is shown in no frame.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -35,6 +42,12 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     # The files change with the server's version, and their names do not.
     "Cache-Control": "no-store",
+}
+# Swagger UI's style sheet holds its pictures, and its scripts set styles of single elements.
+_HEADERS_OF_DOCS = {
+    **_HEADERS,
+    "Content-Security-Policy": f"{_HEADERS['Content-Security-Policy']}; img-src 'self' data:; "
+    "style-src 'self' 'unsafe-inline'",
 }
 
 
@@ -52,5 +65,23 @@ async def page_file(name: str) -> Response:
     return _file(name)
 
 
+@docs_router.api_route("/docs", methods=["GET", "HEAD"])
+async def docs() -> Response:
+    """Return the page to try the routes."""
+    return _response("docs.html", _FILES_OF_DOCS, _HEADERS_OF_DOCS)
+
+
+@docs_router.api_route("/docs/{name}", methods=["GET", "HEAD"])
+async def docs_file(name: str) -> Response:
+    """Return a style sheet, script or icon of the page to try the routes."""
+    if name not in _FILES_OF_DOCS:
+        raise NotFound("the page has no such file")
+    return _response(name, _FILES_OF_DOCS, _HEADERS_OF_DOCS)
+
+
 def _file(name: str) -> Response:
-    return Response(_FILES[name], media_type=_MEDIA_TYPES[name.rpartition(".")[2]], headers=_HEADERS)
+    return _response(name, _FILES, _HEADERS)
+
+
+def _response(name: str, served: Mapping[str, bytes], headers: Mapping[str, str]) -> Response:
+    return Response(served[name], media_type=_MEDIA_TYPES[name.rpartition(".")[2]], headers=headers)

@@ -2,8 +2,9 @@
 
 the server                        the builder, `python -m service.upkeep.rebuild`
 build_while_serving     ------->  the settings, one line of JSON on standard input
-waits                             builds, at the lowest priority
-reads the outcome       <-------  the exit code, and an error message on standard output
+                                  builds, at the lowest priority
+says how far it is      <-------  the share that is done, one line each on standard output
+reads the outcome       <-------  the exit code, and the message of an error as the last line
 ends, or is killed      ------->  standard input ends, so the builder ends too
 """
 
@@ -14,20 +15,24 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from attncache_core import AttnCacheError, BuildFailed, build_default_database
+from attncache_core.build.default import share_done
 from service.commands.options import checkpoint_of
 from service.settings import Settings
 
 _LOWEST_PRIORITY = 19
+_SHOWN_STEP = 0.05
 
 
-def build_while_serving(settings: Settings) -> None:
-    """Build the default database of these settings in another process, and wait for the process.
+def build_while_serving(settings: Settings) -> Iterator[str]:
+    """Build the default database of these settings in another process, and yield lines about its progress.
 
-    Does nothing if the database exists. Raises BuildFailed if the database could not be built.
+    The builder does nothing if the database exists. Raises BuildFailed if it could not be built.
     """
+    yield _line(0.0)
     # The builder must import the same modules as the server, whatever the current folder contains.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with subprocess.Popen(
@@ -45,11 +50,25 @@ def build_while_serving(settings: Settings) -> None:
         with contextlib.suppress(BrokenPipeError):  # the builder has ended already
             builder.stdin.write(f"{settings.model_dump_json()}\n")
             builder.stdin.flush()
-        refused = builder.stdout.read().strip()
+        refused, shown = "", 0.0
+        for line in builder.stdout:
+            try:
+                share = float(line)
+            except ValueError:
+                refused = line.strip()
+                continue
+            # A stage may run several times, and what was shown only grows.
+            if share >= shown + _SHOWN_STEP:
+                shown = share
+                yield _line(shown)
     if builder.returncode != 0:
         raise BuildFailed(
             refused or f"the process that builds the database ended with code {builder.returncode}"
         )
+
+
+def _line(share: float) -> str:
+    return f"building a database of attention maps behind the requests: {share:.0%}"
 
 
 def main() -> None:
@@ -66,6 +85,7 @@ def main() -> None:
             dtype=settings.dtype,
             device=settings.device,
             threads=settings.threads,
+            progress=lambda *stage: print(share_done(*stage), flush=True),
         )
     except AttnCacheError as error:
         print(error)

@@ -7,9 +7,11 @@ FastAPI's own validation is not used: it reads a body of any size, and its error
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from attncache_core import InvalidInput
 from service.errors import MalformedBody
@@ -33,6 +35,12 @@ _SENTENCES = {
 # Describing the errors of 100,000 unknown fields would block the event loop for a third of a second.
 _NAMEABLE_ERRORS = 100
 
+# What the parser says of JSON that is valid by its grammar, and what is wrong with it.
+_LIMITS_OF_JSON = {
+    "hex escape": "an escaped surrogate stands alone",
+    "recursion limit": "values are nested too deeply",
+}
+
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
@@ -42,19 +50,31 @@ def checked(content: bytes, schema: type[Schema]) -> Schema:
         return schema.model_validate_json(content)
     except ValidationError as error:
         # Not chained, because pydantic's message quotes the input.
-        raise _translated(error, schema) from None
+        raise _translated(error, schema, content) from None
 
 
-def _translated(error: ValidationError, schema: type[BaseModel]) -> InvalidInput:
-    not_an_object = InvalidInput(
-        f"the body must be a JSON object with the fields {', '.join(schema.model_fields)}"
-    )
+def _where(error: ErrorDetails) -> str:
+    """Return what a JSON parser says of the place where the JSON ends to be valid, without any input."""
+    message = error.get("ctx", {}).get("error", "")
+    place = re.search(r"line (\d+) column (\d+)$", message)
+    if place is None:
+        return ""
+    reason = next((known for known in _LIMITS_OF_JSON if known in message), None)
+    why = f": {_LIMITS_OF_JSON[reason]}" if reason else ""
+    return f"; it is not valid at line {place[1]}, column {place[2]}{why}"
+
+
+def _translated(error: ValidationError, schema: type[BaseModel], content: bytes) -> InvalidInput:
+    an_object = f"a JSON object with the fields {', '.join(schema.model_fields)}"
+    not_an_object = InvalidInput(f"the body must be {an_object}")
     if error.error_count() > _NAMEABLE_ERRORS:
         return not_an_object
     first = error.errors(include_url=False, include_input=False)[0]
     kind, location = first["type"], first["loc"]
     if kind == "json_invalid":
-        return MalformedBody("the body must be JSON in UTF-8, without lone surrogates or deep nesting")
+        if not content.strip():
+            return MalformedBody(f"the body is empty; send {an_object}")
+        return MalformedBody(f"the body must be JSON in UTF-8{_where(first)}")
     if not location:
         return not_an_object
     field, inner = _field_name(location, schema)

@@ -22,12 +22,12 @@ from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.config import STARTUP_FAILURE
 
-from attncache_core import AttnCacheError, PrefillEngine
+from attncache_core import AttnCacheError
 from service.app import create_app
 from service.ending import end_process
 from service.errors import ShuttingDown, log_failure
+from service.loading import Loaded
 from service.settings import Settings
 from service.state import ServiceState
 from service.upkeep.garbage import look_at_requests_only
@@ -39,6 +39,8 @@ from service.workers.team import Team
 
 logger = logging.getLogger(__name__)
 
+# The exit status when the app does not start; uvicorn uses this one too.
+_STARTUP_FAILURE = 3
 # Of the seconds until the process ends: what is left for closing after the last response.
 _CLOSING_SHARE = 0.2
 _MOST_CLOSING_SECONDS = 5.0
@@ -54,7 +56,7 @@ _TICK_SECONDS = 0.1
 
 def run_server(
     settings: Settings,
-    load_engines: Callable[[], Iterator[PrefillEngine]],
+    load_engines: Callable[[], Iterator[Loaded]],
     listeners: Sequence[Listener],
     team: Team | None = None,
 ) -> BaseException | None:
@@ -66,10 +68,11 @@ def run_server(
     """
     failures: list[BaseException] = []
 
-    def load() -> Iterator[PrefillEngine]:
-        for engine in load_engines():
-            look_at_requests_only()
-            yield engine
+    def load() -> Iterator[Loaded]:
+        for loaded in load_engines():
+            if not isinstance(loaded, str):
+                look_at_requests_only()
+            yield loaded
 
     def fail(error: BaseException) -> None:
         failures.append(error)
@@ -169,7 +172,7 @@ class Server(uvicorn.Server):
         """Start the app and accept connections."""
         await self.lifespan.startup()
         if self.lifespan.should_exit:
-            sys.exit(STARTUP_FAILURE)
+            sys.exit(_STARTUP_FAILURE)
         self.servers = [
             self._accept(gate, listener) for gate, listener in zip(self._gates, self._listeners, strict=True)
         ]

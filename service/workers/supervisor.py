@@ -33,8 +33,9 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from attncache_core import AttnCacheError, PrefillEngine
+from attncache_core import AttnCacheError
 from service.ending import end_process
+from service.loading import Loaded
 from service.settings import Settings
 from service.web.listeners import Listener
 from service.web.server import run_server
@@ -47,7 +48,7 @@ from service.workers.team import QUOTAS, Team
 logger = logging.getLogger(__name__)
 
 # Returns the engines of a worker: its settings, and its number.
-Load = Callable[[Settings, int], Iterator[PrefillEngine]]
+Load = Callable[[Settings, int], Iterator[Loaded]]
 
 _FIRST_DELAY_SECONDS, _MOST_DELAY_SECONDS = 0.25, 30.0
 # A worker that ran so long is started again after the first delay.

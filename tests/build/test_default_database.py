@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from attncache_core.build.default import build_default_database, default_database_folder
+from attncache_core.build.default import (
+    _STAGE_BEGINS,
+    build_default_database,
+    default_database_folder,
+    share_done,
+)
 from attncache_core.checkpoints.template import Template
 from attncache_core.corpus import default_corpus
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -17,12 +22,15 @@ from attncache_core.reuse.maps.database import AttentionDatabase
 def built(tiny_checkpoint, tmp_path_factory):
     """The folder of two servers that start at once with an empty cache, and the threads that built it."""
     cache, builders, folders = tmp_path_factory.mktemp("cache") / "not there yet", set(), []
+    shares: list[float] = []
 
     def start():
         name = threading.get_ident()
 
-        def progress(stage, *_):
+        def progress(stage, done, total):
+            shares.append(share_done(stage, done, total))
             if stage != "waiting for another build":
+                assert stage in _STAGE_BEGINS
                 builders.add(name)
 
         folder = build_default_database(tiny_checkpoint, cache_dir=cache, dtype="float32", progress=progress)
@@ -35,6 +43,8 @@ def built(tiny_checkpoint, tmp_path_factory):
         server.join()
     assert len(folders) == 2
     assert folders[0] == folders[1]
+    assert max(shares) > 0.8
+    assert all(0 <= share <= 1 for share in shares)
     return folders[0], builders
 
 
@@ -76,7 +86,7 @@ def test_next_start_builds_nothing(built, tiny_checkpoint):
 
 def test_folder_is_named_by_model_fingerprint_and_format(tiny_checkpoint, tmp_path):
     folder = default_database_folder(tiny_checkpoint, tmp_path)
-    assert folder == tmp_path / "databases" / f"tiny-bert-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1"
+    assert folder == tmp_path / "databases" / f"tiny-bert-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1.2"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +100,7 @@ def test_folder_is_named_by_model_fingerprint_and_format(tiny_checkpoint, tmp_pa
 def test_folder_name_has_only_plain_characters(tiny_checkpoint, tmp_path, name, shown):
     folder = default_database_folder(replace(tiny_checkpoint, name=name), tmp_path)
     assert folder.parent == tmp_path / "databases"
-    assert folder.name == f"{shown}-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1"
+    assert folder.name == f"{shown}-{tiny_checkpoint.use_fingerprint()[:12]}-v4.1.2"
 
 
 def test_other_templates_or_pooling_have_another_folder(tiny_checkpoint, tmp_path):

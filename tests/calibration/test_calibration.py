@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions, default_budget
+from attncache_core.calibration import calibrate as calibration
 from attncache_core.calibration.calibrate import calibrate
 from attncache_core.calibration.database import calibrate_database
 from attncache_core.calibration.masks import candidate_masks
 from attncache_core.calibration.probes import find_probes
 from attncache_core.calibration.savings import measure_savings
+from attncache_core.calibration.strangeness_limit import choose_limit
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
@@ -326,6 +328,20 @@ def test_chosen_mask_and_policy_match_the_report(tiny_engine, recorded):
     saved = [row["saved_microseconds"] for row in report["candidates"]]
     assert report["saved_microseconds"] <= max(saved)
     json.dumps([report, asdict(policy)], allow_nan=False)
+
+
+def test_sizes_between_the_chosen_mask_and_the_next_refused_one_are_tried(tiny_engine, recorded, monkeypatch):
+    def only_small(option, *given):
+        return choose_limit(option, *given) if option.mask.total <= 4 else None
+
+    monkeypatch.setattr(
+        calibration, "candidate_masks", lambda rank, *_: [mildest_mask(rank, size) for size in (3, 12)]
+    )
+    monkeypatch.setattr(calibration, "choose_limit", only_small)
+    probes = find_probes(tiny_engine.model, recorded.search, recorded.held_out)
+    budget = Budget(Measure.COSINE, 0.1)
+    chosen = calibrate(tiny_engine, recorded.search, probes, (), counts(tiny_engine), recorded.rank, budget)
+    assert [row["heads"] for row in chosen.quality["candidates"]] == [3, 12, 6, 9, 4, 5]
 
 
 def test_savings_are_measured_with_the_heads_that_records_hold(tiny_engine, recorded):

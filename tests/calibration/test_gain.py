@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from core_models import planned, prefill
 
-from attncache_core.calibration.gain import Rehearsal, gain_of, measure_gain, require_gain
+from attncache_core.calibration.gain import Rehearsal, Timing, measure_gain, require_gain
+from attncache_core.calibration.paired import PairedGain, always_idle
 from attncache_core.calibration.savings import fit_savings
 from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import MachineBusy
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.gain import Gain, MeasuredGain, Traffic
+from attncache_core.reuse.maps.gain import MeasuredGain, Traffic
 from attncache_core.reuse.maps.policy import ReusePolicy, uniform_policy
 from attncache_core.reuse.plan import Outcome
 from attncache_core.text.token_batch import pack
@@ -41,56 +43,58 @@ def engine(tiny_checkpoint, database):
 
 
 @pytest.fixture
-def gains(monkeypatch):
-    """A list of gains. Each measurement removes the first entry and returns it."""
-    planned_gains: list[float] = []
+def bounds(monkeypatch):
+    """Lower bounds of gains. Each measurement removes the first entry; the median is above it by 0.1.
+
+    Each length group is measured with single texts, then with full batches; then all that pay together.
+    """
+    planned_bounds: list[float] = []
 
     def measured(*_):
-        gain = planned_gains.pop(0)
-        return Gain(gain, gain)
+        bound = planned_bounds.pop(0)
+        return PairedGain(bound + 0.1, bound, bound + 0.2)
 
-    monkeypatch.setattr("attncache_core.calibration.gain.gain_of", measured)
-    return planned_gains
+    monkeypatch.setattr("attncache_core.calibration.gain.compare", measured)
+    return planned_bounds
 
 
-@pytest.fixture
-def gains_by_tokens(monkeypatch):
-    """What batches gain, by their tokens. One text gains nothing, and a full batch 0.2."""
-    gains: dict[int, float] = {}
-    monkeypatch.setattr("attncache_core.calibration.gain.gain_of", lambda *_: Gain(0.0, 0.2))
-    monkeypatch.setattr("attncache_core.calibration.gain.gain_at", lambda *given: gains[given[3]])
-    return gains
+def in_full_batches(*bounds):
+    """The bounds of measurements in which single texts gain 0.5, and full batches the given numbers."""
+    return [bound for full_batch in bounds for bound in (0.5, full_batch)]
 
 
 def decide(engine, folder, min_gain=0.05, **circumstances):
-    search = engine.database.search
-    return measure_gain(engine.model, search, TRAFFIC, min_gain, {**MACHINE, **circumstances}, folder)
+    timing = Timing(engine, engine.database.search, always_idle)
+    return measure_gain(timing, TRAFFIC, min_gain, {**MACHINE, **circumstances}, folder)
 
 
-def test_groups_that_gain_enough_reuse_and_the_others_do_not(engine, gains, tmp_path):
-    gains += [0.049, 0.06, 0.05]  # each group alone, then the paying groups together
-    assert decide(engine, tmp_path).paying == (1,)
+def test_groups_whose_bound_is_high_enough_reuse_and_the_others_do_not(engine, bounds, tmp_path):
+    bounds += in_full_batches(0.049, 0.06, 0.05)  # each group alone, then the paying groups together
+    decided = decide(engine, tmp_path)
+    assert decided.paying == (1,)
+    assert (decided.groups[0].full_batch, decided.groups[0].full_batch_bound) == (pytest.approx(0.149), 0.049)
+    # Only the second group pays, which has three sevenths of the tokens.
+    assert decided.required == pytest.approx(0.05 * 3 / 7)
 
 
 @pytest.mark.parametrize(
-    ("at_128", "at_256", "at_512", "least"),
-    [(0.1, 0.1, 0.1, 128), (0.0, 0.05, 0.1, 256), (0.1, 0.04, 0.1, 512), (0.1, 0.1, 0.04, 896)],
+    ("at_512", "at_256", "at_128", "least"),
+    [(0.1, 0.1, 0.1, 128), (0.1, 0.05, 0.0, 256), (0.1, 0.04, None, 512), (0.04, None, None, 896)],
 )
-def test_batches_that_gain_too_little_reuse_nothing(
-    engine, gains_by_tokens, tmp_path, at_128, at_256, at_512, least
-):
-    gains_by_tokens.update({128: at_128, 256: at_256, 512: at_512})
+def test_batches_that_gain_too_little_reuse_nothing(engine, bounds, tmp_path, at_512, at_256, at_128, least):
+    bounds += [0.0, 0.2] * 3 + [bound for bound in (at_512, at_256, at_128) if bound is not None]
     assert decide(engine, tmp_path).least_tokens == least
+    assert bounds == []
     assert decide(engine, tmp_path).least_tokens == least
 
 
-def test_batches_of_any_size_reuse_if_one_text_gains_enough(engine, gains, tmp_path):
-    gains += [0.2, 0.2, 0.2]
+def test_batches_of_any_size_reuse_if_one_text_gains_enough(engine, bounds, tmp_path):
+    bounds += in_full_batches(0.2, 0.2, 0.2)
     assert decide(engine, tmp_path).least_tokens == 0
 
 
-def test_engine_computes_small_batches_in_full(engine, gains_by_tokens, tiny_corpus):
-    gains_by_tokens.update({512: 0.0})
+def test_engine_computes_small_batches_in_full(engine, bounds, tiny_corpus):
+    bounds += [0.0, 0.2] * 3 + [0.0]
     require_gain(engine, 0.05, keep=False)
     (recorded,) = engine.tokenize([tiny_corpus[0].text])
     assert engine.info().gain.least_tokens == 896
@@ -99,66 +103,93 @@ def test_engine_computes_small_batches_in_full(engine, gains_by_tokens, tiny_cor
     assert set(many) == {Outcome.HIT}
 
 
-def test_groups_that_gain_alone_but_not_together_do_not_reuse(engine, gains, tmp_path):
-    gains += [0.2, 0.2, 0.01]
+def test_groups_that_gain_alone_but_not_together_do_not_reuse(engine, bounds, tmp_path):
+    bounds += in_full_batches(0.2, 0.2, 0.01)
     assert decide(engine, tmp_path).paying == ()
 
 
-def test_next_start_reads_the_stored_decision_without_measuring(engine, gains, tmp_path):
-    gains += [0.2, 0.0, 0.1]
+def test_busy_machine_decides_nothing_and_the_engine_reuses_nothing(engine, monkeypatch, tiny_corpus):
+    def busy(*_):
+        raise MachineBusy("")
+
+    monkeypatch.setattr("attncache_core.calibration.gain.compare", busy)
+    with pytest.raises(MachineBusy):
+        require_gain(engine, 0.05)
+    assert engine.map_reuse.awaits_gain
+    assert engine.info().gain is None
+    assert not (engine.database.folder / "gain.json").exists()
+    recorded = engine.tokenize([tiny_corpus[0].text])
+    assert prefill(engine, recorded).outcomes == (Outcome.SKIPPED_BY_COST,)
+
+
+def test_gain_that_is_not_known_is_not_measured_if_the_caller_says_so(engine, bounds):
+    require_gain(engine, 0.05, measure=False)
+    assert engine.map_reuse.awaits_gain
+    bounds += in_full_batches(0.2, 0.2, 0.2)
+    require_gain(engine, 0.05)
+    assert not engine.map_reuse.awaits_gain
+    engine.map_reuse.reuse_in(())
+    require_gain(engine, 0.05, measure=False)
+    assert (engine.map_reuse.awaits_gain, engine.map_reuse.gain.paying) == (False, (0, 1))
+
+
+def test_engine_never_reuses_more_while_its_gain_is_measured(engine, monkeypatch):
+    served = []
+
+    def measured(*_):
+        served.append(engine.map_reuse.search.paying)
+        return PairedGain(0.2, 0.2, 0.2)
+
+    monkeypatch.setattr("attncache_core.calibration.gain.compare", measured)
+    require_gain(engine, 0.05)
+    assert set(served) == {frozenset()}
+
+
+def test_next_start_reads_the_stored_decision_without_measuring(engine, bounds, tmp_path):
+    bounds += in_full_batches(0.2, 0.0, 0.1)
     first = decide(engine, tmp_path)
-    assert gains == []
+    assert bounds == []
     assert decide(engine, tmp_path) == first
     assert first.paying == (0,)
 
 
-def test_another_min_gain_decides_again_on_the_stored_measurements(engine, gains, tmp_path):
-    gains += [0.2, 0.1, 0.2, 0.2]
+def test_another_min_gain_is_measured_again(engine, bounds, tmp_path):
+    bounds += in_full_batches(0.2, 0.1, 0.2)
     assert decide(engine, tmp_path, 0.3).paying == ()
+    bounds += in_full_batches(0.2, 0.1, 0.2)
     assert decide(engine, tmp_path, 0.15).paying == (0,)
-    assert gains == []
+    assert bounds == []
 
 
-def test_group_that_reused_before_keeps_reusing_down_to_half_of_min_gain(engine, gains, tmp_path):
-    gains += [0.06, 0.04, 0.06]
-    assert decide(engine, tmp_path, torch="1").paying == (0,)
-    gains += [0.03, 0.04, 0.03]
-    assert decide(engine, tmp_path, torch="2").paying == (0,)
-    gains += [0.02, 0.04, 0.03]
-    assert decide(engine, tmp_path, torch="3").paying == ()
-    gains += [0.03, 0.04, 0.03]
-    assert decide(engine, tmp_path, torch="4").paying == ()
-
-
-def test_machines_that_share_a_database_keep_each_others_decisions(engine, gains, tmp_path):
-    gains += [0.2, 0.0, 0.2, 0.0, 0.2, 0.2]
+def test_machines_that_share_a_database_keep_each_others_decisions(engine, bounds, tmp_path):
+    bounds += in_full_batches(0.2, 0.0, 0.2, 0.0, 0.2, 0.2)
     assert decide(engine, tmp_path, processor="a").paying == (0,)
     assert decide(engine, tmp_path, processor="b").paying == (1,)
     assert decide(engine, tmp_path, processor="a").paying == (0,)
-    assert gains == []
+    assert bounds == []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '[{"min_gain": "x"}]'])
-def test_damaged_gain_file_is_measured_again(engine, gains, tmp_path, content):
+def test_damaged_gain_file_is_measured_again(engine, bounds, tmp_path, content):
     (tmp_path / "gain.json").write_text(content)
-    gains += [0.2, 0.0, 0.2]
+    bounds += in_full_batches(0.2, 0.0, 0.2)
     decided = decide(engine, tmp_path)
     (kept,) = json.loads((tmp_path / "gain.json").read_text())
     assert kept["paying"] == list(decided.paying) == [0]
 
 
-def test_gain_is_measured_at_each_start_if_the_folder_cannot_be_written(engine, gains, tmp_path):
+def test_gain_is_measured_at_each_start_if_the_folder_cannot_be_written(engine, bounds, tmp_path):
     folder = tmp_path / "file"
     folder.write_text("in the place of a folder")
     for _ in range(2):
-        gains += [0.2, 0.0, 0.2]
+        bounds += in_full_batches(0.2, 0.0, 0.2)
         assert decide(engine, folder).paying == (0,)
-        assert gains == []
+        assert bounds == []
 
 
-def test_engine_computes_groups_that_do_not_pay_in_full(engine, gains, tiny_corpus):
+def test_engine_computes_groups_that_do_not_pay_in_full(engine, bounds, tiny_corpus):
     recorded = engine.tokenize([sentence.text for sentence in tiny_corpus[::10]])
-    gains += [0.0, 0.2, 0.2]
+    bounds += in_full_batches(0.0, 0.2, 0.2)
     require_gain(engine, 0.05)
     result = prefill(engine, recorded)
     for ids, outcome in zip(recorded, result.outcomes, strict=True):
@@ -166,7 +197,7 @@ def test_engine_computes_groups_that_do_not_pay_in_full(engine, gains, tiny_corp
     told = engine.info().gain
     assert [group.reuses for group in told.groups] == [False, True]
     assert told.min_gain == 0.05
-    gains.clear()
+    bounds.clear()
     require_gain(engine, 0)
     assert set(prefill(engine, recorded).outcomes) == {Outcome.HIT}
 
@@ -181,14 +212,14 @@ def test_nothing_is_measured_if_only_recorded_texts_can_hit(tiny_checkpoint, dat
     assert prefill(engine, ids).outcomes == (Outcome.SKIPPED_BY_COST,)
 
 
-def test_gain_of_real_passes_is_measured_and_reported(engine):
+def test_gain_of_real_passes_is_measured_and_reported(engine, monkeypatch):
+    monkeypatch.setattr("attncache_core.calibration.paired.waited_seconds", lambda: 0.0)
     require_gain(engine, 0.05)
     assert isinstance(engine.map_reuse.gain, MeasuredGain)
     assert set(engine.map_reuse.gain.groups) == {0, 1}
-    figures = [
-        gain for each in engine.map_reuse.gain.groups.values() for gain in (each.one_text, each.full_batch)
-    ]
-    assert np.isfinite(figures).all()
+    for gain in (*engine.map_reuse.gain.groups.values(), engine.map_reuse.gain.together):
+        assert gain.one_text_bound <= gain.one_text
+        assert gain.full_batch_bound <= gain.full_batch
     assert AttentionDatabase.open(engine.database.folder).verify() == []
 
 
@@ -204,9 +235,14 @@ def test_rehearsal_searches_and_hits_at_the_calibrated_hit_rates(engine, monkeyp
     monkeypatch.setattr(
         type(search), "nearest", lambda self, *given: seen.append(len(given)) or nearest(self, *given)
     )
-    gain_of(engine.model, rehearsal, {6: 3, 9: 2}, rounds=1)
-    # Three batches of one text and three full batches. Each runs twice, once as warm-up.
-    assert len(seen) == 12
+    passes = []
+    monkeypatch.setattr("attncache_core.calibration.gain.compare", lambda given, _: passes.extend(given))
+    Timing(engine, search, always_idle).gain_in([batch], {0: 1.0, 1: 0.5})
+    ((without, with_reuse),) = passes
+    without()
+    assert seen == []
+    with_reuse()
+    assert len(seen) == 1
 
 
 def test_traffic_has_the_lengths_and_hit_rates_of_the_calibration(database):

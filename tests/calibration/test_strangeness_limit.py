@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from attncache_core.calibration.policy_selection import Calibrated, could_keep_floor, keeps_budget
-from attncache_core.calibration.strangeness_limit import find_unfamiliar
-from attncache_core.calibration.thresholds import share_bound
+from attncache_core.calibration.policy_selection import Calibrated, could_keep_floor
+from attncache_core.calibration.strangeness_limit import find_unfamiliar, hits_by_kind, keeps_budget
+from attncache_core.calibration.thresholds import share_bound, share_bound_over
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.budget import Budget
@@ -40,29 +40,63 @@ def test_299_probes_can_prove_a_floor_and_298_cannot():
 
 
 @pytest.mark.parametrize(
-    ("like", "unlike", "keeps"),
+    ("like", "keeps"),
     [
-        (given([0.99] * 299), given([0.99], misses=298), True),
-        # Too few hits for a bound, or too many harmed hits.
-        (given([0.99] * 298, misses=90), given([0.99], misses=298), False),
-        (given([0.99] * 299 + [0.94]), given([0.99], misses=298), False),
-        (given([0.99] * 472 + [0.94]), given([0.99], misses=298), True),
-        # The share of harmed answers is of all unfamiliar texts. The mean is over the hits among them.
-        (given([0.99] * 299), given([0.99, 0.94, 0.99], misses=300), False),
-        (given([0.99] * 299), given([1.0, 0.94, 1.0, 1.0], misses=480), True),
-        (given([0.99] * 299), given([0.96], misses=640), False),
-        (given([0.99] * 299), given([], misses=640), True),
+        ([0.99] * 299, True),
+        ([0.99] * 298, False),
+        ([0.99] * 299 + [0.94], False),
+        ([0.99] * 472 + [0.94], True),
     ],
 )
-def test_budget_is_kept_if_few_enough_answers_are_harmed(like, unlike, keeps):
-    assert keeps_budget(FLOOR, like, unlike) is keeps
+def test_few_enough_hits_of_texts_like_the_corpus_must_be_harmed(like, keeps):
+    assert keeps_budget(FLOOR, given(like, misses=90), {"news": np.array([0.99] * 30)}) is keeps
+
+
+GOOD = {f"kind {number}": [0.99] * 40 for number in range(20)}
+
+
+@pytest.mark.parametrize(
+    ("of_kinds", "keeps"),
+    [
+        ({}, True),
+        ({"news": [0.985] * 40, "odd": []}, True),
+        # Every kind keeps the mean by itself, however good the others are.
+        ({"news": [0.975] * 40}, False),
+        # One harmed hit may be chance. Two of 40 are not, and 20 kinds without harm do not pay for them.
+        ({"news": [0.99] * 39 + [0.94]}, True),
+        ({"news": [0.99] * 38 + [0.94] * 2}, False),
+        # Kinds of fewer than 20 hits are judged together.
+        ({"news": [0.96] * 19, "film": [0.999] * 19}, False),
+        ({"news": [0.97] * 19, "film": [0.999] * 19}, True),
+        # One harmed hit in every fourth kind is more than 1 % over kinds.
+        ({f"other {number}": [0.99] * 39 + [0.94] for number in range(7)}, False),
+    ],
+)
+def test_every_kind_of_unfamiliar_text_keeps_the_budget_by_itself(of_kinds, keeps):
+    left_out = {kind: np.array(hits) for kind, hits in (GOOD | of_kinds).items()}
+    assert keeps_budget(FLOOR, given([0.99] * 299), left_out) is keeps
 
 
 def test_changed_decisions_are_harmed_in_a_budget_of_agreement():
     budget = Budget(Measure.AGREEMENT, 0.98)
     like = given([1.0] * 149, budget=budget)
-    assert keeps_budget(budget, like, given([1.0], misses=148, budget=budget))
-    assert not keeps_budget(budget, like, given([1.0, 0.0], misses=147, budget=budget))
+    good = {kind: np.ones(40) for kind in GOOD}
+    assert keeps_budget(budget, like, good | {"news": np.array([1.0] * 39 + [0.0])})
+    assert not keeps_budget(budget, like, good | {"news": np.array([1.0] * 38 + [0.0] * 2)})
+
+
+def test_bound_over_corpora_is_students_t_bound_of_their_shares():
+    # With as many texts in each corpus, the bound is that of the mean of the shares.
+    shares = np.array([0.0, 0.0, 0.02, 0.01, 0.0])
+    expected = shares.mean() + stats.t.ppf(0.95, 4) * stats.sem(shares)
+    assert share_bound_over((shares * 100).tolist(), [100] * 5) == pytest.approx(expected)
+    assert share_bound_over([0, 0], [30, 0]) == 0
+    assert share_bound_over([1], [30]) == 1
+
+
+def test_hits_are_grouped_by_kind():
+    found = hits_by_kind(given([0.99, 0.98, 0.97], misses=1), ["news", "film", "news", "film"])
+    assert {kind: hits.tolist() for kind, hits in found.items()} == {"news": [0.99, 0.97], "film": [0.98]}
 
 
 def test_nan_fidelity_counts_as_harmed():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from attncache_core.corpus import default_corpus, generate_corpus, unfamiliar, unfamiliar_texts
-from attncache_core.corpus.unfamiliar import FITTED, MEASURED
+from attncache_core.corpus.unfamiliar import FITTED, MEASURED, MEASURED_PROSE, PROSE
 
 ROOT = Path(__file__).parents[2]
 KINDS = [*FITTED, *MEASURED]
@@ -41,7 +41,7 @@ def test_every_python_version_chooses_the_same_texts():
     texts = "\n".join(f"{text.kind}\t{text.text}" for text in unfamiliar_texts(corpus, per_kind=20))
     # If no kind and no line of unfamiliar.txt changed, Python or the machine chose other texts.
     assert hashlib.sha256(texts.encode()).hexdigest() == (
-        "189b68ae22686d52f74fb56f1b6dcb713c967675e9636376063ee5906e448530"
+        "938f812e828f61bd2e693edab8ea3e04e5bf6bac896094aa6bbe58fc8066a020"
     )
 
 
@@ -62,6 +62,14 @@ def test_kinds_for_fitting_and_for_measuring_are_disjoint_and_at_least_16_each(t
     assert min(len(FITTED), len(MEASURED)) >= 16
     assert {text.kind for text in texts if text.fitted} == FITTED.keys()
     assert {text.kind for text in texts if not text.fitted} == MEASURED.keys()
+
+
+def test_most_fitted_kinds_are_english_of_many_subjects_and_as_long_as_real_sentences(texts):
+    assert len(PROSE) > len(FITTED) / 2
+    assert set(MEASURED_PROSE) <= set(MEASURED)
+    words = [len(text.text.split()) for text in texts if text.kind in PROSE]
+    assert 12 <= np.median(words) <= 30
+    assert min(words) <= 3
 
 
 def test_kinds_come_in_the_order_of_the_tables(texts):

@@ -165,6 +165,53 @@ def test_healthcheck_follows_the_status_of_health_and_asks_no_proxy(status, heal
     assert (done.returncode == 0) == healthy
 
 
+@pytest.fixture
+def docker(tmp_path):
+    """Run build.sh with these arguments and a Docker engine that writes down its own arguments."""
+    engine = tmp_path / "docker"
+    engine.write_text('#!/bin/sh\n[ "$1" = info ] || echo "$@"\n', encoding="utf-8")
+    engine.chmod(0o755)
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def build(*arguments):
+        command = [ROOT / "docker/build.sh", *arguments]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+
+    return build
+
+
+@pytest.mark.parametrize("platform", ["linux/amd64", "linux/arm64"])
+def test_image_is_built_for_the_platform_that_is_asked_for(docker, platform):
+    for arguments in (["--platform", platform], [f"--platform={platform}"]):
+        done = docker(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"build --platform {platform} ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--platform", "linux/riscv64"], "unknown platform: linux/riscv64"),
+        (["--platform"], "--platform needs"),
+        (["--arm"], "unknown argument --arm"),
+    ],
+)
+def test_unknown_platform_or_argument_is_refused_with_what_is_accepted(docker, arguments, said):
+    done = docker(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "linux/amd64 or " in done.stderr
+    assert "linux/arm64" in done.stderr
+
+
+def test_image_installs_the_lock_of_its_own_machine():
+    installed = " ".join(arguments for name, arguments in instructions(0) if name == "RUN")
+    assert "requirements.$(uname -m).lock" in installed
+    assert {f"requirements.{machine}.lock" for machine in ("x86_64", "aarch64")} <= {
+        path.name for path in (ROOT / "docker").glob("*.lock")
+    }
+
+
 def test_docker_compose_accepts_its_file():
     if shutil.which("docker-compose") is None:
         pytest.skip("docker-compose is not installed")

@@ -1,6 +1,9 @@
 """Fixtures for the compiled kernel, at every level that was built and that this processor supports."""
 
 import ctypes
+import runpy
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from kernel_formulas import library
@@ -14,6 +17,13 @@ def kernel(request):
     if not library(request.param).is_file():
         pytest.skip("this level was not built")
     return native.AttentionKernel(request.param, library(request.param))
+
+
+@pytest.fixture(scope="session")
+def libraries_of_setup():
+    """The table of setup.py: machine -> library -> source file and target processor."""
+    with mock.patch("setuptools.setup"):
+        return runpy.run_path(str(Path(__file__).parents[2] / "setup.py"))["LIBRARIES"]
 
 
 PARALLEL = ctypes.CFUNCTYPE(

@@ -1,7 +1,6 @@
 """Reference formulas for the compiled kernel, in float64, and helpers for its tests."""
 
 from contextlib import contextmanager
-from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,7 +31,7 @@ NATIVE_FOLDER = Path(attention_kernel.__file__).parent
 
 
 def library(level):
-    return NATIVE_FOLDER / f"attention_{level}{EXTENSION_SUFFIXES[0]}"
+    return NATIVE_FOLDER / f"attention_{level}.so"
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from unittest.mock import patch
 
@@ -60,7 +59,7 @@ def compile_libraries() -> None:
         libraries = runpy.run_path(str(ROOT / "setup.py"))["LIBRARIES"][platform.machine()]
     native = COPY / "attncache_core" / "native"
     for name, (source, processor) in libraries.items():
-        output = native / f"{name}{EXTENSION_SUFFIXES[0]}"
+        output = native / f"{name}.so"
         subprocess.run(
             [COMPILER, *FLAGS, *target(processor), str(native / source), "-o", str(output)], check=True
         )

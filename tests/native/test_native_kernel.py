@@ -165,3 +165,57 @@ def test_level_is_the_chosen_kernels(monkeypatch, compiled, level):
 )
 def test_kernel_reports_the_tensors_that_it_supports(kernel, dtype, device, supported):
     assert kernel.supports(torch.empty(1, 1, 8, dtype=dtype, device=device)) is supported
+
+
+@pytest.fixture
+def without_kernel(monkeypatch):
+    """No kernel on Linux, on x86-64; the tests change the reason."""
+    monkeypatch.setattr(attention_kernel, "kernel", lambda: None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(attention_kernel, "levels", lambda: ["never_built"])
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    return monkeypatch
+
+
+def test_with_a_kernel_nothing_is_off(kernel, monkeypatch):
+    monkeypatch.setattr(attention_kernel, "kernel", lambda: kernel)
+    assert native.compiled_off() is None
+
+
+@pytest.mark.usefixtures("without_kernel")
+def test_library_that_was_not_compiled_is_named_with_the_remedy():
+    reason = native.compiled_off()
+    assert reason.startswith("it was not compiled at installation; `pip install --verbose")
+
+
+def test_library_that_cannot_be_loaded_is_named_with_the_remedy(without_kernel, tmp_path):
+    without_kernel.setattr(attention_kernel, "__file__", str(tmp_path / "attention_kernel.py"))
+    path = tmp_path / library("never_built").name
+    path.write_bytes(b"no library")
+    assert native.compiled_off().startswith(f"{path.name} cannot be loaded; `pip install --verbose")
+
+
+def test_processor_without_a_level_is_named(without_kernel):
+    without_kernel.setattr(attention_kernel, "levels", lambda: ["neon"])
+    assert "needs a processor with AVX2" in native.compiled_off()
+
+
+def test_variable_that_switches_compiled_code_off_is_named(without_kernel):
+    without_kernel.setattr(attention_kernel, "levels", lambda: ["neon"])
+    without_kernel.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert native.compiled_off().startswith("ATEN_CPU_CAPABILITY=default switches the compiled code off")
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "named"),
+    [("darwin", "arm64", "macOS on arm64"), ("linux", "riscv64", "Linux on riscv64")],
+)
+def test_machine_that_nothing_is_compiled_for_is_named(without_kernel, system, machine, named):
+    without_kernel.setattr(sys, "platform", system)
+    without_kernel.setattr(platform, "machine", lambda: machine)
+    assert native.compiled_off().endswith(f"and this is {named}")
+
+
+def test_setup_compiles_for_the_machines_that_are_not_named_as_foreign(libraries_of_setup):
+    assert set(attention_kernel._MACHINES) == set(libraries_of_setup)

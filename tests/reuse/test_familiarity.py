@@ -26,6 +26,7 @@ from attncache_core.reuse.maps.familiarity import (
 )
 from attncache_core.reuse.maps.policy import StrangenessLimit
 from attncache_core.reuse.plan import Outcome
+from service.commands.database_report import show_database
 
 WEIGHTS = np.random.default_rng(0).normal(size=50).astype(np.float32)
 sequences_of_ids = st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=30), min_size=1, max_size=12)
@@ -141,11 +142,11 @@ def test_texts_with_much_damage_are_stranger_even_if_their_kind_was_held_out(fit
         assert np.quantile(like, 0.95) < np.quantile(same, 0.05)
 
 
-def test_strangeness_is_near_the_90th_percentile_of_the_damage(fitted):
+def test_strangeness_is_near_the_98th_percentile_of_the_damage(fitted):
     sequences, fit = fitted
     like = fit.familiarity.strangeness(*packed(sequences))[:200]
-    # The damage of texts of even tokens has mean 0.008 and 90th percentile 0.0134.
-    assert 0.008 < np.median(like) < 0.02
+    # The damage of texts of even tokens has mean 0.008, 90th percentile 0.0134 and 98th percentile 0.0182.
+    assert 0.015 < np.median(like) < 0.025
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,14 @@ def limited(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: A
     options = BuildOptions(min_cosine=0.1, min_text_cosine=0, prototypes=4, training_steps=10)
     build_database(tiny_engine, tiny_corpus, folder, options)
     return folder
+
+
+def test_inspect_shows_the_worst_left_out_kind(limited, capsys):
+    database = AttentionDatabase.open(limited)
+    show_database(database)
+    worst = database.manifest.quality["unfamiliar"]["left_out"]["worst"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"worst mean of a kind is {worst['mean']:.4f} ({worst['kind']}, {worst['hits']} hits)" in shown
 
 
 @pytest.fixture
@@ -176,7 +185,10 @@ def test_most_familiar_texts_pass_the_calibrated_limit(tiny_checkpoint, tiny_cor
     limit = database.search.policy.limit
     assert database.verify() == []
     assert limit.usual <= limit.strangest
-    assert database.manifest.quality["unfamiliar"]["texts"] > 0
+    unfamiliar = database.manifest.quality["unfamiliar"]
+    assert unfamiliar["texts"] > 0
+    assert unfamiliar["left_out"]["kinds"] >= 20
+    assert unfamiliar["left_out"]["worst"]["mean"] >= database.search.policy.budget.least
     engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
     _, others = texts_of(tiny_corpus)
     result = prefill(engine, others)

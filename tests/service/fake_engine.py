@@ -286,6 +286,7 @@ class FakeEngine:
             device="cpu",
             threads=1,
             attention="torch",
+            compiled_off=None,
             fetch="auto",
             reuse_off=self.map_reuse.reuse_off if self.map_reuse else [],
             gain=None,

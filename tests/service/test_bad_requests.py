@@ -127,6 +127,21 @@ async def test_body_that_is_not_json_is_refused(client: Any, route: str, body: b
     await assert_refused(client, response, 400, "malformed_body", None)
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b" ", "the body is empty; send a JSON object with the fields inputs, "),
+        (b'{"inputs": secret}', "the body must be JSON in UTF-8; it is not valid at line 1, column 12"),
+        (b'{"inputs": "\\ud800"}', "line 1, column 19: an escaped surrogate stands alone"),
+        (b"[" * 9999, "line 1, column 202: values are nested too deeply"),
+    ],
+    ids=["empty", "no string", "surrogate", "deep"],
+)
+async def test_message_says_where_json_ends_to_be_valid(client: Any, body: bytes, message: str) -> None:
+    response = await client.post("/embed", content=body)
+    assert message in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("route", ["/embed", "/classify"])
 @pytest.mark.parametrize(("body", "field"), NOT_ACCEPTED)
 async def test_json_that_is_not_accepted_is_refused_with_the_field(

@@ -18,8 +18,8 @@ from test_service_metrics import samples
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
-from service.commands.serve import load_engine
 from service.errors import InvalidSettings
+from service.loading import load_engine
 from service.observability.metrics import ROUTES
 from service.settings import read_settings
 from service.upkeep.warming import read_warm_file

@@ -13,8 +13,8 @@ from core_models import random_text
 
 from attncache_core.reuse.blend.gate import read_gate
 from service.commands.options import checkpoint_of
-from service.commands.serve import load_engine
 from service.errors import InvalidSettings
+from service.loading import load_engine
 from service.settings import read_settings
 
 

@@ -17,15 +17,13 @@ import httpx
 import pytest
 
 import service
-from attncache_core import AttentionDatabase, Checkpoint, default_corpus
+from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine, default_corpus
 from attncache_core.build.default import default_database_folder
 from attncache_core.runtime.files import locked
-from service.commands.serve import load_engines
+from service.loading import DAMAGED, NO_DATABASE_YET, NOT_BUILT, WAITING_FOR_BUILD, load_engines
 from service.settings import Settings
 
 RECORDED = default_corpus()[0].text
-BUILDING = "the default database is damaged, and a new one is being built"
-FAILED = "the default database is damaged, and no new one could be built"
 
 
 def change_a_byte_of_an_index(folder: Path) -> None:
@@ -133,7 +131,7 @@ def test_two_servers_serve_in_full_until_one_of_them_has_built_a_new_database(
             # While the lock is held, neither server can rename or build the database, and both serve.
             clients = [server.until_ready() for server in servers]
             for client in clients:
-                assert (hits(client), reuse_off(client)) == ("0/1", [BUILDING])
+                assert (hits(client), reuse_off(client)) == ("0/1", [DAMAGED])
             assert folder.exists()
         for server, client in zip(servers, clients, strict=True):
             server.until(lambda client=client: hits(client) == "1/1")
@@ -144,6 +142,9 @@ def test_two_servers_serve_in_full_until_one_of_them_has_built_a_new_database(
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(timeout=60) == 0
             assert "Traceback" not in server.logged
+            shares = re.findall(r"building a database .*: (\d+)%", server.logged)
+            assert shares[0] == "0"
+            assert [int(share) for share in shares] == sorted({int(share) for share in shares})
     logs = [server.logged for server in servers]
     assert [log.count("the default database is damaged: ") for log in logs] == [1, 1]
     assert [log.count("serving exactly: the default database is damaged, and a new one") for log in logs] == [
@@ -191,7 +192,7 @@ def test_failing_build_is_logged_once_and_the_server_serves_in_full(
     (folder.parent / f".{folder.name}.partial").write_bytes(b"")
     with serving(tiny_checkpoint, folder) as server:
         client = server.until_ready()
-        server.until(lambda: reuse_off(client) == [FAILED])
+        server.until(lambda: reuse_off(client) == [NOT_BUILT])
         assert hits(client) == "0/1"
         assert server.logged.count("there is no new default database: ") == 1
         assert "cannot be written" in server.logged
@@ -207,7 +208,7 @@ def test_database_that_cannot_be_renamed_is_logged_and_the_server_serves_in_full
     lock.mkdir()
     with serving(tiny_checkpoint, folder) as server:
         client = server.until_ready()
-        server.until(lambda: reuse_off(client) == [FAILED])
+        server.until(lambda: reuse_off(client) == [NOT_BUILT])
         assert hits(client) == "0/1"
         assert server.logged.count("there is no new default database: ") == 1
         assert str(lock) in server.logged
@@ -220,7 +221,10 @@ def test_worker_that_finds_no_database_serves_until_another_process_has_built_it
     settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", cache_dir=tmp_path, min_gain=0)
     engines = load_engines(settings, tiny_checkpoint, builds=False)
     first = next(engines)
-    assert (first.database, first.reuse_off) == (None, [BUILDING])
+    assert isinstance(first, PrefillEngine)
+    assert (first.database, first.reuse_off) == (None, [NO_DATABASE_YET])
+    assert next(engines) == WAITING_FOR_BUILD
     shutil.copytree(tiny_database, default_database_folder(tiny_checkpoint, tmp_path))
     (second,) = engines
+    assert isinstance(second, PrefillEngine)
     assert second.database is not None

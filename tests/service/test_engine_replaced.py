@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Iterator
@@ -118,3 +119,23 @@ async def test_first_engine_serves_on_if_the_next_cannot_be_loaded(caplog: pytes
         assert (await embed(client, "a")).status_code == 200
     assert failed == []
     assert caplog.text.count("Traceback") == 1
+
+
+async def test_info_says_what_is_prepared_behind_the_requests(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    may_end = threading.Event()
+
+    def load_engines() -> Iterator[FakeEngine | str]:
+        yield FakeEngine()
+        yield "building: 10%"
+        may_end.wait()
+
+    async with starting(load_engines) as client:
+        await ready(client)
+        while (await client.get("/info")).json()["preparing"] != "building: 10%":
+            await asyncio.sleep(0.001)
+        assert (await embed(client, "a")).status_code == 200
+        may_end.set()
+        while (await client.get("/info")).json()["preparing"] is not None:
+            await asyncio.sleep(0.001)
+    assert "building: 10%" in caplog.text

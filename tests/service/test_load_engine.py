@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,20 +12,27 @@ from typing import Any
 import pytest
 from core_models import prefill, write_model
 
-from attncache_core import AttentionDatabase, Checkpoint, CorruptDatabase, Outcome, PrefillEngine
+from attncache_core import (
+    AttentionDatabase,
+    Checkpoint,
+    CorruptDatabase,
+    MachineBusy,
+    Outcome,
+    PrefillEngine,
+)
 from attncache_core.build.default import default_database_folder
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.corpus import CorpusSentence
-from service.commands import serve
-from service.commands.serve import load_engine, load_engines
-from service.settings import read_settings
+from service import loading
+from service.loading import load_engine, load_engines
+from service.settings import Settings, read_settings
 
 
 @pytest.fixture(autouse=True)
 def required_gains(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Replace the measurement of gains, and return the gains that were required."""
     required: list[float] = []
-    monkeypatch.setattr(serve, "require_gain", lambda _, min_gain, **_kept: required.append(min_gain))
+    monkeypatch.setattr(loading, "require_gain", lambda _, min_gain, **_how: required.append(min_gain))
     return required
 
 
@@ -125,6 +134,7 @@ def test_sound_database_gives_one_engine(
     for given in ({"database": str(tiny_database)}, {"cache_dir": str(tmp_path)}, {"reuse": "off"}):
         settings = read_settings({"dtype": "float32", **given})
         (engine,) = load_engines(settings, tiny_checkpoint)
+        assert isinstance(engine, PrefillEngine)
         assert (engine.database is not None) == settings.reuse
         assert engine.info().reuse_off == []
 
@@ -138,8 +148,9 @@ def test_engine_without_reuse_serves_first_where_the_default_database_is_damaged
     next(folder.glob("maps/*.maps")).unlink()
     settings = read_settings({"dtype": "float32", "cache_dir": str(tmp_path), **given})
     engine = next(load_engines(settings, tiny_checkpoint))
+    assert isinstance(engine, PrefillEngine)
     assert engine.database is None
-    assert engine.info().reuse_off == ["the default database is damaged, and a new one is being built"]
+    assert engine.info().reuse_off == [loading.DAMAGED]
     # The database stays unchanged until the first engine serves.
     assert folder.is_dir()
 
@@ -161,3 +172,100 @@ def test_cross_encoder_gets_no_default_database_because_pairs_take_no_maps(tmp_p
     assert engine.database is None
     assert engine.pair_scores.supported
     assert not (tmp_path / "cache").exists()
+
+
+def first_start(checkpoint: Checkpoint, cache: Path, **values: Any) -> Iterator[loading.Loaded]:
+    """Return what a first start loads: there is no default database yet."""
+    return load_engines(read_settings({"dtype": "float32", "cache_dir": str(cache), **values}), checkpoint)
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Checkpoint, tiny_database: Path) -> list[str]:
+    """Replace the building process by a copy of a database, and return what was built."""
+    built: list[str] = []
+
+    def build(settings: Settings) -> Iterator[str]:
+        yield "building: 50%"
+        folder = default_database_folder(tiny_checkpoint, settings.cache_dir)
+        shutil.copytree(tiny_database, folder)
+        built.append(folder.name)
+
+    monkeypatch.setattr(loading, "build_while_serving", build)
+    return built
+
+
+def test_first_start_serves_at_once_and_builds_the_database_behind_it(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "could_pay", lambda *_: True)
+    loaded = first_start(tiny_checkpoint, tmp_path)
+    first = next(loaded)
+    assert isinstance(first, PrefillEngine)
+    assert (first.database, first.reuse_off, builds) == (None, [loading.NO_DATABASE_YET], [])
+    *lines, second = loaded
+    assert lines == [loading.MEASURING_PROSPECT, "building: 50%"]
+    assert isinstance(second, PrefillEngine)
+    assert second.database is not None
+    assert len(builds) == 1
+
+
+def test_nothing_is_built_where_reuse_cannot_pay(
+    tiny_checkpoint: Checkpoint,
+    tmp_path: Path,
+    builds: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(loading, "could_pay", lambda *_: False)
+    engine, line = first_start(tiny_checkpoint, tmp_path)
+    assert isinstance(engine, PrefillEngine)
+    assert (line, builds) == (loading.MEASURING_PROSPECT, [])
+    assert engine.reuse_off == [loading.CANNOT_PAY]
+    assert f"reuse     serving exactly: {loading.CANNOT_PAY}" in caplog.text
+
+
+@pytest.mark.parametrize("values", [{"min_gain": "0"}, {"search_always": "on"}], ids=str)
+def test_operator_who_asks_for_reuse_at_any_speed_gets_a_database_without_a_measurement(
+    tiny_checkpoint: Checkpoint,
+    tmp_path: Path,
+    builds: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, str],
+) -> None:
+    monkeypatch.setattr(loading, "could_pay", lambda *_: pytest.fail("measured"))
+    loaded = list(first_start(tiny_checkpoint, tmp_path, **values))
+    assert len(builds) == 1
+    assert len([own for own in loaded if isinstance(own, PrefillEngine)]) == 2
+
+
+def test_measurement_is_tried_again_later_and_later_while_the_machine_is_busy(
+    tiny_checkpoint: Checkpoint, tiny_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(loading.time, "sleep", slept.append)
+    refusals = 8
+
+    def measure(engine: PrefillEngine, _min_gain: float, *, measure: bool = True, **_how: Any) -> None:
+        assert engine.map_reuse
+        engine.map_reuse.reuse_in(())
+        engine.map_reuse.awaits_gain = True
+        if measure and len(slept) < refusals:
+            raise MachineBusy("others compute")
+        if measure:
+            engine.map_reuse.reuse_in(None)
+
+    monkeypatch.setattr(loading, "require_gain", measure)
+    settings = read_settings({"dtype": "float32", "database": str(tiny_database)})
+    loaded = load_engines(settings, tiny_checkpoint)
+    engine = next(loaded)
+    assert isinstance(engine, PrefillEngine)
+    assert prefill(engine, engine.tokenize(["my card my card"])).outcomes == (Outcome.SKIPPED_BY_COST,)
+    lines = list(loaded)
+    assert slept == [60, 120, 240, 480, 960, 1920, 3600, 3600]
+    assert lines[:2] == [
+        loading.MEASURING_GAIN,
+        "others compute: the server goes on without reuse, and measures again in 1 min",
+    ]
+    assert engine.map_reuse
+    assert not engine.map_reuse.awaits_gain

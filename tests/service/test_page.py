@@ -52,6 +52,27 @@ async def test_each_file_is_served_with_headers_that_let_nothing_else_run(file: 
     assert response.headers["content-type"].startswith(expected[file.suffix[1:]])
 
 
+@pytest.mark.parametrize("page", [True, False])
+async def test_page_to_try_the_routes_and_its_files_come_from_this_server(page: bool) -> None:
+    async with serving(page=page) as client:
+        response = await client.get("/docs")
+        names = re.findall(r'(?:href|src)="([^"]+)"', response.text)
+        assert sorted(names) == [
+            *("docs/docs.js", "docs/icon.svg", "docs/swagger-ui-bundle.js", "docs/swagger-ui.css"),
+            "openapi.json",
+        ]
+        for name in names:
+            assert (await client.get(f"/{name}")).status_code == 200
+        assert (await client.get("/redoc")).status_code == 404
+        assert (await client.get("/docs/unknown.js")).status_code == 404
+    policy = response.headers["content-security-policy"].split("; ")
+    assert "default-src 'self'" in policy
+    # Nothing may come from another host, and no script may stand in the page.
+    sources = {source for directive in policy for source in directive.split()[1:]}
+    assert sources == {"'self'", "'none'", "data:", "'unsafe-inline'"}
+    assert [own for own in policy if "'unsafe-inline'" in own] == ["style-src 'self' 'unsafe-inline'"]
+
+
 @pytest.mark.parametrize("path", ["/page/", "/page/unknown.js", "/page/..%2Fapp.py", "/page/%2e%2e/app.py"])
 async def test_other_files_are_not_served(path: str) -> None:
     async with serving() as client:

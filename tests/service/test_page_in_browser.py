@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from browser import Browser, Page, chromium
 from pydantic import SecretStr
 from raw_http import wait_until
 
-from attncache_core import AttentionDatabase, PrefillEngine
+from attncache_core import AttentionDatabase, PrefillEngine, native
 from service.app import create_app
 from service.settings import Settings
 from service.web.listeners import open_listeners
@@ -79,6 +80,21 @@ def test_page_loads_without_problems_and_asks_nobody_else(browser: Browser, url:
         assert [address for address in page.requested() if not address.startswith(url)] == []
 
 
+@pytest.mark.parametrize("reason", [None, "the compiler failed; install again"])
+def test_page_says_why_no_compiled_code_computes(
+    browser: Browser, engine: PrefillEngine, monkeypatch: pytest.MonkeyPatch, reason: str | None
+) -> None:
+    monkeypatch.setattr(native, "compiled_off", lambda: reason)
+    with running(engine) as url, browser.page() as page:
+        page.open(url)
+        page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
+        hidden = page.run("document.getElementById('compiled-off').hidden")
+        assert hidden is (reason is None)
+        assert page.text("#compiled-off") == (
+            f"This server computes slowly, without compiled code: {reason}." if reason else ""
+        )
+
+
 def test_numbers_move_after_requests(browser: Browser, url: str) -> None:
     with browser.page() as page:
         page.open(url)
@@ -91,6 +107,7 @@ def test_numbers_move_after_requests(browser: Browser, url: str) -> None:
         assert page.text("#recent-miss").endswith("%")
         embed(url, "my new card")
         page.wait("document.getElementById('saved-kept').textContent !== '0%'")
+        assert re.fullmatch("1 text|[02-9] texts", page.text("#saved-kept + td"))
         assert page.problems() == []
 
 
@@ -279,3 +296,17 @@ def test_without_admin_the_box_says_how_to_see_more(browser: Browser, engine: Pr
         page.wait("document.getElementById('explanation').textContent.includes('--admin')")
         assert "32 dimensions" in page.text("#answer")
         assert page.problems() == []
+
+
+def test_page_to_try_the_routes_shows_them_and_asks_nobody_else(browser: Browser, url: str) -> None:
+    with browser.page() as page:
+        page.open(f"{url}/docs")
+        page.wait("document.querySelectorAll('.opblock').length > 5")
+        assert "/embed" in page.text("#routes")
+        page.click("[id$='embed_post'] .opblock-summary-control")
+        page.wait("document.querySelector('.try-out__btn') !== null")
+        assert page.problems() == []
+        asked = page.requested()
+        assert f"{url}/openapi.json" in asked
+        # Pictures of the style sheet are data, and nothing is asked of any other server.
+        assert [address for address in asked if not address.startswith((url, "data:"))] == []

@@ -23,7 +23,7 @@ from attncache_core import (
 from attncache_core.heads.vectors import cosines
 from service.commands import build as build_command
 from service.commands.options import checkpoint_of
-from service.commands.serve import load_engine
+from service.loading import load_engine
 from service.settings import read_settings
 
 # A quantisation that every processor can compute.

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from core_decoders import write_llama
 
-from attncache_core import AttentionDatabase, Checkpoint, KeyValueOptions, PrefillEngine
+from attncache_core import (
+    AttentionDatabase,
+    Checkpoint,
+    KeyValueOptions,
+    PrefillEngine,
+    native,
+    require_gain,
+)
 from attncache_core.checkpoints.description import read_checkpoint
-from service.commands.summary import summary
+from attncache_core.reuse.maps.gain import Gain, MeasuredGain
+from service.commands.summary import slowness, summary
 from service.settings import read_settings
+
+ROOT = Path(__file__).parents[2]
 
 
 def lines_of(engine: PrefillEngine, **settings: object) -> dict[str, str]:
@@ -37,7 +52,84 @@ def test_summary_names_the_database_and_what_reuse_does(
     database = AttentionDatabase.open(tiny_database)
     lines = lines_of(PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32"))
     assert lines["database"] == f"{tiny_database} (240 records)"
-    assert lines["reuse"].startswith("reusing attention whether it saves time here or not")
+    assert lines["reuse"].startswith("reusing attention maps whether it saves time here or not")
+
+
+FASTER = Gain(one_text=-0.27, one_text_bound=-0.3, full_batch=0.08, full_batch_bound=0.061)
+
+
+@pytest.mark.parametrize(
+    ("paying", "least_tokens", "begins"),
+    [
+        ((), 0, "serving exactly: reuse of attention maps would make full batches 8% faster"),
+        (
+            (0,),
+            896,
+            "reusing attention maps in batches of at least 896 tokens: it makes full batches 8% faster",
+        ),
+        ((0,), 0, "reusing attention maps: it makes full batches 8% faster"),
+    ],
+    ids=["none", "large", "all"],
+)
+def test_summary_says_what_reuse_saves_and_which_bound_was_compared_with_which_limit(
+    tiny_checkpoint: Checkpoint, tiny_database: Path, paying: tuple[int, ...], least_tokens: int, begins: str
+) -> None:
+    database = AttentionDatabase.open(tiny_database)
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    assert engine.map_reuse
+    engine.map_reuse.reuse_in(paying, MeasuredGain({}, 0.05, {0: FASTER}, paying, FASTER, 0.05, least_tokens))
+    line = lines_of(engine)["reuse"]
+    assert line.startswith(begins)
+    assert "full batches 8% faster and single texts 27% slower here" in line
+    assert "full batches at least +6.1% with 95 % confidence; --min-gain asks for +5.0%" in line
+
+
+def test_summary_says_that_no_gain_is_known_yet(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
+    database = AttentionDatabase.open(tiny_database)
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    require_gain(engine, 0.05, measure=False)
+    assert lines_of(engine)["reuse"] == (
+        "serving exactly until it is measured whether reuse of attention maps saves time here"
+    )
+
+
+def test_start_warns_that_nothing_compiled_computes_and_what_it_costs(
+    tiny_engine: PrefillEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "compiled_off", lambda: None)
+    assert slowness(tiny_engine.info()) is None
+    monkeypatch.setattr(native, "compiled_off", lambda: "the reason; the remedy")
+    warning = slowness(tiny_engine.info())
+    assert warning
+    assert "times as long" in warning
+    assert warning.endswith("the reason; the remedy")
+
+
+def test_page_that_the_warning_names_exists(tiny_engine: PrefillEngine) -> None:
+    warning = slowness(replace(tiny_engine.info(), compiled_off="the reason"))
+    assert warning
+    page, _, anchor = warning.partition("(")[2].partition(")")[0].partition("#")
+    assert f"\n## {anchor.replace('-', ' ').capitalize()}\n" in (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or native.level() is None, reason="nothing is switched off"
+)
+def test_start_without_compiled_code_logs_a_warning_that_names_the_cause(tiny_checkpoint: Checkpoint) -> None:
+    program = "from service.cli import main; main()"
+    options = ["--port", "0", "--no-maps", "--model", str(tiny_checkpoint.folder)]
+    command = [sys.executable, "-c", program, "serve", *options]
+    variables = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as server:
+        assert server.stderr is not None
+        logged = []
+        for line in server.stderr:
+            logged.append(line)
+            if "serves    http" in line:
+                server.terminate()
+    (warning,) = [line for line in logged if " WARNING " in line]
+    assert "the plain executor serves" in warning
+    assert "ATEN_CPU_CAPABILITY=default switches the compiled code off" in warning
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

@@ -6,7 +6,7 @@ A text with a high strangeness does not resemble the texts that the database was
 with a strangeness above the policy's limit is computed in full.
 
 The statistics are cheap: mean, spread and maximum of learned token weights, the share of repetitions, and the
-length. A linear model of the statistics predicts the 90th percentile of the log of the damage (1 - cosine).
+length. A linear model of the statistics predicts the 98th percentile of the log of the damage (1 - cosine).
 `fit_familiarity` fits the model.
 """
 

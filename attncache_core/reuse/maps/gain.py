@@ -17,17 +17,22 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from attncache_core.reuse.maps.info import GainInfo, GroupGainInfo
 from attncache_core.reuse.maps.policy import ReusePolicy
 
-MOST_KEPT = 16  # measurements in the file
+MAX_KEPT = 16  # measurements in the file
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How much faster passes are with reuse: seconds without reuse / seconds with reuse - 1."""
+    """How much faster passes are with reuse: seconds without reuse / seconds with reuse - 1.
+
+    The median of pairs of passes, and the bound that the true median keeps with 95 % confidence.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     one_text: float  # in batches of one text
+    one_text_bound: float
     full_batch: float  # in batches of 1,024 tokens
+    full_batch_bound: float
 
 
 @dataclass(frozen=True)
@@ -41,15 +46,18 @@ class MeasuredGain:
     groups: dict[int, Gain]  # index of each length group that may approximate -> gain
     paying: tuple[int, ...]  # indices of the groups that reuse
     together: Gain  # for the mix of all lengths, of all groups that reuse; if none does, of all groups
+    required: (
+        float  # least bound of `together` with which groups reuse: min_gain by their share of the tokens
+    )
     least_tokens: int = 0  # batches with fewer tokens reuse nothing, because they would gain too little
 
     def info(self, names: Sequence[str]) -> GainInfo:
         """Return the figures for people and /info. names: of the policy's length groups."""
         groups = [
-            GroupGainInfo(names[index], gain.one_text, gain.full_batch, index in self.paying)
+            GroupGainInfo(lengths=names[index], reuses=index in self.paying, **asdict(gain))
             for index, gain in self.groups.items()
         ]
-        return GainInfo(self.min_gain, groups, asdict(self.together), self.least_tokens)
+        return GainInfo(self.min_gain, self.required, groups, asdict(self.together), self.least_tokens)
 
 
 @dataclass(frozen=True)
@@ -82,16 +90,3 @@ def read_gains(path: Path) -> list[MeasuredGain]:
         return KEPT_GAINS.validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return []
-
-
-def newest_of_machine(kept: Sequence[MeasuredGain], circumstances: Mapping[str, Any]) -> MeasuredGain | None:
-    """Return the newest measurement with the same processor, device and number of threads, or None."""
-    names = ("processor", "device", "threads")
-    return next(
-        (
-            entry
-            for entry in kept
-            if all(entry.circumstances.get(name) == circumstances[name] for name in names)
-        ),
-        None,
-    )

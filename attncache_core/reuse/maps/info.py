@@ -59,7 +59,9 @@ class GroupGainInfo:
 
     lengths: str
     one_text: float
+    one_text_bound: float
     full_batch: float
+    full_batch_bound: float
     reuses: bool
 
 
@@ -68,6 +70,7 @@ class GainInfo:
     """The measured gain of reuse on this machine."""
 
     min_gain: float
+    required: float  # least bound of `together` with which length groups reuse
     groups: list[GroupGainInfo]
     together: Mapping[str, float]  # of the mix of all lengths
     least_tokens: int  # batches with fewer tokens reuse nothing

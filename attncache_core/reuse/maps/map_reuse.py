@@ -31,6 +31,7 @@ class MapReuse(ReuseStrategy):
     def __init__(self, database: AttentionDatabase) -> None:
         self.database = database
         self.gain: MeasuredGain | None = None  # None: not measured
+        self.awaits_gain = False  # nothing is reused until it is measured whether reuse saves time
         self.reuse_off: list[str] = []  # reasons why reuse is off although a database is set
         self._search = database.search
         self._served: ServedPolicy
@@ -109,6 +110,7 @@ class MapReuse(ReuseStrategy):
         batches of any size reuse.
         """
         self.gain = gain
+        self.awaits_gain = False
         self._search = replace(
             self._search,
             paying=None if paying is None else frozenset(paying),

@@ -1,0 +1,247 @@
+"""Load the engines that serve, one after the other, and say what is prepared meanwhile.
+
+    the model alone                         serves within seconds; computes every text
+    reuse of attention maps, if it is on
+      a database exists, and its gain       serves, with reuse where the gain was measured to suffice
+      a database exists, no gain            serves; reuses nothing until the gain is measured
+      no default database, or a damaged one serves the model alone; then, behind the requests:
+        could reuse pay on this machine?      seconds                       calibration/prospect.py
+        build the database                    minutes, in another process   upkeep/rebuild.py
+        load it: the next engine              replaces the first one between two batches
+        measure the gain                      seconds                       calibration/gain.py
+
+Measurements wait while requests are computed. If other programs use the processors, a measurement decides
+nothing, and is tried again later.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from attncache_core import (
+    AttentionDatabase,
+    AttnCacheError,
+    Checkpoint,
+    CorruptDatabase,
+    InvalidInput,
+    KeyValueOptions,
+    LinearClassifier,
+    MachineBusy,
+    PrefillEngine,
+    default_corpus,
+    open_default_database,
+    require_gain,
+    set_damaged_aside,
+)
+from attncache_core.build.default import default_database_folder
+from attncache_core.calibration.prospect import could_pay
+from attncache_core.models.families import is_causal
+from attncache_core.reuse.blend.gate import read_gate
+from service.commands.summary import expected_savings
+from service.settings import Settings
+from service.upkeep.rebuild import build_while_serving
+from service.upkeep.warming import read_warm_file, warm
+
+logger = logging.getLogger(__name__)
+
+# The engine that serves from now on, or a line about what is prepared behind the requests.
+Loaded = PrefillEngine | str
+
+NO_DATABASE_YET = "there is no database of attention maps yet"
+DAMAGED = "the default database is damaged, and a new one is being built"
+NOT_BUILT = "there is no database of attention maps, and none could be built"
+CANNOT_PAY = (
+    "no database of attention maps is built, because reuse cannot make this model as much faster on this "
+    "machine as --min-gain asks for"
+)
+MEASURING_PROSPECT = "measuring whether reuse of attention maps could save time on this machine"
+MEASURING_GAIN = "measuring how much time reuse of attention maps saves on this machine"
+WAITING_FOR_BUILD = "another worker builds the database of attention maps"
+
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 60, 3600
+_SECONDS_BETWEEN_LOOKS = 2.0
+
+
+def load_engines(settings: Settings, checkpoint: Checkpoint, *, builds: bool = True) -> Iterator[Loaded]:
+    """Yield the engine that these settings describe, and what the server prepares behind it.
+
+    builds: build a missing or damaged default database; False: wait until another worker has built it. Raises
+    the errors of load_engine before the first engine, among them CorruptDatabase for a damaged `--database`.
+    """
+    missing = _takes_default(settings, checkpoint) and not _default_folder(settings, checkpoint).exists()
+    reason = NO_DATABASE_YET
+    if not missing:
+        try:
+            engine = load_engine(settings, checkpoint)
+        except CorruptDatabase as error:
+            if settings.database is not None:
+                raise
+            logger.warning("%s; every text is computed in full until there is a new database", error)
+            reason = DAMAGED
+        else:
+            yield engine
+            yield from _measured(engine, settings)
+            return
+    engine = load_engine(settings.model_copy(update={"maps": False}), checkpoint)
+    engine.reuse_off.append(reason)
+    yield engine
+    try:
+        yield from _with_new_database(engine, settings, checkpoint, builds)
+    except Exception as error:
+        expected = isinstance(error, AttnCacheError | OSError)
+        logger.warning("there is no new default database: %s", error, exc_info=not expected)
+        engine.reuse_off[:] = [NOT_BUILT]
+
+
+def _with_new_database(
+    engine: PrefillEngine, settings: Settings, checkpoint: Checkpoint, builds: bool
+) -> Iterator[Loaded]:
+    """Build the default database while `engine` serves, and yield an engine with the database.
+
+    Renames a damaged database first. Raises OSError if it cannot be renamed, and BuildFailed.
+    """
+    aside = set_damaged_aside(checkpoint, settings.cache_dir)
+    if aside is not None:
+        logger.warning("the damaged database was set aside as %s; remove it if you do not need it", aside)
+    folder = _default_folder(settings, checkpoint)
+    if builds:
+        if not settings.search_always and settings.min_gain > 0:
+            prospect: list[bool] = []
+            yield from _when_quiet(MEASURING_PROSPECT, lambda: prospect.append(_could_pay(engine, settings)))
+            if not prospect[0]:
+                engine.reuse_off[:] = [CANNOT_PAY]
+                _log_savings(engine)
+                return
+        yield from build_while_serving(settings)
+    else:
+        yield WAITING_FOR_BUILD
+        while not folder.exists():
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    replacement = load_engine(settings, checkpoint)
+    yield replacement
+    yield from _measured(replacement, settings)
+
+
+def _could_pay(engine: PrefillEngine, settings: Settings) -> bool:
+    texts = [sentence.text for sentence in default_corpus()]
+    lengths = Counter(len(ids) for ids in engine.tokenize(texts))
+    return could_pay(engine, lengths, settings.min_gain, engine.idle_mark)
+
+
+def _measured(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
+    """Measure the gain of reuse while `engine` serves, unless it is known."""
+    if engine.map_reuse and engine.map_reuse.awaits_gain:
+        measure = partial(require_gain, engine, settings.min_gain, idle_mark=engine.idle_mark)
+        yield from _when_quiet(MEASURING_GAIN, measure)
+        _log_savings(engine)
+
+
+def _when_quiet(line: str, measure: Callable[[], object]) -> Iterator[str]:
+    """Measure, and try again later as long as other programs use the processors. Yields what is done."""
+    seconds = _FIRST_RETRY_SECONDS
+    while True:
+        yield line
+        try:
+            measure()
+            return
+        except MachineBusy as busy:
+            yield f"{busy}: the server goes on without reuse, and measures again in {seconds // 60} min"
+            time.sleep(seconds)
+            seconds = min(2 * seconds, _MAX_RETRY_SECONDS)
+
+
+def _log_savings(engine: PrefillEngine) -> None:
+    logger.info("reuse     %s", expected_savings(engine))
+
+
+def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
+    """Return the engine that these settings describe, without a default database if there is none yet.
+
+    If the gain of reuse is not known, the engine reuses nothing (MapReuse.awaits_gain).
+    """
+    lines = read_warm_file(settings.warm) if settings.warm else []
+    engine = PrefillEngine.load(
+        checkpoint,
+        database=_open_database(settings, checkpoint),
+        dtype=settings.dtype,
+        device=settings.device,
+        threads=settings.threads,
+        classifier=LinearClassifier.load(settings.classifier) if settings.classifier else None,
+        fetch=settings.fetch,
+        max_tokens=settings.max_tokens,
+        key_values=_key_value_options(settings),
+    )
+    if settings.max_tokens is not None and settings.max_tokens > engine.max_tokens:
+        logger.warning(
+            "--max-tokens is %d, and the model takes %d: longer texts are cut to these",
+            settings.max_tokens,
+            engine.max_tokens,
+        )
+    if engine.map_reuse:
+        if settings.search_always:
+            engine.map_reuse.search_always()
+        if settings.verify_rate:
+            # Verified hits must be kept. If they cannot be kept, reuse is off and no gain need be measured.
+            engine.map_reuse.keep_verified({})
+        if not settings.search_always:
+            require_gain(engine, settings.min_gain, measure=False)
+    if settings.blend:
+        _blend(engine, settings, settings.blend)
+    if settings.warm:
+        warm(engine, lines, settings)
+    return engine
+
+
+def _blend(engine: PrefillEngine, settings: Settings, path: Path) -> None:
+    """Blend chunks as the gate in a file allows. Raises InvalidInput if the gate does not fit."""
+    gate = read_gate(path)
+    if gate.separator != settings.segment_separator:
+        raise InvalidInput(
+            f"{path} was measured with the separator {gate.separator!r}; give it as --segment-separator",
+            field="segment_separator",
+        )
+    engine.blending.open(gate, path)
+    if reason := gate.off():
+        logger.warning("chunks are computed exactly: %s", reason)
+    elif not settings.verify_rate:
+        logger.warning("blended answers are not verified, because of --verify-rate 0")
+
+
+def _key_value_options(settings: Settings) -> KeyValueOptions | None:
+    if not (settings.reuse and settings.kv):
+        return None
+    return KeyValueOptions(
+        settings.kv_memory_bytes,
+        settings.kv_eviction,
+        settings.kv_dir,
+        settings.kv_disk_bytes,
+        settings.kv_disk_dtype,
+    )
+
+
+def _takes_default(settings: Settings, checkpoint: Checkpoint) -> bool:
+    """Return whether the server reuses attention maps of the default database."""
+    if not (settings.reuse and settings.maps) or settings.database is not None:
+        return False
+    # Maps save a tenth of a causal model's time at best, and keys and values of prefixes save a multiple.
+    # Pairs take no maps.
+    return not (is_causal(checkpoint) or checkpoint.is_for_pairs)
+
+
+def _default_folder(settings: Settings, checkpoint: Checkpoint) -> Path:
+    return default_database_folder(checkpoint, settings.cache_dir)
+
+
+def _open_database(settings: Settings, checkpoint: Checkpoint) -> AttentionDatabase | None:
+    overrides: dict[str, Any] = {"threshold": settings.threshold, "heads": settings.heads}
+    if settings.reuse and settings.maps and settings.database is not None:
+        return AttentionDatabase.open(settings.database, **overrides)
+    if not _takes_default(settings, checkpoint) or not _default_folder(settings, checkpoint).exists():
+        return None
+    return open_default_database(checkpoint, settings.cache_dir, **overrides)
