@@ -259,7 +259,8 @@ def test_tests_named_on_a_page_exist(page):
     for name in re.findall(r"`(\w[\w/]*\.py::\w+)`", page.read_text(encoding="utf-8")):
         path, _, function = name.partition("::")
         tree = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
-        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        defined = {node.name for node in functions}
         assert function in defined, name
 
 
