@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import runpy
@@ -251,6 +252,16 @@ def test_links_lead_to_files_and_headings_that_exist(page):
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors_of(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_tests_named_on_a_page_exist(page):
+    for name in re.findall(r"`(\w[\w/]*\.py::\w+)`", page.read_text(encoding="utf-8")):
+        path, _, function = name.partition("::")
+        tree = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
+        functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        defined = {node.name for node in functions}
+        assert function in defined, name
 
 
 @pytest.fixture(scope="module")
