@@ -62,7 +62,7 @@ CANNOT_PAY = (
 )
 MEASURING_PROSPECT = "measuring whether reuse of attention maps could save time on this machine"
 MEASURING_GAIN = "measuring how much time reuse of attention maps saves on this machine"
-WAITING_FOR_BUILD = "another worker builds the database of attention maps"
+WAITING_FOR_BUILD = "waiting for the database of attention maps, which the first worker prepares"
 
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 60, 3600
 _SECONDS_BETWEEN_LOOKS = 2.0
