@@ -261,7 +261,8 @@ def test_decisions_of_a_classifier_stay_within_the_budget(
     engine = PrefillEngine.load(tiny_classifier_checkpoint, database=database, dtype="float32")
     reused, full = (prefill(each, texts) for each in (engine, classifier))
     hits = np.array([outcome.is_hit for outcome in reused.outcomes])
-    assert hits.mean() == pytest.approx(report["hit_rate"], abs=0.01)
+    # The report scores each probe by a familiarity test without this probe, and the engine by the whole test.
+    assert hits.mean() == pytest.approx(report["hit_rate"], abs=0.02)
     same = reused.outputs.argmax(axis=1) == full.outputs.argmax(axis=1)
     assert same[hits].mean() == pytest.approx(report["mean"], abs=0.02)
     assert same[~hits].all()
