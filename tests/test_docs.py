@@ -259,8 +259,8 @@ def test_tests_named_on_a_page_exist(page):
     for name in re.findall(r"`([\w/]+\.py::\w+)`", page.read_text(encoding="utf-8")):
         path, _, function = name.partition("::")
         tree = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
-        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-        assert function in defined, name
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        assert function in {node.name for node in functions}, name
 
 
 def test_every_row_of_the_papers_names_existing_routes_and_a_test_or_none():
