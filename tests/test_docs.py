@@ -256,12 +256,23 @@ def test_links_lead_to_files_and_headings_that_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_tests_named_on_a_page_exist(page):
-    for name in re.findall(r"`(\w[\w/]*\.py::\w+)`", page.read_text(encoding="utf-8")):
+    for name in re.findall(r"`([\w/]+\.py::\w+)`", page.read_text(encoding="utf-8")):
         path, _, function = name.partition("::")
         tree = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
-        functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-        defined = {node.name for node in functions}
-        assert function in defined, name
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        assert function in {node.name for node in functions}, name
+
+
+def test_every_row_of_the_papers_names_existing_routes_and_a_test_or_none():
+    text = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    paths = create_app(Settings(admin=True), lambda: iter([])).openapi()["paths"]
+    routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    assert {code for code in inline_code(text) if re.match(r"[A-Z]+ /", code)} <= routes
+    sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert sections
+    for section in sections:
+        for row in table_after(text, f"## {section}"):
+            assert re.fullmatch(r"-|`[\w/]+\.py::test_\w+`", row[-1]), row
 
 
 @pytest.fixture(scope="module")
