@@ -403,6 +403,17 @@ async def test_changed_history_is_exact_again() -> None:
         assert "X-AttnCache-Approximate" not in edited.headers
 
 
+def test_edit_of_what_was_cut_undoes_the_cut_also_of_a_history_that_is_still_too_long() -> None:
+    turns = tuple(array("i", [token] * 6) for token in (1, 2, 3))
+    cut = History(turns, sinks=2, dropped=8, namespace=b"truncated 1")
+    longer = (*turns, array("i", [4] * 6))
+    assert cut.edited(longer, room=12) == History(longer, 2, 8, b"truncated 1")
+    edited = (turns[0], array("i", [9] * 6), *longer[2:])  # the second turn lies in the cut part
+    assert cut.edited(edited, room=12) == History(edited)
+    behind = (*turns[:2], array("i", [9] * 6))
+    assert cut.edited(behind, room=12) == History(behind, 2, 8, b"truncated 1")
+
+
 @pytest.mark.parametrize("way", ["truncate", "keep-sinks"])
 @pytest.mark.parametrize("reason", ["not all stored", "reuse off"])
 async def test_tokens_are_recomputed_if_they_are_not_stored(way: str, reason: str) -> None:
