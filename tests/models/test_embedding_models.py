@@ -55,7 +55,8 @@ def loaded(folder, **options):
 
 def assert_same(ours, theirs):
     assert ours.shape == theirs.shape
-    np.testing.assert_allclose(ours, theirs, atol=FLOAT32)
+    # Rounding grows with the numbers: embeddings that are not normalised reach 2.
+    np.testing.assert_allclose(ours, theirs, atol=FLOAT32 * max(1.0, np.abs(theirs).max()))
 
 
 @pytest.mark.parametrize("computing", COMPUTING)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import anyio.to_thread
 import httpx
@@ -23,6 +25,7 @@ from test_results import submit as submit_texts
 import attncache_core.errors
 import service.errors
 from attncache_core import AttnCacheError
+from attncache_core.calibration.paired import compare
 from attncache_core.checkpoints.description import find_checkpoint, read_checkpoint
 from attncache_core.heads.classifier import fit_classifier
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -44,6 +47,7 @@ NO_RESPONSES = {
     "corrupt_database",
     "database_refused",
     "invalid_settings",
+    "machine_busy",
     "model_not_found",
     "unsupported_model",
 }
@@ -322,6 +326,14 @@ async def _(folder: Path) -> Response:
 async def _(folder: Path) -> Response:
     (folder / "manifest.json").write_text("{")
     AttentionDatabase.open(folder)
+    raise AssertionError
+
+
+@provokes("machine_busy")
+async def _(_folder: Path) -> Response:
+    seconds = itertools.count()  # every pair of passes waited for the processors
+    with mock.patch("attncache_core.calibration.paired.waited_seconds", seconds.__next__):
+        compare([(lambda: None, lambda: None)])
     raise AssertionError
 
 
