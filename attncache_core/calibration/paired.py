@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import binom
+from scipy.special import bdtr
 
 from attncache_core.errors import MachineBusy
 from attncache_core.runtime.processor import waited_seconds
@@ -103,7 +103,8 @@ def _with_bounds(gains: Sequence[float]) -> PairedGain:
     the gains (Conover 1999, Practical Nonparametric Statistics, 3.2). With very few gains, it is infinite.
     """
     ordered = np.sort(gains)
-    below = int(binom.ppf(1 - _CONFIDENCE, len(gains), 0.5)) - 1
+    count = len(gains)
+    below = int(np.searchsorted(bdtr(np.arange(count + 1), count, 0.5), 1 - _CONFIDENCE)) - 1
     if below < 0:
         return PairedGain(float(np.median(ordered)), float("-inf"), float("inf"))
     return PairedGain(float(np.median(ordered)), float(ordered[below]), float(ordered[-1 - below]))

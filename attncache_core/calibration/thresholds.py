@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from scipy import stats
-from sklearn.isotonic import IsotonicRegression
+from scipy import special
 
 from attncache_core.calibration.probes import Measured, Probes
 from attncache_core.heads.comparator import Measure
@@ -33,6 +32,8 @@ def fit_curve(similarities: np.ndarray, damages: np.ndarray) -> tuple[tuple[floa
     similarities, damages: [n]. The fit is an isotonic regression: of all curves that never rise, the curve
     with the least squared error. The curve has at most 16 corners.
     """
+    from sklearn.isotonic import IsotonicRegression
+
     order = np.argsort(similarities, kind="stable")
     x = similarities[order].astype(np.float64)
     y = IsotonicRegression(increasing=False, out_of_bounds="clip").fit_transform(x, damages[order])
@@ -55,11 +56,11 @@ def upper_bounds(losses: np.ndarray, measure: Measure) -> np.ndarray:
     count = np.arange(1, len(losses) + 1)
     total = np.cumsum(losses)
     if measure is Measure.AGREEMENT:
-        bounds = stats.beta.ppf(CONFIDENCE, total + 1, np.maximum(count - total, 1e-9))
+        bounds = special.betaincinv(total + 1, np.maximum(count - total, 1e-9), CONFIDENCE)
     else:
         means = total / count
         spread = np.sqrt(np.maximum(np.cumsum(losses**2) / count - means**2, 0) / np.maximum(count - 1, 1))
-        bounds = means + stats.t.ppf(CONFIDENCE, np.maximum(count - 1, 1)) * spread
+        bounds = means + special.stdtrit(np.maximum(count - 1, 1), CONFIDENCE) * spread
     return np.where(count >= MIN_PROBES, bounds, np.inf)
 
 
@@ -149,7 +150,7 @@ def share_bound(count: int, of: int) -> float:
 
     The bound is exact (Clopper and Pearson 1934), and 1 if the sample is empty.
     """
-    return float(stats.beta.ppf(CONFIDENCE, count + 1, of - count)) if count < of else 1.0
+    return float(special.betaincinv(count + 1, of - count, CONFIDENCE)) if count < of else 1.0
 
 
 def share_bound_over(counts: Sequence[int], sizes: Sequence[int]) -> float:
@@ -166,7 +167,7 @@ def share_bound_over(counts: Sequence[int], sizes: Sequence[int]) -> float:
         return 1.0
     share = cases.sum() / texts.sum()
     spread = np.sqrt(((cases - share * texts) ** 2).sum() * len(cases) / (len(cases) - 1)) / texts.sum()
-    return float(share + stats.t.ppf(CONFIDENCE, len(cases) - 1) * spread)
+    return float(share + special.stdtrit(len(cases) - 1, CONFIDENCE) * spread)
 
 
 def mean_or_none(values: np.ndarray) -> float | None:

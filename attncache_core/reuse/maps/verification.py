@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 from pydantic import ConfigDict
-from scipy import stats
+from scipy import special
 
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.policy import ReusePolicy
@@ -112,7 +112,7 @@ def _floor_fails(hits: int, harmed: int, budget: Budget) -> bool:
     # A budget of decisions has no floor: the mean of agreement already is the share of unharmed hits.
     if not budget.floor or harmed < _LEAST_HARMED:
         return False
-    share = float(stats.beta.ppf(1 - _CONFIDENCE, harmed, hits - harmed + 1))
+    share = float(special.betaincinv(harmed, hits - harmed + 1, 1 - _CONFIDENCE))
     return share > budget.allowed_harm
 
 
