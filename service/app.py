@@ -12,18 +12,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from attncache_core import AttnCacheError
 from attncache_core.version import __version__
-from service.loading import Loaded
 from service.routes import cache, explain, health, page
 from service.routes.endpoints import ENDPOINTS
 from service.routes.openai import models
 from service.settings import Settings
-from service.state import ServiceState
+from service.state import Loaded, ServiceState
 from service.web.browsers import for_browsers
+from service.web.call import Team
 from service.web.endpoint import document
 from service.web.error_shapes import on_attncache_error, on_failure, on_http_exception
 from service.web.front import Front
 from service.web.listeners import OperatorsOnly
-from service.workers.team import Team
 
 
 class App(FastAPI):
@@ -53,7 +52,9 @@ def create_app(
     model, replaces the engine before. Lines that `load_engines` yields say what is prepared behind the
     requests. team: the workers that the app belongs to; None: it serves alone.
     """
-    state = ServiceState(settings, load_engines, on_load_failure, team)
+    state = ServiceState(
+        settings, load_engines, on_load_failure, *([team.quota_use] if team is not None else [])
+    )
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -90,6 +91,6 @@ def create_app(
         app.add_middleware(OperatorsOnly)
     behind = partial(FastAPI.__call__, app)
     endpoints = {endpoint.path: endpoint for endpoint in ENDPOINTS}
-    front = Front(behind, state=state, endpoints=endpoints)
+    front = Front(behind, state=state, endpoints=endpoints, team=team)
     app.front = for_browsers(front, settings)
     return app

@@ -20,7 +20,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from service.batching.left_cut import Side
+# The side at which a text that is too long loses tokens.
+Side = Literal["left", "right"]
 
 # The type of the pydantic errors that have a message for the client.
 REFUSED = "refused"

@@ -4,7 +4,7 @@ start -> loading (a daemon thread) -> Serving (-> the engine is replaced) -> clo
                                    -> failure, reported to `on_failure`
 
 The thread goes on behind the requests: it measures, waits for a new database, and loads the next engine; see
-loading.py.
+loading/engines.py.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
+from service.access.keys import UseOf, key_ring
+from service.access.quotas import ByteBudget
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
 from service.conversations.sessions import Sessions
 from service.errors import NotReady
 from service.labels import LabelMemory
-from service.loading import Loaded
 from service.observability.finished import FinishedRequests
 from service.observability.logs import log_access
 from service.observability.metrics import Metrics
@@ -36,13 +37,11 @@ from service.upkeep.scrubber import Scrubber
 from service.upkeep.verifier import Verifier
 from service.upkeep.verifying import LaterVerifier
 from service.upkeep.watchdog import Condition, Watchdog
-from service.web.budget import ByteBudget
-from service.web.keys import key_ring
-
-if TYPE_CHECKING:
-    from service.workers.team import Team
 
 logger = logging.getLogger(__name__)
+
+# The engine that serves from now on, or a line about what is prepared behind the requests.
+Loaded = PrefillEngine | str
 
 _RETRY_SECONDS = 2
 
@@ -65,11 +64,10 @@ class ServiceState:
         settings: Settings,
         load_engines: Callable[[], Iterator[Loaded]],
         on_failure: Callable[[BaseException], None] | None,
-        team: Team | None = None,
+        *use_of: UseOf,
     ) -> None:
-        """team: the workers that this app belongs to; None: it serves alone."""
+        """use_of: if given, makes what counts the use of the quotas of an API key."""
         self.settings = settings
-        self.team = team
         self.metrics = Metrics()
         self.sessions = Sessions(
             ttl_seconds=settings.session_ttl_seconds,
@@ -84,7 +82,7 @@ class ServiceState:
         # Called when SIGHUP asks to read files again. They raise AttnCacheError if a file cannot be used.
         self.reloads: list[Callable[[], None]] = []
         # None: no key is needed.
-        self.keys = key_ring(settings, *([team.quota_use] if team is not None else []))
+        self.keys = key_ring(settings, *use_of)
         if self.keys is not None:
             self.metrics.watch_keys(self.keys.names)
         if settings.api_keys is not None:

@@ -33,12 +33,12 @@ from service.batching.pending_request import (
     PendingSequence,
     RequestResult,
     Share,
-    Timing,
 )
 from service.batching.request_queue import RequestQueue
 from service.batching.results import Results, SequenceNames
 from service.batching.sources import Source
 from service.errors import InternalError, ShuttingDown, log_failure
+from service.observability.finished import Timing
 from service.observability.metrics import Metrics
 from service.upkeep.verifying import LaterVerifier
 

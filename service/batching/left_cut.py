@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from attncache_core import InputTooLong, InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Text
@@ -11,9 +10,6 @@ from attncache_core.text.bounds import too_many
 from attncache_core.text.prompts import Prompt
 from attncache_core.text.shortening import most_characters
 from attncache_core.text.tokenizer import continued
-
-# The side at which a text that is too long loses tokens.
-Side = Literal["left", "right"]
 
 # Of a text that is cut, this many characters per token are tokenised, and more if it has fewer tokens.
 _CHARACTERS_PER_TOKEN = 16

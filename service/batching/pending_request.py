@@ -23,30 +23,7 @@ from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
 from service.batching.results import SequenceNames, SequenceResult
 from service.batching.sources import Source, Tokenized
-
-
-@dataclass(slots=True)
-class Timing:
-    """When a request reached its stages, in seconds of perf_counter; 0.0 if it did not."""
-
-    queued_at: float = 0.0
-    tokenized_at: float = 0.0  # the first part of its texts began to be tokenised
-    tokenize_seconds: float = 0.0  # of all parts
-    batch_at: float = 0.0  # the first batch with a sequence of it began
-    computed_at: float = 0.0  # its last result was added
-    batches: int = 0
-    batch_sequences: int = 0  # of the largest of them, with the sequences of other requests
-
-    def add_part(self, began: float, seconds: float) -> None:
-        """Note that a part was tokenised."""
-        self.tokenized_at = self.tokenized_at or began
-        self.tokenize_seconds += seconds
-
-    def add_batch(self, began: float, sequences: int) -> None:
-        """Note a batch of this number of sequences."""
-        self.batch_at = self.batch_at or began
-        self.batches += 1
-        self.batch_sequences = max(self.batch_sequences, sequences)
+from service.observability.finished import Timing
 
 
 @dataclass(frozen=True, slots=True)

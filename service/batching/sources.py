@@ -15,8 +15,9 @@ from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Text, characters_of
 from attncache_core.text.prompts import Prompt
 from attncache_core.text.segments import Segmented
-from service.batching.left_cut import Side, cut_left
+from service.batching.left_cut import cut_left
 from service.errors import rename
+from service.schemas import Side
 
 # Texts are tokenised in parts of this size, so that many texts of one client delay others by little. About
 # as many characters make a full batch.

@@ -9,8 +9,8 @@ from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Template
 from attncache_core.text.bounds import too_long, too_many
 from attncache_core.text.prompts import Prompt, SequencePlan
-from service.batching.left_cut import Side
 from service.batching.sources import Source, Texts, Tokenized
+from service.schemas import Side
 
 # About as many tokens make a full batch.
 _PART_TOKENS = 1024

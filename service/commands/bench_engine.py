@@ -19,11 +19,11 @@ from service.commands.options import (
     drop_options,
     json_option,
     model_option,
-    quantization_texts,
     quantize_options,
     revision_option,
 )
 from service.commands.progress import shown_progress
+from service.loading.checkpoints import quantization_texts
 
 _DEFAULT_PEERS = tuple(name for name in PEERS if not name.startswith("hits, "))
 

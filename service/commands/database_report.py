@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from attncache_core import AttentionDatabase, Manifest
-from attncache_core.calibration.policy_selection import could_keep_floor
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.policy_state import ServedPolicy
+from service.loading.summary import why_exact
 
 
 def show_database(database: AttentionDatabase) -> None:
@@ -63,18 +63,6 @@ def show_database(database: AttentionDatabase) -> None:
     for length, segment in store.segments.items():
         table.add_row(str(length), f"{len(segment):,}", f"{segment.file_bytes:,}")
     console.print(table)
-
-
-def why_exact(manifest: Manifest) -> str:
-    """Return the reason why only recorded texts hit."""
-    probes = manifest.quality["measured"]
-    if not could_keep_floor(manifest.policy.budget, probes):
-        return (
-            f"only recorded texts hit: {probes} held-out texts cannot prove that 99 of 100 hits keep cosine "
-            f"{manifest.policy.budget.floor}; 299 can, from about 3,000 texts in total (or use "
-            "--min-text-cosine 0)"
-        )
-    return "no mask fits the budget, so only recorded texts hit"
 
 
 def _quality(manifest: Manifest) -> str:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
-from attncache_core import DEFAULT_MODEL, Checkpoint, InvalidInput, Quantization, find_variant
+from attncache_core import DEFAULT_MODEL, Quantization
 from attncache_core.checkpoints.checkpoint import PoolingMode
-from attncache_core.checkpoints.template import Template
-from attncache_core.corpus.reading import read_texts
 from attncache_core.runtime.devices import Device, Dtype
+from service.loading.checkpoints import OF_CHECKPOINTS, chosen_checkpoint
 from service.settings import Settings, option_name
 from service.settings.model import ChosenTask
 
@@ -88,17 +86,6 @@ def quantize_options(command: Command) -> Command:
     return quantize(quantize_texts_option(command))
 
 
-def quantization_texts(source: str | None) -> list[str]:
-    """Return the texts of --quantize-texts; none without a source.
-
-    Raises InvalidInput as read_texts does, and if the file has no texts.
-    """
-    texts = read_texts(source) if source else []
-    if source and not texts:
-        raise InvalidInput(f"quantize_texts: {source} has no texts", field="quantize_texts")
-    return texts
-
-
 json_option = click.option(
     "--json",
     "json_file",
@@ -169,48 +156,10 @@ def whole_model_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def with_checkpoint(**values: Any) -> None:
-        chosen = {name: values.pop(name) for name in _OF_CHECKPOINTS if name in values}
+        chosen = {name: values.pop(name) for name in OF_CHECKPOINTS if name in values}
         command(checkpoint=chosen_checkpoint(**chosen), **values)
 
     described: Command = with_checkpoint
     for option in (threads_option, quantize_options, dtype_option, revision_option, model_option):
         described = option(described)
     return described
-
-
-def chosen_checkpoint(
-    *,
-    model: str,
-    revision: str | None,
-    quantize: Quantization | None,
-    quantize_texts: str | None = None,
-    drop_attention: str = "",
-    drop_block: str = "",
-    template: Path | None = None,
-    pooling: PoolingMode | None = None,
-    task: ChosenTask | None = None,
-    labels: str | None = None,
-) -> Checkpoint:
-    """Return the checkpoint that these options choose. Raises ModelNotFound, InvalidInput and others."""
-    found = find_variant(
-        model,
-        revision,
-        quantization=quantize,
-        quantization_texts=quantization_texts(quantize_texts),
-        drop_attention=drop_attention,
-        drop_block=drop_block,
-    )
-    return found.adapted(
-        template=Template.read(template) if template else None,
-        pooling=pooling,
-        label_logits=task is not None,
-        labels=[name.strip() for name in labels.split(",")] if labels else (),
-    )
-
-
-def checkpoint_of(settings: Settings) -> Checkpoint:
-    """Return the checkpoint that a server's settings choose."""
-    return chosen_checkpoint(**{name: getattr(settings, name) for name in _OF_CHECKPOINTS})
-
-
-_OF_CHECKPOINTS = tuple(inspect.signature(chosen_checkpoint).parameters)

@@ -11,12 +11,13 @@ from typing import Any
 import click
 
 from attncache_core import AttnCacheError
-from service.commands.options import checkpoint_of
 from service.commands.settings_options import SettingsCommand, given_options
-from service.commands.summary import slowness, summary
-from service.loading import Loaded, load_engines
+from service.loading.checkpoints import checkpoint_of
+from service.loading.engines import load_engines
+from service.loading.summary import slowness, summary
 from service.observability.logs import configure_logging
 from service.settings import Settings, gather_settings
+from service.state import Loaded
 from service.web.listeners import open_listeners
 from service.workers.supervisor import serve_with_workers
 

@@ -21,7 +21,6 @@ from attncache_core.evaluation.tuning.ways import WAYS, Way, parse_ways
 from attncache_core.runtime.devices import Device, Dtype
 from service.commands.build import min_text_cosine_option
 from service.commands.options import (
-    chosen_checkpoint,
     device_option,
     dtype_option,
     max_tokens_option,
@@ -33,6 +32,7 @@ from service.commands.options import (
 )
 from service.commands.progress import shown_progress
 from service.commands.tune_report import WRITTEN_BY, comment, line_of, show_report
+from service.loading.checkpoints import chosen_checkpoint
 from service.plots import Plots
 from service.settings import Settings
 from service.settings.writing import write_settings

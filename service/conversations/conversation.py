@@ -18,8 +18,8 @@ from attncache_core import InputTooLong, PrefillEngine
 from attncache_core.text.prompts import Frame, Prompt
 from attncache_core.text.tokenizer import continued
 from service.batching.sources import Tokenized
+from service.settings.reuse import OverflowWay
 
-OverflowWay = Literal["recompute", "refuse", "truncate", "keep-sinks"]
 # Models give much attention to the first tokens, whatever they are (StreamingLLM keeps four).
 _SINKS = 4
 

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attncache_core.version import __version__
-from service.batching.pending_request import Timing
-from service.observability.finished import FinishedRequest
+from service.observability.finished import FinishedRequest, Timing
 from service.observability.metrics import OTHER_ROUTE
 
 if TYPE_CHECKING:

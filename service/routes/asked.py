@@ -44,8 +44,8 @@ async def asked(call: Call, body: InferenceRequest) -> AsyncIterator[Source]:
     check_count(turns, field, settings.max_request_inputs)
     overflow = Overflow(settings.session_overflow, settings.session_keep_ratio)
     session = call.salt(body.cache_salt), body.session_id
-    if state.team is not None:
-        await state.team.pass_to_owner(call, body.model_dump_json(exclude_unset=True).encode(), session)
+    if call.team is not None:
+        await call.team.pass_to_owner(call, body.model_dump_json(exclude_unset=True).encode(), session)
     turn = state.sessions.begin(session)
     try:
         await call.wait(turn)

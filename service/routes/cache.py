@@ -19,14 +19,14 @@ from attncache_core import InputTooLong, InvalidInput, NotFinite
 from attncache_core.reuse.blend.loading import Device, Speeds, cheapest_device, cost_per_hour
 from attncache_core.reuse.kv.capacity import CapacityPlan
 from attncache_core.reuse.kv.info import key_value_info
+from service.access.keys import namespace_of
+from service.batching.chosen import Chosen, store_of
 from service.errors import WorkerUnavailable
 from service.routes.common import ERRORS, call_of, check_count
 from service.schemas import Inputs, Name, Text, Texts
 from service.state import Serving
-from service.upkeep.warming import Chosen, store_of
 from service.web.call import Call
 from service.web.endpoint import documented_body
-from service.web.keys import namespace_of
 
 router = APIRouter(prefix="/cache")
 
@@ -323,10 +323,10 @@ async def _chosen(request: Request, serving: Serving, body: _About) -> Chosen:
 
 async def _of_other_workers(call: Call, kind: type[Done], body: BaseModel | None = None) -> list[Done]:
     """Let the other workers do the same, and return what they did. Raises the error of one that did not."""
-    if call.state.team is None:
+    if call.team is None:
         return []
     content = body.model_dump_json(exclude_unset=True).encode() if body is not None else b""
-    answers = await call.state.team.ask_all(call, content)
+    answers = await call.team.ask_all(call, content)
     if any(answer.status != 200 for answer in answers):
         raise WorkerUnavailable(
             "not all worker processes of the server have done this; send the request again",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from service.routes import classify, embed, rerank
+from service.routes import classify, embed
 from service.routes.openai import classify as openai_classify
 from service.routes.openai import embeddings
-from service.routes.tei import embed_all, predict, root, similarity, tokens
+from service.routes.tei import embed_all, predict, rerank, root, similarity, tokens
 
 ENDPOINTS = (
     *embed.ENDPOINTS,

@@ -71,9 +71,9 @@ async def ready(request: Request) -> Ready:
 
     Status 503 while model and database are loading, during the shutdown, and while a batch is stuck.
     """
-    state = call_of(request).state
+    state, team = call_of(request).state, call_of(request).team
     state.serving()
-    if state.team is not None and not state.team.board.all_started:
+    if team is not None and not team.all_started:
         raise NotReady("the other workers are being started", retry_after_seconds=_RETRY_SECONDS)
     if state.draining:
         raise ShuttingDown("the server finishes its requests and ends", retry_after_seconds=1)
@@ -102,9 +102,10 @@ async def info(request: Request) -> Response:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
     """Return all metrics in Prometheus' text format, or the metrics that `name[]` names, which may repeat."""
-    state, names = call_of(request).state, request.query_params.getlist("name[]")
-    if state.team is not None:
-        return Response(await state.team.metrics(state, names), media_type=CONTENT_TYPE_LATEST)
+    call, names = call_of(request), request.query_params.getlist("name[]")
+    state = call.state
+    if call.team is not None:
+        return Response(await call.team.metrics(state, names), media_type=CONTENT_TYPE_LATEST)
     state.metrics.observe_sessions(state.sessions.count)
     # In a thread, because writing hundreds of lines would block the event loop.
     content = await asyncio.to_thread(state.metrics.render, names)

@@ -15,12 +15,12 @@ import numpy as np
 from attncache_core import InvalidInput, PrefillEngine, class_scores, normalize
 from attncache_core.heads.listwise import headings
 from attncache_core.text.prompts import Prompt
-from service.batching.left_cut import Side
 from service.batching.pending_request import RequestResult
 from service.batching.sources import Source, Texts
 from service.errors import rename
 from service.routes.computing import computed, named
 from service.routes.segments import segments_of
+from service.schemas import Side
 from service.state import Serving
 from service.web.call import Call
 

@@ -8,8 +8,10 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from attncache_core import Fetch
-from service.conversations.conversation import OverflowWay
 from service.settings.names import Group, refused
+
+# What happens if a conversation does not fit into the window of the model.
+OverflowWay = Literal["recompute", "refuse", "truncate", "keep-sinks"]
 
 
 class Reuse(Group):

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from attncache_core import InvalidInput
-from service.errors import MalformedBody
+from service.errors import BodyTooLarge, MalformedBody
 from service.schemas import REFUSED
 
 # pydantic's error type -> what is required of the field.
@@ -51,6 +51,12 @@ def checked(content: bytes, schema: type[Schema]) -> Schema:
     except ValidationError as error:
         # Not chained, because pydantic's message quotes the input.
         raise _translated(error, schema, content) from None
+
+
+def require_small(size: int, most: int) -> None:
+    """Raise BodyTooLarge if a body has more than `most` bytes."""
+    if size > most:
+        raise BodyTooLarge(f"the body must have at most {most} bytes; send fewer texts per request")
 
 
 def _where(error: ErrorDetails) -> str:

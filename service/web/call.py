@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.types import Receive, Scope
 
 from attncache_core import AttnCacheError, InvalidInput
+from service.access.keys import KeyHolder
+from service.access.quotas import Quotas, QuotaUse
 from service.batching.pending_request import RequestResult
+from service.conversations.sessions import Session
 from service.errors import ClientGone, DeadlineExceeded, ModelMismatch
 from service.state import ServiceState, Serving
-from service.web.bodies import checked
-from service.web.budget import require_small
-from service.web.keys import KeyHolder
+from service.web.bodies import checked, require_small
 
 REUSE_HEADER = "X-AttnCache-Reuse"
 REQUIRE_MODEL_HEADER = "X-AttnCache-Require-Model"
@@ -53,6 +55,14 @@ class Answer(NamedTuple):
     media_type: bytes = b"application/json"
 
 
+class AnsweredElsewhere(Exception):
+    """Another worker has answered the request."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One HTTP request. Used on the event loop only."""
@@ -63,6 +73,8 @@ class Call:
     headers: dict[bytes, bytes]  # lower-case names; of repeated headers, the last
     client: Client
     request_id: str
+    team: Team | None = None  # the workers of the server; None: this process serves alone
+    is_passed_on: bool = False  # whether another worker has received and admitted the request
     holder: KeyHolder | None = None  # of the API key, if keys are set
     is_in_quota: bool = False  # whether the quotas of the holder count this call as in flight
     results: list[RequestResult] = field(default_factory=list)  # of all that was computed
@@ -222,3 +234,39 @@ class Call:
             f"the request was not answered within {self._seconds:g} seconds and was dropped; send fewer "
             f"texts, or allow more time by {TIMEOUT_HEADER} or --request-seconds"
         )
+
+
+class Team(Protocol):
+    """The workers of one server, as one of them sees them. Used on the event loop."""
+
+    async def open(self, state: ServiceState, answering: Callable[[Call], Awaitable[Answer]]) -> None:
+        """Answer what other workers ask. answering: answers a request that another worker has admitted."""
+
+    def close(self) -> None:
+        """Answer nothing any more."""
+
+    @property
+    def all_started(self) -> bool:
+        """Whether all workers have been ready."""
+
+    def quota_use(self, name: str, quotas: Quotas) -> QuotaUse:
+        """Return what counts the use of the quotas of an API key's holder, over all workers."""
+
+    async def pass_to_owner(self, call: Call, content: bytes, session: Session) -> None:
+        """Do nothing if this worker keeps the session. Else let the worker answer that keeps it.
+
+        content: the body of the request. Raises AnsweredElsewhere, and what prevents the answer:
+        WorkerUnavailable, ClientGone or DeadlineExceeded.
+        """
+
+    async def ask_all(self, call: Call, content: bytes = b"") -> list[Answer]:
+        """Let all other workers answer a request too, unless another worker has passed the request on.
+
+        Returns their answers. Raises WorkerUnavailable, ClientGone and DeadlineExceeded.
+        """
+
+    async def metrics(self, state: ServiceState, names: Collection[str]) -> bytes:
+        """Return the metrics of all workers in Prometheus' text format.
+
+        names: of the time series to return; if there are none, all are returned.
+        """

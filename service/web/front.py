@@ -21,18 +21,18 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attncache_core import AttnCacheError
-from service.errors import InternalError, QuotaExceeded, headers_of, log_failure
+from service.access.keys import ADMIN, KeyHolder
+from service.errors import Forbidden, InternalError, QuotaExceeded, headers_of, log_failure
 from service.observability.finished import FinishedRequest
 from service.observability.logs import REQUEST_ID
 from service.observability.metrics import route_of
 from service.observability.tracing import TRACE_HEADERS
 from service.state import ServiceState
-from service.web.call import MODEL_HEADER, REQUEST_ID_HEADER, Answer, Call, Client
+from service.web.call import MODEL_HEADER, REQUEST_ID_HEADER, Answer, AnsweredElsewhere, Call, Client, Team
+from service.web.connection import HEALTH_PATHS
 from service.web.endpoint import Endpoint, ErrorShape
 from service.web.error_shapes import shape_of
-from service.web.keys import check_admin, is_open
-from service.web.listeners import CONNECTION, LISTENER
-from service.workers.passing import AnsweredElsewhere
+from service.web.listeners import CONNECTION, LISTENER, ListenerName
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,13 @@ logger = logging.getLogger(__name__)
 CALL = "attncache.call"
 # The status that the metrics show for a request that was not answered.
 _NOT_ANSWERED = 499
+# The page is open because a browser cannot send a key with a link. What the page shows needs a key.
+_PAGE, _FILES_OF_PAGE = "/", "/page/"
+# On the admin listener, Prometheus reads the metrics without a key.
+_METRICS_PATH = "/metrics"
+# What concerns all clients, with all that is below it.
+_ADMIN_PATHS = (_METRICS_PATH, "/cache", "/explain")
+_BELOW_ADMIN_PATHS = tuple(f"{path}/" for path in _ADMIN_PATHS)
 _NUMBERS = itertools.count()
 # Without spaces, so that an id is one word of a log line.
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
@@ -51,10 +58,13 @@ class Front:
     An exception never gets past it, because servers log exceptions.
     """
 
-    def __init__(self, app: ASGIApp, *, state: ServiceState, endpoints: Mapping[str, Endpoint]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, state: ServiceState, endpoints: Mapping[str, Endpoint], team: Team | None
+    ) -> None:
         self._app = app
         self._state = state
         self._endpoints = endpoints
+        self._team = team
         # The beginning of all request ids, because random digits for each request cost a system call.
         self._own_ids = secrets.token_hex(8)
 
@@ -62,7 +72,9 @@ class Front:
         """Answer one HTTP request."""
         headers = dict(scope["headers"])
         client = Client((scope.get(CONNECTION, scope.get("client")),))
-        call = Call(scope, receive, self._state, headers, client, _request_id(headers, self._own_ids))
+        call = Call(
+            scope, receive, self._state, headers, client, _request_id(headers, self._own_ids), self._team
+        )
         REQUEST_ID.set(call.request_id)
         endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
         status = _NOT_ANSWERED
@@ -151,6 +163,22 @@ class Front:
                 status = InternalError.status
                 await _send(_refusal(InternalError(), shape_of(call.scope["path"])), call, send)
         return status
+
+
+def is_open(method: str, path: str, listener: ListenerName | None) -> bool:
+    """Return whether a request needs no key, also if keys are set."""
+    if path in HEALTH_PATHS or (path == _METRICS_PATH and listener == "admin"):
+        return True
+    # POST / computes.
+    return method in ("GET", "HEAD") and (path == _PAGE or path.startswith(_FILES_OF_PAGE))
+
+
+def check_admin(path: str, holder: KeyHolder) -> None:
+    """Raise Forbidden if the path is for admin keys, and the holder has none."""
+    if not holder.is_admin and (path in _ADMIN_PATHS or path.startswith(_BELOW_ADMIN_PATHS)):
+        raise Forbidden(
+            f"this path is about all clients and needs a key with the word {ADMIN} in the file of --api-keys"
+        )
 
 
 async def _answer(endpoint: Endpoint, call: Call) -> Answer:

@@ -19,24 +19,15 @@ import numpy as np
 from starlette.types import Message as AsgiMessage
 
 from attncache_core import Outcome
-from service.batching.pending_request import RequestResult, Timing
+from service.batching.pending_request import RequestResult
+from service.observability.finished import Timing
 from service.observability.logs import REQUEST_ID
 from service.state import ServiceState
-from service.web.call import Answer, Call, Client
+from service.web.call import Answer, Call, Client, Team
 from service.web.listeners import LISTENER
 from service.workers.messages import Message, Peer
 
-# Key in the ASGI scope of a request that another worker has passed on.
-PASSED_ON = "attncache.passed_on"
 _OUR_HEADERS = b"x-attncache-"
-
-
-class AnsweredElsewhere(Exception):
-    """Another worker has answered the request."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__()
-        self.answer = answer
 
 
 class Passed(NamedTuple):
@@ -85,6 +76,7 @@ async def answer_passed(
     gone: asyncio.Event,
     state: ServiceState,
     answering: Callable[[Call], Awaitable[Answer]],
+    team: Team,
 ) -> Message:
     """Answer a request that another worker has passed on. gone: set if nobody waits any more."""
     fields = question.fields
@@ -105,10 +97,19 @@ async def answer_passed(
         "headers": headers,
         # Whether the route is for operators was found out by the first worker.
         LISTENER: "admin",
-        PASSED_ON: True,
     }
     client = Client(_flow(fields["flow"]), fields["namespace"].encode("latin-1"))
-    call = Call(scope, receive, state, dict(headers), client, fields["request_id"], started=fields["started"])
+    call = Call(
+        scope,
+        receive,
+        state,
+        dict(headers),
+        client,
+        fields["request_id"],
+        team,
+        is_passed_on=True,
+        started=fields["started"],
+    )
     REQUEST_ID.set(call.request_id)
     try:
         answer = await answering(call)

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from service.access.quotas import Quotas, QuotaUse
 from service.errors import InvalidSettings
-from service.web.quotas import Quotas, QuotaUse
 
 # Level and time of the two buckets; behind them, for each worker, the requests in flight.
 _BUCKETS = struct.Struct("=4d")

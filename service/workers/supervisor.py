@@ -35,12 +35,12 @@ from types import FrameType
 
 from attncache_core import AttnCacheError
 from service.ending import end_process
-from service.loading import Loaded
 from service.settings import Settings
+from service.state import Loaded
 from service.web.listeners import Listener
-from service.web.server import run_server
 from service.workers.board import Board
 from service.workers.process import READY, SIGNALS, Process, Report, start
+from service.workers.server import run_server
 from service.workers.shared_quotas import forget_in_flight
 from service.workers.shares import share_of, worker_count
 from service.workers.team import QUOTAS, Team

@@ -11,12 +11,12 @@ import hashlib
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from service.access.quotas import Quotas
 from service.conversations.sessions import Session
 from service.errors import WorkerUnavailable
-from service.web.call import Answer, Call
-from service.web.quotas import Quotas
+from service.state import ServiceState
+from service.web.call import Answer, AnsweredElsewhere, Call
 from service.workers.added_metrics import (
     Family,
     added,
@@ -29,11 +29,8 @@ from service.workers.added_metrics import (
 )
 from service.workers.board import Board
 from service.workers.messages import Message, Peer, listen
-from service.workers.passing import PASSED_ON, AnsweredElsewhere, answer_passed, pass_on
+from service.workers.passing import answer_passed, pass_on
 from service.workers.shared_quotas import SharedQuotaUse
-
-if TYPE_CHECKING:
-    from service.state import ServiceState
 
 # Metrics of a worker that does not answer in time are those that it has written down.
 _METRICS_SECONDS = 2.0
@@ -70,7 +67,7 @@ class Team:
                 return Message({}, encoded(await self._own_metrics(state)))
             self.answering += 1
             try:
-                return await answer_passed(question, gone, state, answering)
+                return await answer_passed(question, gone, state, answering, self)
             finally:
                 self.answering -= 1
 
@@ -82,6 +79,11 @@ class Team:
             self._server.close()
         for peer in self._others.values():
             peer.close()
+
+    @property
+    def all_started(self) -> bool:
+        """Whether all workers have been ready."""
+        return self.board.all_started
 
     def write(self, *, serves: bool, connections: int) -> None:
         """Let the other workers know how this one is; see Board. Called often."""
@@ -136,7 +138,7 @@ class Team:
 
         Returns their answers. Raises WorkerUnavailable, ClientGone and DeadlineExceeded.
         """
-        if PASSED_ON in call.scope:
+        if call.is_passed_on:
             return []
         passed = await asyncio.gather(*(pass_on(call, content, peer) for peer in self._others.values()))
         return [own.answer for own in passed]

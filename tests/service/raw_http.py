@@ -18,7 +18,7 @@ from service.app import create_app
 from service.settings import Settings
 from service.web.connection import Connection
 from service.web.listeners import open_listeners
-from service.web.server import Server
+from service.workers.server import Server
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n"
 # No test waits that long, unless it fails.

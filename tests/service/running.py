@@ -17,7 +17,7 @@ from attncache_core.checkpoints.description import read_checkpoint
 from service.app import create_app
 from service.settings import Settings
 from service.web.listeners import open_listeners
-from service.web.server import Server
+from service.workers.server import Server
 
 
 @contextmanager

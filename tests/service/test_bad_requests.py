@@ -14,7 +14,7 @@ from pydantic import BaseModel, RootModel
 from attncache_core import InvalidInput
 from service.routes.endpoints import ENDPOINTS
 from service.routes.openai.schemas import EmbeddingsRequest
-from service.routes.rerank import RerankRequest
+from service.routes.tei.rerank import RerankRequest
 from service.routes.tei.root import ZeroShotRequest
 from service.schemas import ClassifyRequest, EmbedRequest
 from service.web import bodies

@@ -19,10 +19,10 @@ from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from service.errors import InvalidSettings
-from service.loading import load_engine
+from service.loading.engines import load_engine
+from service.loading.warm_file import read_warm_file
 from service.observability.metrics import ROUTES
 from service.settings import read_settings
-from service.upkeep.warming import read_warm_file
 
 pytestmark = pytest.mark.anyio
 

@@ -12,9 +12,9 @@ from core_decoders import write_llama
 from core_models import random_text
 
 from attncache_core.reuse.blend.gate import read_gate
-from service.commands.options import checkpoint_of
 from service.errors import InvalidSettings
-from service.loading import load_engine
+from service.loading.checkpoints import checkpoint_of
+from service.loading.engines import load_engine
 from service.settings import read_settings
 
 

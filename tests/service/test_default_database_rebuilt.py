@@ -20,7 +20,7 @@ import service
 from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine, default_corpus
 from attncache_core.build.default import default_database_folder
 from attncache_core.runtime.files import locked
-from service.loading import DAMAGED, NO_DATABASE_YET, NOT_BUILT, WAITING_FOR_BUILD, load_engines
+from service.loading.engines import DAMAGED, NO_DATABASE_YET, NOT_BUILT, WAITING_FOR_BUILD, load_engines
 from service.settings import Settings
 
 RECORDED = default_corpus()[0].text

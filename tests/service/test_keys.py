@@ -21,12 +21,13 @@ from test_service_metrics import samples
 
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
+from service.access.keys import KeyRing
+from service.access.quotas import Quotas, QuotaUse
 from service.errors import Forbidden, InvalidSettings, QuotaExceeded, Unauthorized
+from service.loading.warm_file import read_warm_file, warm
 from service.settings import gather_settings, read_settings
-from service.upkeep.warming import read_warm_file, warm
-from service.web.keys import KeyRing, check_admin, is_open
-from service.web.quotas import Quotas, QuotaUse
-from service.web.server import reload_all
+from service.web.front import check_admin, is_open
+from service.workers.server import reload_all
 
 pytestmark = pytest.mark.anyio
 

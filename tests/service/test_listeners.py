@@ -28,7 +28,7 @@ from service.web.listeners import (
     load_certificate,
     tls_context,
 )
-from service.web.server import reload_all
+from service.workers.server import reload_all
 
 EMBED = post(b'{"inputs": "a"}')
 

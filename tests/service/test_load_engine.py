@@ -23,8 +23,8 @@ from attncache_core import (
 from attncache_core.build.default import default_database_folder
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.corpus import CorpusSentence
-from service import loading
-from service.loading import load_engine, load_engines
+from service.loading import engines as loading
+from service.loading.engines import load_engine, load_engines
 from service.settings import Settings, read_settings
 
 

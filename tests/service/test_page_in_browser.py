@@ -19,7 +19,7 @@ from attncache_core import AttentionDatabase, PrefillEngine, native
 from service.app import create_app
 from service.settings import Settings
 from service.web.listeners import open_listeners
-from service.web.server import Server
+from service.workers.server import Server
 
 TEXT = "where is my lost card today"
 KEY = "operator-key-0123456789"

@@ -23,7 +23,7 @@ from attncache_core.evaluation.importance import measure_importance
 from service.bench.worker import Worker
 from service.commands import build as build_command
 from service.commands import serve as serve_command
-from service.loading import load_engine
+from service.loading.engines import load_engine
 from service.settings import read_settings
 
 DROPPED = ("--drop-attention", "1", "--drop-block", "2")

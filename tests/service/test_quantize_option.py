@@ -22,8 +22,8 @@ from attncache_core import (
 )
 from attncache_core.heads.vectors import cosines
 from service.commands import build as build_command
-from service.commands.options import checkpoint_of
-from service.loading import load_engine
+from service.loading.checkpoints import checkpoint_of
+from service.loading.engines import load_engine
 from service.settings import read_settings
 
 # A quantisation that every processor can compute.

@@ -22,7 +22,7 @@ from attncache_core import (
 )
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.reuse.maps.gain import Gain, MeasuredGain
-from service.commands.summary import slowness, summary
+from service.loading.summary import slowness, summary
 from service.settings import read_settings
 
 ROOT = Path(__file__).parents[2]

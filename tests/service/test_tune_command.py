@@ -11,8 +11,8 @@ from core_models import random_text
 
 from attncache_core import LinearClassifier, PrefillEngine, Quantization, UnsupportedModel
 from attncache_core.evaluation.tuning import tune as tuning
-from service.commands.options import checkpoint_of
-from service.loading import load_engine
+from service.loading.checkpoints import checkpoint_of
+from service.loading.engines import load_engine
 from service.settings import Settings, gather_settings
 
 # Of ways that change answers little; a test cannot know how fast a machine is.

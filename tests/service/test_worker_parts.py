@@ -25,12 +25,12 @@ from fake_engine import FakeEngine
 
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
+from service.access.quotas import Quotas
 from service.app import create_app
 from service.errors import InvalidSettings, QuotaExceeded, WorkerUnavailable
 from service.observability.metrics import Metrics
 from service.settings import Settings, read_settings
 from service.web.listeners import Listener, bind
-from service.web.quotas import Quotas
 from service.workers.acceptor import Acceptor
 from service.workers.added_metrics import (
     added,

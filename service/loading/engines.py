@@ -6,7 +6,7 @@
       a database exists, no gain            serves; reuses nothing until the gain is measured
       no default database, or a damaged one serves the model alone; then, behind the requests:
         could reuse pay on this machine?      seconds                       calibration/prospect.py
-        build the database                    minutes, in another process   upkeep/rebuild.py
+        build the database                    minutes, in another process   loading/rebuild.py
         load it: the next engine              replaces the first one between two batches
         measure the gain                      seconds                       calibration/gain.py
 
@@ -43,15 +43,13 @@ from attncache_core.build.default import default_database_folder
 from attncache_core.calibration.prospect import could_pay
 from attncache_core.models.families import is_causal
 from attncache_core.reuse.blend.gate import read_gate
-from service.commands.summary import expected_savings
+from service.loading.rebuild import build_while_serving
+from service.loading.summary import expected_savings
+from service.loading.warm_file import read_warm_file, warm
 from service.settings import Settings
-from service.upkeep.rebuild import build_while_serving
-from service.upkeep.warming import read_warm_file, warm
+from service.state import Loaded
 
 logger = logging.getLogger(__name__)
-
-# The engine that serves from now on, or a line about what is prepared behind the requests.
-Loaded = PrefillEngine | str
 
 NO_DATABASE_YET = "there is no database of attention maps yet"
 DAMAGED = "the default database is damaged, and a new one is being built"

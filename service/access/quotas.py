@@ -1,4 +1,4 @@
-"""How much one API key may ask for: requests and tokens per minute, and requests at a time.
+"""How much one API key may ask for, per minute and at a time, and how many bytes all requests may have.
 
 Requests and tokens are taken from buckets that hold the amount of one minute, and are refilled all the time.
 How many tokens a request has is known when it is answered, so the bucket of tokens may go below zero. Then
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.errors import QuotaExceeded
+from service.errors import QueueFull, QuotaExceeded
 
 # When a request in flight ends is not known.
 _RETRY_IN_FLIGHT_SECONDS = 1
@@ -65,6 +65,28 @@ class QuotaUse:
         if self._tokens is not None and tokens:
             self._tokens.refill(self._clock())
             self._tokens.level -= tokens
+
+
+class ByteBudget:
+    """Counts the bytes of request bodies from their arrival until their response. Used on the event loop."""
+
+    def __init__(self, most: int) -> None:
+        """most: bytes of all requests together."""
+        self._most = most
+        self.taken = 0
+
+    def take(self, count: int) -> None:
+        """Count bytes that arrive. Raises QueueFull if they would be too many."""
+        if self.taken + count > self._most:
+            raise QueueFull(
+                f"requests with {self.taken} bytes are being answered, and at most {self._most} are accepted",
+                retry_after_seconds=1,
+            )
+        self.taken += count
+
+    def give(self, count: int) -> None:
+        """Count bytes of a request that was answered as free."""
+        self.taken -= count
 
 
 class _Bucket:

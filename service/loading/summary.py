@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from attncache_core import PrefillEngine, native
+from attncache_core.calibration.policy_selection import could_keep_floor
 from attncache_core.engine.info import EngineInfo
-from service.commands.database_report import why_exact
+from attncache_core.reuse.maps.manifest import Manifest
 from service.settings import Settings
 
 
@@ -61,6 +62,18 @@ def expected_savings(engine: PrefillEngine) -> str:
     least = reuse.gain.least_tokens
     where = f" in batches of at least {least} tokens" if least else ""
     return f"reusing attention maps{where}: it makes {makes} here ({proven}; {asked}; {kept})"
+
+
+def why_exact(manifest: Manifest) -> str:
+    """Return the reason why only recorded texts hit."""
+    probes = manifest.quality["measured"]
+    if not could_keep_floor(manifest.policy.budget, probes):
+        return (
+            f"only recorded texts hit: {probes} held-out texts cannot prove that 99 of 100 hits keep cosine "
+            f"{manifest.policy.budget.floor}; 299 can, from about 3,000 texts in total (or use "
+            "--min-text-cosine 0)"
+        )
+    return "no mask fits the budget, so only recorded texts hit"
 
 
 def _faster(gain: float, what: str) -> str:

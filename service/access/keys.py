@@ -22,28 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from service.errors import Forbidden, InvalidSettings, Unauthorized
+from service.access.quotas import Quotas, QuotaUse
+from service.errors import InvalidSettings, Unauthorized
 from service.settings import Settings
-from service.web.connection import HEALTH_PATHS
-from service.web.listeners import ListenerName
-from service.web.quotas import Quotas, QuotaUse
-
-# The page is open because a browser cannot send a key with a link. What the page shows needs a key.
-_PAGE, _FILES_OF_PAGE = "/", "/page/"
-# On the admin listener, Prometheus reads the metrics without a key.
-_METRICS_PATH = "/metrics"
-# What concerns all clients, with all that is below it.
-_ADMIN_PATHS = (_METRICS_PATH, "/cache", "/explain")
-_BELOW_ADMIN_PATHS = tuple(f"{path}/" for path in _ADMIN_PATHS)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # What a bearer token may be (RFC 6750), and long enough that nobody guesses it.
 _MOST_SECRET_CHARACTERS = 256
 _SECRET = re.compile(r"(?=.{16,256}\Z)[A-Za-z0-9._~+/-]+=*")
 _COUNT = re.compile("[1-9][0-9]{0,14}")
-_ADMIN = "admin"
+# What the line of an admin key says.
+ADMIN = "admin"
 _QUOTAS = tuple(Quotas.__dataclass_fields__)
-_ACCEPTED = f"accepted are {_ADMIN}, {', '.join(f'{quota}=NUMBER' for quota in _QUOTAS)}"
+_ACCEPTED = f"accepted are {ADMIN}, {', '.join(f'{quota}=NUMBER' for quota in _QUOTAS)}"
 _Digest = Callable[[bytes], bytes]
 # Returns what counts the use of a holder's quotas, from the holder's name.
 UseOf = Callable[[str, Quotas], QuotaUse]
@@ -146,22 +137,6 @@ def key_ring(settings: Settings, *use_of: UseOf) -> KeyRing | None:
     return KeyRing(settings.api_keys, own, *use_of)
 
 
-def is_open(method: str, path: str, listener: ListenerName | None) -> bool:
-    """Return whether a request needs no key, also if keys are set."""
-    if path in HEALTH_PATHS or (path == _METRICS_PATH and listener == "admin"):
-        return True
-    # POST / computes.
-    return method in ("GET", "HEAD") and (path == _PAGE or path.startswith(_FILES_OF_PAGE))
-
-
-def check_admin(path: str, holder: KeyHolder) -> None:
-    """Raise Forbidden if the path is for admin keys, and the holder has none."""
-    if not holder.is_admin and (path in _ADMIN_PATHS or path.startswith(_BELOW_ADMIN_PATHS)):
-        raise Forbidden(
-            f"this path is about all clients and needs a key with the word {_ADMIN} in the file of --api-keys"
-        )
-
-
 class _Line(NamedTuple):
     where: str
     name: str
@@ -198,7 +173,7 @@ def _lines_of_option(text: str, digest: _Digest) -> list[_Line]:
     where = "--api-key (ATTNCACHE_API_KEY)"
     if len(text.split()) == 1 and ";" not in text:
         # A single key is the operator's.
-        text = f"default {text} {_ADMIN}"
+        text = f"default {text} {ADMIN}"
     lines = list(_parsed(text.replace(";", "\n").splitlines(), f"{where}, entry", digest))
     if not lines:
         raise InvalidSettings(f"{where} has no key", field="api_key")
@@ -230,12 +205,12 @@ def _line(words: list[str], where: str, digest: _Digest) -> _Line:
     quotas: dict[str, int] = {}
     for word in may:
         quota, _, count = word.partition("=")
-        if word == _ADMIN:
+        if word == ADMIN:
             continue
         if quota not in _QUOTAS or quota in quotas or not _COUNT.fullmatch(count):
             raise _refused(f"{where}: after the key, {_ACCEPTED}, each at most once")
         quotas[quota] = int(count)
-    return _Line(where, name, digest(secret.encode()), _ADMIN in may, Quotas(**quotas))
+    return _Line(where, name, digest(secret.encode()), ADMIN in may, Quotas(**quotas))
 
 
 def _refused(sentence: str) -> InvalidSettings:

@@ -1,6 +1,6 @@
 """Build the default database in a separate process while the server continues to serve.
 
-the server                        the builder, `python -m service.upkeep.rebuild`
+the server                        the builder, `python -m service.loading.rebuild`
 build_while_serving     ------->  the settings, one line of JSON on standard input
                                   builds, at the lowest priority
 says how far it is      <-------  the share that is done, one line each on standard output
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from attncache_core import AttnCacheError, BuildFailed, build_default_database
 from attncache_core.build.default import share_done
-from service.commands.options import checkpoint_of
+from service.loading.checkpoints import checkpoint_of
 from service.settings import Settings
 
 _LOWEST_PRIORITY = 19
@@ -36,7 +36,7 @@ def build_while_serving(settings: Settings) -> Iterator[str]:
     # The builder must import the same modules as the server, whatever the current folder contains.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "service.upkeep.rebuild"],
+        [sys.executable, "-P", "-m", "service.loading.rebuild"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

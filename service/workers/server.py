@@ -27,9 +27,8 @@ from attncache_core import AttnCacheError
 from service.app import create_app
 from service.ending import end_process
 from service.errors import ShuttingDown, log_failure
-from service.loading import Loaded
 from service.settings import Settings
-from service.state import ServiceState
+from service.state import Loaded, ServiceState
 from service.upkeep.garbage import look_at_requests_only
 from service.web.connection import Connection, ConnectionLimits, Gate
 from service.web.listeners import Listener, load_certificate

@@ -1,0 +1,1 @@
+"""Who may use the server, and how much: API keys, quotas, and the bytes of all requests."""
