@@ -4,35 +4,46 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from attncache_core import AttnCacheError
 from attncache_core.version import __version__
-from service.routes import cache, explain, health, page
-from service.routes.endpoints import ENDPOINTS
-from service.routes.openai import models
+from service.routes import cache, classify, embed, explain, health, page
+from service.routes.openai import classify as openai_classify
+from service.routes.openai import embeddings, models
+from service.routes.tei import embed_all, predict, rerank, root, similarity, tokens
 from service.settings import Settings
 from service.state import Loaded, ServiceState
 from service.web.browsers import for_browsers
 from service.web.call import Team
-from service.web.endpoint import document
-from service.web.error_shapes import on_attncache_error, on_failure, on_http_exception
 from service.web.front import Front
-from service.web.listeners import OperatorsOnly
+
+# Often called ones first, because Starlette compares the path of a request with one route after the other.
+INFERENCE_ROUTES = (
+    *embed.ROUTES,
+    *classify.ROUTES,
+    *embeddings.ROUTES,
+    *rerank.ROUTES,
+    *embed_all.ROUTES,
+    *similarity.ROUTES,
+    *predict.ROUTES,
+    *tokens.ROUTES,
+    *root.ROUTES,
+    *openai_classify.ROUTES,
+)
 
 
 class App(FastAPI):
-    """FastAPI behind the front. Requests reach the front directly, before any middleware of FastAPI."""
+    """FastAPI with the front in place of its own middleware."""
 
     front: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or run the app from its start to its end."""
         if scope["type"] == "http":
+            scope["app"] = self
             await self.front(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
@@ -75,7 +86,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.service = state
-    document(app, ENDPOINTS)
+    app.router.routes.extend(INFERENCE_ROUTES)
     for router in (
         health.router,
         models.router,
@@ -84,13 +95,7 @@ def create_app(
         *([cache.router, explain.router] if settings.admin else []),
     ):
         app.include_router(router)
-    app.add_exception_handler(AttnCacheError, on_attncache_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(Exception, on_failure)
-    if settings.admin_port is not None:
-        app.add_middleware(OperatorsOnly)
-    behind = partial(FastAPI.__call__, app)
-    endpoints = {endpoint.path: endpoint for endpoint in ENDPOINTS}
-    front = Front(behind, state=state, endpoints=endpoints, team=team)
+    # FastAPI keeps in the stack what its routes open for a request.
+    front = Front(AsyncExitStackMiddleware(app.router), state, team)
     app.front = for_browsers(front, settings)
     return app

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from attncache_core import InputTooLong, InvalidInput, NotFinite
@@ -22,10 +22,10 @@ from attncache_core.reuse.kv.info import key_value_info
 from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import WorkerUnavailable
-from service.routes.common import ERRORS, call_of, check_count
+from service.routes.common import ERRORS, check_count
 from service.schemas import Inputs, Name, Text, Texts
 from service.state import Serving
-from service.web.call import Call
+from service.web.call import Call, CurrentCall
 from service.web.endpoint import documented_body
 
 router = APIRouter(prefix="/cache")
@@ -128,9 +128,9 @@ class Dropped(BaseModel):
 
 
 @router.get("/stats", response_model=dict[str, Any], responses=_ERRORS_WITHOUT_BODY)
-async def stats(request: Request) -> Response:
+async def stats(call: CurrentCall) -> Response:
     """Return what the store holds, what happened to it since the start, and the number of sessions."""
-    store, sessions = store_of(call_of(request).serving().engine), call_of(request).state.sessions
+    store, sessions = store_of(call.serving().engine), call.state.sessions
     info = await asyncio.to_thread(key_value_info, store)
     return _json({**asdict(info), "sessions": sessions.count, "distinct_sessions": sessions.distinct})
 
@@ -141,15 +141,15 @@ async def stats(request: Request) -> Response:
     responses=_ERRORS,
     openapi_extra=documented_body(WarmRequest),
 )
-async def warm(request: Request) -> Response:
+async def warm(call: CurrentCall) -> Response:
     """Compute and store the keys and values of texts, or of what all texts in a template begin with."""
-    serving = call_of(request).serving()
+    serving = call.serving()
     store = store_of(serving.engine)
-    body = await call_of(request).read(WarmRequest)
-    chosen = await _chosen(request, serving, body)
+    body = await call.read(WarmRequest)
+    chosen = await _chosen(call, serving, body)
     pending = serving.batcher.submit(
         chosen,
-        flow=call_of(request).client.flow,
+        flow=call.client.flow,
         prompt=chosen.prompt,
         reuse=True,
         counted=False,
@@ -157,7 +157,7 @@ async def warm(request: Request) -> Response:
         repeats=False,
     )
     try:
-        result = await call_of(request).wait(pending)
+        result = await call.wait(pending)
     except NotFinite as error:
         raise NotFinite.of(error.index, "texts") from error
 
@@ -169,7 +169,7 @@ async def warm(request: Request) -> Response:
 
     stored = await asyncio.to_thread(stored_tokens)
     warmed = Warmed(tokens=chosen.tokens, cached_tokens=result.cached_tokens, stored_tokens=stored)
-    others = await _of_other_workers(call_of(request), Warmed, body)
+    others = await _of_other_workers(call, Warmed, body)
     return _json(_least([warmed, *others]))
 
 
@@ -179,12 +179,12 @@ async def warm(request: Request) -> Response:
     responses=_ERRORS,
     openapi_extra=documented_body(PinRequest),
 )
-async def pin(request: Request) -> Response:
+async def pin(call: CurrentCall) -> Response:
     """Keep stored keys and values in memory, or let them be evicted again. Nothing is computed."""
-    serving = call_of(request).serving()
+    serving = call.serving()
     store = store_of(serving.engine)
-    body = await call_of(request).read(PinRequest)
-    chosen = await _chosen(request, serving, body)
+    body = await call.read(PinRequest)
+    chosen = await _chosen(call, serving, body)
 
     def pin_all() -> int:
         tokens = 0
@@ -195,7 +195,7 @@ async def pin(request: Request) -> Response:
         return tokens
 
     pinned = Pinned(tokens=await asyncio.to_thread(pin_all))
-    return _json(_least([pinned, *await _of_other_workers(call_of(request), Pinned, body)]))
+    return _json(_least([pinned, *await _of_other_workers(call, Pinned, body)]))
 
 
 @router.post(
@@ -204,12 +204,12 @@ async def pin(request: Request) -> Response:
     responses=_ERRORS,
     openapi_extra=documented_body(LookupRequest),
 )
-async def lookup(request: Request) -> Response:
+async def lookup(call: CurrentCall) -> Response:
     """Return how many tokens of each text are stored, and where. Nothing is computed or moved."""
-    serving = call_of(request).serving()
+    serving = call.serving()
     store = store_of(serving.engine)
-    body = await call_of(request).read(LookupRequest)
-    chosen = await _chosen(request, serving, body)
+    body = await call.read(LookupRequest)
+    chosen = await _chosen(call, serving, body)
 
     def look_up() -> list[dict[str, Any]]:
         found = [store.lookup(own) for own in chosen.wanted(serving.engine)]
@@ -222,11 +222,11 @@ async def lookup(request: Request) -> Response:
 
 
 @router.delete("", response_model=Dropped, responses=_ERRORS_WITHOUT_BODY)
-async def drop(request: Request) -> Response:
+async def drop(call: CurrentCall) -> Response:
     """Drop all stored keys and values, of all clients, pinned ones too."""
-    store = store_of(call_of(request).serving().engine)
+    store = store_of(call.serving().engine)
     blocks = await asyncio.to_thread(store.clear)
-    others = await _of_other_workers(call_of(request), Dropped)
+    others = await _of_other_workers(call, Dropped)
     return _json({"blocks": blocks + sum(other.blocks for other in others)})
 
 
@@ -256,17 +256,17 @@ async def drop(request: Request) -> Response:
         ]
     },
 )
-async def capacity(request: Request) -> Response:
+async def capacity(call: CurrentCall) -> Response:
     """Return how many sessions fit into the store, and what the store costs.
 
     The numbers are those of CachedAttention, section 4.3.6.
     """
-    serving = call_of(request).serving()
+    serving = call.serving()
     info = key_value_info(store_of(serving.engine))
-    given = dict(request.query_params)
+    given = dict(call.query_params)
     devices = given.pop("devices", None)
     planned = _numbers(given)
-    sessions = planned.get("distinct_sessions", call_of(request).state.sessions.distinct)
+    sessions = planned.get("distinct_sessions", call.state.sessions.distinct)
     plan = CapacityPlan(
         # With the pooled state of each block.
         bytes_per_token=-(-info.block_bytes // info.block_tokens),
@@ -294,9 +294,9 @@ async def capacity(request: Request) -> Response:
     )
 
 
-async def _chosen(request: Request, serving: Serving, body: _About) -> Chosen:
+async def _chosen(call: Call, serving: Serving, body: _About) -> Chosen:
     """Return the token sequences that a request is about. Raises InvalidInput."""
-    settings, salt = call_of(request).state.settings, _salt(call_of(request), body)
+    settings, salt = call.state.settings, _salt(call, body)
     if [body.texts, body.template, body.segments].count(None) != 2:
         raise InvalidInput("give one of texts, template and segments", field="texts")
     if body.segments is not None:

@@ -25,8 +25,8 @@ from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot
 from service.schemas import ClassifyRequest, LabelScore
 from service.state import Serving
-from service.web.call import Answer, Call
-from service.web.endpoint import Endpoint
+from service.web.call import Answer, Call, CurrentCall
+from service.web.endpoint import InferenceRoute
 
 _CLASSIFIER_TEMPERATURE = 1.0
 # A response repeats the labels for each input: a request of 2 MB could have a response of 250 MB.
@@ -50,7 +50,7 @@ class _Choice:
         return class_scores(logits, temperature or _CLASSIFIER_TEMPERATURE, serving.engine.multi_label)
 
 
-async def classify(call: Call) -> Answer:
+async def classify(call: CurrentCall) -> Answer:
     """Score the labels of the request, or the labels of the server, for each input."""
     serving = call.serving()
     reuse = call.reuse_wanted()
@@ -218,8 +218,8 @@ def _best_first(labels: list[str], scores: np.ndarray) -> list[dict[str, Any]]:
     return [{"label": labels[column], "score": values[column]} for column in order]
 
 
-ENDPOINTS = (
-    Endpoint(
+ROUTES = (
+    InferenceRoute(
         "/classify",
         classify,
         ClassifyRequest,

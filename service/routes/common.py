@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import orjson
-from fastapi import Request
 
 from service.batching.pending_request import RequestResult
 from service.batching.sources import Source
@@ -14,7 +13,6 @@ from service.conversations.conversation import Conversation
 from service.errors import TooManyInputs
 from service.schemas import ErrorBody
 from service.web.call import MODEL_HEADER, Answer, Call
-from service.web.front import CALL
 
 HITS_HEADER = "X-AttnCache-Hits"
 PROTOTYPE_HITS_HEADER = "X-AttnCache-Prototype-Hits"
@@ -92,11 +90,6 @@ ANSWER_HEADERS = {
         "schema": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
     },
 }
-
-
-def call_of(request: Request) -> Call:
-    """Return the call of a request that the app answers."""
-    return cast(Call, request.scope[CALL])
 
 
 def check_count(texts: Sequence[Any], field: str, limit: int) -> None:

@@ -10,11 +10,11 @@ from service.routes.asked import asked
 from service.routes.common import ANSWER_HEADERS, ERRORS, answer
 from service.schemas import EmbedRequest
 from service.state import Serving
-from service.web.call import Answer, Call
-from service.web.endpoint import Endpoint
+from service.web.call import Answer, Call, CurrentCall
+from service.web.endpoint import InferenceRoute
 
 
-async def embed(call: Call) -> Answer:
+async def embed(call: CurrentCall) -> Answer:
     """Embed one text or several. The response is a list of embeddings, also for a single text."""
     serving = embedding_server(call)
     reuse = call.reuse_wanted()
@@ -47,8 +47,8 @@ def embedding_server(call: Call) -> Serving:
     return serving
 
 
-ENDPOINTS = (
-    Endpoint(
+ROUTES = (
+    InferenceRoute(
         "/embed",
         embed,
         EmbedRequest,

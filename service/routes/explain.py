@@ -13,16 +13,17 @@ from typing import Any
 
 import numpy as np
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from attncache_core import InputTooLong, InvalidInput
 from attncache_core.engine.explain import Explanation, LayerMaps, explain
 from attncache_core.engine.explain_blend import explain_blend
 from service.batching import sources
-from service.routes.common import ERRORS, call_of
+from service.routes.common import ERRORS
 from service.schemas import Name, Text, Texts
 from service.state import Serving
+from service.web.call import CurrentCall
 from service.web.endpoint import documented_body
 
 router = APIRouter()
@@ -56,17 +57,16 @@ class ExplainRequest(BaseModel):
     responses=_ERRORS,
     openapi_extra=documented_body(ExplainRequest),
 )
-async def explain_text(request: Request) -> Response:
+async def explain_text(call: CurrentCall) -> Response:
     """Explain what the server reuses for a text: the outcome, the nearest record, and both attention maps.
 
     With `?debug=blend`: how much the keys and values of each token of the segments deviate. Else the text is
     answered as a request of a client, which says whether its result was kept.
     """
-    call = call_of(request)
     serving = call.serving()
     body = await call.read(ExplainRequest)
     salt = call.salt(body.cache_salt)
-    if request.query_params.get("debug") == "blend":
+    if call.query_params.get("debug") == "blend":
         if body.segments is None or body.query is None or body.input is not None:
             raise InvalidInput("give segments and query with debug=blend, and no input", field="segments")
         separator = call.state.settings.segment_separator

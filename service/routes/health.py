@@ -7,15 +7,16 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from attncache_core.version import __version__
 from service.errors import NotReady, ShuttingDown, Stuck
-from service.routes.common import ERRORS, call_of
+from service.routes.common import ERRORS
 from service.routes.tei.info import tei_info
 from service.upkeep.watchdog import Condition
+from service.web.call import CurrentCall
 
 router = APIRouter()
 
@@ -56,9 +57,9 @@ class Ready(BaseModel):
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health", responses=_NOT_READY)
-async def health(request: Request) -> Health:
+async def health(call: CurrentCall) -> Health:
     """Return status 200 as soon as the process listens, and 503 if it should be started again."""
-    watchdog = call_of(request).state.watchdog
+    watchdog = call.state.watchdog
     if watchdog.condition is Condition.STUCK:
         raise _stuck(2 * watchdog.stuck_seconds)
     return Health()
@@ -66,12 +67,12 @@ async def health(request: Request) -> Health:
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=_NOT_READY)
-async def ready(request: Request) -> Ready:
+async def ready(call: CurrentCall) -> Ready:
     """Return status 200 while requests should be sent here.
 
     Status 503 while model and database are loading, during the shutdown, and while a batch is stuck.
     """
-    state, team = call_of(request).state, call_of(request).team
+    state, team = call.state, call.team
     state.serving()
     if team is not None and not team.all_started:
         raise NotReady("the other workers are being started", retry_after_seconds=_RETRY_SECONDS)
@@ -83,9 +84,9 @@ async def ready(request: Request) -> Ready:
 
 
 @router.get("/info", response_model=dict[str, Any], responses=_NOT_READY)
-async def info(request: Request) -> Response:
+async def info(call: CurrentCall) -> Response:
     """Describe the model, its classes and limits, the database, and the settings that concern clients."""
-    state = call_of(request).state
+    state = call.state
     engine = state.serving().engine
     described = engine.info()
     content = {
@@ -100,9 +101,9 @@ async def info(request: Request) -> Response:
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-async def metrics(request: Request) -> Response:
+async def metrics(call: CurrentCall) -> Response:
     """Return all metrics in Prometheus' text format, or the metrics that `name[]` names, which may repeat."""
-    call, names = call_of(request), request.query_params.getlist("name[]")
+    call, names = call, call.query_params.getlist("name[]")
     state = call.state
     if call.team is not None:
         return Response(await call.team.metrics(state, names), media_type=CONTENT_TYPE_LATEST)

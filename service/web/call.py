@@ -7,20 +7,27 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
+from fastapi import Depends
 from pydantic import BaseModel
-from starlette.types import Receive, Scope
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
 from attncache_core import AttnCacheError, InvalidInput
 from service.access.keys import KeyHolder
 from service.access.quotas import Quotas, QuotaUse
 from service.batching.pending_request import RequestResult
 from service.conversations.sessions import Session
-from service.errors import ClientGone, DeadlineExceeded, ModelMismatch
+from service.errors import ClientGone, DeadlineExceeded, ModelMismatch, QuotaExceeded
 from service.state import ServiceState, Serving
 from service.web.bodies import checked, require_small
 
+# The status that the metrics show for a request that was not answered.
+NOT_ANSWERED = 499
+# Key in the ASGI scope of a request: its Call.
+CALL = "attncache.call"
 REUSE_HEADER = "X-AttnCache-Reuse"
 REQUIRE_MODEL_HEADER = "X-AttnCache-Require-Model"
 MODEL_HEADER = "X-AttnCache-Model"
@@ -54,6 +61,16 @@ class Answer(NamedTuple):
     status: int = 200
     media_type: bytes = b"application/json"
 
+    async def send(self, send: Send) -> None:
+        """Send the response."""
+        headers = [
+            (b"content-type", self.media_type),
+            (b"content-length", b"%d" % len(self.content)),
+            *self.headers,
+        ]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": self.content})
+
 
 class AnsweredElsewhere(Exception):
     """Another worker has answered the request."""
@@ -79,6 +96,7 @@ class Call:
     is_in_quota: bool = False  # whether the quotas of the holder count this call as in flight
     results: list[RequestResult] = field(default_factory=list)  # of all that was computed
     started: float = field(default_factory=time.perf_counter)
+    status: int = NOT_ANSWERED  # of the response, once it begins
     body_bytes: int = 0  # that are counted as in flight
     answered_by: str | None = None  # fingerprint of the model, once it is known
     _content: bytes | None = None  # the body, if it is read several times
@@ -88,6 +106,11 @@ class Call:
         """Return the value of a header, or None."""
         value = self.headers.get(name.lower().encode())
         return None if value is None else value.decode("latin-1").strip()
+
+    @property
+    def query_params(self) -> QueryParams:
+        """The parameters of the query."""
+        return QueryParams(self.scope["query_string"])
 
     def serving(self) -> Serving:
         """Return the engine and the other parts that serve this request.
@@ -115,6 +138,17 @@ class Call:
                 field=REQUIRE_MODEL_HEADER,
             )
         return serving
+
+    def count_in_quota(self) -> None:
+        """Count the request as one of its key, if there is one. Raises QuotaExceeded."""
+        if self.holder is None:
+            return
+        try:
+            self.holder.use.begin()
+        except QuotaExceeded as error:
+            self.state.metrics.observe_quota_refusal(self.holder.name, error.quota)
+            raise
+        self.is_in_quota = True
 
     def reuse_wanted(self) -> bool:
         """Return whether the header X-AttnCache-Reuse is on, as it is by default. Raises InvalidInput."""
@@ -234,6 +268,16 @@ class Call:
             f"the request was not answered within {self._seconds:g} seconds and was dropped; send fewer "
             f"texts, or allow more time by {TIMEOUT_HEADER} or --request-seconds"
         )
+
+
+async def call_of(request: Request) -> Call:
+    """Return the call of a request."""
+    call: Call = request.scope[CALL]
+    return call
+
+
+# What the function of a route takes.
+CurrentCall = Annotated[Call, Depends(call_of)]
 
 
 class Team(Protocol):

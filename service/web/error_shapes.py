@@ -10,20 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-
 from attncache_core import AttnCacheError, InputTooLong
 from service.errors import (
-    InternalError,
-    MethodNotAllowed,
-    NotFound,
     QueueFull,
     QuotaExceeded,
     Unauthorized,
     UnknownModel,
-    error_response,
     ours,
 )
 
@@ -68,27 +60,3 @@ def shape_of(path: str) -> ErrorShape:
     if path.startswith(_OPENAI_PREFIXES) or path in ("/v1", "/v2"):
         return openai
     return tei if path in TEI_PATHS else ours
-
-
-async def on_attncache_error(request: Request, error: Exception) -> Response:
-    """Handle an AttnCacheError."""
-    assert isinstance(error, AttnCacheError)
-    return error_response(error, shape_of(request.url.path))
-
-
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Handle an unknown path or an unsupported method."""
-    assert isinstance(error, HTTPException)
-    shape = shape_of(request.url.path)
-    if error.status_code == 404:
-        return error_response(NotFound("no such path; /docs lists the paths"), shape)
-    if error.status_code == 405:
-        response = error_response(MethodNotAllowed("this path does not support this method"), shape)
-        response.headers.update(error.headers or {})
-        return response
-    raise error
-
-
-async def on_failure(request: Request, _error: Exception) -> Response:
-    """Handle any other exception, which is raised again behind the response, and then logged."""
-    return error_response(InternalError(), shape_of(request.url.path))

@@ -1,10 +1,8 @@
 """What holds for every request: who sent it, how it is counted, and which response an error gets.
 
-    socket -> uvicorn -> Front -> an Endpoint: read, compute, answer
-                               -> FastAPI: everything else
+    socket -> uvicorn -> Front -> the router of the app -> a route
 
-The routes for inference are answered here, by a look into a table, because FastAPI's way to a route and back
-takes several times as long as a request of one text may wait for anything but its computation.
+The front takes the place of the middleware of FastAPI, so that errors become responses in one place only.
 """
 
 from __future__ import annotations
@@ -17,29 +15,27 @@ import time
 from collections.abc import Mapping
 
 import orjson
-from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attncache_core import AttnCacheError
 from service.access.keys import ADMIN, KeyHolder
-from service.errors import Forbidden, InternalError, QuotaExceeded, headers_of, log_failure
+from service.errors import Forbidden, InternalError, MethodNotAllowed, NotFound, headers_of, log_failure
 from service.observability.finished import FinishedRequest
 from service.observability.logs import REQUEST_ID
 from service.observability.metrics import route_of
 from service.observability.tracing import TRACE_HEADERS
 from service.state import ServiceState
-from service.web.call import MODEL_HEADER, REQUEST_ID_HEADER, Answer, AnsweredElsewhere, Call, Client, Team
+from service.web.call import CALL, MODEL_HEADER, NOT_ANSWERED, Answer, Call, Client, Team
 from service.web.connection import HEALTH_PATHS
-from service.web.endpoint import Endpoint, ErrorShape
 from service.web.error_shapes import shape_of
-from service.web.listeners import CONNECTION, LISTENER, ListenerName
+from service.web.listeners import CONNECTION, LISTENER, ListenerName, is_for_operators
 
 logger = logging.getLogger(__name__)
 
-# Key in a request's ASGI scope: its Call.
-CALL = "attncache.call"
-# The status that the metrics show for a request that was not answered.
-_NOT_ANSWERED = 499
+_MODEL_HEADER = MODEL_HEADER.lower().encode()
+# Headers that the worker adds that the client has reached.
+_ADDED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id", _MODEL_HEADER})
 # The page is open because a browser cannot send a key with a link. What the page shows needs a key.
 _PAGE, _FILES_OF_PAGE = "/", "/page/"
 # On the admin listener, Prometheus reads the metrics without a key.
@@ -53,17 +49,14 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 class Front:
-    """ASGI application around the app, for HTTP.
+    """ASGI application around the router of the app, for HTTP.
 
     An exception never gets past it, because servers log exceptions.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, state: ServiceState, endpoints: Mapping[str, Endpoint], team: Team | None
-    ) -> None:
+    def __init__(self, app: ASGIApp, state: ServiceState, team: Team | None) -> None:
         self._app = app
         self._state = state
-        self._endpoints = endpoints
         self._team = team
         # The beginning of all request ids, because random digits for each request cost a system call.
         self._own_ids = secrets.token_hex(8)
@@ -76,93 +69,77 @@ class Front:
             scope, receive, self._state, headers, client, _request_id(headers, self._own_ids), self._team
         )
         REQUEST_ID.set(call.request_id)
-        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
-        status = _NOT_ANSWERED
         try:
-            answer = self._refused(call, endpoint) if self._state.keys is not None else None
-            if answer is None and endpoint is not None:
-                answer = await _answer(endpoint, call)
-            if answer is None:
-                status = await self._pass_on(call, send)
-            else:
-                status = answer.status
-                await _send(answer, call, send)
+            await self._respond(call, send)
         finally:
-            self._finish(call, status)
+            self._finish(call)
 
     async def answer(self, call: Call) -> Answer:
         """Return the answer to a request that another worker has admitted, and will count."""
-        endpoint = self._endpoints.get(call.scope["path"]) if call.scope["method"] == "POST" else None
-        if endpoint is not None:
-            return await _answer(endpoint, call)
         messages: list[Message] = []
 
         async def keep(message: Message) -> None:
             messages.append(message)
 
-        status = await self._pass_on(call, keep)
-        return Answer(b"".join(message.get("body", b"") for message in messages), status=status)
+        await self._respond(call, keep)
+        start, *parts = messages
+        headers = tuple(field for field in start["headers"] if field[0] not in _ADDED_HEADERS)
+        kind = dict(start["headers"])[b"content-type"]
+        return Answer(b"".join(part.get("body", b"") for part in parts), headers, start["status"], kind)
 
-    def _refused(self, call: Call, endpoint: Endpoint | None) -> Answer | None:
-        """Find out whose key the request has. Returns the response to a request without rights."""
+    async def _respond(self, call: Call, send: Send) -> None:
+        """Let the app answer, or answer with an error."""
+
+        async def send_noting_status(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                more = [(b"x-request-id", call.request_id.encode())]
+                if call.answered_by is not None:
+                    more.append((_MODEL_HEADER, call.answered_by.encode()))
+                message["headers"] = [*message["headers"], *more]
+            await send(message)
+
+        call.scope[CALL] = call
         try:
-            self._admit(call, is_counted=endpoint is not None)
-        except AttnCacheError as error:
-            return _refusal(error, shape_of(call.scope["path"]))
-        return None
-
-    def _admit(self, call: Call, *, is_counted: bool) -> None:
-        """Raise Unauthorized, Forbidden or QuotaExceeded. is_counted: whether quotas count the request."""
-        scope, keys = call.scope, self._state.keys
-        if keys is None or is_open(scope["method"], scope["path"], scope.get(LISTENER)):
+            self._admit(call)
+            await self._app(call.scope, call.receive, send_noting_status)
             return
-        call.holder = holder = keys.holder(call.headers)
-        check_admin(scope["path"], holder)
-        call.client = Client((holder.name, *call.client.flow), holder.namespace)
-        if is_counted:
-            try:
-                holder.use.begin()
-            except QuotaExceeded as error:
-                self._state.metrics.observe_quota_refusal(holder.name, error.quota)
-                raise
-            call.is_in_quota = True
+        except AttnCacheError as error:
+            failure, headers = error, headers_of(error)
+        except HTTPException as error:
+            failure, headers = _from_router(error), {**(error.headers or {})}
+        except Exception as error:
+            log_failure(logger, "a request failed", error)
+            failure, headers = InternalError(), {}
+        if call.status == NOT_ANSWERED:
+            fields = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
+            shape = shape_of(call.scope["path"])
+            await Answer(orjson.dumps(shape(failure)), fields, failure.status).send(send_noting_status)
 
-    def _finish(self, call: Call, status: int) -> None:
+    def _admit(self, call: Call) -> None:
+        """Find out whose key the request has. Raises Unauthorized, Forbidden and NotFound."""
+        scope, keys = call.scope, None if call.is_passed_on else self._state.keys
+        path, listener = scope["path"], scope.get(LISTENER)
+        if keys is not None and not is_open(scope["method"], path, listener):
+            call.holder = holder = keys.holder(call.headers)
+            check_admin(path, holder)
+            call.client = Client((holder.name, *call.client.flow), holder.namespace)
+        has_admin_port = self._state.settings.admin_port is not None
+        if has_admin_port and listener != "admin" and is_for_operators(path):
+            raise NotFound("this path is served on --admin-port only")
+
+    def _finish(self, call: Call) -> None:
         """Count a request that was answered or given up."""
         state, ended = self._state, time.perf_counter()
         state.bodies.give(call.body_bytes)
-        state.metrics.observe_request(call.scope["path"], status, ended - call.started)
+        state.metrics.observe_request(call.scope["path"], call.status, ended - call.started)
         if call.holder is not None:
             tokens = sum(result.asked_tokens for result in call.results)
             state.metrics.observe_key(call.holder.name, tokens)
             if call.is_in_quota:
                 call.holder.use.end(tokens)
         if state.finished is not None:
-            state.finished.add(_finished(call, status, ended))
-
-    async def _pass_on(self, call: Call, send: Send) -> int:
-        """Let the app answer. Returns the status of its response."""
-        status = _NOT_ANSWERED
-
-        async def send_noting_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID_HEADER] = call.request_id
-                if call.answered_by is not None:
-                    headers[MODEL_HEADER] = call.answered_by
-            await send(message)
-
-        call.scope[CALL] = call
-        try:
-            await self._app(call.scope, call.receive, send_noting_status)
-        except Exception as error:
-            log_failure(logger, "a request failed", error)
-            if status is _NOT_ANSWERED:
-                status = InternalError.status
-                await _send(_refusal(InternalError(), shape_of(call.scope["path"])), call, send)
-        return status
+            state.finished.add(_finished(call, ended))
 
 
 def is_open(method: str, path: str, listener: ListenerName | None) -> bool:
@@ -181,34 +158,11 @@ def check_admin(path: str, holder: KeyHolder) -> None:
         )
 
 
-async def _answer(endpoint: Endpoint, call: Call) -> Answer:
-    try:
-        return await endpoint.handle(call)
-    except AnsweredElsewhere as elsewhere:
-        return elsewhere.answer
-    except AttnCacheError as error:
-        return _refusal(error, endpoint.error_shape)
-    except Exception as error:
-        log_failure(logger, "a request failed", error)
-        return _refusal(InternalError(), endpoint.error_shape)
-
-
-def _refusal(error: AttnCacheError, shape: ErrorShape) -> Answer:
-    headers = tuple((name.lower().encode(), value.encode()) for name, value in headers_of(error).items())
-    return Answer(orjson.dumps(shape(error)), headers, error.status)
-
-
-async def _send(answer: Answer, call: Call, send: Send) -> None:
-    headers = [
-        (b"content-type", answer.media_type),
-        (b"content-length", b"%d" % len(answer.content)),
-        (b"x-request-id", call.request_id.encode()),
-        *answer.headers,
-    ]
-    if call.answered_by is not None:
-        headers.append((MODEL_HEADER.lower().encode(), call.answered_by.encode()))
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.content})
+def _from_router(error: HTTPException) -> AttnCacheError:
+    """Return the error of an unknown path or an unsupported method."""
+    if error.status_code == MethodNotAllowed.status:
+        return MethodNotAllowed("this path does not support this method")
+    return NotFound("no such path; /docs lists the paths")
 
 
 def _request_id(headers: Mapping[bytes, bytes], own_ids: str) -> str:
@@ -219,14 +173,14 @@ def _request_id(headers: Mapping[bytes, bytes], own_ids: str) -> str:
     return f"{own_ids}{next(_NUMBERS):010x}"
 
 
-def _finished(call: Call, status: int, ended: float) -> FinishedRequest:
+def _finished(call: Call, ended: float) -> FinishedRequest:
     """Return what the access log and the traces tell of a request."""
     results = call.results
     return FinishedRequest(
         call.request_id,
         call.scope["method"],
         route_of(call.scope["path"]),
-        status,
+        call.status,
         call.started,
         ended,
         time.time(),

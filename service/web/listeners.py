@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from service.errors import AddressUnavailable, InvalidSettings, NotFound, error_response
+from service.errors import AddressUnavailable, InvalidSettings
 from service.settings import Settings
 
 ListenerName = Literal["public", "admin"]
@@ -135,20 +133,6 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise InvalidSettings(f"--tls-cert {cert} cannot be read: {reason}", field="tls_cert") from error
-
-
-class OperatorsOnly:
-    """ASGI middleware that serves the routes for operators on the admin listener only."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] == "http" and scope.get(LISTENER) != "admin" and is_for_operators(scope["path"]):
-            await error_response(NotFound("this path is served on --admin-port only"))(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
 
 
 def is_for_operators(path: str) -> bool:

@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, serving
 from pydantic import BaseModel, RootModel
 
 from attncache_core import InvalidInput
-from service.routes.endpoints import ENDPOINTS
+from service.app import INFERENCE_ROUTES
 from service.routes.openai.schemas import EmbeddingsRequest
 from service.routes.tei.rerank import RerankRequest
 from service.routes.tei.root import ZeroShotRequest
@@ -168,7 +168,7 @@ def test_message_says_what_is_required(kind: str) -> None:
 
 
 def test_every_message_about_a_field_says_what_is_required() -> None:
-    schemas = {endpoint.request for endpoint in ENDPOINTS} | {ZeroShotRequest}
+    schemas = {route.body for route in INFERENCE_ROUTES} | {ZeroShotRequest}
     for schema in [schema for schema in schemas if not issubclass(schema, RootModel)]:
         required = {name: "a" for name, field in schema.model_fields.items() if field.is_required()}
         for name in schema.model_fields:

@@ -15,9 +15,8 @@ from service.routes.openai.common import OPENAI_ERRORS, TAG, usage_of
 from service.routes.openai.schemas import ModelName, Salt, Usage, User
 from service.routes.served_names import check_model_name, served_name
 from service.schemas import Inputs
-from service.web.call import Answer, Call
-from service.web.endpoint import Endpoint
-from service.web.error_shapes import openai
+from service.web.call import Answer, CurrentCall
+from service.web.endpoint import InferenceRoute
 
 
 class ClassificationRequest(BaseModel):
@@ -54,7 +53,7 @@ class Classifications(BaseModel):
     usage: Usage
 
 
-async def create_classifications(call: Call) -> Answer:
+async def create_classifications(call: CurrentCall) -> Answer:
     """Return the probabilities of the labels of the server for each text."""
     serving, settings = call.serving(), call.state.settings
     reuse = call.reuse_wanted()
@@ -81,8 +80,8 @@ async def create_classifications(call: Call) -> Answer:
     return answer(content, found.result, call, source)
 
 
-ENDPOINTS = (
-    Endpoint(
+ROUTES = (
+    InferenceRoute(
         "/v1/classify",
         create_classifications,
         ClassificationRequest,
@@ -90,7 +89,6 @@ ENDPOINTS = (
         "The classes of each input, in the order of the inputs.",
         headers=ANSWER_HEADERS,
         errors=OPENAI_ERRORS,
-        error_shape=openai,
         tag=TAG,
     ),
 )

@@ -16,12 +16,11 @@ from service.routes.embed import embedding_server
 from service.routes.openai.common import OPENAI_ERRORS, TAG, usage_of
 from service.routes.openai.schemas import Embeddings, EmbeddingsRequest
 from service.routes.served_names import check_model_name, served_name
-from service.web.call import Answer, Call
-from service.web.endpoint import Endpoint
-from service.web.error_shapes import openai
+from service.web.call import Answer, CurrentCall
+from service.web.endpoint import InferenceRoute
 
 
-async def create_embeddings(call: Call) -> Answer:
+async def create_embeddings(call: CurrentCall) -> Answer:
     """Embed one text or several. Embeddings have unit length."""
     serving, settings = embedding_server(call), call.state.settings
     reuse = call.reuse_wanted()
@@ -79,8 +78,8 @@ def _check_ends(engine: PrefillEngine, source: Source) -> None:
             )
 
 
-ENDPOINTS = (
-    Endpoint(
+ROUTES = (
+    InferenceRoute(
         "/v1/embeddings",
         create_embeddings,
         EmbeddingsRequest,
@@ -88,7 +87,6 @@ ENDPOINTS = (
         "One embedding per input, in the order of the inputs.",
         headers=ANSWER_HEADERS,
         errors=OPENAI_ERRORS,
-        error_shape=openai,
         tag=TAG,
     ),
 )

@@ -6,13 +6,12 @@ import time
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
-from service.routes.common import call_of
 from service.routes.openai.common import OPENAI_ERRORS, TAG
 from service.routes.openai.schemas import Model, Models
 from service.routes.served_names import check_model_name, served_name
-from service.web.call import Call
+from service.web.call import Call, CurrentCall
 
 router = APIRouter(prefix="/v1", tags=[TAG])
 
@@ -21,15 +20,14 @@ _ERRORS: dict[int | str, dict[str, Any]] = {503: OPENAI_ERRORS[503]}
 
 
 @router.get("/models", response_model=Models, responses=_ERRORS)
-async def list_models(request: Request) -> Response:
+async def list_models(call: CurrentCall) -> Response:
     """Return a list with the model that this server serves."""
-    return _json({"object": "list", "data": [_described(call_of(request))]})
+    return _json({"object": "list", "data": [_described(call)]})
 
 
 @router.get("/models/{model:path}", response_model=Model, responses={**_ERRORS, 404: OPENAI_ERRORS[404]})
-async def retrieve_model(request: Request, model: str) -> Response:
+async def retrieve_model(call: CurrentCall, model: str) -> Response:
     """Return the model, by any name that requests may give."""
-    call = call_of(request)
     check_model_name(model, call.state.settings)
     return _json(_described(call))
 

@@ -18,9 +18,8 @@ from service.routes.computing import computed
 from service.routes.embed import embedding_server
 from service.routes.tei.common import TAG, TEI_ERRORS, truncates
 from service.routes.tei.schemas import EmbedAllRequest
-from service.web.call import Answer, Call
-from service.web.endpoint import Endpoint
-from service.web.error_shapes import tei
+from service.web.call import Answer, CurrentCall
+from service.web.endpoint import InferenceRoute
 
 # Of one response, which has some 12 bytes per number.
 _MOST_NUMBERS = 2**23
@@ -52,7 +51,7 @@ class _Limited:
         return self.source.tokenize(engine, prompt, salt, min(most_tokens, self.most_tokens))
 
 
-async def embed_all(call: Call) -> Answer:
+async def embed_all(call: CurrentCall) -> Answer:
     """Embed every token of the inputs: for each input, one list of numbers per token.
 
     These are what the model's pooling reads, special tokens included. They are not brought to unit length.
@@ -86,8 +85,8 @@ def _json_of_text(states: np.ndarray) -> bytes:
     return b"[" + b",".join(parts) + b"]"
 
 
-ENDPOINTS = (
-    Endpoint(
+ROUTES = (
+    InferenceRoute(
         "/embed_all",
         embed_all,
         EmbedAllRequest,
@@ -95,7 +94,6 @@ ENDPOINTS = (
         "For each input, an embedding of each token.",
         headers=ANSWER_HEADERS,
         errors=TEI_ERRORS,
-        error_shape=tei,
         tag=TAG,
     ),
 )

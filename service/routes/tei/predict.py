@@ -12,12 +12,11 @@ from service.routes.common import ANSWER_HEADERS, answer, check_count
 from service.routes.tei.common import TAG, TEI_ERRORS, truncates
 from service.routes.tei.schemas import PredictRequest
 from service.schemas import LabelScore
-from service.web.call import Answer, Call
-from service.web.endpoint import Endpoint
-from service.web.error_shapes import tei
+from service.web.call import Answer, CurrentCall
+from service.web.endpoint import InferenceRoute
 
 
-async def predict(call: Call) -> Answer:
+async def predict(call: CurrentCall) -> Answer:
     """Score the labels of the server for each text or pair, best first."""
     serving, settings = call.serving(), call.state.settings
     reuse = call.reuse_wanted()
@@ -47,8 +46,8 @@ def _best_first(labels: tuple[str, ...], scores: np.ndarray, most: int | None) -
     return [{"score": values[column], "label": labels[column]} for column in order]
 
 
-ENDPOINTS = (
-    Endpoint(
+ROUTES = (
+    InferenceRoute(
         "/predict",
         predict,
         PredictRequest,
@@ -56,7 +55,6 @@ ENDPOINTS = (
         "The labels, best first: a list for one text or pair, and a list of lists for a list of them.",
         headers=ANSWER_HEADERS,
         errors=TEI_ERRORS,
-        error_shape=tei,
         tag=TAG,
     ),
 )

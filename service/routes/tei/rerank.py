@@ -21,9 +21,8 @@ from service.routes.served_names import check_model_name, served_name
 from service.routes.tei.common import TAG, TEI_ERRORS, truncates
 from service.routes.tei.schemas import TeiErrorBody
 from service.schemas import REFUSED, Text, Texts, Truncate, TruncationDirection
-from service.web.call import Answer, Call
-from service.web.endpoint import Endpoint
-from service.web.error_shapes import openai, tei
+from service.web.call import Answer, Call, CurrentCall
+from service.web.endpoint import InferenceRoute
 
 
 def _plain(document: Any) -> Any:
@@ -106,7 +105,7 @@ class Ranked(BaseModel):
     usage: Usage
 
 
-async def rerank(call: Call) -> Answer:
+async def rerank(call: CurrentCall) -> Answer:
     """Order documents by how well they answer a query.
 
     A cross-encoder, or a reranker in its template, scores each pair of query and document. An embedding model
@@ -189,8 +188,8 @@ def _of_documents(found: Relevance, documents: list[str], body: RerankRequest, c
 
 _SAYS = "The documents, best first: a list for texts, and an object with results for documents."
 
-ENDPOINTS = (
-    Endpoint(
+ROUTES = (
+    InferenceRoute(
         "/rerank",
         rerank,
         RerankRequest,
@@ -198,11 +197,10 @@ ENDPOINTS = (
         _SAYS,
         headers=ANSWER_HEADERS,
         errors=TEI_ERRORS | {404: {"model": TeiErrorBody, "description": OPENAI_ERRORS[404]["description"]}},
-        error_shape=tei,
         tag=TAG,
     ),
     *(
-        Endpoint(
+        InferenceRoute(
             path,
             rerank,
             RerankRequest,
@@ -210,7 +208,6 @@ ENDPOINTS = (
             _SAYS,
             headers=ANSWER_HEADERS,
             errors=OPENAI_ERRORS,
-            error_shape=openai,
             tag=OPENAI_TAG,
         )
         for path in ("/v1/rerank", "/v2/rerank")

@@ -26,9 +26,8 @@ from service.routes.tei.rerank import Rank, Ranked, RerankRequest, rerank
 from service.routes.tei.schemas import PredictParameters, PredictRequest, SimilarityRequest
 from service.routes.tei.similarity import similarity
 from service.schemas import ClassifyRequest, EmbedRequest, Inputs, LabelScore, Text, Texts
-from service.web.call import Answer, Call
-from service.web.endpoint import Endpoint
-from service.web.error_shapes import tei
+from service.web.call import Answer, Call, CurrentCall
+from service.web.endpoint import InferenceRoute
 
 
 class ZeroShotParameters(BaseModel):
@@ -56,7 +55,7 @@ class TaskRequest(
     """The body of POST /."""
 
 
-async def task(call: Call) -> Answer:
+async def task(call: CurrentCall) -> Answer:
     """Embed, classify, compare or rank, as the body and the model say."""
     engine = call.serving().engine
     return await _handler(await call.content(), engine)(call)
@@ -124,8 +123,8 @@ def _rename(error: InvalidInput | NotFinite) -> None:
 
 _Answered = list[list[float]] | list[float] | list[LabelScore] | list[list[LabelScore]] | list[Rank] | Ranked
 
-ENDPOINTS = (
-    Endpoint(
+ROUTES = (
+    InferenceRoute(
         "/",
         task,
         TaskRequest,
@@ -133,7 +132,6 @@ ENDPOINTS = (
         "What the route for the task answers.",
         headers=ANSWER_HEADERS,
         errors=TEI_ERRORS,
-        error_shape=tei,
         tag=TAG,
     ),
 )

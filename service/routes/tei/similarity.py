@@ -9,14 +9,13 @@ from service.routes.computing import computed, named
 from service.routes.embed import embedding_server
 from service.routes.tei.common import TAG, TEI_ERRORS, truncates
 from service.routes.tei.schemas import SimilarityParameters, SimilarityRequest
-from service.web.call import Answer, Call
-from service.web.endpoint import Endpoint
-from service.web.error_shapes import tei
+from service.web.call import Answer, CurrentCall
+from service.web.endpoint import InferenceRoute
 
 _SOURCE, _SENTENCES = "inputs.source_sentence", "inputs.sentences"
 
 
-async def similarity(call: Call) -> Answer:
+async def similarity(call: CurrentCall) -> Answer:
     """Compare a text with other texts, by the cosines of their embeddings."""
     serving, settings = embedding_server(call), call.state.settings
     reuse = call.reuse_wanted()
@@ -40,8 +39,8 @@ def _name(index: int) -> str:
     return f"{_SENTENCES}[{index - 1}]" if index else _SOURCE
 
 
-ENDPOINTS = (
-    Endpoint(
+ROUTES = (
+    InferenceRoute(
         "/similarity",
         similarity,
         SimilarityRequest,
@@ -49,7 +48,6 @@ ENDPOINTS = (
         "One cosine per sentence.",
         headers=ANSWER_HEADERS,
         errors=TEI_ERRORS,
-        error_shape=tei,
         tag=TAG,
     ),
 )

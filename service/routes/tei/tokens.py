@@ -12,16 +12,15 @@ from attncache_core.text.pieces import Piece
 from service.routes.common import check_count
 from service.routes.tei.common import TAG, TEI_ERRORS
 from service.routes.tei.schemas import DecodeRequest, SimpleToken, TokenizeRequest
-from service.web.call import Answer, Call
-from service.web.endpoint import Endpoint
-from service.web.error_shapes import tei
+from service.web.call import Answer, CurrentCall
+from service.web.endpoint import InferenceRoute
 
 # Of one request. The response has some 60 bytes per token.
 _MOST_CHARACTERS = 2**18
 _MOST_TOKENS = 2**18
 
 
-async def tokenize(call: Call) -> Answer:
+async def tokenize(call: CurrentCall) -> Answer:
     """Return the tokens of each text in the server's template, as /embed computes them, without cutting."""
     engine, settings = call.serving().engine, call.state.settings
     body = await call.read(TokenizeRequest)
@@ -48,7 +47,7 @@ async def tokenize(call: Call) -> Answer:
     return Answer(content)
 
 
-async def decode(call: Call) -> Answer:
+async def decode(call: CurrentCall) -> Answer:
     """Return the text of each list of token ids."""
     engine, settings = call.serving().engine, call.state.settings
     body = await call.read(DecodeRequest)
@@ -79,26 +78,24 @@ def _token(piece: Piece) -> dict[str, Any]:
     }
 
 
-ENDPOINTS = (
-    Endpoint(
+ROUTES = (
+    InferenceRoute(
         "/tokenize",
         tokenize,
         TokenizeRequest,
         list[list[SimpleToken]],
         "The tokens of each text.",
         errors=TEI_ERRORS,
-        error_shape=tei,
         tag=TAG,
         reuses=False,
     ),
-    Endpoint(
+    InferenceRoute(
         "/decode",
         decode,
         DecodeRequest,
         list[str],
         "One text per list of token ids.",
         errors=TEI_ERRORS,
-        error_shape=tei,
         tag=TAG,
         reuses=False,
     ),
