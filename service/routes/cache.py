@@ -23,6 +23,7 @@ from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import WorkerUnavailable
 from service.routes.common import ERRORS, check_count
+from service.routes.computing import computed
 from service.schemas import Inputs, Name, Text, Texts
 from service.state import Serving
 from service.web.call import Call, CurrentCall
@@ -147,17 +148,17 @@ async def warm(call: CurrentCall) -> Response:
     store = store_of(serving.engine)
     body = await call.read(WarmRequest)
     chosen = await _chosen(call, serving, body)
-    pending = serving.batcher.submit(
-        chosen,
-        flow=call.client.flow,
-        prompt=chosen.prompt,
-        reuse=True,
-        counted=False,
-        salt=chosen.salt,
-        repeats=False,
-    )
     try:
-        result = await call.wait(pending)
+        result = await computed(
+            call,
+            serving,
+            chosen,
+            prompt=chosen.prompt,
+            reuse=True,
+            counted=False,
+            salt=chosen.salt,
+            repeats=False,
+        )
     except NotFinite as error:
         raise NotFinite.of(error.index, "texts") from error
 

@@ -22,6 +22,7 @@ from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
 from service.routes.asked import asked
 from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count
+from service.routes.computing import computed
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot
 from service.schemas import ClassifyRequest, LabelScore
 from service.state import Serving
@@ -93,10 +94,7 @@ async def _by_output(
         _check_labels(labels, source.count, settings.max_request_inputs)
         truncate = settings.truncate if body.truncate is None else body.truncate
         choice = _Choice(labels, None, await _label_embeddings(call, serving, labels, truncate))
-    pending = serving.batcher.submit(
-        source, flow=call.client.flow, reuse=reuse, salt=call.salt(body.cache_salt)
-    )
-    result = await call.wait(pending)
+    result = await computed(call, serving, source, reuse=reuse, salt=call.salt(body.cache_salt))
     return Scores(choice.labels, choice.scores(result.outputs, serving, body.temperature), result)
 
 
@@ -129,15 +127,10 @@ async def _by_tokens(
             f"inputs make {sequences} sequences with these labels, and at most {limit} may wait",
             field="inputs" if per_input <= limit else "labels",
         )
-    pending = serving.batcher.submit(
-        source,
-        flow=call.client.flow,
-        reuse=reuse,
-        prompt=labels.prompt,
-        labels=labels,
-        salt=call.salt(body.cache_salt),
+    salt = call.salt(body.cache_salt)
+    result = await computed(
+        call, serving, source, reuse=reuse, prompt=labels.prompt, labels=labels, salt=salt
     )
-    result = await call.wait(pending)
     # In a thread, because many labels have many log-probabilities to add.
     logits = await asyncio.to_thread(engine.label_logits, labels, result.outputs, result.log_probabilities)
     # The outputs are finite, so a NaN here comes from a label's row of the language head.
@@ -193,11 +186,8 @@ async def _label_embeddings(call: Call, serving: Serving, labels: list[str], tru
     missing = [label for label in labels if label not in known]
     if missing:
         # Labels are not inputs, so neither the response header nor the metric of outcomes counts them.
-        pending = serving.batcher.submit(
-            Texts(missing, truncate), flow=call.client.flow, reuse=False, counted=False
-        )
         try:
-            result = await call.wait(pending)
+            result = await computed(call, serving, Texts(missing, truncate), reuse=False, counted=False)
         except NotFinite as error:
             raise NotFinite.of(labels.index(missing[error.index]), "labels") from error
         except InputTooLong as error:

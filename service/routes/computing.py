@@ -27,6 +27,8 @@ async def computed(
     prompt: Prompt | None = None,
     labels: LabelTokens | None = None,
     salt: bytes = b"",
+    counted: bool = True,
+    repeats: bool = True,
 ) -> RequestResult:
     """Compute the texts of a source and return their results. Arguments and errors: see Batcher.submit.
 
@@ -41,7 +43,14 @@ async def computed(
         )
     return await call.wait(
         serving.batcher.submit(
-            source, flow=call.client.flow, reuse=reuse, prompt=prompt, labels=labels, salt=salt
+            source,
+            flow=call.client.flow,
+            reuse=reuse,
+            prompt=prompt,
+            labels=labels,
+            salt=salt,
+            counted=counted,
+            repeats=repeats,
         )
     )
 

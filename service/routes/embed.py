@@ -8,6 +8,7 @@ from service.batching.token_ids import prompt_of
 from service.errors import NoEmbedding
 from service.routes.asked import asked
 from service.routes.common import ANSWER_HEADERS, ERRORS, answer
+from service.routes.computing import computed
 from service.schemas import EmbedRequest
 from service.state import Serving
 from service.web.call import Answer, Call, CurrentCall
@@ -21,14 +22,14 @@ async def embed(call: CurrentCall) -> Answer:
     body = await call.read(EmbedRequest)
     serving.engine.require_dimensions(body.dimensions)
     async with asked(call, body) as source:
-        pending = serving.batcher.submit(
+        result = await computed(
+            call,
+            serving,
             source,
-            flow=call.client.flow,
             reuse=reuse,
             prompt=prompt_of(serving.engine, source, body.prompt_name),
             salt=call.salt(body.cache_salt),
         )
-        result = await call.wait(pending)
         embeddings = serving.engine.embeddings(
             result.outputs, normalize=body.normalize, dimensions=body.dimensions
         )

@@ -21,6 +21,7 @@ from attncache_core.engine.explain import Explanation, LayerMaps, explain
 from attncache_core.engine.explain_blend import explain_blend
 from service.batching import sources
 from service.routes.common import ERRORS
+from service.routes.computing import computed
 from service.schemas import Name, Text, Texts
 from service.state import Serving
 from service.web.call import CurrentCall
@@ -80,8 +81,7 @@ async def explain_text(call: CurrentCall) -> Response:
     async with call.state.explaining:
         explained = await asyncio.to_thread(_explained, serving, body.input, salt)
     source = sources.Texts([body.input], call.state.settings.truncate)
-    pending = serving.batcher.submit(source, flow=call.client.flow, reuse=True, counted=False, salt=salt)
-    answered = await call.wait(pending)
+    answered = await computed(call, serving, source, reuse=True, salt=salt, counted=False)
     content = {
         **{name: value for name, value in asdict(explained).items() if name not in ("ids", "layers")},
         "was_kept": answered.repeated > 0,

@@ -18,7 +18,6 @@ from enum import IntEnum
 from typing import Any, cast
 
 from starlette.responses import Response
-from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -215,7 +214,7 @@ class Connection(HttpToolsProtocol):
 
     # Called by uvicorn.
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         gate = self._gate
         if gate.draining:
@@ -225,7 +224,7 @@ class Connection(HttpToolsProtocol):
             if cycle.scope["path"] not in HEALTH_PATHS:
                 gate.on_cut(TooManyConnections.code)
                 response = error_response(_too_many_connections(gate.limits.connections))
-                app = cast(ASGI3Application, response)
+                app = response
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
