@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from attncache_core.version import __version__
@@ -95,7 +96,9 @@ def create_app(
         *([cache.router, explain.router] if settings.admin else []),
     ):
         app.include_router(router)
-    # FastAPI keeps in the stack what its routes open for a request.
-    front = Front(AsyncExitStackMiddleware(app.router), state, team)
+    # FastAPI keeps in the stack what its other routes open for a request. The router of FastAPI takes longer
+    # to find a route than the one of Starlette, so Starlette's looks for the routes for inference first.
+    behind = Router(INFERENCE_ROUTES, redirect_slashes=False, default=AsyncExitStackMiddleware(app.router))
+    front = Front(behind, state, team)
     app.front = for_browsers(front, settings)
     return app
