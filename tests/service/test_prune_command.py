@@ -20,7 +20,7 @@ from attncache_core import (
     find_variant,
 )
 from attncache_core.evaluation.importance import measure_importance
-from service.bench.worker import Worker
+from benchmarks.measuring.worker import Worker
 from service.commands import build as build_command
 from service.commands import serve as serve_command
 from service.loading import load_engine
