@@ -41,7 +41,7 @@ fuzz: .venv/installed-with-test
 # Full load and damaged files for ten minutes, then a table and build/soak.png.
 soak: .venv/installed-with-test
 	mkdir -p build
-	.venv/bin/python -m benchmarks.soak --plot build/soak.png
+	.venv/bin/python -m benchmarks soak --plot build/soak.png
 
 # The C code under AddressSanitizer and UndefinedBehaviorSanitizer. Needs Clang 19 or newer as $(CLANG).
 CLANG ?= clang

@@ -1,6 +1,6 @@
 """Compare the attention kernel with torch's operators, and measure the machine's peak speed.
 
-    python benchmarks/attention_kernel.py [--threads 2] [--layers 6] [--heads 12] [--width 32]
+    python -m benchmarks attention-kernel [--threads 2] [--layers 6] [--heads 12] [--width 32]
 
 The table shows milliseconds for the attention of all layers, for batches of equal lengths. It compares
 torch's explicit softmax (in the model's dtype and in float32), torch's SDPA, each level of the kernel that
@@ -54,14 +54,15 @@ def methods_of(
     """Return name -> function for all methods, for a batch of `count` sequences of `length` tokens."""
     joined = torch.randn(count * length, 3 * heads, width).bfloat16()
     query, key, value = joined.split(heads, dim=1)
-    side_by_side = [x.unflatten(0, (count, length)) for x in (query, key, value)]
+    first, second, third = (x.unflatten(0, (count, length)) for x in (query, key, value))
+    side_by_side = first, second, third
     offsets, runs = np.arange(count + 1) * length, np.arange(count + 1)
     context, scale = torch.empty(value.shape, dtype=value.dtype), width**-0.5
     maps = torch.rand(count, heads, length, length).bfloat16()
     triangles = maps[..., torch.ones(length, length, dtype=torch.bool).tril()]
     methods: Methods = {
-        "torch, explicit, bf16": partial(explicit, *side_by_side, torch.bfloat16),
-        "torch, explicit, fp32": partial(explicit, *side_by_side, torch.float32),
+        "torch, explicit, bf16": lambda: explicit(*side_by_side, torch.bfloat16),
+        "torch, explicit, fp32": lambda: explicit(*side_by_side, torch.float32),
         "torch, SDPA, bf16": lambda: functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in side_by_side)
         ),
@@ -119,7 +120,3 @@ def main() -> None:
     for name in found[SHAPES[0]]:
         figures = "".join(f"{arguments.layers * found[shape][name]:>9.2f}" for shape in SHAPES)
         print(f"{name:26}{figures}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Test whether a budget holds on texts that were not used for its calibration.
 
-    python benchmarks/budget_transfer.py --database banking77.db --data banking77_test_a.tsv \\
+    python -m benchmarks budget-transfer --database banking77.db --data banking77_test_a.tsv \\
         --other STSB_test.tsv:sentence1,sentence2
 
 All masks are measured once on all texts. Then mask and policy are chosen on a random half of the texts and
@@ -23,13 +23,14 @@ from attncache_core.calibration.masks import candidate_masks
 from attncache_core.calibration.policy_selection import Calibrated, Terms, apply_policy, choose_policy
 from attncache_core.calibration.probes import Measured, Probes, find_probes, measure
 from attncache_core.calibration.savings import measure_savings
-from attncache_core.calibration.thresholds import FEWEST_PROBES
+from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.corpus.reading import read_texts
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.budget import Budget
-from service.bench.report import machine, show_machine, show_table
+from attncache_core.reuse.storage.layout import RecordKind
+from service.commands.report import machine, show_machine, show_table
 
-Measurements = list[dict]
+Measurements = list[dict[RecordKind, Measured]]
 
 
 @click.command()
@@ -124,7 +125,7 @@ def _row(name: str, results: Sequence[tuple[Calibrated, Probes]], budget: Budget
         group_of = result.policy.group_indices(probes.lengths)
         for group in range(len(result.policy.groups)):
             hits = result.served & (group_of == group)
-            if hits.sum() >= FEWEST_PROBES:
+            if hits.sum() >= MIN_PROBES:
                 groups.append(float(result.fidelity[hits].mean()))
     below = [mean for mean in means if mean < budget.least]
     groups_below = [mean for mean in groups if mean < budget.least]
@@ -139,7 +140,3 @@ def _row(name: str, results: Sequence[tuple[Calibrated, Probes]], budget: Budget
         f"{len(groups_below)} of {len(groups)}",
         f"{min(groups):.4f}" if groups else "",
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measure the latency of a short text beside busy processes, for several limits on OpenMP's spinning.
 
-    python benchmarks/busy_neighbour.py [--neighbours 2]
+    python -m benchmarks busy-neighbour [--neighbours 2]
 
 OpenMP reads its settings when its library is loaded, so each setting runs in its own process. "default" is
 the default of GNU OpenMP.
@@ -68,7 +68,3 @@ def main() -> None:
             f"{beside[0]:>19.2f} {beside[1]:>8.2f}",
             flush=True,
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Compare reuse with smaller models: quantised, AttnDrop, BlockDrop; and combine both (papers' Table 8).
 
-    python benchmarks/combined.py --corpus STSB_train.tsv:sentence1,sentence2 --data STS12.tsv \\
+    python -m benchmarks combined --corpus STSB_train.tsv:sentence1,sentence2 --data STS12.tsv \\
         --data STS13.tsv --folder combined
 
 The dropped layers are the least important layers on the corpus, as `attncache prune` measures importance.
@@ -35,8 +35,8 @@ from attncache_core.evaluation.methods import Methods
 from attncache_core.evaluation.tasks import RatedPairs, SimilarityTask
 from attncache_core.heads.comparator import Measure
 from attncache_core.models import model_shape
-from service.bench.report import machine, show_machine, show_table
 from service.commands.progress import shown_progress
+from service.commands.report import machine, show_machine, show_table
 
 _SAMPLE = 500  # number of texts on which the importance of layers is measured
 
@@ -149,7 +149,3 @@ def _row(report: MethodReport) -> list[object]:
         f"{report.hit_rate:.3f}",
         f"{report.speedup:.3f}",
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Time a mixture-of-experts block: as transformers computes it, packed, and quantised.
 
-    python benchmarks/experts.py [--tokens 16 128 1024] [--dtype bfloat16] [--rounds 7]
+    python -m benchmarks experts [--tokens 16 128 1024] [--dtype bfloat16] [--rounds 7]
 
 There are two blocks with random weights: one with 64 experts, 8 of which are used per token, and one with 8
 experts, 2 of which are used per token. The tables show milliseconds of processor time of one thread for a
@@ -12,6 +12,8 @@ import statistics
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import MixtralConfig, Qwen3MoeConfig
@@ -23,10 +25,10 @@ from attncache_core.models.decoder import feed_forward
 from attncache_core.models.linear import quantizing
 from attncache_core.runtime.memory import keep_freed_memory
 from attncache_core.runtime.threads import limit_threads
-from service.bench.report import machine, show_machine, show_table
+from service.commands.report import machine, show_machine, show_table
 
 HIDDEN = 1024
-BLOCKS = {
+BLOCKS: dict[str, tuple[type[torch.nn.Module], Any]] = {
     "64 experts of width 384, 8 per token": (
         Qwen3MoeSparseMoeBlock,
         Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=384, num_experts=64, num_experts_per_tok=8),
@@ -37,6 +39,12 @@ BLOCKS = {
     ),
 }
 Implementation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _alone(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Compute a block for one sequence [tokens, hidden]."""
+    output: torch.Tensor = block(x[None])[0]
+    return output
 
 
 def implementations(
@@ -51,7 +59,7 @@ def implementations(
         block = kind(own).to(dtype)
         for weight in block.parameters():
             torch.nn.init.normal_(weight, std=0.02)
-        found[f"transformers, {implementation}"] = lambda x, block=block: block(x[None])[0]
+        found[f"transformers, {implementation}"] = partial(_alone, block)
     for quantization in (None, *Quantization):
         with quantizing(quantization):
             found[quantization or "packed"] = feed_forward(deepcopy(block), config)
@@ -86,7 +94,3 @@ def main() -> None:
                 taken[name].append(f"{statistics.median(rounds[1:]):.1f}")
         rows = [[name, *figures] for name, figures in taken.items()]
         show_table(f"{title}, {options.dtype}", ["tokens", *map(str, options.tokens)], rows)
-
-
-if __name__ == "__main__":
-    main()

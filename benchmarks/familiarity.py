@@ -1,6 +1,6 @@
 """Measure how the strangeness limit protects unfamiliar texts, kind by kind, and what the test costs.
 
-    python benchmarks/familiarity.py --database banking77.db --corpus banking77_train.tsv \\
+    python -m benchmarks familiarity --database banking77.db --corpus banking77_train.tsv \\
         --data banking77_test_a.tsv --data STSB_test.tsv:sentence1,sentence2 --most 600
 
 The unfamiliar texts are of the kinds that no familiarity test is fitted on, generated with another seed than
@@ -24,7 +24,7 @@ from attncache_core.corpus import unfamiliar_texts
 from attncache_core.corpus.reading import read_texts, spread
 from attncache_core.heads.vectors import cosines
 from attncache_core.reuse.maps.familiarity import Familiarity
-from service.bench.report import machine, show_machine, show_table
+from service.commands.report import machine, show_machine, show_table
 
 _BATCH = 64
 _TIMINGS = 1000
@@ -121,7 +121,3 @@ def _microseconds(familiarity: Familiarity) -> float:
         familiarity.strangeness(ids, lengths)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds) / _BATCH * 1e6
-
-
-if __name__ == "__main__":
-    main()

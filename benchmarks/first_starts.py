@@ -1,7 +1,7 @@
 """Start a server with an empty cache several times, and see when it answers and what it decides about reuse.
 
-    python benchmarks/first_starts.py --starts 10 --neighbours 1
-    python benchmarks/first_starts.py --starts 10 --neighbours 1 --database FOLDER
+    python -m benchmarks first-starts --starts 10 --neighbours 1
+    python -m benchmarks first-starts --starts 10 --neighbours 1 --database FOLDER
 
 Prints for each start the seconds until the first answer, and what the server decided: whether reuse can pay,
 or with --database whether it pays. The server decides nothing while other programs use the processors. Each
@@ -101,7 +101,3 @@ def main() -> None:
             decisions[decision] += 1
             print(f"start {number + 1}: first answer after {answered:.1f} s; {decision}", flush=True)
     print(", ".join(f"{decision}: {count}" for decision, count in decisions.items()))
-
-
-if __name__ == "__main__":
-    main()

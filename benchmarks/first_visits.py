@@ -1,6 +1,6 @@
 """Measure the first visit of each number of tokens against later visits, and memory over many mixed texts.
 
-    python benchmarks/first_visits.py [--texts 60000] [--quantize int8]
+    python -m benchmarks first-visits [--texts 60000] [--quantize int8]
 
 The first part runs one text of each length from 3 to 200 tokens, in random order, three times round. The
 first visit of a length is divided by the faster of its later visits. The second part embeds batches of 1 to
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from attncache_core import DEFAULT_MODEL, PrefillEngine, Quantization, find_variant
-from service.bench.report import machine, show_machine
+from service.commands.report import machine, show_machine
 
 LENGTHS = range(3, 201)
 ROUNDS = 3
@@ -62,7 +62,3 @@ def main() -> None:
             engine.run(engine.requests(batch))
             done += len(batch)
         print(f"{done:>7} texts: {resident_megabytes():.0f} MB")
-
-
-if __name__ == "__main__":
-    main()

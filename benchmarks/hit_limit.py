@@ -1,6 +1,6 @@
 """Measure how much faster the layers are if every text hits, for masks of several sizes: the limit of reuse.
 
-    python benchmarks/hit_limit.py --database banking77.db --data banking77_test_a.tsv --heads 24,36,48,72
+    python -m benchmarks hit-limit --database banking77.db --data banking77_test_a.tsv --heads 24,36,48,72
 
 Every text takes the same maps from memory, so no search, digest, familiarity test or fetch is timed, and the
 outputs mean nothing. The heads of the masks are the mildest of the database. The methods alternate in random
@@ -27,7 +27,7 @@ from attncache_core.native.stack_data import GivenRecords
 from attncache_core.reuse.execution.fetch import HitRecords
 from attncache_core.reuse.mask import ReuseMask, mildest_mask
 from attncache_core.text.token_batch import TokenBatch, pack
-from service.bench.report import machine, show_machine, show_table
+from service.commands.report import machine, show_machine, show_table
 
 _BATCHES = 6
 
@@ -109,7 +109,3 @@ def _fastest(
                 passes[name](batch)
                 taken[name][number].append(time.perf_counter() - started)
     return {name: float(np.mean([min(own[1:]) for own in seconds])) for name, seconds in taken.items()}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Show what clients that send much, or slowly, cost a running server.
 
     attncache serve --header-seconds 60 --body-seconds 60
-    python benchmarks/hostile_clients.py --pid PID [--host 127.0.0.1] [--port 8080]
+    python -m benchmarks hostile-clients --pid PID [--host 127.0.0.1] [--port 8080]
 
 Each attack opens its connections, sends as much on each as the server takes, and keeps them open. Meanwhile
 the script reads the server's memory, and asks /health and /embed. The limits of time are long, so that the
@@ -86,7 +86,3 @@ def memory_mib(pid: int) -> float:
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     (line,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
     return int(line.split()[1]) / 1024
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Compare truncated keys and values with recomputing the kept tokens: cosines and decisions.
 
-    python benchmarks/kv_truncation.py tiny-prompt-llama SST2_train.tsv:sentence
+    python -m benchmarks kv-truncation tiny-prompt-llama SST2_train.tsv:sentence
 
 Each conversation is a window full of turns (texts of the file). It is cut to its newest tokens, and one more
 turn follows. The last token's state is compared with the state after the kept tokens were computed again.
@@ -26,8 +26,9 @@ from attncache_core.checkpoints.checkpoint import Pooling
 from attncache_core.corpus.reading import read_texts
 from attncache_core.heads.vectors import cosines
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
+from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.quantized import Int8Slots
-from service.bench.report import machine, show_machine, show_table
+from service.commands.report import machine, show_machine, show_table
 
 SINKS = 4
 
@@ -37,7 +38,8 @@ def conversations(
 ) -> list[tuple[list[int], list[int]]]:
     """Return token ids of full windows, each with the turn that follows."""
     turns = [ids[1:] for ids in engine.tokenize(texts)]  # without the token that begins every text
-    found, ids = [], []
+    found: list[tuple[list[int], list[int]]] = []
+    ids: list[int] = []
     for turn in turns:
         if len(ids) >= window:
             found.append((ids[:window], turn))
@@ -45,6 +47,12 @@ def conversations(
         else:
             ids += turn
     return found
+
+
+def reuse_of(engine: PrefillEngine) -> KeyValueReuse:
+    """Return the reuse of keys and values, which every engine of this benchmark has."""
+    assert engine.key_values is not None
+    return engine.key_values
 
 
 def state(engine: PrefillEngine, ids: Sequence[int], salt: bytes | None) -> np.ndarray:
@@ -55,9 +63,9 @@ def state(engine: PrefillEngine, ids: Sequence[int], salt: bytes | None) -> np.n
 
 def unrotated(engine: PrefillEngine, salt: bytes, ids: Sequence[int], positions: Sequence[int]) -> None:
     """Turn the keys of truncated blocks so that reading them gives the rotation of their old positions."""
-    store, model = engine.key_values.store, engine.model
+    store, model = reuse_of(engine).store, engine.model
     pool, dtype = store.memory.pool, model.stack.dtype if model.stack else model.dtype
-    known = store.memory.known(engine.wanted(ids, None, salt))
+    known = store.memory.known(reuse_of(engine).wanted(ids, None, salt))
     for number, block in enumerate(known.blocks):
         new = np.arange(number * BLOCK_TOKENS, number * BLOCK_TOKENS + block.name.length)
         delta = torch.from_numpy(np.asarray(positions)[new] - new)
@@ -70,10 +78,10 @@ def unrotated(engine: PrefillEngine, salt: bytes, ids: Sequence[int], positions:
 
 def rounded(engine: PrefillEngine, ids: Sequence[int], salt: bytes) -> None:
     """Round the stored keys and values of a sequence to 8 bits."""
-    store, model = engine.key_values.store, engine.model
+    store, model = reuse_of(engine).store, engine.model
     dtype = model.stack.dtype if model.stack else model.dtype
     quantized = Int8Slots(store.layout.part_bytes, store.layout.slot_bytes, dtype)
-    for block in store.memory.known(engine.wanted(ids, None, salt)).blocks:
+    for block in store.memory.known(reuse_of(engine).wanted(ids, None, salt)).blocks:
         parts = store.memory.pool.parts(block.place)
         for index, part in enumerate(quantized.encode(parts)):
             quantized.decode(index, part, parts[index])
@@ -100,8 +108,9 @@ def main(model: str, texts: str, ratio: float, window: int, most: int) -> None:
         for way, positions in ways.items():
             salt = b"%d %s" % (number, way.encode())
             state(engine, ids, salt)
-            own_salt = engine.key_values.truncate(ids, None, salt, positions)
+            own_salt = reuse_of(engine).truncate(ids, None, salt, positions)
             own_ids = [ids[at] for at in positions]
+            assert own_salt is not None, "the window is stored, and outputs read the last token"
             if way == "naive":
                 unrotated(engine, own_salt, own_ids, positions)
             found.setdefault(way, []).append(state(engine, own_ids + turn, own_salt))
@@ -109,7 +118,7 @@ def main(model: str, texts: str, ratio: float, window: int, most: int) -> None:
         state(engine, ids, salt)
         rounded(engine, ids, salt)
         found.setdefault("int8", []).append(state(engine, ids + turn, salt))
-        engine.key_values.store.clear()
+        reuse_of(engine).store.clear()
     show_machine({**machine(engine.threads), "model": model, "dtype": engine.dtype})
     rows = []
     for way, states in (*found.items(), ("all tokens", whole)):
@@ -118,7 +127,3 @@ def main(model: str, texts: str, ratio: float, window: int, most: int) -> None:
         rows.append((way, f"{cosine.mean():.4f}", f"{np.quantile(cosine, 0.05):.4f}"))
     title = f"{len(whole)} conversations of {window} tokens, {ratio:g} of them kept"
     show_table(title, ("way", "mean cosine", "5th percentile"), rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Measure models of the papers' sizes with random weights: loading memory, full speed and hit-path speed.
 
-    python benchmarks/model_sizes.py [--model llama-3.2-1b] [--lengths 32 128 512] [--rounds 5] [--threads 2]
-    python benchmarks/model_sizes.py --model llama-3.2-1b --write FOLDER --tokenizer OTHER_MODEL
+    python -m benchmarks model-sizes [--model llama-3.2-1b] [--lengths 32 128 512] [--rounds 5] [--threads 2]
+    python -m benchmarks model-sizes --model llama-3.2-1b --write FOLDER --tokenizer OTHER_MODEL
 
 No pretrained model is needed: random weights are written to a temporary folder in bfloat16. With --write, the
 model is written to a folder together with the tokenizer of another model; any command accepts this folder as
@@ -18,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,11 +39,12 @@ from transformers import (
 from attncache_core import AttentionDatabase, PrefillEngine, find_checkpoint
 from attncache_core.models import load_model
 from attncache_core.runtime.threads import available_processors
-from service.bench.report import machine, show_machine, show_table
-from service.bench.synthetic import write_database
+from benchmarks.measuring.synthetic import write_database
+from service.commands.report import machine, show_machine, show_table
 
 BATCH_TOKENS = 1024
-SIZES = {
+_DEBERTA_V3: dict[str, Any] = {"position_buckets": 256, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
+SIZES: dict[str, Callable[[], Any]] = {
     "bert-base": lambda: BertModel(BertConfig()),
     "deberta-v3-base": lambda: DebertaV2Model(
         DebertaV2Config(
@@ -50,12 +53,11 @@ SIZES = {
             num_attention_heads=12,
             intermediate_size=3072,
             relative_attention=True,
-            position_buckets=256,
             pos_att_type=["p2c", "c2p"],
-            share_att_key=True,
-            norm_rel_ebd="layer_norm",
             position_biased_input=False,
             type_vocab_size=0,
+            # transformers declares no parameters with these names.
+            **_DEBERTA_V3,
         )
     ),
     "llama-3.2-1b": lambda: LlamaForCausalLM(
@@ -99,7 +101,10 @@ def write_checkpoint(folder: Path, name: str, tokenizer: str | None = None) -> N
 def measure_loading(folder: Path) -> dict[str, float]:
     """Return the memory before loading and the peak memory in GB, and the loading time in seconds."""
     process = subprocess.run(
-        [sys.executable, __file__, "--load", str(folder)], capture_output=True, check=True, text=True
+        [sys.executable, "-m", "benchmarks", "model-sizes", "--load", str(folder)],
+        capture_output=True,
+        check=True,
+        text=True,
     )
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -116,10 +121,12 @@ def load_and_tell(folder: str) -> None:
 def peak_gigabytes() -> float:
     """Return the peak memory of this process. (`resource` would include the memory of the parent process.)"""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) * 1024 / 1e9
+    found = re.search(r"VmHWM:\s*(\d+) kB", status)
+    assert found
+    return int(found[1]) * 1024 / 1e9
 
 
-def measure_speed(folder: Path, lengths: list[int], rounds: int, threads: int) -> list[list[object]]:
+def measure_speed(folder: Path, lengths: list[int], rounds: int, threads: int) -> list[list[str]]:
     """Return a table row per length: tokens per second in full and on the hit path, and their ratios."""
     checkpoint = find_checkpoint(str(folder))
     database = folder / "database"
@@ -195,7 +202,3 @@ def main() -> None:
                 ["sequences x tokens", "full", "hits", "speed-up", "of attention", "attention's share, full"],
                 measure_speed(Path(folder), arguments.lengths, arguments.rounds, arguments.threads),
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Show what a running server does with more requests than it can answer.
 
     attncache serve --no-reuse
-    python benchmarks/overload.py --texts texts.txt [--url http://127.0.0.1:8080] [--batch 1] [--seconds 15]
+    python -m benchmarks overload --texts texts.txt [--url http://127.0.0.1:8080] [--batch 1] [--seconds 15]
 
 Capacity is the number of requests per second that `--clients` clients get answered, each of which waits for
 its response. Then requests arrive at multiples of this rate, whether earlier ones were answered or not, at
@@ -262,7 +262,3 @@ def main() -> None:
     gc.disable()
     texts = [line for line in options.texts.read_text(encoding="utf-8").splitlines() if line.strip()]
     asyncio.run(measure(options, texts))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measure the plain executor, which serves where nothing was compiled, beside the compiled stack.
 
-    python benchmarks/plain_executor.py [--rounds 15] [--threads 1]
+    python -m benchmarks plain-executor [--rounds 15] [--threads 1]
 
 Both compute the default model in float32, in one process, alternating pass by pass. Processor time is
 measured, because it hardly depends on what else the machine does. Prints medians of milliseconds per text.
@@ -61,7 +61,3 @@ def main() -> None:
         compiled, slow = (statistics.median(taken[plain][1:]) for plain in (False, True))
         times = f"{slow / compiled:.2f} times as long"
         print(f"{name}: compiled {compiled:.2f} ms per text, plain {slow:.2f} ms, {times}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measure products of rows with packed weights on one thread: this package's and oneDNN's.
 
-    python benchmarks/products.py [--rounds 7]
+    python -m benchmarks products [--rounds 7]
 
 Prints thousand million operations per second (two per multiplication), by the processor time of the process,
 for the shapes of MiniLM's layers.
@@ -61,7 +61,3 @@ def main() -> None:
             ]
             shape = f"{inputs} x {outputs}"
             print(f"{shape:>16} {rows:>5} {figures[0]:>8.1f} {figures[1]:>8.1f} {figures[2]:>15.1f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Compare quantised models with bfloat16 and float32: time per batch, memory, cosine to float32.
 
-    python benchmarks/quantization.py --texts FILE[:column,...] [--model llama-3.2-1b] [--dtype float32]
+    python -m benchmarks quantization --texts FILE[:column,...] [--model llama-3.2-1b] [--dtype float32]
                                       [--threads 1] [--rounds 9]
 
 The model is all-MiniLM-L6-v2, or with --model a model of that size with random weights. Times are
@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from model_sizes import SIZES, write_checkpoint
 
 from attncache_core import Checkpoint, Quantization, find_checkpoint
 from attncache_core.corpus.reading import read_texts
@@ -32,7 +31,8 @@ from attncache_core.runtime.memory import keep_freed_memory, tensor_bytes
 from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.token_batch import pack
 from attncache_core.text.tokenizer import TextTokenizer
-from service.bench.report import machine, show_machine
+from benchmarks.model_sizes import SIZES, write_checkpoint
+from service.commands.report import machine, show_machine
 
 SHAPES = ((1, 16), (4, 16), (32, 32), (8, 128), (2, 512))
 Sequences = Sequence[Sequence[int]]
@@ -114,7 +114,3 @@ def main() -> None:
     else:
         texts = read_texts(options.texts) if options.texts else []
         measure(find_checkpoint("all-MiniLM-L6-v2"), texts, options)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Measure the processor time that a request of one text costs beside the model, by thread.
 
     attncache serve --no-maps
-    python benchmarks/request_cost.py --pid PID [--url http://127.0.0.1:8080] [--clients 1 16] [--texts FILE]
+    python -m benchmarks request-cost --pid PID [--url http://127.0.0.1:8080] [--clients 1 16] [--texts FILE]
 
 Every request asks for the same text, whose result the server keeps. So the model computes nothing, and what
 is left is the way from the socket to the kept result and back: parsing, limits, tokenising, looking up, two
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from overload import Clients, closed_loop, percentiles, requests_of
+from benchmarks.overload import Clients, closed_loop, percentiles, requests_of
 
 TEXT = b'{"inputs": "How do I find my new card?"}'
 REQUEST = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(TEXT), TEXT)
@@ -83,7 +83,3 @@ def main() -> None:
     options = parser.parse_args()
     gc.disable()
     asyncio.run(measure(options))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Compare one engine with two threads and two engines with one thread each, for requests of one sentence.
 
-    python benchmarks/two_engines.py [--tokens 16] [--rounds 3]
+    python -m benchmarks two-engines [--tokens 16] [--rounds 3]
 
 Each setup runs in its own process; the setups alternate. Clients wait in one queue, in a closed loop: a
 client sends its next request as soon as it has an answer. One engine takes all waiting requests as a batch,
@@ -23,7 +23,14 @@ SECONDS = 4.0
 SETUPS = {"1 engine x 2 threads": (1, 2), "2 engines x 1 thread": (2, 1)}
 
 
-def serve(threads: int, queue: deque, lock: threading.Lock, most: int, tokens: int, taken: list) -> None:
+def serve(
+    threads: int,
+    queue: deque[float],
+    lock: threading.Lock,
+    most: int,
+    tokens: int,
+    taken: list[tuple[float, float]],
+) -> None:
     """Answer batches of waiting clients until the time is up.
 
     queue: the time at which each waiting client began to wait. most: the largest batch.
@@ -49,7 +56,8 @@ def serve(threads: int, queue: deque, lock: threading.Lock, most: int, tokens: i
 def measure(setup: str, clients: int, tokens: int) -> tuple[float, float]:
     """Return sentences per second and the median latency in ms, both over the second half of the time."""
     engines, threads = SETUPS[setup]
-    queue, lock, taken = deque([time.perf_counter()] * clients), threading.Lock(), []
+    queue, lock = deque([time.perf_counter()] * clients), threading.Lock()
+    taken: list[tuple[float, float]] = []
     workers = [
         threading.Thread(target=serve, args=(threads, queue, lock, -(-clients // engines), tokens, taken))
         for _ in range(engines)
@@ -81,7 +89,3 @@ def main() -> None:
                 speeds, waits = zip(*rounds, strict=True)
                 speed, wait = statistics.median(speeds), statistics.median(waits)
                 print(f"{clients:>2} clients, {setup}: {speed:.0f} sentences/s, {wait:.2f} ms", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,10 +14,10 @@ from attncache_core import AttnCacheError
 from attncache_core.version import __version__
 
 
-class _LazyCommands(UserDict[str, Any]):
+class LazyCommands(UserDict[str, Any]):
     """Commands by name, given as "module:attribute". A module is imported when its command is used.
 
-    `attncache serve` therefore loads neither the benchmarks nor the evaluation.
+    `attncache serve` therefore loads neither the build nor the evaluation.
     """
 
     def __getitem__(self, name: str) -> click.Command:
@@ -26,9 +26,8 @@ class _LazyCommands(UserDict[str, Any]):
         return command
 
 
-_COMMANDS = _LazyCommands(
+_COMMANDS = LazyCommands(
     {
-        "bench": "service.commands.bench:bench",
         "build": "service.commands.build:build",
         "calibrate": "service.commands.calibrate:calibrate",
         "classify": "service.commands.bulk:classify",
@@ -51,10 +50,11 @@ class _OneLine(click.ClickException):
         click.echo(f"attncache: {self.format_message()}", file=file, err=True)
 
 
-class _OneLineErrors(click.Group):
+class OneLineErrors(click.Group):
     """A group that shows the errors of its commands, and click's own errors, in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
         try:
             return super().invoke(ctx)
         except AttnCacheError as error:
@@ -67,7 +67,16 @@ class _OneLineErrors(click.Group):
             raise _OneLine(error.format_message()) from error
 
 
-@click.group(cls=_OneLineErrors, commands=_COMMANDS)
+class _Main(OneLineErrors):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "bench":
+            raise click.UsageError("benchmarks run from a checkout: python -m benchmarks NAME")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Main, commands=_COMMANDS)
 @click.version_option(__version__, prog_name="attncache")
 def main() -> None:
     """Prefill-only transformer inference that reuses attention maps."""

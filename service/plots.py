@@ -1,4 +1,4 @@
-"""Plot what reuse costs and saves. Each plot is a PNG file with its data in a CSV file of the same name."""
+"""Plot what a quality budget buys. Each plot is a PNG file with its data in a CSV file of the same name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from attncache_core import InvalidInput
-from attncache_core.evaluation.blending import MethodReport as BlendingReport
-from attncache_core.evaluation.comparison import MethodReport
-from attncache_core.evaluation.curves import Curves, pareto_front
 from attncache_core.evaluation.tuning.tune import TuneReport
 
 _SIZE = (7.0, 4.5)
@@ -35,85 +30,6 @@ class Plots:
         self._figure = Figure
         self._folder, self._measure = folder, measure
         folder.mkdir(parents=True, exist_ok=True)
-
-    def quality_against_time(self, curves: Curves) -> None:
-        """Plot quality against saved time for the best policies of each family."""
-        rows = [(p.family, p.heads, p.hit_rate, p.saved, p.quality) for p in curves.points]
-        self._write("quality_against_time", ("family", "heads", "hit_rate", "saved", "quality"), rows)
-        figure, axes = self._axes(
-            "share of the full model's time saved, without the search", f"mean {self._measure} of the hits"
-        )
-        for family in dict.fromkeys(point.family for point in curves.points):
-            best = pareto_front([point for point in curves.points if point.family == family])
-            axes.plot([p.saved for p in best], [p.quality for p in best], marker=".", label=family)
-        axes.legend()
-        self._save(figure, "quality_against_time")
-
-    def damage(self, damage: np.ndarray) -> None:
-        """Plot the damage of each head, [layers, heads], as a heat map."""
-        rows = [(layer, head, value) for (layer, head), value in np.ndenumerate(damage)]
-        self._write("damage", ("layer", "head", "damage"), rows)
-        from matplotlib.colors import LogNorm
-
-        figure, axes = self._axes("head", "layer")
-        shown = axes.imshow(np.maximum(damage, 1e-7), norm=LogNorm(), cmap="viridis", aspect="auto")
-        axes.set_xticks(range(damage.shape[1]))
-        axes.set_yticks(range(damage.shape[0]))
-        figure.colorbar(shown, label="damage: 1 - cosine when this head alone is reused")
-        self._save(figure, "damage")
-
-    def similarities(self, curves: Curves) -> None:
-        """Plot the similarity predicted by the projector against the true similarity, by kind of record."""
-        rows = [
-            (kind.name.lower(), *pair)
-            for kind, (predicted, true) in curves.similarities.items()
-            for pair in zip(predicted.tolist(), true.tolist(), strict=True)
-        ]
-        self._write("similarity", ("kind", "predicted", "true"), rows)
-        figure, axes = self._axes("predicted similarity", "true similarity of the maps")
-        for kind, (predicted, true) in curves.similarities.items():
-            axes.scatter(predicted, true, s=4, alpha=0.5, label=kind.name.lower())
-        ends = [min(axes.get_xlim()[0], axes.get_ylim()[0]), 1.0]
-        axes.plot(ends, ends, color="grey", linewidth=1)
-        axes.legend()
-        self._save(figure, "similarity")
-
-    def thresholds(self, curves: Curves) -> None:
-        """Plot hit rate and loss against θ, for stored records only, as in Figure 6 of the papers."""
-        rows = [
-            (p.mask, p.heads, p.threshold, p.hit_rate, p.quality, p.quality_of_all) for p in curves.thresholds
-        ]
-        columns = ("mask", "heads", "threshold", "hit_rate", "quality_of_hits", "quality_of_all")
-        self._write("thresholds", columns, rows)
-        figure, axes = self._axes("θ", "hit rate")
-        loss = axes.twinx()
-        loss.set_ylabel(f"1 - mean {self._measure} of all texts (dashed)")
-        for mask in dict.fromkeys(point.mask for point in curves.thresholds):
-            points = [point for point in curves.thresholds if point.mask == mask]
-            x = [point.threshold for point in points]
-            axes.plot(x, [point.hit_rate for point in points], color="black")
-            loss.plot(
-                x,
-                [1 - point.quality_of_all for point in points],
-                linestyle="--",
-                label=f"{mask} ({points[0].heads})",
-            )
-        loss.legend()
-        self._save(figure, "thresholds")
-
-    def presets(self, reports: Sequence[MethodReport]) -> None:
-        """Plot speed and loss of the policy and of the three presets, as in Table 7 of the papers."""
-        rows = [(r.method, r.hit_rate, r.score, r.speedup, r.attention_speedup) for r in reports]
-        self._write("presets", ("method", "hit_rate", "score", "speedup", "attention_speedup"), rows)
-        figure, axes = self._axes(
-            "speed-up over all traffic, search included", f"mean {self._measure} of all texts"
-        )
-        for report in reports:
-            label = f"{report.method} ({report.hit_rate:.0%} hits)"
-            axes.scatter(report.speedup, report.score, label=label)
-        axes.margins(0.1)
-        axes.legend()
-        self._save(figure, "presets")
 
     def ways(self, report: TuneReport, name: str) -> None:
         """Plot quality against speed of the ways that a tuning measured, in the files with this name."""
@@ -141,70 +57,6 @@ class Plots:
         axes.margins(0.15)
         axes.legend()
         self._save(figure, name)
-
-    def blending(self, reports: Sequence[BlendingReport]) -> None:
-        """Plot the quality of blended chunks against the recompute ratio, and against the time to answer."""
-        columns = (
-            "method",
-            "ratio",
-            "random",
-            "cosine",
-            "cosine_5th_percentile",
-            "agreement",
-            "time_ratio",
-            "tokens",
-        )
-        rows = [
-            (
-                r.method,
-                r.ratio,
-                r.random,
-                r.cosine,
-                r.cosine_5th_percentile,
-                r.agreement,
-                r.time_ratio,
-                r.computed_tokens,
-            )
-            for r in reports
-        ]
-        self._write("blend", columns, rows)
-        chosen = [own for own in reports if own.ratio is not None and not own.random]
-        random = [own for own in reports if own.random]
-        figure, axes = self._axes(
-            "share of the reused tokens that is computed again", "quality beside full recomputation"
-        )
-        for measure, label, style in (
-            ("cosine", "mean cosine", "o-"),
-            ("cosine_5th_percentile", "5th percentile of the cosine", "o--"),
-            ("agreement", "share of equal decisions", "s-"),
-        ):
-            values = [getattr(own, measure) for own in chosen]
-            if not np.isnan(values).all():
-                (line,) = axes.plot([own.ratio for own in chosen], values, style, label=label)
-                at_random = [getattr(own, measure) for own in random]
-                axes.plot([own.ratio for own in random], at_random, "x", color=line.get_color())
-        axes.plot([], [], "x", color="grey", label="random tokens instead")
-        axes.legend()
-        self._save(figure, "blend_quality")
-        self._blending_times(reports)
-
-    def _blending_times(self, reports: Sequence[BlendingReport]) -> None:
-        figure, axes = self._axes(
-            "time to answer, relative to full recomputation",
-            "1 - mean cosine; what is below is drawn at 1e-4",
-        )
-        axes.set_yscale("log")
-        for own in reports:
-            is_chosen = own.ratio is not None and not own.random
-            point = (own.time_ratio, max(1e-4, 1 - own.cosine))
-            axes.scatter(*point, marker="o" if is_chosen else "x", color="black")
-            label = f"{own.ratio:g}" if is_chosen else own.method
-            axes.annotate(label, point, xytext=(5, 3), textcoords="offset points", fontsize=7)
-        axes.scatter([], [], marker="o", color="black", label="share that is computed again")
-        axes.scatter([], [], marker="x", color="black", label="other methods")
-        axes.margins(0.15)
-        axes.legend()
-        self._save(figure, "blend_time")
 
     def _axes(self, x: str, y: str) -> tuple[Any, Any]:
         figure = self._figure(figsize=_SIZE, layout="constrained")

@@ -100,7 +100,7 @@ class ServiceState:
         """Return the engine and its parts. Raises NotReady while the engine is loading."""
         if self._serving is None:
             raise NotReady(
-                "the model and its database are being loaded",
+                "the model, or the database of --database, is being loaded",
                 retry_after_seconds=_RETRY_SECONDS,
             )
         return self._serving

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from click import Command
 from click.testing import CliRunner, Result
 
 from service.cli import main
@@ -12,8 +13,8 @@ from service.cli import main
 PRIVATE = "zanzibar"
 
 
-def run(*arguments: object, standard_input: bytes | None = None) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=standard_input)
+def run(*arguments: object, standard_input: bytes | None = None, program: Command = main) -> Result:
+    return CliRunner().invoke(program, [str(argument) for argument in arguments], input=standard_input)
 
 
 def succeeded(result: Result) -> str:

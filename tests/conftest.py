@@ -105,3 +105,12 @@ def pytest_collection_modifyitems(items):
 def pytest_xdist_auto_num_workers():
     """One worker per available processor, four at most: each takes about a gigabyte."""
     return min(4, available_processors())
+
+
+@pytest.fixture(scope="session")
+def tiny_prototypes_database(tiny_engine, tiny_corpus, tmp_path_factory):
+    """The folder of a database of the tiny corpus: all heads, θ = 0, with prototypes. Do not change it."""
+    folder = tmp_path_factory.mktemp("databases") / "prototypes.db"
+    options = BuildOptions(heads="all", threshold=0.0, prototypes=4, training_steps=20)
+    build_database(tiny_engine, tiny_corpus, folder, options)
+    return folder

@@ -22,6 +22,8 @@ from prometheus_client import generate_latest
 
 import attncache_core
 from attncache_core import AttnCacheError, PrefillEngine
+from benchmarks.__main__ import Module
+from benchmarks.__main__ import main as benchmarks
 from service.app import create_app
 from service.cli import main
 from service.observability.metrics import Metrics
@@ -68,13 +70,15 @@ def words_of(line: str) -> list[str]:
         return []  # not a command line
 
 
-def attncache_calls(text: str) -> Iterator[list[str]]:
-    """Yield the arguments of each call of attncache in the code of a page."""
+def calls(text: str) -> Iterator[tuple[click.Group, list[str]]]:
+    """Yield the program and the arguments of each call of attncache or of the benchmarks in a page's code."""
     for line in [*code_lines(text), *inline_code(text)]:
         words = words_of(line)
         for index, word in enumerate(words[:-1]):
             if word.rsplit("/", 1)[-1] == "attncache" and words[index + 1] in subcommands(main):
-                yield words[index + 1 :]
+                yield main, words[index + 1 :]
+            if words[index : index + 2] == ["-m", "benchmarks"] and words[index + 2 :]:
+                yield benchmarks, words[index + 2 :]
 
 
 def visible_options(command: click.Command) -> set[str]:
@@ -127,33 +131,27 @@ def test_python_examples_of_the_documentation_run_in_order(page, tmp_path, monke
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_and_options_in_code_exist(page):
-    for arguments in attncache_calls(page.read_text(encoding="utf-8")):
-        command: click.Command = main
+    for program, arguments in calls(page.read_text(encoding="utf-8")):
+        command: click.Command = program
         for argument in arguments:
             if not isinstance(command, click.Group) or argument.startswith("-"):
                 break
             assert argument in subcommands(command), arguments
             command = subcommands(command)[argument]
         used = {argument.split("=")[0] for argument in arguments if argument.startswith("--")}
-        assert used <= visible_options(command), arguments
+        if isinstance(command, Module):
+            source = Path(sys.modules[command.main_of.__module__].__file__).read_text(encoding="utf-8")
+            assert all(f'"{option}"' in source for option in used), arguments
+        else:
+            assert used <= visible_options(command), arguments
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_options_named_in_prose_exist(page):
-    known = FOREIGN_OPTIONS.union(*map(visible_options, all_commands(main)))
+    known = FOREIGN_OPTIONS.union(*map(visible_options, [*all_commands(main), *all_commands(benchmarks)]))
     text = page.read_text(encoding="utf-8")
     named = {option for code in inline_code(text) for option in re.findall(r"^--[a-z][a-z-]*", code)}
     assert named <= known
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_benchmarks_and_their_options_exist(page):
-    for line in code_lines(page.read_text(encoding="utf-8")):
-        words = words_of(line)
-        if words[:1] == ["python"] and words[1].startswith(("benchmarks/", "examples/")):
-            source = (ROOT / words[1]).read_text(encoding="utf-8")
-            for option in [word for word in words if word.startswith("--")]:
-                assert f'"{option}"' in source, line
 
 
 def test_tables_of_serve_options_list_every_option_of_each_group_with_its_default():
@@ -229,7 +227,7 @@ def test_design_page_lists_every_module():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     listed = list(listed_modules(text.split("\n## The rooms\n", 1)[1].split("\n## ", 1)[0]))
     paths = [path for package in ("attncache_core", "service") for path in (ROOT / package).rglob("*.py")]
-    listed_as_folders = {ROOT / "service" / "commands", ROOT / "service" / "bench"}
+    listed_as_folders = {ROOT / "service" / "commands"}
     modules = {
         path.relative_to(ROOT).as_posix()
         for path in paths

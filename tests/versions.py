@@ -1,6 +1,7 @@
 """Run the server's tests with the oldest and the newest uvicorn of the range: `make versions`.
 
-The arguments are passed to pip. torch is left out: its range is one minor version, which `make test` runs.
+The arguments are passed to pip. torch is left out: on one platform, there is one version with a CPU build.
+`make test` runs torch 2.13 on x86-64, and `make arm` torch 2.10 on an emulated aarch64.
 """
 
 from __future__ import annotations

@@ -35,12 +35,12 @@ _CALIBRATION_VERSION = 2
 # The stages of a build, and which share of a default build's processor time is over when each one begins.
 _STAGE_BEGINS = {
     "measuring heads": 0.0,
-    "writing records": 0.24,
-    "comparing maps": 0.34,
-    "training the projector": 0.36,
-    "measuring masks": 0.53,
-    "measuring unfamiliar texts": 0.84,
-    "checking the strangeness limit": 0.97,
+    "writing records": 0.14,
+    "comparing maps": 0.24,
+    "training the projector": 0.25,
+    "measuring masks": 0.40,
+    "measuring unfamiliar texts": 0.64,
+    "checking the strangeness limit": 0.96,
 }
 
 

@@ -177,8 +177,13 @@ class Timing:
     search: SearchEngine
     idle_mark: IdleMark
 
-    def gain_in(self, batches: Sequence[TokenBatch], hit_rates: Mapping[int, float]) -> PairedGain:
-        """Measure how much faster passes over the batches are if the length groups hit at these rates."""
+    def gain_in(
+        self, batches: Sequence[TokenBatch], hit_rates: Mapping[int, float], limit: float
+    ) -> PairedGain:
+        """Measure how much faster passes over the batches are if the length groups hit at these rates.
+
+        limit: see compare.
+        """
         engine, rehearsal = self.engine, Rehearsal.of(self.search, hit_rates)
 
         def passed(batch: TokenBatch, strategy: SearchEngine | None) -> None:
@@ -188,7 +193,7 @@ class Timing:
                 done.hidden[:1].cpu()  # a GPU computes until now
 
         passes = [(partial(passed, batch, None), partial(passed, batch, rehearsal)) for batch in batches]
-        return compare(passes, self.idle_mark)
+        return compare(passes, limit, self.idle_mark)
 
 
 def measure_gain(
@@ -200,9 +205,10 @@ def measure_gain(
 ) -> MeasuredGain:
     """Measure in which length groups reuse makes passes faster by at least `min_gain` on this machine.
 
-    What counts is the lower bound of each gain, so that noise starts no reuse. The measurement is stored in
-    gain.json in `folder` (None: it is not), and a later call with equal `circumstances` and `min_gain` reads
-    it from there. If several processes call this function, one measures and the others wait. Raises
+    What counts is the lower bound of each gain, so that noise starts no reuse. If both bounds of every gain
+    are on one side of its limit, the measurement is stored in gain.json in `folder` (None: it is not), and a
+    later call with equal `circumstances` and `min_gain` reads it from there. Otherwise a later call measures
+    again. If several processes call this function, one measures and the others wait. Raises
     MachineBusy if other programs used the processors, and RecordsChanged.
     """
     with contextlib.ExitStack() as stack:
@@ -213,8 +219,8 @@ def measure_gain(
         kept = _kept_gain(folder, circumstances, min_gain)
         if kept is not None:
             return kept
-        measured = _measure(timing, traffic, min_gain, circumstances)
-        if folder is not None:
+        measured, is_clear = _measure(timing, traffic, min_gain, circumstances)
+        if folder is not None and is_clear:
             others = [own for own in read_gains(folder / "gain.json") if own.circumstances != circumstances]
             with contextlib.suppress(OSError):
                 write_whole(
@@ -233,25 +239,30 @@ def _kept_gain(folder: Path | None, circumstances: Mapping[str, Any], min_gain: 
 
 def _measure(
     timing: Timing, traffic: Traffic, min_gain: float, circumstances: Mapping[str, Any]
-) -> MeasuredGain:
-    """Measure each length group alone, then all groups that pay together, in batches of several sizes."""
+) -> tuple[MeasuredGain, bool]:
+    """Measure each length group alone, then all groups that pay together, in batches of several sizes.
+
+    Also returns whether each decision about full batches is clear: both bounds on one side of the limit.
+    """
     policy, rates = timing.search.policy, traffic.hit_rates
-    groups = {
-        group: _gain_of(timing, traffic.of_group(policy, group), {group: rate})
+    alone = {
+        group: _gain_of(timing, traffic.of_group(policy, group), {group: rate}, min_gain)
         for group, rate in rates.items()
     }
+    groups = {group: gain for group, (gain, _) in alone.items()}
     paying = [group for group, gain in groups.items() if gain.full_batch_bound >= min_gain]
     served = {group: rates[group] for group in paying or groups}
-    together = _gain_of(timing, traffic.lengths, served)
     # The texts of the other groups gain nothing, but they are in the same batches.
     required = min_gain * traffic.token_share(policy, served)
+    together, together_is_clear = _gain_of(timing, traffic.lengths, served, required)
+    is_clear = together_is_clear and all(clear for _, clear in alone.values())
     measured = MeasuredGain(dict(circumstances), min_gain, groups, (), together, required)
     if not paying or together.full_batch_bound < required:
-        return measured
+        return measured, is_clear
     least_tokens = (
         0 if together.one_text_bound >= required else _least_batch(timing, traffic.lengths, served, required)
     )
-    return replace(measured, paying=tuple(paying), least_tokens=least_tokens)
+    return replace(measured, paying=tuple(paying), least_tokens=least_tokens), is_clear
 
 
 def _least_batch(
@@ -260,19 +271,25 @@ def _least_batch(
     """Return the tokens of the smallest batch that gains enough, if all larger ones do too."""
     *smaller, least_tokens = _LEAST_TOKENS
     for tokens in reversed(smaller):
-        if timing.gain_in(batches_of(lengths, tokens), served).lower < required:
+        if timing.gain_in(batches_of(lengths, tokens), served, required).lower < required:
             break
         least_tokens = tokens
     return least_tokens
 
 
-def _gain_of(timing: Timing, lengths: Mapping[int, int], hit_rates: Mapping[int, float]) -> Gain:
-    """Measure the gain of reuse in batches with these lengths (tokens -> number of texts)."""
+def _gain_of(
+    timing: Timing, lengths: Mapping[int, int], hit_rates: Mapping[int, float], limit: float
+) -> tuple[Gain, bool]:
+    """Measure the gain of reuse in batches with these lengths (tokens -> number of texts).
+
+    Also returns whether it is clear on which side of the limit full batches are.
+    """
     one_text, full_batch = (
-        timing.gain_in(batches, hit_rates)
+        timing.gain_in(batches, hit_rates, limit)
         for batches in (single_texts(lengths), batches_of(lengths, BATCH_TOKENS))
     )
-    return Gain(one_text.median, one_text.lower, full_batch.median, full_batch.lower)
+    gain = Gain(one_text.median, one_text.lower, full_batch.median, full_batch.lower)
+    return gain, not full_batch.leaves_open(limit)
 
 
 def single_texts(lengths: Mapping[int, int]) -> list[TokenBatch]:

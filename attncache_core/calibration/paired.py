@@ -2,7 +2,8 @@
 
     a pair      one pass each way, one directly after the other
                 -> seconds of the first way / seconds of the second way - 1: the gain of the second way
-    all pairs   -> the median gain, and its bounds
+    24 pairs    -> the median gain, and its bounds
+    the limit to compare with lies between the bounds -> 24 pairs more, up to 96
 
 A pair does not count if other programs used the processors meanwhile, or if the server computed a request.
 """
@@ -22,9 +23,11 @@ from attncache_core.runtime.processor import waited_seconds
 PAIRS = 24
 # A pair counts only if the threads of this process waited for a processor for at most this share of the pair.
 _MAX_WAITED = 0.05
-# The machine is busy if fewer than PAIRS of this number of pairs count.
-_MAX_ATTEMPTS = 3 * PAIRS
-_CONFIDENCE = 0.95
+# The machine is busy if more than two of three pairs do not count.
+_ATTEMPTS_PER_PAIR = 3
+# How often the bounds are looked at, each time with more pairs. All looks together keep the confidence.
+_MAX_LOOKS = 4
+_CONFIDENCE = 1 - 0.05 / _MAX_LOOKS
 _SECONDS_BETWEEN_LOOKS = 0.02
 # After a request came, so that a client that sends one request after another is not measured in between.
 _SECONDS_AFTER_REQUEST = 0.5
@@ -43,29 +46,43 @@ class PairedGain:
     lower: float  # with 95 % confidence, the median of all possible pairs is not below this
     upper: float  # nor, with 95 % confidence, above this
 
+    def leaves_open(self, limit: float) -> bool:
+        """Return whether the true median may be below this limit, and may be above it."""
+        return self.lower < limit <= self.upper
+
 
 def always_idle() -> int | None:
     """Return the mark of a process that computes nothing but the passes."""
     return 0
 
 
-def compare(batches: Sequence[Passes], idle_mark: IdleMark = always_idle, pairs: int = PAIRS) -> PairedGain:
+def compare(
+    batches: Sequence[Passes], limit: float, idle_mark: IdleMark = always_idle, pairs: int = PAIRS
+) -> PairedGain:
     """Measure how much faster the second way is, over the batches in turn, in alternating order.
 
-    Waits while the server computes. Raises MachineBusy if too few pairs count. (The processor quota of a
-    container also keeps threads waiting, if the container has more threads than its quota can run.)
+    limit: the gain that decides. As long as the bounds leave open whether the gain reaches it, more pairs are
+    measured, up to four times as many. Waits while the server computes.
+
+    Raises MachineBusy if too few pairs count. (The processor quota of a container also keeps threads waiting,
+    if the container has more threads than its quota can run.)
     """
     for passes in batches:  # the first passes read files and fill caches
         for run in passes:
             run()
     gains: list[float] = []
-    attempts = turn = 0
-    while len(gains) < pairs:
-        if attempts == _MAX_ATTEMPTS:
+    attempts, wanted = 0, pairs
+    while True:
+        if len(gains) == wanted:
+            measured = _with_bounds(gains)
+            if wanted == _MAX_LOOKS * pairs or not measured.leaves_open(limit):
+                return measured
+            wanted += pairs
+        if attempts == _ATTEMPTS_PER_PAIR * wanted:
             raise MachineBusy(
                 "nothing could be measured, because the processors were busy or limited by a quota"
             )
-        index, second_first = turn % len(batches), turn // len(batches) % 2 == 1
+        index, second_first = len(gains) % len(batches), len(gains) // len(batches) % 2 == 1
         mark = _wait_until_idle(idle_mark)
         gain, waited = _pair(batches[index], second_first=second_first)
         if idle_mark() != mark:
@@ -74,8 +91,6 @@ def compare(batches: Sequence[Passes], idle_mark: IdleMark = always_idle, pairs:
         attempts += 1
         if waited <= _MAX_WAITED:
             gains.append(gain)
-            turn += 1
-    return _with_bounds(gains)
 
 
 def _wait_until_idle(idle_mark: IdleMark) -> int:

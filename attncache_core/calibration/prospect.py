@@ -86,4 +86,4 @@ def could_pay(
         )
         for batch in batches_of(lengths, BATCH_TOKENS)
     ]
-    return compare(passes, idle_mark).upper >= min_gain
+    return compare(passes, min_gain, idle_mark).upper >= min_gain

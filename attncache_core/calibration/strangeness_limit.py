@@ -193,11 +193,15 @@ def _left_out_figures(budget: Budget, left_out: Mapping[str, np.ndarray]) -> dic
     """Return the results on the kinds that the limit was chosen on, and the kind with the worst mean."""
     corpora = judged_together(left_out)
     worst = min(corpora, key=lambda kind: corpora[kind].mean()) if corpora else None
+    hits = sum(map(len, left_out.values()))
+    harmed = sum(int(budget.harmed(own).sum()) for own in left_out.values())
+    with_hits = {kind: own for kind, own in left_out.items() if len(own)}
     return {
         "kinds": len(left_out),
-        "hits": sum(map(len, left_out.values())),
-        "harmed": sum(int(budget.harmed(hits).sum()) for hits in left_out.values()),
-        "harmed_at_most": _harmed_at_most(budget, left_out),
+        "hits": hits,
+        "harmed": harmed,
+        # Few hits, and kinds without hits, say little: the bound is not below that of independent hits.
+        "harmed_at_most": max(_harmed_at_most(budget, with_hits), share_bound(harmed, hits)),
         "worst": worst
         and {
             "kind": worst,

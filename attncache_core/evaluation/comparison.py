@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -27,8 +27,6 @@ T = TypeVar("T")
 # A method computes the outputs of token sequences.
 Method = Callable[[Sequence[Sequence[int]]], PrefillResult]
 FULL = "full"
-# These methods share maps between the layers of one text: they search nothing, and change every output.
-_CHANGING_ALL = ("lazyformer", "san")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +73,7 @@ def compare(
     comparator: OutputComparator,
     decisions: OutputComparator | None = None,
     *,
+    changing_all: Collection[str] = (),
     batch_size: int = 64,
     rounds: int = 3,
     on_step: Callable[[int, int], None] = lambda *_: None,
@@ -82,10 +81,11 @@ def compare(
     """Run all methods on a task, and return a report on each method.
 
     methods: name -> method; must contain `full`. comparator: gives the cosine of outputs to the full model's.
-    decisions: gives the agreement of decisions with the full model's, if there are classes. batch_size:
-    sequences per batch, in the order of the data; the sequences of one text stay in one batch. rounds: number
-    of timed rounds, after one untimed round; the methods alternate in each round. on_step: called with the
-    number of finished steps and of all steps.
+    decisions: gives the agreement of decisions with the full model's, if there are classes. changing_all:
+    names of methods that search nothing and change every output. batch_size: sequences per batch, in the
+    order of the data; the sequences of one text stay in one batch. rounds: number of timed rounds, after one
+    untimed round; the methods alternate in each round. on_step: called with the number of finished steps and
+    of all steps.
 
     Raises ValueError if there is no method `full`, and NotFinite with the index of the first text for which a
     method computes a number that is not finite.
@@ -98,7 +98,17 @@ def compare(
     passes = {name: partial(_run, method, batches, task.labels) for name, method in methods.items()}
     first, timed = alternate(passes, rounds, on_step)
     return [
-        _report(name, first[name], timed[name], first[FULL], timed[FULL], task, comparator, decisions)
+        _report(
+            name,
+            first[name],
+            timed[name],
+            first[FULL],
+            timed[FULL],
+            task,
+            comparator,
+            decisions,
+            name in changing_all,
+        )
         for name in methods
     ]
 
@@ -165,11 +175,12 @@ def _report(
     task: Task,
     comparator: OutputComparator,
     decisions: OutputComparator | None,
+    changes_all: bool,
 ) -> MethodReport:
     scores, full_scores = task.scores(run.outputs), task.scores(full.outputs)
     score, full_score = (statistics.fmean(each.values()) for each in (scores, full_scores))
     hits = np.array([outcome.is_hit for outcome in run.outcomes])
-    changed = hits.reshape(len(run.outputs), -1).any(axis=1) | (name in _CHANGING_ALL)
+    changed = hits.reshape(len(run.outputs), -1).any(axis=1) | changes_all
     cosine = comparator.fidelity(run.outputs, full.outputs)[changed]
     speedup = median_ratio([each.seconds for each in full_timed], [each.seconds for each in timed])
     return MethodReport(

@@ -81,8 +81,10 @@ class PackedLinear:
 
 
 def runs_on_onednn(x: torch.Tensor) -> bool:
-    """Return whether oneDNN multiplies tensors on this device."""
-    return x.device.type == "cpu" and torch._C._has_mkldnn
+    """Return whether oneDNN multiplies tensors of this dtype on this device."""
+    if x.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    return x.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def fused_linear(

@@ -14,8 +14,8 @@ from attncache_core.corpus.segments import read_segmented
 from attncache_core.reuse.blend.gate import BlendGate, write_gate
 from attncache_core.reuse.kv.opening import KeyValueOptions
 from attncache_core.reuse.maps.budget import Budget
-from service.bench.report import show_table
 from service.commands.progress import shown_progress
+from service.commands.report import show_table
 
 
 def calibrate_segments(

@@ -1,4 +1,4 @@
-"""`attncache evaluate`: measure what reuse costs in quality and saves in time, beside the baselines."""
+"""`attncache evaluate`: measure what reuse costs in quality and saves in time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from typing import Any
 
 import click
 
-from attncache_core import (
-    AttentionDatabase,
-    Checkpoint,
-    InvalidInput,
-    LinearClassifier,
-    PrefillEngine,
-)
+from attncache_core import InvalidInput
 from attncache_core.corpus.reading import read_labelled, read_rated, read_texts
 from attncache_core.evaluation.tasks import (
     ClassificationTask,
@@ -22,14 +16,8 @@ from attncache_core.evaluation.tasks import (
     label_names,
     multi_token_labels,
 )
-from attncache_core.runtime.devices import Dtype
-from service.commands.evaluate_blend import blend
-from service.commands.evaluate_mmlu import mmlu
 from service.commands.evaluation import Evaluation, Request
-from service.commands.evaluation_curves import plot_curves
 from service.commands.evaluation_options import evaluation_options
-from service.commands.options import max_tokens_option, model_options
-from service.commands.progress import shown_progress
 
 
 @click.group("evaluate")
@@ -39,10 +27,6 @@ def evaluate() -> None:
     Evaluated texts are first excluded from the database, and their number is printed. With --corpus, a
     database that does not exist yet is built and calibrated from the corpus without the evaluated texts.
     """
-
-
-evaluate.add_command(blend)
-evaluate.add_command(mmlu)
 
 
 @evaluate.command("sts")
@@ -135,51 +119,3 @@ def agreement(data: tuple[str, ...], classifier: Path | None, **options: Any) ->
         raise InvalidInput("the data has no texts", field="data")
     evaluation = Evaluation(Request(**options), classifier)
     evaluation.run_agreement(Path(data[0].partition(":")[0]).stem, evaluation.tokenize(texts))
-
-
-@evaluate.command("curves")
-@model_options
-@max_tokens_option
-@click.option("--database", type=click.Path(path_type=Path), required=True, help="Folder of the database.")
-@click.option(
-    "--data",
-    required=True,
-    multiple=True,
-    metavar="FILE",
-    help="Texts to measure on: FILE or FILE:column,column. May be repeated.",
-)
-@click.option(
-    "--classifier",
-    type=click.Path(path_type=Path),
-    help="Folder of a fitted classifier, to measure agreement of its decisions. Default: none.",
-)
-@click.option(
-    "--most", type=click.IntRange(min=20), default=600, show_default=True, help="Most texts to measure on."
-)
-@click.option(
-    "--output", type=click.Path(path_type=Path), required=True, help="Folder for plots (PNG) and data (CSV)."
-)
-def curves(
-    checkpoint: Checkpoint,
-    dtype: Dtype,
-    threads: int | None,
-    max_tokens: int | None,
-    database: Path,
-    data: tuple[str, ...],
-    classifier: Path | None,
-    most: int,
-    output: Path,
-) -> None:
-    """Plot quality against saved time for many masks and ways to choose a record, and hits against θ."""
-    texts = [text for source in data for text in read_texts(source)]
-    full = PrefillEngine.load(
-        checkpoint,
-        dtype=dtype,
-        threads=threads,
-        max_tokens=max_tokens,
-        classifier=LinearClassifier.load(classifier) if classifier else None,
-    )
-    opened = AttentionDatabase.open(database)
-    with shown_progress() as progress:
-        plot_curves(full, opened, full.tokenize(texts), most, output, progress)
-    click.echo(f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +23,14 @@ from attncache_core import (
 )
 from attncache_core.corpus.reading import read_texts
 from attncache_core.evaluation.comparison import MethodReport, compare
-from attncache_core.evaluation.methods import Methods, parse_methods
+from attncache_core.evaluation.methods import Methods
 from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, full_outputs, recordable_sequences
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.runtime.devices import Dtype
 from attncache_core.text.labels import LabelTokens
-from service.bench.report import machine
 from service.commands.evaluation_report import show_comparison
 from service.commands.progress import shown_progress
+from service.commands.report import machine
 
 # Most tokens of a text that an evaluation records, because a record grows with the square of the length.
 _LONGEST_RECORDED = 128
@@ -46,10 +46,9 @@ class Request:
     max_tokens: int | None
     database: Path | None
     corpus: tuple[str, ...]
-    methods: str
+    methods: list[str]
     heads: str | None
     threshold: float | None
-    san_threshold: float | None
     batch_size: int
     rounds: int
     json_file: Path | None
@@ -62,9 +61,12 @@ class Evaluation:
     """Owns the full engine of one run, makes the methods and compares them."""
 
     def __init__(self, request: Request, classifier: Path | None = None) -> None:
-        """classifier: folder of a classifier fitted for the model; then its decisions are compared too."""
+        """classifier: folder of a classifier fitted for the model; then its decisions are compared too.
+
+        The context of the command may hold what makes the methods, instead of Methods.
+        """
         self.request = request
-        self.names = parse_methods(request.methods)
+        self._make_methods: Callable[..., Methods] = click.get_current_context().obj or Methods
         self.checkpoint = request.checkpoint
         self.full = PrefillEngine.load(
             self.checkpoint,
@@ -111,21 +113,16 @@ class Evaluation:
         recorded, opened = self._recorded(
             task, texts if corpus is None else corpus, database or request.database
         )
-        methods = Methods(
-            self.full,
-            self.checkpoint,
-            opened,
-            recorded,
-            dtype=request.dtype,
-            san_threshold=request.san_threshold,
-            labels=task.labels,
+        methods = self._make_methods(
+            self.full, self.checkpoint, opened, recorded, dtype=request.dtype, labels=task.labels
         )
-        made = {name: methods.make(name) for name in self.names}
+        made = {name: methods.make(name) for name in request.methods}
         with shown_progress() as progress:
             reports = compare(
                 made,
                 task,
                 *self._comparators(task),
+                changing_all=methods.changing_all,
                 batch_size=request.batch_size,
                 rounds=request.rounds,
                 on_step=lambda done, total: progress("measuring", done, total),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from attncache_core.evaluation.methods import METHODS
+from attncache_core.evaluation.methods import METHODS, parse_methods
 from service.commands.options import (
     drop_options,
     json_option,
@@ -40,8 +40,9 @@ def fixed_evaluation_options(command: Callable[..., None]) -> Callable[..., None
         ),
         click.option(
             "--methods",
-            default="full,attncache",
+            default=",".join(METHODS),
             show_default=True,
+            callback=lambda _context, _option, names: parse_methods(names),
             help=f"Methods to compare, separated by commas: {', '.join(METHODS)}.",
         ),
         click.option(
@@ -52,11 +53,6 @@ def fixed_evaluation_options(command: Callable[..., None]) -> Callable[..., None
             "--threshold",
             type=float,
             help="Least similarity θ of a hit, for all lengths. Default: the thresholds of the database.",
-        ),
-        click.option(
-            "--san-threshold",
-            type=float,
-            help="Divergence below which layers of SAN share maps. Default: half of the layers share maps.",
         ),
         click.option(
             "--batch-size",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attncache_core.evaluation.comparison import MethodReport
-from service.bench.report import show_machine, show_table, write_json
+from service.commands.report import show_machine, show_table, write_json
 
 
 def show_comparison(

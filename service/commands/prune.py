@@ -12,9 +12,9 @@ from attncache_core import Checkpoint, InvalidInput, PrefillEngine, default_corp
 from attncache_core.corpus.reading import read_texts, spread
 from attncache_core.evaluation.importance import measure_importance
 from attncache_core.runtime.devices import Dtype
-from service.bench.report import machine, show_machine, show_table, write_json
 from service.commands.options import json_option, template_option, whole_model_options
 from service.commands.progress import shown_progress
+from service.commands.report import machine, show_machine, show_table, write_json
 
 
 @click.command("prune")

@@ -12,7 +12,7 @@ from attncache_core.evaluation.tuning.tune import TuneReport
 from attncache_core.evaluation.tuning.ways import EXACT
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.budget import Budget
-from service.bench.report import machine, show_machine, show_table
+from service.commands.report import machine, show_machine, show_table
 
 # The first line of a settings file, by which a later tuning knows that it may replace the file.
 WRITTEN_BY = "Written by `attncache tune`, which replaces this file when it runs again."

@@ -60,7 +60,9 @@ CANNOT_PAY = (
 )
 MEASURING_PROSPECT = "measuring whether reuse of attention maps could save time on this machine"
 MEASURING_GAIN = "measuring how much time reuse of attention maps saves on this machine"
-WAITING_FOR_BUILD = "waiting for the database of attention maps, which the first worker prepares"
+FIRST_WORKER_DECIDES = (
+    "there is no database of attention maps; the first worker builds one if reuse can pay on this machine"
+)
 
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 60, 3600
 _SECONDS_BETWEEN_LOOKS = 2.0
@@ -109,7 +111,8 @@ def _with_new_database(
         logger.warning("the damaged database was set aside as %s; remove it if you do not need it", aside)
     folder = _default_folder(settings, checkpoint)
     if builds:
-        if not settings.search_always and settings.min_gain > 0:
+        # The made-up maps are of half of the heads, so they tell nothing about the heads of --heads.
+        if not settings.search_always and settings.min_gain > 0 and settings.heads is None:
             prospect: list[bool] = []
             yield from _when_quiet(MEASURING_PROSPECT, lambda: prospect.append(_could_pay(engine, settings)))
             if not prospect[0]:
@@ -118,7 +121,7 @@ def _with_new_database(
                 return
         yield from build_while_serving(settings)
     else:
-        yield WAITING_FOR_BUILD
+        engine.reuse_off[:] = [FIRST_WORKER_DECIDES]
         while not folder.exists():
             time.sleep(_SECONDS_BETWEEN_LOOKS)
     replacement = load_engine(settings, checkpoint)

@@ -26,8 +26,9 @@ def slowness(info: EngineInfo) -> str | None:
     if info.compiled_off is None:
         return None
     return (
-        "the plain executor serves, without compiled code: full batches take 1.3 to 1.6 times as long and "
-        f"single texts 2.5 to 3.6 times (docs/benchmarks.md#without-compiled-code): {info.compiled_off}"
+        "the plain executor serves, without compiled code: with the default model on a processor with AVX2, "
+        "full batches took 1.3 to 1.6 times the processor time, and single texts 2.5 to 3.6 times "
+        f"(docs/benchmarks.md#without-compiled-code): {info.compiled_off}"
     )
 
 
@@ -56,7 +57,9 @@ def expected_savings(engine: PrefillEngine) -> str:
     makes = f"{_faster(gain.full_batch, 'full batches')} and {_faster(gain.one_text, 'single texts')}"
     # The bound of full batches decides whether anything is reused, and that of single texts where.
     proven = f"full batches at least {gain.full_batch_bound:+.1%} with 95 % confidence"
-    asked = f"--min-gain asks for {reuse.gain.required:+.1%}"
+    asked = f"needed is {reuse.gain.required:+.1%}, by --min-gain {reuse.gain.min_gain:g}"
+    if gain.full_batch_bound >= reuse.gain.required and not reuse.approximates:
+        asked += ", and no length group reaches --min-gain alone"
     if not reuse.approximates:
         return f"serving exactly: reuse of attention maps would make {makes} here ({proven}; {asked})"
     least = reuse.gain.least_tokens
@@ -78,6 +81,8 @@ def why_exact(manifest: Manifest) -> str:
 
 def _faster(gain: float, what: str) -> str:
     """Return in words how much faster a gain makes batches."""
+    if abs(gain) < 0.005:
+        return f"{what} neither faster nor slower"
     return f"{what} {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
 
 

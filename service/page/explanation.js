@@ -54,7 +54,7 @@ function checks({ candidates, chosen, gain, min_gain: least, length_group: group
   const found = [check(has, "Records of this length", has ? `There are records of ${amount(length, "token")}.` : `There is no usable record of ${amount(length, "token")}.`)];
   if (outcome === "cannot_pay" || gain !== null) {
     const pays = outcome !== "cannot_pay";
-    const measured = gain === null ? "The gain of this length was not measured." : `Texts of ${group} tokens become ${percent(gain, 1)} faster with reuse${least === null ? "" : `; at least ${percent(least, 1)} is asked for`}.`;
+    const measured = gain === null ? "The gain of this length was not measured." : `Full batches of texts of ${group} tokens become at ${gain < 0 ? "most" : "least"} ${percent(Math.abs(gain), 1)} ${gain < 0 ? "slower" : "faster"} with reuse, with 95 % confidence${least === null ? "" : `; at least ${percent(least, 1)} is asked for`}.`;
     found.push(check(pays, "Reuse pays", measured, gain === null || least === null ? null : [gain, least, "up"]));
   }
   if (strangeness !== null && limit !== null) {

@@ -267,7 +267,7 @@ function gainText({ gain, database, reuse_off: off, preparing }) {
   const { full_batch: full, full_batch_bound: bound, one_text: single } = gain.together;
   const paying = gain.groups.some(({ reuses }) => reuses);
   const measured = `Reusing attention maps ${paying ? "makes" : "would make"} full batches ${faster(full)} and single texts ${faster(single)}, as measured on this machine.`;
-  const certain = `With 95 % confidence, full batches are at least ${faster(bound)}, and --min-gain asks for ${percent(gain.required, 1)}.`;
+  const certain = `With 95 % confidence, full batches are at ${bound < 0 ? "most" : "least"} ${faster(bound)}, and ${percent(gain.required, 1)} faster is needed (--min-gain ${percent(gain.min_gain, 1)}).`;
   if (!paying) return `${measured} ${certain} So texts are computed in full.`;
   return gain.least_tokens ? `${measured} Batches of less than ${gain.least_tokens} tokens are computed in full.` : measured;
 }

@@ -50,7 +50,7 @@ class Health(BaseModel):
 
 
 class Ready(BaseModel):
-    """The model and its database are loaded."""
+    """The model, and the database of --database, are loaded."""
 
     status: Literal["ready"] = "ready"
 

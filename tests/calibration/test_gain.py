@@ -44,7 +44,7 @@ def engine(tiny_checkpoint, database):
 
 @pytest.fixture
 def bounds(monkeypatch):
-    """Lower bounds of gains. Each measurement removes the first entry; the median is above it by 0.1.
+    """Lower bounds of gains. Each measurement removes the first entry; the median is above it by 0.0005.
 
     Each length group is measured with single texts, then with full batches; then all that pay together.
     """
@@ -52,7 +52,7 @@ def bounds(monkeypatch):
 
     def measured(*_):
         bound = planned_bounds.pop(0)
-        return PairedGain(bound + 0.1, bound, bound + 0.2)
+        return PairedGain(bound + 0.0005, bound, bound + 0.0005)
 
     monkeypatch.setattr("attncache_core.calibration.gain.compare", measured)
     return planned_bounds
@@ -72,7 +72,10 @@ def test_groups_whose_bound_is_high_enough_reuse_and_the_others_do_not(engine, b
     bounds += in_full_batches(0.049, 0.06, 0.05)  # each group alone, then the paying groups together
     decided = decide(engine, tmp_path)
     assert decided.paying == (1,)
-    assert (decided.groups[0].full_batch, decided.groups[0].full_batch_bound) == (pytest.approx(0.149), 0.049)
+    assert (decided.groups[0].full_batch, decided.groups[0].full_batch_bound) == (
+        pytest.approx(0.0495),
+        0.049,
+    )
     # Only the second group pays, which has three sevenths of the tokens.
     assert decided.required == pytest.approx(0.05 * 3 / 7)
 
@@ -151,6 +154,20 @@ def test_next_start_reads_the_stored_decision_without_measuring(engine, bounds, 
     assert bounds == []
     assert decide(engine, tmp_path) == first
     assert first.paying == (0,)
+
+
+def test_decision_that_is_not_clear_is_exact_and_measured_again_later(engine, monkeypatch, tmp_path):
+    measured = []
+
+    def open_gain(_, limit, __):
+        measured.append(limit)
+        return PairedGain(limit, limit - 0.01, limit + 0.01)
+
+    monkeypatch.setattr("attncache_core.calibration.gain.compare", open_gain)
+    assert decide(engine, tmp_path).paying == ()
+    times = len(measured)
+    assert decide(engine, tmp_path).paying == ()
+    assert len(measured) == 2 * times
 
 
 def test_another_min_gain_is_measured_again(engine, bounds, tmp_path):
@@ -236,8 +253,8 @@ def test_rehearsal_searches_and_hits_at_the_calibrated_hit_rates(engine, monkeyp
         type(search), "nearest", lambda self, *given: seen.append(len(given)) or nearest(self, *given)
     )
     passes = []
-    monkeypatch.setattr("attncache_core.calibration.gain.compare", lambda given, _: passes.extend(given))
-    Timing(engine, search, always_idle).gain_in([batch], {0: 1.0, 1: 0.5})
+    monkeypatch.setattr("attncache_core.calibration.gain.compare", lambda given, *_: passes.extend(given))
+    Timing(engine, search, always_idle).gain_in([batch], {0: 1.0, 1: 0.5}, 0.05)
     ((without, with_reuse),) = passes
     without()
     assert seen == []

@@ -58,11 +58,12 @@ def test_upper_bound_decides(
 ) -> None:
     timed = []
 
-    def measured(passes, idle_mark) -> PairedGain:
+    def measured(passes, limit, idle_mark) -> PairedGain:
         for without, with_maps in passes:
             without()
             with_maps()
             timed.append(idle_mark())
+        assert limit == 0.05
         return PairedGain(0.0, -1.0, upper)
 
     monkeypatch.setattr(prospect, "compare", measured)

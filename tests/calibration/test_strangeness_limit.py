@@ -7,7 +7,12 @@ import pytest
 from scipy import stats
 
 from attncache_core.calibration.policy_selection import Calibrated, could_keep_floor
-from attncache_core.calibration.strangeness_limit import find_unfamiliar, hits_by_kind, keeps_budget
+from attncache_core.calibration.strangeness_limit import (
+    _left_out_figures,
+    find_unfamiliar,
+    hits_by_kind,
+    keeps_budget,
+)
 from attncache_core.calibration.thresholds import share_bound, share_bound_over
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.heads.comparator import Measure
@@ -92,6 +97,16 @@ def test_bound_over_corpora_is_students_t_bound_of_their_shares():
     assert share_bound_over((shares * 100).tolist(), [100] * 5) == pytest.approx(expected)
     assert share_bound_over([0, 0], [30, 0]) == 0
     assert share_bound_over([1], [30]) == 1
+
+
+def test_reported_bound_is_never_below_that_of_independent_hits_and_kinds_without_hits_do_not_count():
+    budget = Budget(Measure.COSINE, 0.985)
+    none_harmed = {kind: np.ones(5) for kind in "abcde"}
+    assert _left_out_figures(budget, none_harmed)["harmed_at_most"] == pytest.approx(share_bound(0, 25))
+    some = {kind: np.array([0.9] + [1.0] * 9) for kind in "ab"} | {kind: np.ones(10) for kind in "cdef"}
+    empty = {str(number): np.empty(0) for number in range(40)}
+    found = [_left_out_figures(budget, left_out)["harmed_at_most"] for left_out in (some, some | empty)]
+    assert found[0] == found[1] > 0.03
 
 
 def test_hits_are_grouped_by_kind():

@@ -13,11 +13,11 @@ from attncache_core.build.builder import build_database
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.evaluation.comparison import compare
-from attncache_core.evaluation.methods import Methods
 from attncache_core.evaluation.tasks import ClassificationTask, multi_token_labels, recordable_sequences
 from attncache_core.evaluation.tuning.measuring import Judge, Subject, measure
 from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.heads.comparator import Measure, OutputComparator
+from benchmarks.papers.methods import PaperMethods
 
 # A text has three sequences, one per first token of the labels of two tokens. The sequences also score the
 # labels of one token.
@@ -65,7 +65,7 @@ def test_accuracy_agreement_and_hits_equal_those_of_single_texts(engine, texts, 
     each = len(sequences) // len(asked)
     assert each > 1
     task = ClassificationTask("intents", engine, sequences, truth)
-    methods = Methods(
+    methods = PaperMethods(
         engine,
         engine.checkpoint,
         AttentionDatabase.open(database),
@@ -102,7 +102,9 @@ def test_recordable_sequence_of_a_text_is_its_prompt_without_labels(engine, text
 
 def test_method_without_log_probabilities_is_refused(engine):
     with pytest.raises(InvalidInput, match="lazyformer reads no labels") as refusal:
-        Methods(engine, engine.checkpoint, None, (), labels=multi_token_labels(engine)).make("lazyformer")
+        PaperMethods(engine, engine.checkpoint, None, (), labels=multi_token_labels(engine)).make(
+            "lazyformer"
+        )
     assert refusal.value.field == "methods"
 
 

@@ -24,9 +24,9 @@ from attncache_core import (
     find_variant,
 )
 from attncache_core.checkpoints.checkpoint import DroppedLayers
-from attncache_core.evaluation.shared_maps import lazyformer_blocks, shared_maps_engine
 from attncache_core.models import load_model, model_shape
 from attncache_core.models.linear import PackedLinear
+from benchmarks.papers.shared_maps import lazyformer_blocks, shared_maps_engine
 
 LAYERS = 3
 

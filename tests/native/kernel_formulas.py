@@ -1,5 +1,7 @@
 """Reference formulas for the compiled kernel, in float64, and helpers for its tests."""
 
+import subprocess
+import sys
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +28,15 @@ map_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 reaches = st.one_of(st.none(), st.integers(0, 5), st.integers(6, 250))
 # The numbers of tokens before and after itself that a token attends to.
 bands = st.one_of(st.just((None, None)), st.just((None, 0)), st.tuples(reaches, reaches))
+
+
+def run_script(script: Path, *arguments: str) -> tuple[int, str]:
+    """Run a Python script and return its exit status and standard error, without what an emulator adds."""
+    command = [sys.executable, str(script), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    told = ended.stderr.splitlines(keepends=True)
+    return ended.returncode, "".join(line for line in told if not line.startswith("qemu: uncaught target"))
+
 
 NATIVE_FOLDER = Path(attention_kernel.__file__).parent
 

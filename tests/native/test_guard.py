@@ -5,11 +5,11 @@ Each case runs in its own process, because a signal ends the process if the guar
 
 import platform
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from kernel_formulas import run_script
 
 from attncache_core.native import guard
 
@@ -25,9 +25,7 @@ def test_the_guard_exists_on_every_supported_platform():
 
 def run(case: str) -> tuple[int, str]:
     """Run a case and return its exit status and standard error."""
-    command = [sys.executable, str(SCRIPT), str(Path(guard.__file__)), case]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return ended.returncode, ended.stderr
+    return run_script(SCRIPT, str(Path(guard.__file__)), case)
 
 
 @guarded

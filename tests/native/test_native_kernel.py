@@ -2,7 +2,6 @@
 
 import platform
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from kernel_formulas import (
     offsets_of,
     own_maps,
     products,
+    run_script,
     threads,
 )
 
@@ -74,9 +74,7 @@ EDGE_SCRIPT = Path(__file__).with_name("kernel_at_the_edge.py")
 
 def at_the_edge(kernel, *parts):
     """Run these parts of kernel_at_the_edge.py and return its exit status and standard error."""
-    command = [sys.executable, str(EDGE_SCRIPT), kernel.level, str(library(kernel.level)), *parts]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    return run.returncode, run.stderr
+    return run_script(EDGE_SCRIPT, kernel.level, str(library(kernel.level)), *parts)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is protected by mprotect")

@@ -1,6 +1,5 @@
 """The compiled stack: a row's numbers depend only on its sequence, and it computes only what it must."""
 
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_formulas import library
+from kernel_formulas import library, run_script
 from made_stacks import (
     BATCHES,
     FORMS,
@@ -240,6 +239,4 @@ def test_a_stack_that_is_dropped_while_helpers_leave_is_freed_safely(kernel):
 def test_process_survives_forks_and_helpers_that_lose_their_processor(kernel):
     script = Path(__file__).with_name("made_stacks.py")
     what = ("forks", "sleeping helpers", "one processor")
-    command = [sys.executable, str(script), kernel.level, str(library(kernel.level)), *what]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert run_script(script, kernel.level, str(library(kernel.level)), *what) == (0, "")

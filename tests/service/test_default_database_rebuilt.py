@@ -20,7 +20,13 @@ import service
 from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine, default_corpus
 from attncache_core.build.default import default_database_folder
 from attncache_core.runtime.files import locked
-from service.loading.engines import DAMAGED, NO_DATABASE_YET, NOT_BUILT, WAITING_FOR_BUILD, load_engines
+from service.loading.engines import (
+    DAMAGED,
+    FIRST_WORKER_DECIDES,
+    NO_DATABASE_YET,
+    NOT_BUILT,
+    load_engines,
+)
 from service.settings import Settings
 
 RECORDED = default_corpus()[0].text
@@ -223,8 +229,8 @@ def test_worker_that_finds_no_database_serves_until_another_process_has_built_it
     first = next(engines)
     assert isinstance(first, PrefillEngine)
     assert (first.database, first.reuse_off) == (None, [NO_DATABASE_YET])
-    assert next(engines) == WAITING_FOR_BUILD
     shutil.copytree(tiny_database, default_database_folder(tiny_checkpoint, tmp_path))
     (second,) = engines
+    assert first.reuse_off == [FIRST_WORKER_DECIDES]
     assert isinstance(second, PrefillEngine)
     assert second.database is not None

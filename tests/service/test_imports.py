@@ -1,4 +1,4 @@
-"""A server loads neither the benchmarks nor the evaluation."""
+"""A server loads no evaluation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attncache_core import Checkpoint
 
-# For a fresh interpreter: loads the engine as the server does, without serving, and then the benchmarks.
+# For a fresh interpreter: loads the engine as the server does, without serving, and then `evaluate`.
 PROGRAM = """
 import contextlib
 import sys
@@ -22,28 +22,25 @@ def load_only(settings, load_engines, listeners):
     sys.exit(0)
 
 def show_loaded():
-    unneeded = ("service.bench", "service.plots", "service.commands.evaluat", "attncache_core.evaluation")
-    print([name for name in sys.modules if name.startswith((*unneeded, "aiohttp"))])
+    unneeded = ("service.plots", "service.commands.evaluat", "attncache_core.evaluation", "aiohttp")
+    print([name for name in sys.modules if name.startswith(unneeded)])
 
 serve.serve_with_workers = load_only
 with contextlib.suppress(SystemExit):
     main(sys.argv[1:], standalone_mode=False)
 show_loaded()
-main.commands["bench"]
+main.commands["evaluate"]
 show_loaded()
 """
 
 
-def test_server_imports_no_benchmark_no_evaluation_and_benchmarks_import_no_aiohttp(
-    tiny_checkpoint: Checkpoint, tiny_database: Path
-) -> None:
+def test_server_imports_no_evaluation(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
     arguments = [
         *("serve", "--model", str(tiny_checkpoint.folder), "--database", str(tiny_database), "--port", "0"),
         *("--dtype", "float32", "--min-gain", "0", "--verify-rate", "0"),
     ]
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    server, benchmarks = subprocess.check_output(command, text=True, timeout=120).splitlines()
+    server, evaluation = subprocess.check_output(command, text=True, timeout=120).splitlines()
     assert server == "[]"
     # Shows that the check finds modules.
-    assert "service.bench.report" in benchmarks
-    assert "aiohttp" not in benchmarks
+    assert "service.commands.evaluation" in evaluation

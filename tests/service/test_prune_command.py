@@ -20,7 +20,7 @@ from attncache_core import (
     find_variant,
 )
 from attncache_core.evaluation.importance import measure_importance
-from service.bench.worker import Worker
+from benchmarks.measuring.worker import Worker
 from service.commands import build as build_command
 from service.commands import serve as serve_command
 from service.loading.engines import load_engine
@@ -219,8 +219,3 @@ def test_engine_is_timed_without_what_is_dropped(tiny_checkpoint, pruned):
         np.testing.assert_allclose(worker.embeddings(tokens=sequences), expected, atol=1e-5)
     finally:
         worker.close()
-
-
-def test_bench_refuses_layers_that_cannot_be_dropped(tiny_checkpoint):
-    command = ("bench", "engine", "--model", tiny_checkpoint.folder, "--drop-block", "7")
-    assert_one_line(run(*command), "drop_block: the model has layers 0 to 2")

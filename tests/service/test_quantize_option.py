@@ -141,10 +141,10 @@ def texts_file(folder: Path, content: bytes | None) -> Path:
         ("ä".encode("latin-1") + b"bc\n" * 20, "texts.txt is not UTF-8 (after line 0)"),
     ],
 )
-@pytest.mark.parametrize("command", [("prune",), ("bench", "engine"), ("serve",)])
+@pytest.mark.parametrize("command", ["prune", "serve"])
 def test_file_without_usable_texts_is_refused(command, content, message, tiny_checkpoint, tmp_path):
     options = ("--model", tiny_checkpoint.folder, "--quantize", "int8")
-    refused = run(*command, *options, "--quantize-texts", texts_file(tmp_path, content))
+    refused = run(command, *options, "--quantize-texts", texts_file(tmp_path, content))
     assert refused.exit_code == 2
     assert message in refused.stderr
 

@@ -1,7 +1,7 @@
-"""Sizes of the key-value store: bytes per token, windows, the read buffer, capacity and its price.
+"""Sizes of the key-value store: windows, capacity and its price.
 
-The symbols are those of CachedAttention: S_kv, C_mem, C_disk (section 3.3), S_buf (3.2.1), DSpUT, CCpS,
-CCpUT and RCC (4.3.6).
+The symbols are those of CachedAttention: S_kv, C_mem, C_disk (section 3.3), DSpUT, CCpS, CCpUT and
+RCC (4.3.6).
 """
 
 from __future__ import annotations
@@ -12,14 +12,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 _BYTES_PER_GB = 10**9
-
-
-def kv_bytes(layers: int, kv_heads: int, head_dim: int, bytes_per_number: int, tokens: int = 1) -> int:
-    """Return the bytes of a sequence's keys and values: 2 · layers · kv_heads · head_dim · bytes · tokens.
-
-    `kv_heads` is the number of stored heads: in grouped-query attention, several query heads share one.
-    """
-    return 2 * layers * kv_heads * head_dim * bytes_per_number * tokens
 
 
 def window_length(capacity_bytes: float, session_bytes: float) -> int:
@@ -33,22 +25,6 @@ def window_length(capacity_bytes: float, session_bytes: float) -> int:
     if session_bytes <= 0:
         raise ValueError(f"session_bytes must be positive, not {session_bytes}")
     return max(0, int(capacity_bytes // session_bytes))
-
-
-def read_buffer_bytes(
-    bandwidth: float,
-    load_seconds_per_token: float,
-    history_tokens: int,
-    prefill_seconds_per_token: float,
-    new_tokens: int,
-) -> int:
-    """Return the size of the read buffer, S_buf = B·(T_load·L_hist − T_pref·L_new), or 0 if that is negative.
-
-    The buffer holds the keys and values that must be loaded before the job starts, so that no layer waits for
-    its load (section 3.2.1). `bandwidth` B is in bytes per second. The result is rounded to a whole byte.
-    """
-    gap_seconds = load_seconds_per_token * history_tokens - prefill_seconds_per_token * new_tokens
-    return max(0, round(bandwidth * gap_seconds))
 
 
 @dataclass(frozen=True, slots=True)

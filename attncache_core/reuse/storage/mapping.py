@@ -98,8 +98,8 @@ class RecordFile:
         return self._range is not None and self._range.has_faulted
 
     def will_need(self, offset: int, size: int) -> None:
-        """Ask the system to read `size` bytes at `offset` ahead, if the part is mapped."""
-        if self._range is not None:
+        """Ask the system to read `size` bytes at `offset` ahead, if the part is mapped and the system can."""
+        if self._range is not None and hasattr(os, "posix_fadvise"):  # macOS has no such call
             os.posix_fadvise(self.descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
 

@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 from attncache_core.reuse.kv.capacity import (
     CapacityPlan,
     DistinctSessions,
-    kv_bytes,
-    read_buffer_bytes,
     window_length,
 )
 
-MIB = 2**20
 GB = 10**9
 
 
@@ -31,36 +28,6 @@ def example_plan(**changes):
 
 
 @pytest.mark.parametrize(
-    ("layers", "heads", "head_dim", "tokens", "mebibytes"),
-    [
-        pytest.param(12, 12, 64, 1024, 36, id="GPT-2"),
-        pytest.param(96, 96, 128, 2048, 9216, id="GPT-3"),
-        pytest.param(32, 32, 128, 4096, 2048, id="LLaMA-7B"),
-        pytest.param(80, 64, 128, 4096, 10240, id="LLaMA-70B-with-64-heads"),
-    ],
-)
-def test_kv_bytes_are_those_of_the_table_of_kv_cache_explained(layers, heads, head_dim, tokens, mebibytes):
-    assert kv_bytes(layers, heads, head_dim, 2, tokens) == mebibytes * MIB
-
-
-@pytest.mark.parametrize(
-    ("layers", "kv_heads", "head_dim", "mebibytes"),
-    [
-        pytest.param(80, 64, 128, 2.5, id="LLaMA-65B"),
-        pytest.param(40, 40, 128, 0.78, id="LLaMA-13B"),
-        pytest.param(80, 8, 128, 0.31, id="LLaMA-70B-grouped-by-8"),
-        pytest.param(60, 8, 64, 0.12, id="Falcon-40B-grouped-by-16"),
-    ],
-)
-def test_bytes_per_token_are_those_of_cached_attention(layers, kv_heads, head_dim, mebibytes):
-    assert round(kv_bytes(layers, kv_heads, head_dim, 2) / MIB, 2) == mebibytes
-
-
-def test_grouped_queries_divide_the_bytes_by_the_size_of_the_group():
-    assert kv_bytes(32, 32, 128, 2, 100) == 4 * kv_bytes(32, 8, 128, 2, 100)
-
-
-@pytest.mark.parametrize(
     ("capacity", "session", "length"),
     [(10, 5, 2), (9.9, 5, 1), (4, 5, 0), (0, 5, 0), (-3, 5, 0), (10, 2.5, 4)],
 )
@@ -72,25 +39,6 @@ def test_a_window_is_as_long_as_the_sessions_that_fit(capacity, session, length)
 def test_a_window_of_sessions_without_bytes_is_refused(session_bytes):
     with pytest.raises(ValueError, match="session_bytes"):
         window_length(10, session_bytes)
-
-
-def test_the_read_buffer_holds_what_loads_during_the_gap():
-    # Loading takes 1000 · 2 ms = 2 s, the prefill 100 · 5 ms = 0.5 s: at 10 MB/s the gap of 1.5 s is 15 MB.
-    assert read_buffer_bytes(10e6, 0.002, 1000, 0.005, 100) == 15_000_000
-
-
-def test_a_perfect_overlap_needs_no_read_buffer():
-    assert read_buffer_bytes(26e9, 0.001, 1000, 0.01, 100) == 0
-
-
-@given(st.floats(1, 1e11), st.floats(0, 1), st.integers(0, 10_000), st.floats(0, 1), st.integers(0, 10_000))
-def test_the_read_buffer_is_positive_only_if_loading_is_the_slower_part(
-    bandwidth, load_seconds, history_tokens, prefill_seconds, new_tokens
-):
-    size = read_buffer_bytes(bandwidth, load_seconds, history_tokens, prefill_seconds, new_tokens)
-    assert size >= 0
-    if load_seconds * history_tokens <= prefill_seconds * new_tokens:
-        assert size == 0
 
 
 def test_a_plan_counts_the_sessions_that_fit():

@@ -1,0 +1,1 @@
+"""The papers' baselines and experiments."""

@@ -1,0 +1,131 @@
+"""`python -m benchmarks engine` measures other engines at their best, and says why an engine is left out."""
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from attncache_core import DEFAULT_MODEL, find_checkpoint
+from attncache_core.corpus import default_corpus
+from attncache_core.heads.vectors import cosines
+from attncache_core.text.tokenizer import TextTokenizer
+from benchmarks.__main__ import main
+from benchmarks.measuring.peers import PEERS, calibration_sequences, fastest
+from benchmarks.measuring.worker import Worker
+
+
+def loaded(peer: str, folder: Path) -> Worker:
+    variant = {"model": str(folder), "quantization": None, "drop_attention": "", "drop_block": ""}
+    worker = Worker(peer, variant, 2, [(4, 8)])
+    worker.load()
+    return worker
+
+
+@pytest.fixture
+def without_peers(tmp_path, monkeypatch):
+    """Hide the libraries of the other engines from new processes, whether they are installed or not."""
+    for name in ("openvino", "ctranslate2"):
+        (tmp_path / f"{name}.py").write_text(
+            f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')", encoding="utf-8"
+        )
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
+@pytest.mark.usefixtures("without_peers")
+@pytest.mark.parametrize("peer", ["openvino fp32", "openvino int8", "ctranslate2 int8"])
+def test_engine_without_its_library_is_left_out_with_the_remedy(peer, tiny_checkpoint):
+    worker = loaded(peer, tiny_checkpoint.folder)
+    worker.close()
+    assert worker.absent == (
+        f"No module named '{peer.split()[0]}'; install it with: pip install -e '.[bench]'"
+    )
+
+
+@pytest.mark.usefixtures("without_peers")
+def test_command_names_the_absent_engines_and_measures_the_others(monkeypatch):
+    monkeypatch.setattr("benchmarks.measuring.engine.SHAPES", ((2, 8), (1, 6)))
+    peers = ("attncache fp32", "ctranslate2 int8")
+    options = [word for peer in peers for word in ("--peer", peer)]
+    # The random tokens of the benchmark are in the default model's vocabulary.
+    result = CliRunner().invoke(main, ["engine", "--rounds", "1", *options])
+    assert result.exit_code == 0, result.stderr
+    assert "ctranslate2 int8 is left out: No module named 'ctranslate2'; install it with" in result.stderr
+    assert "attncache fp32" in result.stdout
+    assert "ctranslate2 int8" not in result.stdout
+
+
+# A trained model, because int8 changes random weights more. Other texts have cosines far below the bounds.
+@pytest.mark.parametrize(
+    ("peer", "libraries", "least"),
+    [
+        ("attncache int8", [], 0.99),
+        ("openvino fp32", ["openvino"], 0.999999),
+        ("openvino int8", ["openvino", "nncf"], 0.95),
+        ("ctranslate2 int8", ["ctranslate2"], 0.97),
+    ],
+)
+def test_engine_returns_the_embeddings_of_the_model(peer, libraries, least):
+    for library in libraries:
+        if not importlib.util.find_spec(library):
+            pytest.skip(f"{library} is not installed")
+    folder = find_checkpoint(DEFAULT_MODEL).folder
+    worker, reference = (loaded(name, folder) for name in (peer, "transformers fp32"))
+    try:
+        assert (worker.absent, reference.absent) == (None, None)
+        texts = ["Where is my parcel?", "How do I reset my password?", "The kitchen tap drips all night."]
+        own = TextTokenizer(find_checkpoint(DEFAULT_MODEL)).tokenize(texts, truncate=True)
+        # Batches of one, of an even number and of an odd number, one of them twice. All of 7 tokens.
+        same = [ids[:6] + ids[-1:] for ids in own]
+        for sequences in (same[:2], same, same[2:], same[1:], same):
+            found = np.array(worker.embeddings(tokens=sequences))
+            assert worker.absent is None
+            expected = np.array(reference.embeddings(tokens=sequences))
+            assert found.shape == expected.shape
+            assert cosines(found, expected).min() >= least
+    finally:
+        worker.close()
+        reference.close()
+
+
+@pytest.mark.parametrize("quick", [0, 1, 2])
+def test_fastest_run_is_kept_although_its_first_pass_is_slow(quick):
+    passes = [0, 0, 0]
+
+    def run_of(number):
+        def run(ids):
+            passes[number] += 1
+            slow = passes[number] == 1 if number == quick else True
+            time.sleep(0.02 if slow else 0)
+            return ids
+
+        return run
+
+    runs = [run_of(number) for number in range(3)]
+    assert fastest(runs, np.zeros((1, 4), dtype=np.int64)) is runs[quick]
+    assert min(passes) == max(passes) > 2
+
+
+def test_single_run_is_not_timed():
+    def run(_ids):
+        raise AssertionError("the run was called")
+
+    assert fastest([run], np.zeros((1, 4), dtype=np.int64)) is run
+
+
+def test_calibration_uses_300_texts_of_all_parts_of_the_corpus(tiny_checkpoint):
+    chosen = calibration_sequences(tiny_checkpoint)
+    assert len(chosen) == 300
+    texts = [sentence.text for sentence in default_corpus()]
+    tokens = TextTokenizer(tiny_checkpoint).tokenize(texts, truncate=True)
+    positions = {tuple(ids): position for position, ids in reversed(list(enumerate(tokens)))}
+    tenths = [positions[tuple(ids)] * 10 // len(texts) for ids in chosen]
+    assert set(tenths) == set(range(10))
+
+
+def test_all_int8_engines_can_be_compared_in_one_run():
+    assert {"attncache int8", "openvino int8", "ctranslate2 int8"} <= set(PEERS)

@@ -1,0 +1,272 @@
+"""`python -m benchmarks prefix` measures few-shot prompts, and compares what it measures with recomputing."""
+
+import importlib.util
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from command_line import assert_one_line, succeeded
+from core_decoders import write_llama
+from transformers import AutoModel, AutoModelForCausalLM
+
+from attncache_core import PrefillEngine, find_checkpoint
+from benchmarks.__main__ import main
+from benchmarks.measuring.few_shot import distinct_prompts, mmlu_prompts, shared_prefixes, synthetic_prompts
+from benchmarks.measuring.prefix import RECOMPUTED, Method, OnDisk, Recomputed, Warm, methods
+from benchmarks.measuring.prefix_peers import PREFIX_PEERS
+from benchmarks.measuring.stores import alternating, drop_from_page_cache, open_store, read_bytes_per_second
+from benchmarks.papers.mmlu import Question
+
+METHODS = [
+    RECOMPUTED,
+    "shared in the batch",
+    "first visit, stored",
+    "from memory",
+    "from disk",
+    "known texts",
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The folder of a tiny Llama."""
+    return write_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def engine(llama):
+    """The tiny Llama in float32, for one test."""
+    return PrefillEngine.load(find_checkpoint(str(llama)), dtype="float32", threads=1)
+
+
+def run(*arguments: object):
+    shared = ["prefix", "--threads", "1", "--dtype", "float32", "--rounds", "2", "--texts", "4"]
+    return CliRunner().invoke(main, [*shared, *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_command_reports_every_method_alone_and_in_batches(llama, tmp_path):
+    file = tmp_path / "report.json"
+    options = ("--prefix-tokens", 40, "--text-tokens", 9, "--batch", 4, "--memory-bytes", 1 << 20)
+    shown = succeeded(run("--model", llama, *options, "--folder", tmp_path, "--json", file))
+    report = json.loads(file.read_text("utf-8"))
+    assert report["machine"]["threads"] == 1
+    assert report["machine"]["dtype"] == "float32"
+    assert (report["rounds"], report["texts"], report["tokens"]) == (2, 4, 49)
+    assert report["disk_read_bytes_per_second"] > 0
+    assert [(row["batch"], row["method"]) for row in report["rows"]] == [
+        (batch, method) for batch in (1, 4) for method in METHODS
+    ]
+    for row in report["rows"]:
+        assert row["texts_per_second"] > 0
+        assert 0 < row["least_speed_up"] <= row["speed_up"]
+        assert row["difference"] < 1e-5
+        assert row["cosine"] > 0.99999
+    computed = {(row["method"], row["batch"]): row["computed_tokens"] for row in report["rows"]}
+    # Two blocks of the prefix are shared; what is behind them is computed for each text.
+    assert computed[RECOMPUTED, 1] == computed[RECOMPUTED, 4] == computed["shared in the batch", 1] == 49
+    assert computed["from memory", 1] == 49 - 32
+    # It depends on the machine whether loading is faster.
+    assert 49 - 32 <= computed["from disk", 1] <= 49
+    assert computed["known texts", 1] == computed["known texts", 4] == 0
+    # Two prefixes of 40 tokens and four texts of 9 tokens; texts may begin alike by chance.
+    assert computed["shared in the batch", 4] == pytest.approx(29, abs=1)
+    assert [overhead["batch"] for overhead in report["overhead"]] == [1, 4]
+    assert [overhead["pairs"] for overhead in report["overhead"]] == [8, 2]
+    for overhead in report["overhead"]:
+        assert 0 < overhead["lower_quartile"] <= overhead["ratio"] <= overhead["upper_quartile"]
+    assert "prompts of 49 tokens, each alone" in shown
+    assert "prompts of 49 tokens, in batches of 4" in shown
+    assert all(method in shown for method in METHODS)
+    assert "The disk was read at" in shown
+    assert "Storing batches of 4 that share nothing took" in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_prompts_of_a_file_are_measured(llama, tmp_path):
+    file = tmp_path / "prompts.txt"
+    examples = "the parcel is late, the answer is delivery; " * 3
+    file.write_text("".join(f"{examples}question {number}\n" for number in range(8)), encoding="utf-8")
+    shown = succeeded(run("--model", llama, "--prompts", file, "--batch", 2))
+    assert "in batches of 2" in shown
+
+
+def test_mmlu_prompts_are_measured(llama, tmp_path):
+    rows = [f"history\tWho was {name}?\ta\tb\tc\td\tA" for name in "abcdefghi"]
+    for name in ("dev", "test"):
+        table = ["subject\tquestion\tA\tB\tC\tD\tanswer", *rows]
+        (tmp_path / f"{name}.tsv").write_text("\n".join(table) + "\n", encoding="utf-8")
+    tables = ("--mmlu-dev", tmp_path / "dev.tsv", "--mmlu-test", tmp_path / "test.tsv")
+    shown = succeeded(run("--model", llama, *tables, "--shots", 1, "--batch", 1))
+    assert "each alone" in shown
+    assert "in batches" not in shown
+    assert_one_line(run("--model", llama, *tables[:2]), "--mmlu-dev")
+
+
+def test_model_without_reusable_keys_is_refused(tiny_checkpoint):
+    # Prompts that the model accepts.
+    options = ("--prefix-tokens", 10, "--text-tokens", 5)
+    assert_one_line(run("--model", tiny_checkpoint.folder, *options), "bidirectional", "decoder")
+
+
+def test_too_few_and_too_long_prompts_are_refused(llama, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\ntwo\n", encoding="utf-8")
+    assert_one_line(run("--model", llama, "--prompts", file), "2 prompts", "the rounds need 8")
+    assert_one_line(run("--model", llama, "--prefix-tokens", 600), "660 tokens", "accepts 512")
+
+
+def test_synthetic_prompts_share_their_prefixes_in_turn_and_are_reproducible():
+    prompts = synthetic_prompts(6, 2, 32, 8, 400)
+    assert prompts == synthetic_prompts(6, 2, 32, 8, 400)
+    assert prompts != synthetic_prompts(6, 2, 32, 8, 400, seed=1)
+    assert {len(ids) for ids in prompts} == {40}
+    assert prompts[0][:32] == prompts[2][:32] == prompts[4][:32]
+    assert prompts[0][:32] != prompts[1][:32]
+    assert len({tuple(ids) for ids in prompts}) == 6
+    assert sorted(shared_prefixes(prompts)) == sorted([prompts[0][:32], prompts[1][:32]])
+
+
+def test_shared_prefixes_are_whole_blocks_that_another_sequence_has():
+    front = list(range(40))
+    assert shared_prefixes([[*front, 100], [*front, 101]]) == [front[:32]]
+    assert shared_prefixes([front, [1, 2, 3]]) == []
+    # The third sequence shares more with the second than with the first.
+    longer = [*front[:16], *range(200, 240)]
+    assert sorted(shared_prefixes([front, longer, [*longer, 7]])) == sorted([front[:16], longer[:48]])
+
+
+def test_distinct_prompts_have_the_given_lengths():
+    prompts = distinct_prompts([[0] * 20, [0] * 30], 400, seed=3)
+    assert [len(ids) for ids in prompts] == [20, 30]
+    assert prompts == distinct_prompts([[0] * 20, [0] * 30], 400, seed=3)
+    assert prompts[0] != prompts[1][:20]
+
+
+def test_mmlu_prompts_take_the_first_subjects_in_turn():
+    def question(subject: str, text: str) -> Question:
+        return Question(subject, text, ("a", "b", "c", "d"), "A")
+
+    examples = [question(subject, f"example {subject}") for subject in ("art", "law", "logic")]
+    asked = [question(*words.split(" ")) for words in ("law one", "art two", "law three", "logic four")]
+    prompts = mmlu_prompts(examples, asked, 2, 1)
+    assert [prompt.split("\n\n")[-1].split("\n")[0] for prompt in prompts] == ["one", "two", "three"]
+    assert all("example law" in prompts[index] for index in (0, 2))
+
+
+def test_methods_compute_what_their_names_say(engine, tmp_path):
+    texts = synthetic_prompts(4, 2, 32, 8, 400)
+    prefixes = shared_prefixes(texts)
+    chosen = methods(engine, prefixes, 1 << 20, tmp_path / "kv", 1 << 24)
+    assert list(chosen) == METHODS
+    computed = {}
+    for name, method in chosen.items():
+        method.prepare(texts)
+        method.before_batch()
+        result = method.run(texts)
+        computed[name] = (result.tokens, int(result.cached_tokens.sum()))
+    assert computed == {
+        RECOMPUTED: (160, 0),
+        "shared in the batch": (96, 0),
+        "first visit, stored": (96, 0),
+        "from memory": (32, 128),
+        "from disk": (32, 128),
+        "known texts": (0, 160),
+    }
+    assert isinstance(chosen["from disk"], OnDisk)
+    chosen["from disk"].close()
+
+
+def test_each_pass_begins_with_the_prefixes_alone(engine):
+    texts = synthetic_prompts(4, 2, 32, 8, 400)
+    warm = Warm(engine, open_store(engine, memory_bytes=1 << 20), shared_prefixes(texts))
+    for _ in range(2):
+        warm.prepare(texts)
+        assert warm.run(texts).cached_tokens.tolist() == [32] * 4
+
+
+def test_methods_leave_no_store_behind_for_each_other(engine):
+    texts = synthetic_prompts(2, 1, 32, 8, 400)
+    stored = Warm(engine, open_store(engine, memory_bytes=1 << 20), [])
+    for method in (stored, Recomputed(engine), Method(engine)):
+        method.prepare(texts)
+        assert method.run(texts).cached_tokens.tolist() == [0, 0]
+    assert stored.run(texts).cached_tokens.tolist() == [40, 40]
+
+
+def test_rounds_begin_with_another_method():
+    assert [alternating(["a", "b", "c"], number)[0] for number in range(4)] == ["a", "b", "c", "a"]
+    assert sorted(alternating(["a", "b", "c"], 2)) == ["a", "b", "c"]
+
+
+def test_reading_speed_is_measured_without_leaving_a_file(tmp_path):
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "block").write_bytes(b"content")
+    assert read_bytes_per_second(tmp_path) > 0
+    drop_from_page_cache(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["kv", "block"]
+    assert (tmp_path / "kv" / "block").read_bytes() == b"content"
+
+
+def test_transformers_computes_what_stands_behind_a_kept_prefix(llama):
+    texts = synthetic_prompts(5, 2, 32, 8, 400)
+    peer = PREFIX_PEERS["transformers cache fp32"](find_checkpoint(str(llama)), 1, [])
+    with torch.inference_mode():
+        expected = AutoModel.from_pretrained(llama)(torch.tensor(texts)).last_hidden_state.mean(1)
+    peer.embed_tokens(shared_prefixes(texts))
+    # Twice, because a prefix serves again after the texts behind it.
+    for batch in ([0, 1, 2, 3, 4], [3], [4, 0]):
+        found = peer.embed_tokens([texts[index] for index in batch])
+        np.testing.assert_allclose(found, expected[batch].numpy(), atol=1e-4, rtol=1e-4)
+    assert len(peer._kept) == 2
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf")),
+    reason="llama-cpp-python or gguf is not installed",
+)
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "llama3"}])
+def test_llama_cpp_runs_the_same_model(rope, tmp_path):
+    parameters = {"rope_theta": 10000.0, "rope_type": "default"}
+    if rope:
+        scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        parameters |= {**rope, **scaling, "original_max_position_embeddings": 32}
+    # llama.cpp has no heads of fewer than 32 numbers in some of its kernels.
+    folder = write_llama(tmp_path / "llama", hidden_size=128, rope_parameters=parameters)
+    texts = synthetic_prompts(3, 1, 32, 40, 400)
+    peer = PREFIX_PEERS["llama.cpp cache fp32"](find_checkpoint(str(folder)), 1, [])
+    with torch.inference_mode():
+        expected = (
+            AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(texts)).logits[:, -1, :64].numpy()
+        )
+    peer.embed_tokens(shared_prefixes(texts))
+    for _ in range(2):
+        found = peer.embed_tokens(texts)
+        # llama.cpp keeps keys and values in 16 bits.
+        assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
+
+
+def test_peer_is_measured_beside_the_methods(llama, tmp_path):
+    file = tmp_path / "report.json"
+    options = ("--prefix-tokens", 32, "--text-tokens", 8, "--batch", 1, "--peer", "transformers")
+    shown = succeeded(run("--model", llama, *options, "--json", file))
+    row = json.loads(file.read_text("utf-8"))["rows"][-1]
+    assert row["method"] == "transformers cache fp32"
+    assert row["texts_per_second"] > 0
+    assert row["computed_tokens"] is row["difference"] is None
+    assert "transformers cache fp32" in shown
+
+
+def test_peer_without_its_library_is_left_out_with_the_remedy(llama, tmp_path, monkeypatch):
+    for name in ("llama_cpp", "gguf"):
+        (tmp_path / f"{name}.py").write_text(
+            f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')", encoding="utf-8"
+        )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    options = ("--prefix-tokens", 32, "--text-tokens", 8, "--batch", 1, "--peer", "llama.cpp")
+    result = run("--model", llama, *options)
+    assert "llama.cpp cache fp32 is left out" in result.stderr
+    assert "pip install llama-cpp-python gguf" in result.stderr
+    assert "llama.cpp" not in succeeded(result)

@@ -1,0 +1,367 @@
+"""`python -m benchmarks evaluate blend` measures chunks in any order beside full recomputation."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from command_line import PRIVATE, assert_one_line, run, succeeded
+from core_decoders import write_decoder_tokenizer, write_llama
+from scipy.special import logsumexp, softmax
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from attncache_core import InvalidInput, PrefillEngine, find_checkpoint
+from attncache_core.checkpoints.template import Template
+from attncache_core.reuse.blend.chunks import Recomputation
+from attncache_core.reuse.kv.opening import KeyValueOptions
+from benchmarks.__main__ import main
+from benchmarks.papers.blend_cases import (
+    Labelled,
+    Question,
+    example_cases,
+    question_cases,
+    read_questions,
+)
+from benchmarks.papers.blending import (
+    MAP_RERANK,
+    PREFIX_CACHING,
+    RECOMPUTED,
+    MethodReport,
+    Ways,
+    compare_blending,
+    smallest_ratio,
+)
+
+LABELS = ("yes", "no")
+WORDS = ["parcel", "card", "late", "lost", "bank", "money", "transfer", "pending"]
+REDUCTIONS = {
+    "map-reduce, mean": lambda rows: rows.mean(axis=0),
+    "map-reduce, max": lambda rows: rows.max(axis=0),
+    "map-reduce, log-sum-exp": lambda rows: logsumexp(rows, axis=0),
+}
+
+
+def words(random, count):
+    return " ".join(random.choice(WORDS, count))
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    folder = write_llama(tmp_path_factory.mktemp("decoders") / "tiny")
+    write_decoder_tokenizer(folder, words=[*LABELS, "Text:", "Answer:"] * 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(decoder):
+    """The tiny Llama in float32, which decides between two labels."""
+    checkpoint = find_checkpoint(str(decoder)).adapted(
+        label_logits=True, labels=LABELS, template=Template.parse("Text: {}\nAnswer:")
+    )
+    options = KeyValueOptions(memory_bytes=1 << 24)
+    return PrefillEngine.load(checkpoint, dtype="float32", threads=1, key_values=options)
+
+
+@pytest.fixture(scope="module")
+def cases(engine):
+    random = np.random.default_rng(0)
+    examples, texts = (
+        [Labelled(words(random, 5), LABELS[number % 2]) for number in range(count)] for count in (8, 4)
+    )
+    return example_cases(engine, examples, texts, shots=3, pool=6)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A table of questions, one of labelled examples, one of labelled texts, and a template."""
+    folder = tmp_path_factory.mktemp("tables")
+    random = np.random.default_rng(1)
+    for name, count in (("examples", 8), ("texts", 22)):
+        rows = [f"{words(random, 4)}\t{LABELS[number % 2]}" for number in range(count)]
+        (folder / f"{name}.tsv").write_text("\n".join(["text\tlabel", *rows]) + "\n")
+    rows = ["question\tparagraphs_json"]
+    for _ in range(3):
+        paragraphs = [{"title": words(random, 1), "text": words(random, 9)} for _ in range(6)]
+        rows.append(f"where is it?\t{json.dumps(paragraphs)}")
+    (folder / "questions.tsv").write_text("\n".join(rows) + "\n")
+    (folder / "template.txt").write_text("Text: {}\nAnswer:\n")
+    return folder
+
+
+def labelled(files):
+    return (
+        *("--task", "label-logits", "--labels", ",".join(LABELS), "--template", files / "template.txt"),
+        *(
+            "--examples",
+            f"{files / 'examples.tsv'}:text,label",
+            "--data",
+            f"{files / 'texts.tsv'}:text,label",
+        ),
+    )
+
+
+def evaluate(decoder, *arguments):
+    shared = ("--model", decoder, "--dtype", "float32", "--threads", 1, "--rounds", 1)
+    return run("evaluate", "blend", *shared, *arguments, program=main)
+
+
+@torch.inference_mode()
+def reference(folder, sequences):
+    """Return the last states [n, hidden] and logits [n, labels] by Hugging Face's eager float32 model."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = [tokenizer(f" {label}", add_special_tokens=False).input_ids[0] for label in LABELS]
+    found = [model(torch.tensor([ids]), output_hidden_states=True) for ids in sequences]
+    states = np.stack([own.hidden_states[-1][0, -1].numpy() for own in found])
+    return states, np.stack([own.logits[0, -1, tokens].numpy() for own in found])
+
+
+def test_prompt_is_the_examples_in_their_template_and_the_text_as_it_is_alone(engine, cases):
+    for case in cases:
+        ids, spans, opening = case.sequence
+        assert opening == [0]
+        assert len(spans) == 3
+        text = engine.tokenizer.decode([ids])[0]
+        assert text.count("Text:") == text.count("Answer:") == 4
+        assert [text.count(f"Answer: {label}") for label in LABELS] != [0, 0]
+        # Behind the last separator, the tokens are those of the text alone.
+        (alone,) = engine.tokenize([text.rsplit("Text: ", 1)[1].removesuffix("\nAnswer:")])
+        assert ids[-len(alone) + 1 :] == alone[1:]
+        assert [chunk[1:] for chunk in case.chunks] == [ids[first:end] for first, end in spans]
+
+
+def test_the_same_seed_draws_the_same_examples_from_the_pool(engine):
+    examples = [Labelled(word, "yes") for word in WORDS]
+    texts = [Labelled("it is", "no")] * 5
+
+    def prompts(seed, pool=8):
+        return [
+            case.sequence.ids
+            for case in example_cases(engine, examples, texts, shots=3, pool=pool, seed=seed)
+        ]
+
+    assert prompts(1) == prompts(1) != prompts(2)
+    assert len(set(map(tuple, prompts(1)))) > 1
+    assert len(set(map(tuple, prompts(1, pool=3)))) <= 6
+
+
+def test_examples_show_the_names_of_numbered_labels(engine):
+    examples = [Labelled("lost card", "1"), Labelled("late card", "0")]
+    (case,) = example_cases(engine, examples, [Labelled("it is", "1")], shots=2)
+    shown = sorted(engine.tokenizer.decode(case.chunks))
+    assert shown == ["Text: late card\nAnswer: yes", "Text: lost card\nAnswer: no"]
+
+
+def test_paragraphs_are_cut_and_as_many_as_fit_are_taken_evenly(engine):
+    asked = Question("where?", tuple(f"{number}\n" + "lost card " * 10 for number in range(9)))
+    (case,) = question_cases(engine, [asked], chunk_tokens=7)
+    assert [end - first for first, end in case.sequence.spans] == [7] * 9
+    (case,) = question_cases(engine, [asked], chunk_tokens=7, chunks=3)
+    shown = [engine.tokenizer.decode([chunk])[0][0] for chunk in case.chunks]
+    assert shown == ["0", "4", "8"]
+    (whole,) = question_cases(engine, [asked])
+    assert 2 <= len(whole.sequence.spans) < 9
+    assert len(whole.sequence.ids) <= engine.max_tokens
+    with pytest.raises(InvalidInput, match="never fit") as refused:
+        question_cases(engine, [Question("where?", ("card " * 300, "lost " * 300))])
+    assert refused.value.field == "chunk_tokens"
+
+
+def test_exact_methods_equal_the_reference_model(engine, decoder, cases):
+    ways = Ways(engine)
+    for case in cases:
+        ways.store(case)
+        states, logits = reference(decoder, [case.sequence.ids])
+        for way in (ways.recomputed, ways.prefix_caching, ways.blended(Recomputation(1.0))):
+            (answer,) = way(case).values()
+            np.testing.assert_allclose(answer.outputs, states[0], atol=2e-4, rtol=2e-4)
+            np.testing.assert_allclose(answer.logits, logits[0], atol=2e-3, rtol=2e-3)
+
+
+def test_chunks_alone_are_exact_and_joined_as_numpy_does(engine, decoder, cases):
+    ways = Ways(engine)
+    for case in cases:
+        ways.store(case)
+        answers = ways.chunks_alone(case)
+        states, logits = reference(decoder, [[*chunk, *case.end] for chunk in case.chunks])
+        assert list(answers) == [MAP_RERANK, *REDUCTIONS]
+        for name, reduce in REDUCTIONS.items():
+            np.testing.assert_allclose(answers[name].outputs, reduce(states), atol=2e-4, rtol=2e-4)
+            np.testing.assert_allclose(answers[name].logits, reduce(logits), atol=2e-3, rtol=2e-3)
+        best = softmax(logits, axis=1).max(axis=1).argmax()
+        np.testing.assert_allclose(answers[MAP_RERANK].logits, logits[best], atol=2e-3, rtol=2e-3)
+        # Only what stands behind the chunks is computed.
+        assert answers[MAP_RERANK].tokens <= len(case.chunks) * (len(case.end) + 1)
+
+
+def test_methods_compute_the_tokens_that_their_names_say(engine, cases):
+    ways = Ways(engine)
+    for case in cases:
+        ids, spans, _ = case.sequence
+        ways.store(case)
+        for _ in range(2):  # nothing that a method computes is found by the next one
+            assert ways.recomputed(case)[RECOMPUTED].tokens == len(ids)
+            assert ways.prefix_caching(case)[PREFIX_CACHING].tokens == len(ids) - spans[0][1]
+            always = len(ids) - sum(end - first for first, end in spans) - 1
+            assert ways.blended(Recomputation(0.0))(case)["ratio 0"].tokens == always
+
+
+def test_reports_compare_every_method_with_recomputing(engine, cases):
+    done = []
+    reports = compare_blending(
+        engine, cases, ratios=(0, 0.5, 1), random_ratio=0.5, rounds=2, on_case=lambda *own: done.append(own)
+    )
+    assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    by_name = {report.method: report for report in reports}
+    assert list(by_name) == [
+        RECOMPUTED,
+        PREFIX_CACHING,
+        "ratio 0",
+        "ratio 0.5",
+        "ratio 1",
+        "ratio 0.5, random tokens",
+        MAP_RERANK,
+        *REDUCTIONS,
+    ]
+    for exact in (RECOMPUTED, PREFIX_CACHING, "ratio 1"):
+        assert by_name[exact].cosine == pytest.approx(1, abs=1e-6)
+        assert by_name[exact].agreement == 1
+        assert by_name[exact].accuracy_difference == (0, 0)
+    assert by_name[RECOMPUTED].time_ratio == 1
+    assert by_name["ratio 0"].cosine < by_name["ratio 0.5"].cosine < 1 - 1e-4
+    assert [own.ratio for own in reports] == [None, None, 0, 0.5, 1, 0.5, *[None] * 4]
+    assert [own.method for own in reports if own.random] == ["ratio 0.5, random tokens"]
+    truth = [case.label for case in cases]
+    for report in reports:
+        assert report.cases == 4
+        assert math.isnan(report.cosine_bound)  # too few cases
+        assert sum(report.decisions.values()) == pytest.approx(1)
+        assert 0 <= report.accuracy <= 1
+        assert report.seconds > 0
+    logits = np.stack([Ways(engine).recomputed(case)[RECOMPUTED].logits for case in cases])
+    right = [LABELS[index] == label for index, label in zip(logits.argmax(axis=1), truth, strict=True)]
+    assert by_name[RECOMPUTED].accuracy == np.mean(right)
+
+
+def test_first_tokens_of_chunks_and_check_layer_are_as_asked(engine, cases):
+    like = Recomputation(0.15, check_layer=2, first_tokens=2)
+    first, none, checked = (
+        compare_blending(engine, cases[:1], ratios=(0, 0.5), random_ratio=None, like=own, rounds=1)
+        for own in (replace(like, check_layer=1), Recomputation(0.15), replace(like, first_tokens=0))
+    )
+    # The first chunk is exact and never computed again.
+    assert first[2].computed_tokens == none[2].computed_tokens + 2 * 2
+    assert checked[3].computed_tokens > none[3].computed_tokens
+
+
+def report_of(ratio, agreement, bound=0.0, random=False):
+    figures = dict.fromkeys(MethodReport.__slots__, 0.0)
+    return MethodReport(
+        **{**figures, "ratio": ratio, "agreement": agreement, "agreement_bound": bound, "random": random}
+    )
+
+
+def test_the_smallest_ratio_keeps_decisions_from_there_on():
+    reports = [
+        report_of(None, 1.0),
+        report_of(0.0, 0.99),  # better by chance than the next one
+        report_of(0.1, 0.97),
+        report_of(0.3, 0.98, 0.97),
+        report_of(0.3, 0.1, random=True),
+        report_of(1.0, 1.0, 0.99),
+    ]
+    assert smallest_ratio(reports, 0.98) == 0.3
+    assert smallest_ratio(reports, 0.98, confident=True) == 1.0
+    assert smallest_ratio(reports, 0.995, confident=True) is None
+    assert smallest_ratio([report_of(1.0, math.nan)], 0.5) is None
+
+
+def test_command_measures_labelled_texts_behind_examples(decoder, files, tmp_path):
+    written = ("--json", tmp_path / "report.json", "--markdown", tmp_path / "table.md")
+    plots = ("--output", tmp_path / "plots")
+    shown = succeeded(evaluate(decoder, *labelled(files), "--shots", 2, "--ratios", "0,1", *written, *plots))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["machine"]["questions"], report["machine"]["chunks"]) == (22, 2)
+    exact = next(own for own in report["methods"] if own["method"] == "ratio 1")
+    assert exact["agreement"] == 1
+    assert exact["agreement_bound"] == pytest.approx(0.05 ** (1 / 22))
+    assert report["smallest_ratio"]["mean"] is not None
+    assert report["smallest_ratio"]["confident"] is None
+    assert "22 prompts of 2.0 chunks" in shown
+    assert "Recomputed decisions: " in shown
+    assert "with 95 % confidence, no ratio does" in shown
+    assert len((tmp_path / "table.md").read_text().splitlines()) == 2 + len(report["methods"])
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
+        "blend.csv",
+        "blend_quality.png",
+        "blend_time.png",
+    ]
+    with (tmp_path / "plots" / "blend.csv").open(newline="") as file:
+        assert [row["method"] for row in csv.DictReader(file)] == [own["method"] for own in report["methods"]]
+
+
+def test_command_measures_questions_with_paragraphs_by_their_last_state(decoder, files, tmp_path):
+    arguments = ("--pooling", "lasttoken", "--data", files / "questions.tsv", "--chunks", 3)
+    written = ("--json", tmp_path / "report.json")
+    shown = succeeded(evaluate(decoder, *arguments, "--chunk-tokens", 20, "--ratios", "0.2", *written))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["machine"]["questions"], report["machine"]["chunks"]) == (3, 3)
+    assert all(own["agreement"] is own["accuracy"] is None for own in report["methods"])
+    assert "map-reduce, mean" in shown
+    assert "map-rerank" not in shown  # there are no classes
+    assert "agreement" not in shown
+    assert "decisions" not in shown
+
+
+def test_questions_that_do_not_fit_are_counted(decoder, files):
+    most = ("--max-tokens", 300)
+    with_long = files / "long.tsv"
+    long = json.dumps([{"title": "a", "text": "late card " * 60}] * 2)
+    with_long.write_text((files / "questions.tsv").read_text() + f"who?\t{long}\n")
+    arguments = ("--pooling", "lasttoken", "--data", with_long, "--ratios", "1", *most)
+    assert "1 of 4 questions do not fit" in succeeded(evaluate(decoder, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--ratios", "0.1,2"), ("ratios must be numbers from 0 to 1",)),
+        (("--ratios", "few"), ("ratios must be numbers",)),
+        (("--shots", 9, "--pool", 9), ("8 examples", "9 shots")),
+        (("--shots", 5, "--pool", 4), ("pool of 4", "5 shots")),
+        (("--shots", 8, "--max-tokens", 30), ("every prompt of 8 shots", "fewer shots")),
+        (("--examples", "examples.tsv"), ("examples must name a file and its columns",)),
+        (("--examples", "examples.tsv:text"), ("examples must name a file and its columns",)),
+        (("--labels", "yes,Text"), ("labels of the data", "2 classes")),
+        (("--labels", "yes,never"), ("labels of several tokens",)),
+    ],
+)
+def test_invalid_options_are_refused_in_one_line(decoder, files, arguments, expected):
+    assert_one_line(evaluate(decoder, *labelled(files), *arguments), *expected)
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["lost", "{}", "[]", '[{"title": "a"}, {"title": "b"}]', '[{"title": "a", "text": 3}]', '["a", "b"]'],
+)
+def test_rows_without_paragraphs_are_refused_without_their_text(tmp_path, written):
+    path = tmp_path / "questions.tsv"
+    path.write_text(f"question\tparagraphs_json\n{PRIVATE}\t{written}\n")
+    with pytest.raises(InvalidInput, match="paragraphs_json of row 1") as refused:
+        read_questions(str(path))
+    assert refused.value.field == "data"
+    assert PRIVATE not in str(refused.value)
+
+
+def test_tables_without_the_columns_are_refused(decoder, files):
+    arguments = ("--pooling", "lasttoken", "--data", files / "examples.tsv")
+    assert_one_line(evaluate(decoder, *arguments), "no column 'question'")
+
+
+def test_models_that_cannot_blend_are_refused_with_the_reason(decoder, files, tiny_checkpoint):
+    questions = ("--data", files / "questions.tsv")
+    assert_one_line(evaluate(decoder, *questions), "last token", "--pooling lasttoken")
+    assert_one_line(evaluate(tiny_checkpoint.folder, *questions, "--chunk-tokens", 5), "bidirectional")

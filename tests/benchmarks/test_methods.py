@@ -1,0 +1,245 @@
+"""Each method can be made by its name, gives the right outputs, and reports missing requirements."""
+
+from dataclasses import replace
+
+import faiss
+import numpy as np
+import pytest
+from core_models import prefill, random_sequences, write_sentence_transformer
+from core_reference import FLOAT32, SIXTEEN_BITS
+
+from attncache_core import Outcome
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import InvalidInput
+from attncache_core.evaluation.methods import parse_methods
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.index import FeatureIndex, index_path
+from attncache_core.reuse.maps.projector import FeatureProjector
+from attncache_core.text.token_batch import pack
+from benchmarks.papers import methods as methods_module
+from benchmarks.papers.methods import PAPER_METHODS, PaperMethods
+from benchmarks.papers.per_layer_search import train_layerwise_search
+from benchmarks.papers.presets import Preset
+from benchmarks.papers.shared_maps import (
+    layer_divergences,
+    lazyformer_blocks,
+    san_blocks,
+    shared_maps_engine,
+)
+
+SEQUENCES = random_sequences([5, 6, 7, 8, 9, 10] * 4, seed=51)
+
+
+@pytest.fixture(scope="module")
+def corpus(tiny_engine, tiny_corpus):
+    return tiny_engine.tokenize([sentence.text for sentence in tiny_corpus])
+
+
+@pytest.fixture
+def methods(tiny_engine, tiny_checkpoint, tiny_database, corpus):
+    return PaperMethods(
+        tiny_engine, tiny_checkpoint, AttentionDatabase.open(tiny_database), corpus, dtype="float32"
+    )
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Train the projectors of AttnCache-f with few steps."""
+    monkeypatch.setitem(train_layerwise_search.__kwdefaults__, "steps", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("full", ["full"]),
+        ("attncache", ["full", "attncache"]),
+        ("san,full,lazyformer", ["full", "san", "lazyformer"]),
+        (" attncache-f , attncache:moderate,attncache-f,full", ["full", "attncache-f", "attncache:moderate"]),
+    ],
+)
+def test_parsed_names_are_unique_with_the_full_model_first(text, names):
+    assert parse_methods(text, PAPER_METHODS) == names
+
+
+@pytest.mark.parametrize("name", ["attncach", "attncache:mild", "FULL", ""])
+def test_refusal_of_an_unknown_name_lists_the_known_names(name):
+    with pytest.raises(InvalidInput) as refused:
+        parse_methods(f"full,{name}", PAPER_METHODS)
+    assert refused.value.field == "methods"
+    assert repr(name) in str(refused.value)
+    for known in PAPER_METHODS:
+        assert known in str(refused.value)
+
+
+def test_every_preset_is_a_method():
+    assert {f"attncache:{preset}" for preset in Preset} < set(PAPER_METHODS)
+
+
+@pytest.mark.parametrize("name", PAPER_METHODS)
+@pytest.mark.usefixtures("few_steps")
+def test_every_method_returns_outputs_in_order(methods, name):
+    method = methods.make(name)
+    result = method(SEQUENCES)
+    assert result.outputs.shape == (len(SEQUENCES), 32)
+    assert len(result.outcomes) == len(result.similarities) == len(SEQUENCES)
+    backwards = method(SEQUENCES[::-1])
+    np.testing.assert_allclose(backwards.outputs[::-1], result.outputs, atol=SIXTEEN_BITS)
+
+
+def test_full_method_reuses_nothing(methods, tiny_engine, corpus):
+    result = methods.make("full")(corpus)
+    np.testing.assert_array_equal(result.outputs, prefill(tiny_engine, corpus, reuse=False).outputs)
+    assert set(result.outcomes) == {Outcome.NOT_SEARCHED}
+
+
+def test_attncache_method_equals_an_engine_with_the_database(methods, tiny_checkpoint, tiny_database):
+    engine = PrefillEngine.load(
+        tiny_checkpoint, database=AttentionDatabase.open(tiny_database), dtype="float32"
+    )
+    expected = prefill(engine, SEQUENCES)
+    result = methods.make("attncache")(SEQUENCES)
+    np.testing.assert_array_equal(result.outputs, expected.outputs)
+    assert result.outcomes == expected.outcomes
+    assert Outcome.HIT in result.outcomes
+
+
+@pytest.fixture
+def nearer_methods(methods, tiny_engine, tiny_checkpoint, tiny_database, monkeypatch):
+    """Methods with scaled features, because random texts are so dissimilar that all presets would miss."""
+    distances = 1 - methods.make("attncache")(SEQUENCES).similarities
+    scale = 0.03 / float(np.median(distances))
+    project = FeatureProjector.project
+    monkeypatch.setattr(
+        FeatureProjector, "project", lambda *given: [features * scale for features in project(*given)]
+    )
+    database, index = AttentionDatabase.open(tiny_database), FeatureIndex()
+    for length in database.manifest.records:
+        vectors = faiss.read_index(str(index_path(tiny_database, length)))
+        index.add(length, vectors.reconstruct_n(0, vectors.ntotal) * scale)
+    database = replace(database, search=replace(database.search, index=index))
+    return PaperMethods(tiny_engine, tiny_checkpoint, database, [], dtype="float32")
+
+
+@pytest.mark.parametrize("preset", Preset)
+def test_preset_hits_exactly_from_its_threshold_on(nearer_methods, preset):
+    similarities = nearer_methods.make("attncache")(SEQUENCES).similarities
+    outcomes = nearer_methods.make(f"attncache:{preset}")(SEQUENCES).outcomes
+    assert [outcome.is_hit for outcome in outcomes] == (similarities >= preset.threshold).tolist()
+
+
+def test_most_aggressive_preset_hits_more_often_than_the_most_conservative(nearer_methods):
+    hits = [
+        sum(outcome.is_hit for outcome in nearer_methods.make(f"attncache:{preset}")(SEQUENCES).outcomes)
+        for preset in ("conservative", "aggressive")
+    ]
+    assert hits[0] < hits[1]
+
+
+def test_lazyformer_shares_pairs_of_layers(methods, tiny_checkpoint):
+    expected = prefill(shared_maps_engine(tiny_checkpoint, lazyformer_blocks(3), dtype="float32"), SEQUENCES)
+    np.testing.assert_array_equal(methods.make("lazyformer")(SEQUENCES).outputs, expected.outputs)
+
+
+def san_sources(methods):
+    """Return for each layer the layer whose maps it takes."""
+    engine, _ = methods.make("san").args
+    return engine.strategy.plan(pack([[1]]), np.ones(1, dtype=bool)).layer_sources
+
+
+@pytest.mark.parametrize(("layers", "shared"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2)])
+def test_san_shares_half_of_the_layers_by_default(tmp_path, layers, shared):
+    checkpoint = read_checkpoint(write_sentence_transformer(tmp_path, num_hidden_layers=layers))
+    engine = PrefillEngine.load(checkpoint, dtype="float32")
+    sources = san_sources(PaperMethods(engine, checkpoint, None, SEQUENCES, dtype="float32"))
+    divergences = layer_divergences(engine.model, SEQUENCES)
+    joined = [layer for layer, source in enumerate(sources) if layer != source]
+    assert len(joined) == shared
+    # The layers that share maps differ least from the previous layer.
+    assert sorted(divergences[np.array(joined, dtype=int) - 1]) == sorted(divergences)[:shared]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.1, 1.0])
+def test_given_threshold_chooses_the_layers_of_san(tiny_engine, tiny_checkpoint, threshold):
+    methods = PaperMethods(
+        tiny_engine, tiny_checkpoint, None, SEQUENCES, dtype="float32", san_threshold=threshold
+    )
+    blocks = san_blocks(layer_divergences(tiny_engine.model, SEQUENCES), threshold)
+    assert san_sources(methods) == tuple(block.start for block in blocks for _ in block)
+
+
+def test_san_is_measured_on_a_sample_of_the_corpus(methods, monkeypatch):
+    sizes = []
+
+    def counted(model, sequences):
+        sizes.append(len(sequences))
+        return layer_divergences(model, sequences)
+
+    monkeypatch.setattr(methods_module, "layer_divergences", counted)
+    monkeypatch.setattr(methods_module, "_SAN_SAMPLE", 50)
+    methods.make("san")
+    assert sizes == [48]  # every fifth of 240 texts
+
+
+@pytest.mark.parametrize("name", [name for name in PAPER_METHODS if name.startswith("attncache")])
+def test_method_without_its_database_is_refused(tiny_engine, tiny_checkpoint, corpus, name):
+    with pytest.raises(InvalidInput, match=f"method {name} needs a database") as refused:
+        PaperMethods(tiny_engine, tiny_checkpoint, None, corpus).make(name)
+    assert refused.value.field == "database"
+
+
+@pytest.mark.parametrize("name", ["san", "attncache-f"])
+def test_method_without_its_corpus_is_refused(tiny_engine, tiny_checkpoint, tiny_database, name):
+    database = AttentionDatabase.open(tiny_database)
+    with pytest.raises(InvalidInput, match=f"method {name} .* corpus") as refused:
+        PaperMethods(tiny_engine, tiny_checkpoint, database, []).make(name)
+    assert refused.value.field == "corpus"
+
+
+def test_per_layer_search_refuses_a_corpus_of_other_texts(tiny_engine, tiny_checkpoint, tiny_database):
+    database = AttentionDatabase.open(tiny_database)
+    with pytest.raises(InvalidInput, match="texts that the database was built from") as refused:
+        PaperMethods(tiny_engine, tiny_checkpoint, database, SEQUENCES).make("attncache-f")
+    assert refused.value.field == "corpus"
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_per_layer_search_hits_for_recorded_texts(methods, corpus):
+    result = methods.make("attncache-f")(corpus[::9])
+    assert set(result.outcomes) == {Outcome.HIT}
+    assert (result.similarities > 1 - FLOAT32).all()
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_excluded_text_is_not_served_by_its_own_record(
+    tiny_engine, tiny_checkpoint, tiny_prototypes_database, corpus, searched
+):
+    database = AttentionDatabase.open(tiny_prototypes_database, threshold=1.0)
+    (group,) = database.search.policy.groups
+    # Without a search, recorded texts are recognised by their tokens.
+    group = group if searched else group.recorded_only()
+    policy = replace(database.search.policy, groups=(group,))
+    database = replace(database, search=replace(database.search, policy=policy))
+    without, gone = database.without(corpus[::3])
+    assert gone == len(corpus[::3])
+    result = PaperMethods(tiny_engine, tiny_checkpoint, without, [], dtype="float32").make("attncache")(
+        corpus
+    )
+    others = [index % 3 != 0 for index in range(len(corpus))]
+    assert (result.similarities == 1).tolist() == others
+    assert [outcome is Outcome.HIT for outcome in result.outcomes] == others
+
+
+def test_without_a_search_an_excluded_text_is_served_by_the_mean(
+    tiny_engine, tiny_checkpoint, tiny_prototypes_database, corpus
+):
+    database = AttentionDatabase.open(tiny_prototypes_database)
+    (group,) = database.search.policy.groups
+    policy = replace(database.search.policy, groups=(replace(group, searched=False),))
+    database = replace(database, search=replace(database.search, policy=policy))
+    without, _ = database.without(corpus[:7])
+    result = PaperMethods(tiny_engine, tiny_checkpoint, without, [], dtype="float32").make("attncache")(
+        corpus
+    )
+    assert result.outcomes[:7] == (Outcome.PROTOTYPE_HIT,) * 7
+    assert set(result.outcomes[7:]) == {Outcome.HIT}
