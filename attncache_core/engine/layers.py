@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
 
 import torch
 
 from attncache_core.models import AttentionLayer, PackedModel
-from attncache_core.models.compiled import CompiledEmbed
 from attncache_core.native.stack import CompiledStack
 from attncache_core.native.stack_data import GivenRecords, KeyValueSlots, StackRows
 from attncache_core.reuse.execution.fetch import Fetch, HitRecords, RecordGroup
@@ -124,7 +122,7 @@ def first_input(model: PackedModel, batch: TokenBatch) -> torch.Tensor:
     stack = model.stack
     if stack is None or not stack.embeds:
         return model.embed(batch)
-    return stack.run(None, _stack_rows(model, stack, batch, embeds=True), range(0))[0]
+    return stack.run(None, _stack_rows(stack, batch, embeds=True), range(0))[0]
 
 
 def _states(model: PackedModel, batch: TokenBatch, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -134,13 +132,13 @@ def _states(model: PackedModel, batch: TokenBatch, hidden: torch.Tensor | None) 
     )
 
 
-def _stack_rows(model: PackedModel, stack: CompiledStack, batch: TokenBatch, *, embeds: bool) -> StackRows:
+def _stack_rows(stack: CompiledStack, batch: TokenBatch, *, embeds: bool) -> StackRows:
     """Return the rows of a batch. embeds: whether the stack makes the first layer's input, if it can."""
-    ids = places = None
+    ids = types = None
     if embeds and stack.embeds:
-        ids, places = batch.ids.numpy(), cast(CompiledEmbed, model.embed).places(batch)
+        ids, types = batch.ids.numpy(), None if batch.types is None else batch.types.numpy()
     trees, starts = (batch.tree.trees, batch.tree.starts) if batch.tree else (None, None)
-    return StackRows(batch.offsets, batch.positions.numpy(), trees, starts, ids, places)
+    return StackRows(batch.offsets, batch.positions.numpy(), trees, starts, ids, types)
 
 
 def _run_stack(
@@ -155,7 +153,7 @@ def _run_stack(
     """Run layers as `run_layers` does, by compiled code."""
     states, counts = stack.run(
         None if stack.embeds and hidden is None else _states(model, batch, hidden),
-        _stack_rows(model, stack, batch, embeds=hidden is None),
+        _stack_rows(stack, batch, embeds=hidden is None),
         layers,
         records,
         compiled_threads(),

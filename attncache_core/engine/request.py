@@ -36,6 +36,12 @@ class PrefillRequest:
         return self.sequence_plan is not None and self.sequence_plan.states
 
     @property
+    def reads_more(self) -> bool:
+        """Whether more than the output is read."""
+        plan = self.sequence_plan
+        return plan is not None and (plan.states or bool(plan.targets))
+
+    @property
     def takes_maps(self) -> bool:
         """Whether this sequence may take attention maps from records."""
         return self.reuse and not isinstance(self.ids, PairTokens)

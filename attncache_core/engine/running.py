@@ -1,6 +1,7 @@
 """Run requests: which of them are a batch together, and by which way each batch is computed.
 
-requests -> with chunks           -> blended.py, one by one
+requests -> all computed exactly  -> one compiled call, from token ids to vectors
+         -> with chunks           -> blended.py, one by one
          -> with shared prefixes  -> behind stored keys and values (continued.py), or as trees (forward.py)
          -> others                -> one pass, in which the strategy may give maps (forward.py)
          => PrefillResult, in the caller's order
@@ -12,9 +13,11 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from attncache_core.engine.blended import run_blended
 from attncache_core.engine.continued import run_continued
@@ -22,9 +25,11 @@ from attncache_core.engine.forward import forward_pass
 from attncache_core.engine.request import PrefillRequest, PrefillResult, joined_results
 from attncache_core.engine.targets import log_probabilities, token_states
 from attncache_core.heads.vectors import finite_sequences
+from attncache_core.native.stack_data import StackRows
+from attncache_core.reuse.plan import Outcome, shared_no_reuse
 from attncache_core.reuse.storage.segment import RecordsChanged
 from attncache_core.runtime.threads import one_thread, use_threads
-from attncache_core.text.token_batch import TokenBatch, pack, pack_shared
+from attncache_core.text.token_batch import TokenBatch, pack, pack_shared, packed_types, require_tokens
 
 if TYPE_CHECKING:
     from attncache_core.engine.prefill import PrefillEngine
@@ -41,6 +46,8 @@ def run_requests(engine: PrefillEngine, requests: Sequence[PrefillRequest]) -> P
     """
     if not requests:
         return _run(engine, requests, share=False, blend=False)
+    if _is_exact(engine, requests):
+        return _run_exact(engine, requests)
     # A token of a shared prefix has one state for all sequences, and tokens that are stored have none.
     shared = [engine.shares_prefixes(own.takes_maps) and not own.reads_states for own in requests]
     blended = [own.blend is not None for own in requests]
@@ -51,6 +58,52 @@ def run_requests(engine: PrefillEngine, requests: Sequence[PrefillRequest]) -> P
         if len(own)
     ]
     return parts[0] if len(parts) == 1 else joined_results(parts, [own for own in indices if len(own)])
+
+
+def _is_exact(engine: PrefillEngine, requests: Sequence[PrefillRequest]) -> bool:
+    """Return whether the compiled stack computes all that is read from these requests, by itself."""
+    if engine.model.compiled_outputs is None:
+        return False
+    takes_maps = engine.strategy is not None
+    return not any(own.blend or own.reads_more or (takes_maps and own.takes_maps) for own in requests)
+
+
+def _run_exact(engine: PrefillEngine, requests: Sequence[PrefillRequest]) -> PrefillResult:
+    """Compute a batch by one call of the compiled stack. Nothing is reused, and nothing is stored."""
+    started = time.perf_counter()
+    count, stack, outputs_of = len(requests), engine.model.stack, engine.model.compiled_outputs
+    assert stack is not None
+    assert outputs_of is not None
+    stack.wake(engine.threads)
+    sequences = [own.ids for own in requests]
+    lengths = np.array([len(ids) for ids in sequences])
+    require_tokens(lengths)
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    tokens = int(offsets[-1])
+    ids = np.fromiter(chain.from_iterable(sequences), np.int64, tokens)
+    skipped = outputs_of.skipped(lengths, np.array(_prompt_tokens(engine, requests)))
+    rows = StackRows(offsets, ids=ids, types=packed_types(sequences), skipped=skipped)
+    pooled, counts = stack.vectors(rows, engine.threads)
+    outputs, finite = pooled.vectors, pooled.finite
+    if outputs_of.finishes:
+        with one_thread():
+            outputs = outputs_of.of_vectors(torch.from_numpy(outputs)).numpy()
+        finite &= np.isfinite(outputs).all(axis=1)
+    nothing = shared_no_reuse(count)
+    return PrefillResult(
+        outputs=outputs,
+        finite=finite,
+        outcomes=(Outcome.NOT_SEARCHED,) * count,
+        similarities=nothing.similarities,
+        strangeness=nothing.strangeness,
+        tokens=tokens,
+        asked_tokens=tokens,
+        cached_tokens=np.zeros(count, np.int64),
+        search_seconds=0.0,
+        forward_seconds=time.perf_counter() - started,
+        attention_seconds=counts.attention_seconds,
+        corrupt_records=0,
+    )
 
 
 def _run(
@@ -129,9 +182,13 @@ def _run_packed(engine: PrefillEngine, requests: Sequence[PrefillRequest], *, sh
     )
 
 
-def _packed(engine: PrefillEngine, requests: Sequence[PrefillRequest], share: bool) -> TokenBatch:
+def _prompt_tokens(engine: PrefillEngine, requests: Sequence[PrefillRequest]) -> list[int]:
     plans = (request.sequence_plan for request in requests)
-    prompt_tokens = [plan.prompt_tokens if plan else engine.tokenizer.prompt_tokens for plan in plans]
+    return [plan.prompt_tokens if plan else engine.tokenizer.prompt_tokens for plan in plans]
+
+
+def _packed(engine: PrefillEngine, requests: Sequence[PrefillRequest], share: bool) -> TokenBatch:
+    prompt_tokens = _prompt_tokens(engine, requests)
     sequences = [request.ids for request in requests]
     if not share:
         return pack(sequences, prompt_tokens)

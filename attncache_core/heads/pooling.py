@@ -3,43 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 import torch
 
-from attncache_core.checkpoints.checkpoint import Pooling
+from attncache_core.heads.embedding import EmbeddingHead
+from attncache_core.native.pooling import pool_states
 from attncache_core.text.token_batch import TokenBatch, by_sequence
 
 
-def pool(hidden: torch.Tensor, batch: TokenBatch, pooling: Pooling, prompt_tokens: int = 0) -> torch.Tensor:
-    """Pool [tokens, hidden] to one float32 vector per sequence, [sequences, modes * hidden], in packed order.
+@dataclass(frozen=True)
+class Pooler:
+    """Makes the vectors of sequences from the vectors of their tokens."""
 
-    If `pooling.include_prompt` is off, the first `prompt_tokens` tokens of each sequence are skipped. A batch
-    with different prompts has its own counts, `batch.prompt_tokens`, which take precedence. The mode
-    "lasttoken" never skips, and "weightedmean" keeps the weights of the original positions. Raises ValueError
-    if a mode is unknown.
-    """
-    if pooling.modes == ("lasttoken",):
-        return hidden[torch.from_numpy(batch.last_rows)].float()
-    batch, hidden = batch.apart(hidden)
-    if pooling.include_prompt and (batch.lengths == batch.lengths[0]).all():
-        vectors = hidden.float().view(len(batch.lengths), -1, hidden.shape[1])
-        return _pool_modes(vectors, pooling.modes, 0)
-    skipped = np.full(len(batch.lengths), 0 if pooling.include_prompt else prompt_tokens)
-    if batch.prompt_tokens is not None and not pooling.include_prompt:
-        skipped = batch.prompt_tokens
-    # At least one token remains: if a text adds no token to its prompt, its last token is pooled.
-    skipped = np.minimum(skipped, batch.lengths - 1)
-    parts = []
-    for group in batch.groups():
-        vectors = by_sequence(hidden, group).float()
-        first = 0
-        for count, run in groupby(skipped[group.sequences].tolist()):
-            stop = first + len(list(run))
-            parts.append(_pool_modes(vectors[first:stop], pooling.modes, count))
-            first = stop
-    return torch.cat(parts)
+    modes: tuple[str, ...]  # the vectors of all modes follow each other
+    # Tokens at the front of a sequence that are left out; None: no token is. The mode "lasttoken" never
+    # leaves a token out, and "weightedmean" keeps the weights of the original positions.
+    prompt_tokens: int | None = None
+    head: EmbeddingHead | None = None  # applied to the pooled vectors
+
+    def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        """Return one vector per sequence of [tokens, hidden], float32 [sequences, d], in packed order.
+
+        Raises ValueError if a mode is unknown.
+        """
+        return self.finish(self._pooled(hidden, batch))
+
+    def finish(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of sequences, float32 [n, d], from pooled ones, float32 [n, modes * hidden]."""
+        return vectors if self.head is None else self.head(vectors)
+
+    def skipped(self, lengths: np.ndarray, prompt_tokens: np.ndarray | None) -> np.ndarray | None:
+        """Return the tokens at the front of each sequence that are left out, int64 [n]; None: no token is.
+
+        lengths: of the sequences. prompt_tokens: of each sequence, if prompts differ. At least one token
+        remains: if a text adds no token to its prompt, its last token is pooled.
+        """
+        if self.prompt_tokens is None:
+            return None
+        return np.minimum(self.prompt_tokens if prompt_tokens is None else prompt_tokens, lengths - 1)
+
+    def _pooled(self, hidden: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        if self.modes == ("lasttoken",):
+            return hidden[torch.from_numpy(batch.last_rows)].float()
+        batch, hidden = batch.apart(hidden)
+        hidden, skipped = hidden.float(), self.skipped(batch.lengths, batch.prompt_tokens)
+        compiled = pool_states(hidden, batch.offsets, self.modes, skipped)
+        if compiled is not None:
+            return torch.from_numpy(compiled)
+        skipped = np.zeros(len(batch.lengths), np.int64) if skipped is None else skipped
+        parts = []
+        for group in batch.groups():
+            vectors = by_sequence(hidden, group)
+            first = 0
+            for count, run in groupby(skipped[group.sequences].tolist()):
+                stop = first + len(list(run))
+                parts.append(_pool_modes(vectors[first:stop], self.modes, count))
+                first = stop
+        return torch.cat(parts)
 
 
 def _pool_modes(vectors: torch.Tensor, modes: Sequence[str], skipped: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from attncache_core.errors import NotFinite
+from attncache_core.native.pooling import unit_length
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -39,6 +40,9 @@ def require_finite(finite: np.ndarray, of: str = "inputs") -> None:
 
 def normalize(embeddings: np.ndarray) -> np.ndarray:
     """Scale finite rows [n, d] to unit length; a row of zeros stays zero."""
+    compiled = unit_length(embeddings) if embeddings.dtype == np.float32 else None
+    if compiled is not None:
+        return compiled
     with np.errstate(over="ignore"):
         norms = np.linalg.norm(embeddings, axis=1, keepdims=True)
     if np.isinf(norms).any() and embeddings.dtype != np.float64:

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models.encoder import EncoderParts, Head, dense_head, encoder, pooled_head
-from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
+from attncache_core.models.layer import Dropped, LayerHeads, PackedModel
 
 
-def bert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
+def bert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack a BERT checkpoint, for pooled embeddings or with its sequence-classification head."""
     base = model.base_model
     return _of_bert_layers(base, heads, pool, pooled_head(base.pooler, getattr(model, "classifier", None)))
 
 
-def roberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
+def roberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack a RoBERTa or XLM-RoBERTa checkpoint, for pooled embeddings or with its classification head."""
     return _of_bert_layers(model.base_model, heads, pool, dense_head(getattr(model, "classifier", None)))
 
 
 def _of_bert_layers(
-    base: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool, head: Head | None
+    base: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler, head: Head | None
 ) -> PackedModel:
     return encoder(base, base.encoder.layer, heads, pool, head, _parts, activation=base.config.hidden_act)
 

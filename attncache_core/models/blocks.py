@@ -92,9 +92,6 @@ class WordEmbedding:
             raise NotCompiled
         return CompiledEmbedding(self._module.weight, norm=compiled_norm(self._norm))
 
-    def places(self, batch: TokenBatch) -> None:
-        """See compiled.CompiledEmbed."""
-
 
 class BaseAttentionLayer(ABC):
     """A layer without its norms, which a subclass adds. See AttentionLayer for the methods."""

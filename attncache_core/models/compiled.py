@@ -19,8 +19,13 @@ from attncache_core.models.linear import Linear, Norm
 from attncache_core.native import products
 from attncache_core.native.products import PackedMatrix
 from attncache_core.native.stack import CompiledStack
-from attncache_core.native.stack_data import AttentionHalf, CompiledEmbedding, CompiledNorm, ForwardHalf
-from attncache_core.text.token_batch import TokenBatch
+from attncache_core.native.stack_data import (
+    AttentionHalf,
+    CompiledEmbedding,
+    CompiledNorm,
+    CompiledPooling,
+    ForwardHalf,
+)
 
 Halves = tuple[AttentionHalf, list[ForwardHalf]]  # of one layer
 
@@ -57,22 +62,39 @@ class CompiledEmbed(Protocol):
         """Return the embedding as data. Raises NotCompiled."""
         ...
 
-    def places(self, batch: TokenBatch) -> np.ndarray | None:
-        """Return the row of each token in the second table, int64 [tokens]; None: row 0, or no table."""
+
+@runtime_checkable
+class CompiledOutputs(Protocol):
+    """Outputs that the compiled stack can make, up to the vectors of sequences."""
+
+    finishes: bool  # whether `of_vectors` changes the vectors
+
+    def compiled(self) -> CompiledPooling:
+        """Return the pooling as data. Raises NotCompiled."""
+        ...
+
+    def skipped(self, lengths: np.ndarray, prompt_tokens: np.ndarray | None) -> np.ndarray | None:
+        """See Pooler.skipped."""
+        ...
+
+    def of_vectors(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the rows that a caller receives, float32 [n, d], from pooled vectors, float32 [n, width]."""
         ...
 
 
 def compiled_stack(
     embed: object,
     layers: Sequence[object],
+    outputs: object,
     width: int,
     dtype: torch.dtype,
     refitted: Sequence[object] | None = None,
 ) -> CompiledStack | None:
     """Return the compiled stack of a model's layers, or None if it cannot run all of them.
 
-    embed: makes the input of the first layer; the stack includes it if it can. width: of the hidden states.
-    dtype: of Q, K, V and maps. refitted: the layers with the weights that hits take, if hits have their own.
+    embed: makes the input of the first layer; outputs: pools the output of the last one. The stack includes
+    each of them if it can. width: of the hidden states. dtype: of Q, K, V and maps. refitted: the layers with
+    the weights that hits take, if hits have their own.
     """
     library = products.library()
     if library is None:
@@ -83,12 +105,21 @@ def compiled_stack(
             halves = list(map(_with_refitted, halves, map(_halves, refitted)))
     except NotCompiled:
         return None
-    return CompiledStack(library, halves, width, _compiled_embedding(embed), dtype)
+    return CompiledStack(
+        library, halves, width, _compiled_embedding(embed), _compiled_pooling(outputs), dtype
+    )
 
 
 def _compiled_embedding(embed: object) -> CompiledEmbedding | None:
     try:
         return embed.compiled() if isinstance(embed, CompiledEmbed) else None
+    except NotCompiled:
+        return None
+
+
+def _compiled_pooling(outputs: object) -> CompiledPooling | None:
+    try:
+        return outputs.compiled() if isinstance(outputs, CompiledOutputs) else None
     except NotCompiled:
         return None
 

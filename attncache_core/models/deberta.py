@@ -17,13 +17,14 @@ from torch import nn
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
 from attncache_core.errors import UnsupportedModel
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import attention_scores
 from attncache_core.models.encoder import EncoderParts, encoder, pooled_head
-from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
+from attncache_core.models.layer import Dropped, LayerHeads, PackedModel
 from attncache_core.native.stack_data import DistanceTerm
 
 
-def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
+def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack a DeBERTa-v2 or v3 checkpoint, for pooled embeddings or with its sequence-classification head.
 
     Raises UnsupportedModel if the checkpoint has a convolution.

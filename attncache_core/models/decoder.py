@@ -17,6 +17,7 @@ from torch import nn
 from attncache_core.checkpoints.hugging_face import declared
 from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.language import language_head
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models import attention
 from attncache_core.models.attention import AttentionMask
 from attncache_core.models.blocks import (
@@ -37,7 +38,6 @@ from attncache_core.models.layer import (
     LayerHeads,
     Outputs,
     PackedModel,
-    Pool,
 )
 from attncache_core.models.projections import LinearWeights, Projections
 from attncache_core.models.rotary import LayerRotary
@@ -112,7 +112,7 @@ def feed_forward(module: nn.Module, config: Any) -> FeedForward:
     return lambda x: network(x[None])[0]
 
 
-def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
+def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack a decoder checkpoint, for pooled embeddings or with its sequence-classification head."""
     base = getattr(model, "model", model)
     config = base.config
@@ -144,7 +144,7 @@ def assemble_decoder(
     model: Any,
     heads: Sequence[LayerHeads | Dropped],
     build: Callable[[Any, int, LayerHeads, FeedForward], AttentionLayer],
-    pool: Pool,
+    pool: Pooler,
 ) -> PackedModel:
     """Pack a decoder from the layers that `build` makes and the embeddings, last norm and head of `model`."""
     base = getattr(model, "model", model)
@@ -171,7 +171,7 @@ def assemble_decoder(
 class _Outputs:
     """The outputs of a decoder: the last norm, then pooled embeddings or the logits of the last token."""
 
-    def __init__(self, norm: nn.Module, score: nn.Module | None, pool: Pool) -> None:
+    def __init__(self, norm: nn.Module, score: nn.Module | None, pool: Pooler) -> None:
         self._norm, self._score, self._pool = norm, score, pool
         self._dtype = next(norm.parameters()).dtype
 

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from attncache_core.checkpoints.hugging_face import declared
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models.decoder import DecoderLayer, assemble_decoder, layer_attention_mask
-from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel, Pool, Projection
+from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel, Projection
 from attncache_core.models.linear import Linear, packed_linear
 from attncache_core.models.projections import LinearWeights, QueryKeyTransform, joined_linear
 from attncache_core.models.rotary import LayerRotary
@@ -156,7 +157,7 @@ class _Heads:
         return value.unflatten(1, self._value_shape), plain_key
 
 
-def deepseek(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
+def deepseek(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack a DeepSeek-V2 or V3 checkpoint; see decoder.decoder."""
     base = getattr(model, "model", model)
     config = base.config

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models.encoder import EncoderParts, Head, encoder
-from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
+from attncache_core.models.layer import Dropped, LayerHeads, PackedModel
 
 
-def distilbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
+def distilbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack a DistilBERT checkpoint, for pooled embeddings or with its sequence-classification head."""
     base = model.base_model
     return encoder(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import AttentionMask
 from attncache_core.models.blocks import (
     AttentionNorms,
@@ -26,11 +27,11 @@ from attncache_core.models.blocks import (
     output_linear,
 )
 from attncache_core.models.compiled import NotCompiled, compiled_norm, packed_matrix
-from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, Outputs, PackedModel, Pool
+from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, Outputs, PackedModel
 from attncache_core.models.linear import Norm, packed
 from attncache_core.models.projections import LinearWeights, Projections, head_rows
 from attncache_core.models.refitted import LastProducts, like_linear, plain_weights
-from attncache_core.native.stack_data import CompiledEmbedding, ForwardHalf
+from attncache_core.native.stack_data import CompiledEmbedding, CompiledPooling, ForwardHalf
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -177,12 +178,14 @@ class _Embeddings:
         """See compiled.CompiledEmbed."""
         if self._projection is not None:
             raise NotCompiled
-        return CompiledEmbedding(self._words, self._added, compiled_norm(self._norm))
-
-    def places(self, batch: TokenBatch) -> np.ndarray | None:
-        """See compiled.CompiledEmbed."""
-        rows = None if self._added is None else self._rows(batch)
-        return None if rows is None else rows.numpy()
+        return CompiledEmbedding(
+            self._words,
+            self._added,
+            compiled_norm(self._norm),
+            self._types,
+            self._has_positions,
+            self._padding if self._has_positions else None,
+        )
 
     def _rows(self, batch: TokenBatch) -> torch.Tensor | None:
         """Return the row of each token in the table that is added, int64 [tokens]; None: row 0."""
@@ -209,17 +212,12 @@ def _counted_positions(batch: TokenBatch, padding: int) -> torch.Tensor:
     return (total - (total - counts)[first]) * counts + padding
 
 
-def first_tokens(hidden: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Return each sequence's first token from [tokens, hidden]: [sequences, hidden]."""
-    return hidden[torch.from_numpy(batch.offsets[:-1])]
-
-
 class Head(NamedTuple):
     """A sequence-classification head."""
 
-    read: Callable[[torch.Tensor], torch.Tensor]  # pooled tokens [n, hidden] -> input of `score`
+    read: Callable[[torch.Tensor], torch.Tensor]  # pooled vectors [n, hidden] -> input of `score`
     score: nn.Module  # -> logits [n, classes]
-    pool: Pool = first_tokens
+    pool: Pooler = Pooler(("cls",))
 
 
 def pooled_head(pooler: Any, classifier: nn.Module | None) -> Head | None:
@@ -237,16 +235,39 @@ def dense_head(classifier: Any | None) -> Head | None:
 class EncoderOutputs:
     """The outputs of an encoder: pooled embeddings, or the logits of its classification head."""
 
-    def __init__(self, pool: Pool, head: Head | None) -> None:
-        self._pool = pool
+    def __init__(self, pool: Pooler, head: Head | None, norm: Norm | None = None) -> None:
+        """norm: of each token, before pooling."""
+        self._pool = pool if head is None else head.pool
         self._head = head
+        self._norm = norm
+        self.finishes = head is not None or pool.head is not None
 
     def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
         """See PackedModel."""
+        return self._finished(self._pool(self.states(hidden), batch))
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what pooling reads from the last layer's output, [tokens, hidden]."""
+        return hidden if self._norm is None else self._norm(hidden.to(self._norm.weight.dtype))
+
+    def compiled(self) -> CompiledPooling:
+        """See compiled.CompiledOutputs."""
+        if self._norm is not None and self._norm.weight.dtype != torch.float32:
+            raise NotCompiled  # the norm would not be rounded
+        return CompiledPooling(self._pool.modes, compiled_norm(self._norm))
+
+    def skipped(self, lengths: np.ndarray, prompt_tokens: np.ndarray | None) -> np.ndarray | None:
+        """See compiled.CompiledOutputs."""
+        return self._pool.skipped(lengths, prompt_tokens)
+
+    def of_vectors(self, vectors: torch.Tensor) -> torch.Tensor:
+        """See compiled.CompiledOutputs."""
+        return self._finished(self._pool.finish(vectors)).rows
+
+    def _finished(self, vectors: torch.Tensor) -> Outputs:
         if self._head is None:
-            return Outputs(self._pool(hidden, batch), None)
-        pooled = self._head.pool(hidden, batch)
-        read = self._head.read(pooled.to(next(self._head.score.parameters()).dtype))
+            return Outputs(vectors, None)
+        read = self._head.read(vectors.to(next(self._head.score.parameters()).dtype))
         return Outputs(read.float(), self._head.score(read).float())
 
 
@@ -254,7 +275,7 @@ def encoder(
     base: Any,
     layers: nn.ModuleList,
     heads: Sequence[LayerHeads | Dropped],
-    pool: Pool,
+    pool: Pooler,
     head: Head | None,
     parts: Callable[[Any], EncoderParts],
     *,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models.bert import bert, roberta
 from attncache_core.models.deberta import deberta
 from attncache_core.models.decoder import decoder
@@ -15,12 +16,11 @@ from attncache_core.models.layer import (
     Dropped,
     LayerHeads,
     PackedModel,
-    Pool,
 )
 from attncache_core.models.modernbert import modernbert
 from attncache_core.models.mpnet import mpnet
 
-Family = Callable[[Any, Sequence[LayerHeads | Dropped], Pool], PackedModel]
+Family = Callable[[Any, Sequence[LayerHeads | Dropped], Pooler], PackedModel]
 
 
 ENCODERS: dict[str, Family] = {

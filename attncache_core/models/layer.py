@@ -37,7 +37,7 @@ import torch
 from attncache_core.heads.embedding import EmbeddingHead
 from attncache_core.heads.language import LanguageHead
 from attncache_core.models.attention import AttentionMask
-from attncache_core.models.compiled import compiled_stack
+from attncache_core.models.compiled import CompiledOutputs, compiled_stack
 from attncache_core.native.stack import CompiledStack
 from attncache_core.runtime.devices import CPU
 from attncache_core.text.prefix_tree import PrefixTree
@@ -182,10 +182,6 @@ class FinalStates(Protocol):
         ...
 
 
-# Makes one float32 vector per sequence from the last layer's [tokens, hidden], in packed order.
-Pool = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
-
-
 # Makes what pooling reads, float32 [tokens, hidden], from the last layer's output [tokens, hidden].
 TokenStates = Callable[[torch.Tensor], torch.Tensor]
 
@@ -217,7 +213,15 @@ class PackedModel:
         """The compiled stack of the layers; None if the layers run one by one on the plain executor."""
         if self.device != CPU:
             return None
-        return compiled_stack(self.embed, self.layers, self.hidden_size, self.dtype, self.refitted)
+        return compiled_stack(
+            self.embed, self.layers, self.outputs, self.hidden_size, self.dtype, self.refitted
+        )
+
+    @cached_property
+    def compiled_outputs(self) -> CompiledOutputs | None:
+        """The outputs, if one call of the stack makes them from token ids, up to the vectors of sequences."""
+        makes_vectors = self.stack is not None and self.stack.embeds and self.stack.pools
+        return self.outputs if makes_vectors and isinstance(self.outputs, CompiledOutputs) else None
 
     def finish(self, number: int, hidden: torch.Tensor, context: torch.Tensor, refitted: int) -> torch.Tensor:
         """Return the output of layer `number`; see AttentionLayer.finish.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from attncache_core.checkpoints.checkpoint import Checkpoint, Quantization
 from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 from attncache_core.heads.embedding import load_embedding_head
-from attncache_core.heads.pooling import pool
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models.families import DECODERS, ENCODERS, FAMILIES
 from attncache_core.models.layer import (
     Dropped,
@@ -67,7 +66,7 @@ def load_model(
     classification heads are not. For int8, the model first runs over the checkpoint's calibration texts, with
     all layers, also those that are dropped.
 
-    prompt_tokens: the number of prompt tokens that pooling may skip; see pooling.pool. head_order: for each
+    prompt_tokens: the number of prompt tokens that pooling may skip; see pooling.Pooler. head_order: for each
     layer with attention, its heads in the order of damage, least damage first (default: the checkpoint's
     order). reused_heads: for each layer with attention, how many of the first heads are reused (default: 0).
     Raises as model_shape does, and UnsupportedModel if weights cannot be read or do not match config.json.
@@ -76,7 +75,6 @@ def load_model(
     model = _read_weights(checkpoint, len(layers), dtype).eval().requires_grad_(False).to(device)
     if checkpoint.quantization is Quantization.INT8 and device == CPU:
         smooth(model, calibration_sequences(checkpoint))
-    pool_tokens = partial(pool, pooling=checkpoint.pooling, prompt_tokens=prompt_tokens)
     width = model.config.hidden_size * len(checkpoint.pooling.modes)
     head = load_embedding_head(checkpoint, width, device)
     attending = layers.count(None)
@@ -86,7 +84,9 @@ def load_model(
         packed = FAMILIES[checkpoint.config["model_type"]](
             model,
             [dropped or next(of_layers) for dropped in layers],
-            pool_tokens if head is None else lambda hidden, batch: head(pool_tokens(hidden, batch)),
+            Pooler(
+                checkpoint.pooling.modes, None if checkpoint.pooling.include_prompt else prompt_tokens, head
+            ),
         )
     packed = replace(packed, embedding_head=head)
     if device == CPU:

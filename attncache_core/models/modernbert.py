@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from attncache_core.checkpoints.checkpoint import Pooling
-from attncache_core.heads.pooling import pool as pooled
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import AttentionMask
 from attncache_core.models.blocks import (
     AttentionNorms,
@@ -25,14 +24,13 @@ from attncache_core.models.blocks import (
     output_linear,
 )
 from attncache_core.models.compiled import compiled_norm
-from attncache_core.models.encoder import EncoderOutputs, Head, first_tokens
+from attncache_core.models.encoder import EncoderOutputs, Head
 from attncache_core.models.experts import GatedNetwork
-from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel, Pool
+from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel
 from attncache_core.models.linear import Norm, activated_linear, packed, packed_linear
 from attncache_core.models.projections import LinearWeights, Projections
 from attncache_core.models.rotary import LayerRotary
 from attncache_core.native.stack_data import ForwardHalf
-from attncache_core.text.token_batch import TokenBatch
 
 
 class ModernBertLayer(BaseAttentionLayer):
@@ -80,7 +78,7 @@ class _FeedForward:
         return [replace(self._network.compiled(), input_norm=compiled_norm(self._norm))]
 
 
-def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
+def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack a ModernBERT checkpoint, for pooled embeddings or with its sequence-classification head."""
     base, config = model.base_model, model.config
     rotary = LayerRotary(base.rotary_emb, config)
@@ -101,27 +99,19 @@ def modernbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) ->
         lambda module: _FeedForward(module, config.hidden_activation),
         build,
     )
-    final_norm, outputs = Norm(base.final_norm), EncoderOutputs(pool, _head(model))
-
-    def states(hidden: torch.Tensor) -> torch.Tensor:
-        return final_norm(hidden.to(final_norm.weight.dtype))
+    outputs = EncoderOutputs(pool, _head(model), Norm(base.final_norm))
 
     return PackedModel(
         hidden_size=config.hidden_size,
         embed=embed,
         layers=layers,
-        outputs=lambda hidden, batch: outputs(states(hidden), batch),
-        token_states=lambda hidden: states(hidden).float(),
+        outputs=outputs,
+        token_states=lambda hidden: outputs.states(hidden).float(),
     )
 
 
 def _head(model: Any) -> Head | None:
     if not hasattr(model, "classifier"):
         return None
-    by_mean = model.config.classifier_pooling == "mean"
-    return Head(model.head, model.classifier, _means if by_mean else first_tokens)
-
-
-def _means(hidden: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Return the mean of each sequence's tokens, [sequences, hidden], in the dtype of [tokens, hidden]."""
-    return pooled(hidden, batch, Pooling(("mean",))).to(hidden.dtype)
+    mode = "mean" if model.config.classifier_pooling == "mean" else "cls"
+    return Head(model.head, model.classifier, Pooler((mode,)))

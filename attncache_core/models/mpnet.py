@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import attention_scores
 from attncache_core.models.blocks import Scores
 from attncache_core.models.encoder import EncoderParts, dense_head, encoder
-from attncache_core.models.layer import Dropped, LayerHeads, PackedModel, Pool
+from attncache_core.models.layer import Dropped, LayerHeads, PackedModel
 
 
-def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pool) -> PackedModel:
+def mpnet(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
     """Pack an MPNet checkpoint, for pooled embeddings or with its sequence-classification head."""
     base = model.base_model
     positions = base.config.max_position_embeddings

@@ -212,6 +212,7 @@ void attend(attention *job) {
 #include "rows.h"
 #include "products.h"
 #include "team.h"
+#include "pooling.h"
 #include "stack.h"
 #include "ways.h"
 #include "normalizers.h"

@@ -4,6 +4,7 @@
 //              for rows of misses -> norm of each head, rotary positions
 //   attend     maps @ V, head by head, with maps that are computed or given
 //   finish     output projection, residual, norm; then the feed-forward half
+//   pool       one vector for each sequence (pooling.h), behind the last layer
 //
 // The stack runs in one of three ways (ways.h):
 //   blocks     many rows: a block of some whole sequences passes through all layers on one thread
@@ -11,14 +12,6 @@
 //   columns    few rows: every thread takes some columns of each product, or some heads
 // A row's numbers do not depend on the way, because no sum is ever split.
 #pragma once
-
-typedef enum { NO_NORM = 0, LAYER_NORM = 1, RMS_NORM = 2 } norm_kind;
-
-typedef struct {
-    const float *weight, *bias;   // [width]; the bias may be null
-    float epsilon;
-    int32_t kind;
-} norm;
 
 typedef struct {
     // The attention half. `heads` is 0 if the layer has none.
@@ -49,21 +42,27 @@ typedef struct {
 
 // The input of the first layer: norm(words[id] + added[place]).
 typedef struct {
-    const char *words, *added;    // [tokens of the vocabulary, width], [places, width] or null, both of `type`
+    const char *words, *added;    // [word_count, width], [place_count, width] or null, both of `type`
     norm norm;
+    int64_t word_count, place_count;
+    int64_t padding;              // see place_tokens; -1: places count from 0
+    int32_t has_positions;        // whether a place depends on the position of the token
+    int32_t types;                // places of each position, one for each type of a token
     int32_t type;
 } embedding;
 
 typedef struct {
     const stack_layer *layers;
-    float *hidden;                // [rows, width], input and output
+    float *hidden;                // [rows, width], input and output; null: only pooled vectors are wanted
     const embedding *embedding;   // null: the input of the first layer is in `hidden`
-    const int64_t *ids, *places;  // [rows] rows of the tables of the embedding; `places` may be null
+    const int64_t *ids, *types;   // [rows] for the embedding; `types` is null if all tokens have the first type
+    const int64_t *places;        // [rows] set by place_tokens
     const int64_t *offsets;       // [runs + 1] first row of each run
     // Trees of runs (text/prefix_tree.py): the first run of each tree [trees + 1], and the position of the first
     // token of each run [runs]. Null: every run is a sequence, and a tree of its own.
     const int64_t *trees, *starts;
-    const int64_t *positions;     // [rows]
+    const int64_t *positions;     // [rows]; null: each sequence begins at 0
+    int64_t most_tokens;          // of a sequence
     const float *const *angles;   // [tables, 2] the cosines and sines [positions, half] of each table
     const char *const *maps;      // [hits] the record of each hit, in 16 bits
     int32_t first, last;          // the layers from first to last - 1
@@ -86,6 +85,7 @@ typedef struct {
     // own position. The kept slots of the rows are among the given ones.
     int32_t scattered;
     int32_t only_slots;           // whether to keep the slots of the rows in one layer, and to compute nothing else
+    const pooling *pooling;       // of the sequences, behind the last layer; null: none, and for trees
     // Results. Nanoseconds are summed over threads: of attention, and of all units.
     atomic_llong multiplications, map_rows, attention_nanoseconds, busy_nanoseconds;
 } stack_job;
@@ -113,43 +113,6 @@ static char *stack_space(size_t bytes) {
 }
 
 INLINE size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-// See norm_row. whole: whether the width is a whole number of vectors.
-INLINE void norm_row_as(const norm by, const char *from, char *to, int width, const number_type type,
-                        const int whole) {
-    const size_t bytes = number_bytes(type);
-    floats sum = every(0), squares = every(0);
-    float mean = 0;
-    if (by.kind == LAYER_NORM) {
-        for (int i = 0; i < width; i += LANES) sum += load_some(from + i * bytes, type, whole ? LANES : width - i);
-        mean = sum_of_lanes(sum) / (float)width;
-    }
-    for (int i = 0; i < width; i += LANES) {
-        floats part = load_some(from + i * bytes, type, whole ? LANES : width - i) - mean;
-        if (!whole && width - i < LANES) part = either(lanes_below(width - i), part, every(0));
-        squares += part * part;
-    }
-    const float factor = 1.0f / __builtin_sqrtf(sum_of_lanes(squares) / (float)width + by.epsilon);
-    for (int i = 0; i < width; i += LANES) {
-        const int left = whole ? LANES : width - i;
-        floats part = (load_some(from + i * bytes, type, left) - mean) * factor;
-        part *= load_some((const char *)(by.weight + i), FLOAT32, left);
-        if (by.bias) part += load_some((const char *)(by.bias + i), FLOAT32, left);
-        store_some(to + i * bytes, type, part, left);
-    }
-}
-
-// Write the norm of a row of `type` to a row of the same type; `to` may be `from`. The usual case is compiled
-// by itself.
-static void norm_row(const norm *by, const char *from, char *to, int width, number_type type) {
-    if (type == FLOAT32 && width % LANES == 0) norm_row_as(*by, from, to, width, FLOAT32, 1);
-    else norm_row_as(*by, from, to, width, type, 0);
-}
-
-static void norm_rows(const norm *by, const float *from, float *to, int rows, int width) {
-    for (int r = 0; r < rows; r++)
-        norm_row(by, (const char *)(from + (size_t)r * width), (char *)(to + (size_t)r * width), width, FLOAT32);
-}
 
 static void count_product(stack_job *job, const matrix *m, int rows, int from, int to) {
     const int64_t outputs = smaller(to * PANEL, m->outputs) - from * PANEL;
@@ -398,6 +361,35 @@ static size_t rows_space(const stack_job *job, int rows) {
            2 * ((size_t)rows * (rounded_up(job->widest, LANES) * 4 + 64 + 8) + 256) + 4096;
 }
 
+// What is wrong with the tokens of a job.
+typedef enum { DONE = 0, NO_SUCH_ROW = 1, TOO_MANY_TOKENS = 2 } token_error;
+
+// Set the positions of a job, if the caller has not, and the places of its tokens in the second table of the
+// embedding. With padding, places count from padding + 1 and skip padding tokens, whose place is `padding` (RoBERTa,
+// MPNet). positions, places: memory for one number per row.
+static token_error place_tokens(stack_job *job, int64_t *positions, int64_t *places) {
+    const embedding *by = job->embedding;
+    for (int n = 0; n < job->count; n++) {
+        const int64_t first = first_row(job, n), end = first_row(job, n + 1);
+        int64_t counted = 0;
+        for (int64_t r = first; r < end; r++) {
+            positions[r] = job->positions ? job->positions[r] : r - first;
+            if (positions[r] >= job->most_tokens) return TOO_MANY_TOKENS;
+            if (!by) continue;
+            int64_t place = by->has_positions ? positions[r] : 0;
+            if (by->has_positions && by->padding >= 0)
+                place = by->padding + (job->ids[r] == by->padding ? 0 : ++counted);
+            places[r] = place * by->types + (job->types ? job->types[r] : 0);
+            // As unsigned numbers, negative numbers are the largest.
+            if ((uint64_t)job->ids[r] >= (uint64_t)by->word_count) return NO_SUCH_ROW;
+            if (by->added && (uint64_t)places[r] >= (uint64_t)by->place_count) return NO_SUCH_ROW;
+        }
+    }
+    job->positions = positions;
+    job->places = places;
+    return DONE;
+}
+
 // Write the embedding of rows first .. first + rows - 1 of the job to `to`.
 static void embed_rows(const stack_job *job, int64_t first, int rows, float *to) {
     const embedding *by = job->embedding;
@@ -406,7 +398,7 @@ static void embed_rows(const stack_job *job, int64_t first, int rows, float *to)
     const size_t bytes = number_bytes(type);
     for (int64_t r = first; r < first + rows; r++, to += width) {
         const char *word = by->words + (size_t)(job->ids[r] * width) * bytes;
-        const char *added = by->added ? by->added + (size_t)((job->places ? job->places[r] : 0) * width) * bytes : 0;
+        const char *added = by->added ? by->added + (size_t)(job->places[r] * width) * bytes : 0;
         for (int i = 0; i < width; i += LANES) {
             floats part = load_some(word + i * bytes, type, width - i);
             if (added) part += load_some(added + i * bytes, type, width - i);
@@ -478,6 +470,15 @@ static void place_block(block *b, int from, int to, char *space) {
     b->context = b->misses + whole_lines((size_t)b->rows * b->misses_row * bytes);
 }
 
+// Pool the sequences from .. to - 1, if the job pools.
+static void pool_sequences(const stack_job *job, int from, int to) {
+    for (int n = from; job->pooling && n < to; n++) {
+        const int64_t first = first_row(job, n), count = first_row(job, n + 1) - first;
+        float *space = (float *)stack_space((size_t)(count * job->width) * sizeof(float));
+        pool_sequence(job->pooling, n, job->hidden + first * job->width, count, job->width, space);
+    }
+}
+
 // All layers of a block, on this thread.
 static void run_block(block *b, char *space) {
     stack_job *job = b->job;
@@ -499,4 +500,5 @@ static void run_block(block *b, char *space) {
             finish_rows(b, layer, first, (int)((int64_t)b->rows * (p + 1) / parts) - first, space);
         }
     }
+    pool_sequences(job, b->first, b->first + b->trees);
 }

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from attncache_core.native.attention_kernel import NO_BOUND, NUMBER_TYPES, DistanceTermFields
+from attncache_core.native.pooling import NormFields, PoolingFields, address
 from attncache_core.native.products import ACTIVATION_NUMBERS, Matrix, has_pairs
 from attncache_core.native.stack_data import (
     NO_RECORDS,
@@ -22,24 +23,17 @@ from attncache_core.native.stack_data import (
     AttentionHalf,
     CompiledEmbedding,
     CompiledNorm,
+    CompiledPooling,
     Counts,
     DistanceTerm,
     ForwardHalf,
     GivenRecords,
     KeyValueSlots,
+    Pooled,
     StackRows,
 )
 
 _LANES = 16  # of vectors.h
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("epsilon", ctypes.c_float),
-        ("kind", ctypes.c_int32),
-    )
 
 
 class _Embedding(ctypes.Structure):
@@ -48,8 +42,9 @@ class _Embedding(ctypes.Structure):
     _fields_ = (
         ("words", ctypes.c_void_p),
         ("added", ctypes.c_void_p),
-        ("norm", _Norm),
-        ("type", ctypes.c_int32),
+        ("norm", NormFields),
+        *((name, ctypes.c_int64) for name in ("word_count", "place_count", "padding")),
+        *((name, ctypes.c_int32) for name in ("has_positions", "types", "type")),
     )
 
 
@@ -66,17 +61,23 @@ class _Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, Matrix) for name in ("always", "misses", "output")),
-        *((name, _Norm) for name in _NORMS),
+        *((name, NormFields) for name in _NORMS),
         ("bias", ctypes.c_void_p),
         *((name, DistanceTermFields) for name in ("query_term", "key_term")),
         *((name, ctypes.c_void_p) for name in ("key_heads", "value_heads")),
         *((name, Matrix) for name in ("gate", "up", "down", "refitted_output", "refitted_down")),
-        *((name, _Norm) for name in _FORWARD_NORMS),
+        *((name, NormFields) for name in _FORWARD_NORMS),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in _LAYER_COUNTS),
     )
 
 
+_NO_LIMIT = 2**62
+# What token_error of stack.h means.
+_TOKEN_ERRORS = {
+    1: "a token has a row outside a table of the embedding",
+    2: "a sequence has more tokens than the model has positions",
+}
 _RESULTS = ("multiplications", "map_rows", "attention_nanoseconds", "busy_nanoseconds")
 
 
@@ -84,8 +85,10 @@ class _Job(ctypes.Structure):
     """The structure `stack_job` of stack.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "hidden", "embedding", "ids", "places")),
-        *((name, ctypes.c_void_p) for name in ("offsets", "trees", "starts", "positions", "angles", "maps")),
+        *((name, ctypes.c_void_p) for name in ("layers", "hidden", "embedding", "ids", "types", "places")),
+        *((name, ctypes.c_void_p) for name in ("offsets", "trees", "starts", "positions")),
+        ("most_tokens", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("angles", "maps")),
         *((name, ctypes.c_int32) for name in ("first", "last", "width", "count", "hits", "type")),
         *((name, ctypes.c_int32) for name in ("map_type", "packed", "threads", "widest")),
         *((name, ctypes.c_int32) for name in ("refitted", "block_tokens")),
@@ -93,6 +96,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("slot_bytes", "layer_bytes")),
         *((name, ctypes.c_void_p) for name in ("ready", "written")),
         *((name, ctypes.c_int32) for name in ("scattered", "only_slots")),
+        ("pooling", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in _RESULTS),
     )
 
@@ -106,15 +110,17 @@ class CompiledStack:
         layers: Sequence[tuple[AttentionHalf, Sequence[ForwardHalf]]],
         width: int,
         embedding: CompiledEmbedding | None = None,
+        pooling: CompiledPooling | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """layers: the attention half of each layer, and the feed-forward halves up to the next layer.
 
-        width: of the hidden states. embedding: None if the input of the first layer must be given. dtype: of
-        Q, K, V and maps; bfloat16 is used if the processor multiplies pairs of it.
+        width: of the hidden states. embedding: None if the input of the first layer must be given. pooling:
+        None if the stack pools nothing. dtype: of Q, K, V and maps; bfloat16 is used if the processor
+        multiplies pairs of it.
         """
         self._run = library.run_stack
-        self._run.argtypes, self._run.restype = [ctypes.c_void_p], None
+        self._run.argtypes, self._run.restype = [ctypes.c_void_p], ctypes.c_int32
         self._wake = library.wake_helpers
         self._wake.argtypes, self._wake.restype = [ctypes.c_int32], None
         self._wait = library.wait_for_helpers
@@ -122,13 +128,13 @@ class CompiledStack:
         self._width = width
         self._kept: list[Any] = [layers, embedding]  # what the structures point to
         self._embedding = None if embedding is None else self._embedding_of(embedding)
+        self._pooling = None if pooling is None else self._pooling_of(pooling)
         self._angles: list[AngleTables] = []
         self.dtype = dtype if has_pairs(library) else torch.float32  # of Q, K, V and maps
         self._has_pairs_of = library.has_pairs_of
         terms = [term for half, _ in layers for term in (half.query_term, half.key_term) if term is not None]
         distances = [half.bias.shape[1] for half, _ in layers if half.bias is not None]
         distances += [len(term.rows) for term in terms]
-        self._most_positions = min(((count + 1) // 2 for count in distances), default=None)
         self._has_terms = bool(terms)
         # A structure holds one half of each kind; a second feed-forward half has a structure of its own.
         sizes = [max(1, len(halves)) for _, halves in layers]
@@ -148,6 +154,7 @@ class CompiledStack:
             layers=ctypes.addressof(self._layers),
             width=width,
             type=NUMBER_TYPES[self.dtype],
+            most_tokens=min(((count + 1) // 2 for count in distances), default=_NO_LIMIT),
             widest=max(width, *(attention.output.inputs for attention, _ in layers), *inner),
         )
 
@@ -155,6 +162,11 @@ class CompiledStack:
     def embeds(self) -> bool:
         """Whether the stack can make the input of the first layer from token ids."""
         return self._embedding is not None
+
+    @property
+    def pools(self) -> bool:
+        """Whether the stack can make the vectors of sequences."""
+        return self._pooling is not None
 
     def wake(self, threads: int) -> None:
         """Wake the threads that the next `run` uses, if it comes within 0.1 ms."""
@@ -177,62 +189,81 @@ class CompiledStack:
         the rows have trees; the root of a tree starts behind the tokens that are given to the tree. Raises
         IndexError if a table has no row for a token or a position.
         """
+        count = int(rows.offsets[-1])
         if hidden is None:
-            assert rows.ids is not None
-            hidden = torch.empty(len(rows.positions), self._width)
+            hidden = torch.empty(count, self._width)
         assert hidden.dtype == torch.float32
         assert hidden.is_contiguous()
-        assert hidden.shape == (len(rows.positions), self._width)
-        assert rows.offsets[-1] == len(rows.positions)
-        if self._most_positions is not None and rows.positions.max() >= self._most_positions:
-            raise IndexError(f"a sequence has more than {self._most_positions} tokens")
-        job = _Job.from_buffer_copy(self._job)
+        assert hidden.shape == (count, self._width)
+        job = self._job_of(rows, layers, threads or torch.get_num_threads())
         job.hidden = hidden.data_ptr()
-        if rows.ids is not None:
-            assert self._embedding is not None
-            self._require_rows(rows.ids, rows.places)
-            job.embedding, job.ids = ctypes.addressof(self._embedding), _address(rows.ids)
-            job.places = None if rows.places is None else _address(rows.places)
-        job.offsets, job.positions = _address(rows.offsets), _address(rows.positions)
-        job.count = len(rows.offsets) - 1
         if rows.trees is not None:
-            assert rows.starts is not None
-            assert not len(given.addresses)
-            assert not self._has_terms
-            job.trees, job.starts = _address(rows.trees), _address(rows.starts)
-            job.count = len(rows.trees) - 1
-        if self._angles:
-            # Scattered rows attend to given tokens, all of which are rotated, also those behind the last row.
-            most = int(rows.positions.max()) + 1
-            if slots is not None and rows.starts is not None:
-                most = max(most, int(rows.starts.max()))
-            tables = [table for angles in self._angles for table in angles(most)]
-            pointers = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
-            job.angles = ctypes.addressof(pointers)
+            self._set_trees(job, rows)
         if len(given.addresses):
+            assert rows.trees is None
             described = self._described(given)
             job.layers, job.hits = ctypes.addressof(described), len(given.addresses)
-            job.maps, job.map_type = _address(given.addresses), NUMBER_TYPES[given.dtype]
+            job.maps, job.map_type = address(given.addresses), NUMBER_TYPES[given.dtype]
             job.packed, job.refitted = given.packed, given.refitted
         if slots is not None:
             self._set_slots(job, rows, slots)
         elif rows.trees is not None:
             assert rows.starts is not None
             assert not rows.starts[rows.trees[:-1]].any()  # nothing is given in front of a root
-        job.first, job.last = self._starts[layers.start], self._starts[layers.stop]
-        job.threads = threads or torch.get_num_threads()
+        return hidden, self._run_job(job, rows)
+
+    def vectors(self, rows: StackRows, threads: int) -> tuple[Pooled, Counts]:
+        """Run all layers from the token ids of sequences without trees, and pool.
+
+        Raises IndexError as `run` does.
+        """
+        assert self._pooling is not None
+        job = self._job_of(rows, range(len(self._starts) - 1), threads)
+        shape = job.count, self._pooling.modes * self._width
+        pooled = Pooled(np.empty(shape, np.float32), np.empty(job.count, np.bool_))
+        pooling = PoolingFields.from_buffer_copy(self._pooling)
+        pooling.write_to(pooled.vectors, pooled.finite, rows.skipped)
+        job.pooling = ctypes.addressof(pooling)
+        return pooled, self._run_job(job, rows)
+
+    def _job_of(self, rows: StackRows, layers: range, threads: int) -> _Job:
+        """Return a job of these layers for these rows, which must outlive the job."""
+        job = _Job.from_buffer_copy(self._job)
+        job.first, job.last, job.threads = self._starts[layers.start], self._starts[layers.stop], threads
+        job.offsets, job.count = address(rows.offsets), len(rows.offsets) - 1
+        if rows.ids is not None:
+            assert self._embedding is not None
+            assert len(rows.ids) == rows.offsets[-1]
+            job.embedding, job.ids = ctypes.addressof(self._embedding), address(rows.ids)
+            if rows.types is not None:
+                assert len(rows.types) == len(rows.ids)
+                job.types = address(rows.types)
+        if rows.positions is not None:
+            assert len(rows.positions) == rows.offsets[-1]
+            job.positions = address(rows.positions)
+        return job
+
+    def _run_job(self, job: _Job, rows: StackRows) -> Counts:
+        """Run a job. Raises IndexError as `run` does."""
+        if self._angles:
+            tables = [table for angles in self._angles for table in angles(_positions_of(rows))]
+            pointers = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
+            job.angles = ctypes.addressof(pointers)
         started = time.perf_counter()
-        self._run(ctypes.addressof(job))
+        error = self._run(ctypes.addressof(job))
+        if error:
+            raise IndexError(_TOKEN_ERRORS[error])
         share = job.attention_nanoseconds / max(1, job.busy_nanoseconds)
         seconds = share * (time.perf_counter() - started)
-        return hidden, Counts(job.multiplications, job.map_rows, seconds)
+        return Counts(job.multiplications, job.map_rows, seconds)
 
-    def _require_rows(self, ids: np.ndarray, places: np.ndarray | None) -> None:
-        """Raise IndexError unless the tables of the embedding have all these rows (int64)."""
-        for rows, table in zip((ids, places), self._tables, strict=True):
-            # As unsigned numbers, negative numbers are the largest.
-            if rows is not None and table is not None and rows.view(np.uint64).max() >= len(table):
-                raise IndexError(f"a token has a row outside its table of {len(table)} rows")
+    def _set_trees(self, job: _Job, rows: StackRows) -> None:
+        assert rows.trees is not None
+        assert rows.starts is not None
+        assert rows.positions is not None
+        assert not self._has_terms
+        job.trees, job.starts = address(rows.trees), address(rows.starts)
+        job.count = len(rows.trees) - 1
 
     def _set_slots(self, job: _Job, rows: StackRows, slots: KeyValueSlots) -> None:
         assert self.slot_bytes is not None
@@ -243,14 +274,14 @@ class CompiledStack:
         assert len(slots.given) == slots.given_blocks[-1]
         job.block_tokens, job.slot_bytes = slots.block_tokens, self.slot_bytes
         job.layer_bytes, job.scattered, job.only_slots = slots.layer_bytes, slots.scattered, slots.only
-        job.given, job.given_blocks = _address(slots.given), _address(slots.given_blocks)
+        job.given, job.given_blocks = address(slots.given), address(slots.given_blocks)
         if slots.kept is not None:
-            assert slots.kept.shape == (len(rows.positions),)
-            job.kept = _address(slots.kept)
+            assert slots.kept.shape == (rows.offsets[-1],)
+            job.kept = address(slots.kept)
         if slots.ready is not None:
-            job.ready = _address(slots.ready)
+            job.ready = address(slots.ready)
         if slots.written is not None:
-            job.written = _address(slots.written)
+            job.written = address(slots.written)
 
     def _described(self, given: GivenRecords) -> ctypes.Array[_Layer]:
         """Return the structures of the layers, with the places of their maps in the given records."""
@@ -261,15 +292,21 @@ class CompiledStack:
         return layers
 
     def _embedding_of(self, embedding: CompiledEmbedding) -> _Embedding:
-        self._tables = (embedding.words, embedding.added)
         made = _Embedding(type=NUMBER_TYPES[embedding.words.dtype])
         assert embedding.words.is_contiguous()
-        made.words = embedding.words.data_ptr()
+        made.words, made.word_count = embedding.words.data_ptr(), len(embedding.words)
         if embedding.added is not None:
             assert embedding.added.is_contiguous()
             assert embedding.added.dtype == embedding.words.dtype
-            made.added = embedding.added.data_ptr()
+            made.added, made.place_count = embedding.added.data_ptr(), len(embedding.added)
+        made.types, made.has_positions = embedding.types, embedding.has_positions
+        made.padding = -1 if embedding.padding is None else embedding.padding
         self._set_norms(made, ("norm",), (embedding.norm,))
+        return made
+
+    def _pooling_of(self, pooling: CompiledPooling) -> PoolingFields:
+        made = PoolingFields.of(pooling.modes)
+        self._set_norms(made, ("last",), (pooling.norm,))
         return made
 
     def __del__(self) -> None:
@@ -320,7 +357,7 @@ class CompiledStack:
             if norm:
                 bias = None if norm.bias is None else self._floats(norm.bias)
                 kind = 1 if norm.subtracts_mean else 2
-                setattr(own, name, _Norm(self._floats(norm.weight), bias, norm.epsilon, kind))
+                setattr(own, name, NormFields(self._floats(norm.weight), bias, norm.epsilon, kind))
 
     def _distance_term(self, term: DistanceTerm, pairs: bool) -> DistanceTermFields:
         """Lay out a term as distances.h reads it."""
@@ -358,10 +395,13 @@ def _with_growing_rows(table: torch.Tensor, rows: torch.Tensor) -> tuple[torch.T
     return table[:, int(rows[0]) : int(rows[-1]) + 1], rows - rows[0]
 
 
-def _address(array: np.ndarray) -> int:
-    """Return the address of an array's numbers. (`array.ctypes.data` is several times slower.)"""
-    address: int = array.__array_interface__["data"][0]
-    return address
+def _positions_of(rows: StackRows) -> int:
+    """Return the number of positions that the rows of a batch and the tokens in front of them can have."""
+    if rows.positions is None:
+        return int(np.diff(rows.offsets).max())
+    # Scattered rows attend to given tokens, all of which are rotated, also those behind the last row.
+    last = int(rows.positions.max()) + 1
+    return last if rows.starts is None else max(last, int(rows.starts.max()))
 
 
 def _slot_bytes(halves: Sequence[AttentionHalf], dtype: torch.dtype) -> int | None:

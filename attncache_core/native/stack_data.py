@@ -112,8 +112,28 @@ class CompiledEmbedding:
     """The input of the first layer: norm(words[id] + added[place]), as data. Tables of one dtype."""
 
     words: torch.Tensor  # [tokens of the vocabulary, width]
-    added: torch.Tensor | None = None  # [places, width]
+    added: torch.Tensor | None = None  # [places, width]: position after position, one row for each type
     norm: CompiledNorm | None = None
+    types: int = 1  # rows of each position
+    has_positions: bool = False  # whether the place of a token depends on its position
+    # Places count from padding + 1, and skip tokens with this id, whose place is `padding`. None: from 0.
+    padding: int | None = None
+
+
+@dataclass(frozen=True)
+class CompiledPooling:
+    """One vector for each sequence, made of the output of the last layer, as data."""
+
+    modes: Sequence[str]  # see heads/pooling.py; their vectors follow each other
+    norm: CompiledNorm | None = None  # of each token, before pooling
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """The vectors of sequences."""
+
+    vectors: np.ndarray  # float32 [sequences, modes * width]
+    finite: np.ndarray  # bool [sequences], whether all states of the last layer and the vector are finite
 
 
 @dataclass(frozen=True)
@@ -121,14 +141,16 @@ class StackRows:
     """The rows of a batch, as a forest of runs; without trees, every run is a sequence."""
 
     offsets: np.ndarray  # int64 [runs + 1], first row of each run
-    positions: np.ndarray  # int64 [rows], position of each row in its sequence
+    # int64 [rows], position of each row in its sequence; None: the rows of a sequence follow each other
+    positions: np.ndarray | None = None
     trees: np.ndarray | None = (
         None  # int64 [trees + 1], first run of each tree; runs are in depth-first order
     )
     starts: np.ndarray | None = None  # int64 [runs], position of the first row of each run; with `trees`
     ids: np.ndarray | None = None  # int64 [rows], token ids, if the stack makes the first layer's input
-    # int64 [rows], the row of each token in the second table of the embedding; None: row 0
-    places: np.ndarray | None = None
+    types: np.ndarray | None = None  # int64 [rows], token types, with `ids`; None: the first type
+    # int64 [sequences], tokens at the front of each sequence that pooling leaves out; None: none
+    skipped: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

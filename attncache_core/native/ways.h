@@ -295,15 +295,12 @@ static void run_by_rows(stack_job *job, const block *widths, int rows, int threa
 // Fewer rows than this for each thread are split by columns.
 static const int fewest_rows = 24;
 
-void run_stack(stack_job *job) {
+static void run_layers(stack_job *job) {
     const block widths = widths_of(job);
     const int rows = (int)first_row(job, job->count), threads = free_threads(job->threads);
-    if (job->first == job->last) {
-        if (job->embedding) embed_rows(job, 0, rows, job->hidden);
-        return;
-    }
     if (threads > 1 && rows < fewest_rows * threads && has_plain_layers(job)) {
         run_by_columns(job, &widths, rows, threads);
+        pool_sequences(job, 0, job->count);
         return;
     }
     int32_t *starts = malloc((size_t)(job->count + 2) * 4);
@@ -326,6 +323,20 @@ void run_stack(stack_job *job) {
         if (own) leave_slot(own);
     } else {
         run_by_rows(job, &widths, rows, threads);
+        pool_sequences(job, 0, job->count);
     }
     free(starts);
+}
+
+// Run a job. Returns DONE, or what is wrong with the tokens, and computes nothing then.
+int32_t run_stack(stack_job *job) {
+    static _Thread_local growing memory;
+    const size_t rows = (size_t)first_row(job, job->count), states = whole_lines(rows * (size_t)job->width * 4);
+    char *space = grown(&memory, states + 2 * whole_lines(rows * 8));
+    if (!job->hidden) job->hidden = (float *)space;
+    const token_error error = place_tokens(job, (int64_t *)(space + states), (int64_t *)(space + states + whole_lines(rows * 8)));
+    if (error) return error;
+    if (job->first < job->last) run_layers(job);
+    else if (job->embedding) embed_rows(job, 0, (int)rows, job->hidden);
+    return DONE;
 }

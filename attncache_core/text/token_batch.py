@@ -157,17 +157,23 @@ def pack(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None
     Raises ValueError if there is no sequence or a sequence has no token.
     """
     lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
-    if not len(lengths) or lengths.min() < 1:
-        raise ValueError("a batch needs at least one sequence, and a sequence at least one token")
+    require_tokens(lengths)
     order = np.argsort(lengths, kind="stable")
     tokens = chain.from_iterable(sequences[index] for index in order.tolist())
     ids = np.fromiter(tokens, dtype=np.int64, count=int(lengths.sum()))
     own = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[order]
-    types = _packed_types([sequences[index] for index in order.tolist()])
-    return TokenBatch(torch.from_numpy(ids), lengths[order], order, own, types=types)
+    types = packed_types([sequences[index] for index in order.tolist()])
+    tensor = None if types is None else torch.from_numpy(types)
+    return TokenBatch(torch.from_numpy(ids), lengths[order], order, own, types=tensor)
 
 
-def _packed_types(sequences: Sequence[Sequence[int]]) -> torch.Tensor | None:
+def require_tokens(lengths: np.ndarray) -> None:
+    """Raise ValueError if there is no sequence or a sequence has no token."""
+    if not len(lengths) or lengths.min() < 1:
+        raise ValueError("a batch needs at least one sequence, and a sequence at least one token")
+
+
+def packed_types(sequences: Sequence[Sequence[int]]) -> np.ndarray | None:
     """Return the types of all tokens, int64 [tokens]; None if every token has type 0."""
     of_sequences = [token_types(ids) for ids in sequences]
     if not any(of_sequences):
@@ -175,7 +181,7 @@ def _packed_types(sequences: Sequence[Sequence[int]]) -> torch.Tensor | None:
     of_tokens = chain.from_iterable(
         types or [0] * len(ids) for types, ids in zip(of_sequences, sequences, strict=True)
     )
-    return torch.tensor(list(of_tokens))
+    return np.fromiter(of_tokens, np.int64)
 
 
 def pack_shared(

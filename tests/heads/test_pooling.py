@@ -8,11 +8,20 @@ from core_reference import FLOAT32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core.checkpoints.checkpoint import Pooling
-from attncache_core.heads.pooling import pool
+from attncache_core.heads import pooling
+from attncache_core.heads.pooling import Pooler
+from attncache_core.heads.vectors import normalize
 from attncache_core.text.token_batch import pack, pack_shared
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def executor(request, monkeypatch):
+    """Pool by compiled code, and by torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(pooling, "pool_states", lambda *_: None)
+    return request.param
 
 
 def pooled_plainly(vectors, mode, skipped):
@@ -42,7 +51,7 @@ def pooled_plainly(vectors, mode, skipped):
 def test_pooling_of_packed_sequences_is_that_of_each_alone(mode, skipped, lengths):
     batch = pack(random_sequences(lengths))
     hidden = torch.randn(len(batch.ids), 5, generator=torch.Generator().manual_seed(0))
-    found = pool(hidden, batch, Pooling((mode,), include_prompt=skipped == 0), prompt_tokens=3).numpy()
+    found = Pooler((mode,), skipped or None)(hidden, batch).numpy()
     alone = torch.split(hidden.double(), batch.lengths.tolist())
     expected = np.stack([pooled_plainly(vectors.numpy(), mode, skipped) for vectors in alone])
     np.testing.assert_allclose(found, expected, atol=FLOAT32)
@@ -56,7 +65,7 @@ def test_sequences_that_share_prefixes_are_pooled_over_all_their_tokens(mode, sk
     batch = pack_shared(sequences, prompt_tokens=own)
     assert len(batch.ids) < sum(map(len, sequences))
     hidden = torch.randn(len(batch.ids), 5, generator=torch.Generator().manual_seed(0))
-    found = pool(hidden, batch, Pooling((mode,), include_prompt=skipped == 0))
+    found = Pooler((mode,), skipped or None)(hidden, batch)
     expected = [
         pooled_plainly(
             hidden[batch.rows(np.full(len(ids), index), np.arange(len(ids)))].double().numpy(),
@@ -71,8 +80,8 @@ def test_sequences_that_share_prefixes_are_pooled_over_all_their_tokens(mode, sk
 def test_several_modes_are_joined_in_their_order():
     batch = pack(random_sequences([4, 6, 6]))
     hidden = torch.randn(16, 5)
-    joined = pool(hidden, batch, Pooling(("max", "cls")))
-    parts = [pool(hidden, batch, Pooling((mode,))) for mode in ("max", "cls")]
+    joined = Pooler(("max", "cls"))(hidden, batch)
+    parts = [Pooler((mode,))(hidden, batch) for mode in ("max", "cls")]
     assert joined.shape == (3, 10)
     assert torch.equal(joined, torch.cat(parts, dim=1))
 
@@ -80,11 +89,38 @@ def test_several_modes_are_joined_in_their_order():
 def test_sixteen_bit_vectors_are_averaged_in_float32():
     # 256 + 1 is 256 in bfloat16, so a 16-bit sum would stay at 256.
     batch = pack(random_sequences([512]))
-    mean = pool(torch.ones(512, 2, dtype=torch.bfloat16), batch, Pooling(("mean_sqrt_len_tokens",)))
+    mean = Pooler(("mean_sqrt_len_tokens",))(torch.ones(512, 2, dtype=torch.bfloat16), batch)
     assert mean.dtype is torch.float32
     np.testing.assert_allclose(mean.numpy(), 512**0.5, rtol=1e-6)
 
 
 def test_unknown_pooling_mode_is_refused():
     with pytest.raises(ValueError, match="median"):
-        pool(torch.ones(3, 2), pack([[1, 2, 3]]), Pooling(("median",)))
+        Pooler(("median",))(torch.ones(3, 2), pack([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_largest_of_numbers_with_nan_is_nan(number):
+    states = torch.zeros(3, 37)
+    states[1, 5] = number
+    found = Pooler(("max",))(states, pack([[0] * 3]))
+    assert torch.equal(found, states.amax(dim=0)[None]) or bool(found.isnan()[0, 5])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_vector_does_not_depend_on_its_batch(mode, executor):
+    if executor == "torch" and mode == "weightedmean":
+        pytest.skip("torch adds up in another order")
+    states = torch.randn(30, 37)
+    pooler, own = Pooler((mode,), 2), pack([[0] * 10])
+    together = pooler(states, pack([[0] * 10] * 3))
+    for index in range(3):
+        assert torch.equal(pooler(states[10 * index : 10 * index + 10], own)[0], together[index])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 0.0])
+def test_rows_of_any_size_are_scaled_to_unit_length(scale):
+    rows = (np.random.default_rng(0).normal(size=(3, 37)) * scale).astype(np.float32)
+    expected = rows.astype(np.float64)
+    expected /= np.maximum(np.linalg.norm(expected, axis=1, keepdims=True), 1e-12)
+    np.testing.assert_allclose(normalize(rows), expected, rtol=1e-6, atol=1e-7)

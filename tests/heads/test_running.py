@@ -6,9 +6,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attncache_core.checkpoints.checkpoint import Pooling
 from attncache_core.heads import running
-from attncache_core.heads.pooling import pool
+from attncache_core.heads.pooling import Pooler
 from attncache_core.heads.running import empty_states, pooled, running_states
 from attncache_core.native import products
 from attncache_core.text.prefix_tree import continued_prefixes
@@ -71,7 +70,7 @@ def test_divided_sequences_are_pooled_as_whole_ones(cases, skipped, mode):
     batch = pack(sequences)
     hidden = torch.from_numpy(np.concatenate([rows_of(sequences[index]) for index in batch.order.tolist()]))
     # Without the prompt, weights of "weightedmean" and the other modes begin behind it.
-    expected = pool(hidden.float(), batch, Pooling((mode,), include_prompt=False), skipped)
+    expected = Pooler((mode,), skipped)(hidden.float(), batch)
     vectors = pooled(found, np.array(lengths), np.array(counts), (mode,))
     assert np.allclose(vectors, batch.in_callers_order(expected.numpy()), rtol=1e-5, atol=1e-6)
 

@@ -91,16 +91,16 @@ def test_models_of_which_every_part_is_compiled_have_a_stack(tmp_path, name):
 def test_tokens_and_positions_outside_the_tables_are_refused(tmp_path):
     """C reads the tables without a check of its own."""
     model = load_model(read_checkpoint(write_family(tmp_path, CASES["mpnet"].made())), torch.float32)
-    words, added = model.stack._tables
+    tables = model.stack._embedding
     layers = range(len(model.layers))
-    rows = StackRows(np.array([0, 2]), np.arange(2), ids=np.array([1, 1]), places=np.array([0, 1]))
+    rows = StackRows(np.array([0, 2]), np.arange(2), ids=np.array([1, 1]), types=np.array([0, 1]))
     wrong = [
-        replace(rows, ids=np.array([1, len(words)])),
+        replace(rows, ids=np.array([1, tables.word_count])),
         replace(rows, ids=np.array([-1, 1])),
-        replace(rows, places=np.array([0, len(added)])),
+        replace(rows, types=np.array([0, tables.place_count])),
         replace(rows, positions=np.array([0, 10**6])),
     ]
     for own in wrong:
-        with pytest.raises(IndexError, match=r"outside its table|more than"):
+        with pytest.raises(IndexError, match=r"outside a table|more tokens than"):
             model.stack.run(None, own, layers)
     assert model.stack.run(None, rows, layers)[0].isfinite().all()

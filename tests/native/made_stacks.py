@@ -25,6 +25,7 @@ from attncache_core.native.stack_data import (
     AttentionHalf,
     CompiledEmbedding,
     CompiledNorm,
+    CompiledPooling,
     DistanceTerm,
     ForwardHalf,
     GivenRecords,
@@ -133,9 +134,9 @@ def made_stack(library, form, kind=MatrixKind.WHOLE, reused=REUSED, seed=0, refi
             output_norm=norm(HIDDEN) if last else None,
         )
         layers.append(with_refitted(attention, forward, packed, refitted))
-    embedding = CompiledEmbedding(numbers(WORDS, HIDDEN), numbers(PLACES, HIDDEN), norm(HIDDEN))
+    embedding = CompiledEmbedding(numbers(WORDS, HIDDEN), numbers(PLACES, HIDDEN), norm(HIDDEN), PLACES)
     dtype = torch.bfloat16 if kind is MatrixKind.PAIRS else torch.float32
-    return CompiledStack(library, layers, HIDDEN, embedding, dtype)
+    return CompiledStack(library, layers, HIDDEN, embedding, CompiledPooling(("mean", "max")), dtype)
 
 
 def with_refitted(attention, forward, packed, where):
@@ -175,7 +176,7 @@ def run(stack, sequences, threads, records=(), reused=REUSED, layers=ALL_LAYERS,
         given = GivenRecords(addresses, torch.float16, False, before, refitted)
     rows = StackRows(offsets, positions)
     if hidden is None:
-        rows = replace(rows, ids=ids, places=ids % PLACES)
+        rows = replace(rows, ids=ids, types=ids % PLACES)
     found, counts = stack.run(hidden, rows, layers, given, threads)
     return list(found.split(lengths)), counts
 

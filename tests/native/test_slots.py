@@ -157,7 +157,7 @@ def run_scattered(
     lengths = np.array([len(ids) for ids in sequences])
     rows = StackRows(offsets, positions, np.arange(len(sequences) + 1), lengths)
     if hidden is None:
-        rows = replace(rows, ids=ids, places=ids % PLACES)
+        rows = replace(rows, ids=ids, types=ids % PLACES)
     addresses = [own.addresses(len(ids)) for own, ids in zip(blocks, sequences, strict=True)]
     if kept is None:
         slots = zip(blocks, sequences, chosen, strict=True)

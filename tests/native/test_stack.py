@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -16,6 +17,7 @@ from made_stacks import (
     HEADS,
     HIDDEN,
     INNER,
+    PLACES,
     REUSED,
     WIDTH,
     Form,
@@ -26,7 +28,9 @@ from made_stacks import (
     run,
 )
 
+from attncache_core.native.pooling import pool_states
 from attncache_core.native.products import MatrixKind, has_pairs
+from attncache_core.native.stack_data import StackRows
 
 LAYERS = len(REUSED)
 
@@ -106,6 +110,18 @@ def test_layers_in_two_runs_are_the_layers_in_one(stack, lengths, threads):
     assert all(torch.equal(one, other) for one, other in zip(whole, second, strict=True))
     assert counts.multiplications == counts_of_first.multiplications + counts_of_rest.multiplications
     assert counts.map_rows == counts_of_first.map_rows + counts_of_rest.map_rows
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_vectors_are_those_of_the_last_layers_rows(stack, lengths, threads):
+    ids = np.concatenate(sequences_of(lengths))
+    offsets, skipped = np.concatenate(([0], np.cumsum(lengths))), np.minimum(3, np.array(lengths) - 1)
+    rows = StackRows(offsets, ids=ids, types=ids % PLACES, skipped=skipped)
+    states = torch.cat(run(stack, sequences_of(lengths), threads)[0])
+    pooled, _ = stack.vectors(rows, threads)
+    assert pooled.finite.all()
+    np.testing.assert_array_equal(pooled.vectors, pool_states(states, offsets, ("mean", "max"), skipped))
 
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)

@@ -1,0 +1,126 @@
+// Pooling: from the states of the tokens of a sequence to one vector, and whether all numbers are finite.
+#pragma once
+
+typedef enum { NO_NORM = 0, LAYER_NORM = 1, RMS_NORM = 2 } norm_kind;
+
+typedef struct {
+    const float *weight, *bias;   // [width]; the bias may be null
+    float epsilon;
+    int32_t kind;
+} norm;
+
+typedef enum {
+    POOL_FIRST = 0, POOL_LAST = 1, POOL_MAXIMUM = 2, POOL_MEAN = 3, POOL_MEAN_OF_ROOT = 4, POOL_WEIGHTED_MEAN = 5
+} pooling_mode;
+
+#define MOST_POOLING_MODES 6
+
+typedef struct {
+    norm last;                    // of each token, before pooling
+    const int64_t *skipped;       // [sequences] tokens at the front that pooling leaves out; null: none
+    float *vectors;               // [sequences, modes * width]
+    char *finite;                 // [sequences] whether all states and vectors are finite
+    int32_t modes, mode[MOST_POOLING_MODES];
+} pooling;
+
+// See norm_row. whole: whether the width is a whole number of vectors.
+INLINE void norm_row_as(const norm by, const char *from, char *to, int width, const number_type type,
+                        const int whole) {
+    const size_t bytes = number_bytes(type);
+    floats sum = every(0), squares = every(0);
+    float mean = 0;
+    if (by.kind == LAYER_NORM) {
+        for (int i = 0; i < width; i += LANES) sum += load_some(from + i * bytes, type, whole ? LANES : width - i);
+        mean = sum_of_lanes(sum) / (float)width;
+    }
+    for (int i = 0; i < width; i += LANES) {
+        floats part = load_some(from + i * bytes, type, whole ? LANES : width - i) - mean;
+        if (!whole && width - i < LANES) part = either(lanes_below(width - i), part, every(0));
+        squares += part * part;
+    }
+    const float factor = 1.0f / __builtin_sqrtf(sum_of_lanes(squares) / (float)width + by.epsilon);
+    for (int i = 0; i < width; i += LANES) {
+        const int left = whole ? LANES : width - i;
+        floats part = (load_some(from + i * bytes, type, left) - mean) * factor;
+        part *= load_some((const char *)(by.weight + i), FLOAT32, left);
+        if (by.bias) part += load_some((const char *)(by.bias + i), FLOAT32, left);
+        store_some(to + i * bytes, type, part, left);
+    }
+}
+
+// Write the norm of a row of `type` to a row of the same type; `to` may be `from`. The usual case is compiled
+// by itself.
+static void norm_row(const norm *by, const char *from, char *to, int width, number_type type) {
+    if (type == FLOAT32 && width % LANES == 0) norm_row_as(*by, from, to, width, FLOAT32, 1);
+    else norm_row_as(*by, from, to, width, type, 0);
+}
+
+static void norm_rows(const norm *by, const float *from, float *to, int rows, int width) {
+    for (int r = 0; r < rows; r++)
+        norm_row(by, (const char *)(from + (size_t)r * width), (char *)(to + (size_t)r * width), width, FLOAT32);
+}
+
+// The larger of two numbers, or NaN if one of them is NaN.
+INLINE float larger_number(float a, float b) { return a > b || a != a ? a : b; }
+
+// Write the pooled vector of one mode to `to`. rows: of the `count` tokens of a sequence; skipped < count.
+static void pool_rows(pooling_mode mode, const float *rows, int64_t count, int64_t skipped, int width,
+                      float *restrict to) {
+    const float *first = rows + (mode == POOL_LAST ? count - 1 : skipped) * width;
+    memcpy(to, first, (size_t)width * sizeof(float));
+    if (mode == POOL_FIRST || mode == POOL_LAST) return;
+    float total = 1;
+    if (mode == POOL_WEIGHTED_MEAN) {
+        total = (float)(skipped + 1);
+        for (int i = 0; i < width; i++) to[i] *= total;
+    }
+    for (int64_t r = skipped + 1; r < count; r++) {
+        const float *row = rows + r * width, weight = (float)(r + 1);
+        if (mode == POOL_MAXIMUM) for (int i = 0; i < width; i++) to[i] = larger_number(row[i], to[i]);
+        else if (mode == POOL_WEIGHTED_MEAN) for (int i = 0; i < width; i++) to[i] += weight * row[i];
+        else for (int i = 0; i < width; i++) to[i] += row[i];
+        total += mode == POOL_WEIGHTED_MEAN ? weight : 1;
+    }
+    if (mode == POOL_MAXIMUM) return;
+    const float divisor = mode == POOL_MEAN_OF_ROOT ? __builtin_sqrtf(total) : total;
+    for (int i = 0; i < width; i++) to[i] /= divisor;
+}
+
+static int all_finite(const float *numbers, int64_t count) {
+    // Infinity and NaN times 0 are NaN, and NaN stays in a sum.
+    floats sum = every(0);
+    for (int64_t i = 0; i < count; i += LANES)
+        sum += load_some((const char *)(numbers + i), FLOAT32, (int)(count - i < LANES ? count - i : LANES)) * 0.0f;
+    return sum_of_lanes(sum) == 0;
+}
+
+// Pool a sequence. rows: [count, width] the output of the last layer. space: as large as the rows, if
+// there is a norm.
+static void pool_sequence(const pooling *by, int64_t sequence, const float *rows, int64_t count, int width,
+                          float *space) {
+    const int is_finite = all_finite(rows, count * width);
+    if (by->last.kind) {
+        norm_rows(&by->last, rows, space, (int)count, width);
+        rows = space;
+    }
+    const int64_t own = by->skipped ? by->skipped[sequence] : 0, skipped = own < count ? own : count - 1;
+    float *to = by->vectors + sequence * by->modes * width;
+    for (int m = 0; m < by->modes; m++) pool_rows((pooling_mode)by->mode[m], rows, count, skipped, width, to + m * width);
+    by->finite[sequence] = (char)(is_finite && all_finite(to, (int64_t)by->modes * width));
+}
+
+// Pool sequences. rows: the output of the last layer; offsets: [count + 1] first row of each sequence.
+void pool_states(const pooling *by, const float *rows, const int64_t *offsets, int64_t count, int64_t width) {
+    for (int64_t n = 0; n < count; n++)
+        pool_sequence(by, n, rows + offsets[n] * width, offsets[n + 1] - offsets[n], (int)width, 0);
+}
+
+// Scale rows [count, width] to unit length; a row of zeros stays zero. `to` may be `from`.
+void scale_to_unit_length(const float *from, float *to, int64_t count, int64_t width) {
+    for (int64_t r = 0; r < count; r++, from += width, to += width) {
+        double squares = 0;
+        for (int64_t i = 0; i < width; i++) squares += (double)from[i] * from[i];
+        const float length = (float)__builtin_sqrt(squares), divisor = length > 1e-12f ? length : 1e-12f;
+        for (int64_t i = 0; i < width; i++) to[i] = from[i] / divisor;
+    }
+}

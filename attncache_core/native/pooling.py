@@ -1,0 +1,106 @@
+"""Python binding of pooling.h: from the states of tokens to vectors of sequences, and unit length."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from attncache_core import native
+
+# The numbers of pooling_mode in pooling.h.
+_MODES = {"cls": 0, "lasttoken": 1, "max": 2, "mean": 3, "mean_sqrt_len_tokens": 4, "weightedmean": 5}
+
+
+class NormFields(ctypes.Structure):
+    """The structure `norm` of pooling.h."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("epsilon", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+    )
+
+
+class PoolingFields(ctypes.Structure):
+    """The structure `pooling` of pooling.h."""
+
+    _fields_ = (
+        ("last", NormFields),
+        *((name, ctypes.c_void_p) for name in ("skipped", "vectors", "finite")),
+        ("modes", ctypes.c_int32),
+        ("mode", ctypes.c_int32 * len(_MODES)),
+    )
+
+    @classmethod
+    def of(cls, modes: Sequence[str]) -> PoolingFields:
+        """Return the structure for these modes. Raises ValueError if a mode is unknown."""
+        if unknown := set(modes) - _MODES.keys():
+            raise ValueError(f"unknown pooling mode {min(unknown)}")
+        made = cls(modes=len(modes))
+        made.mode[: len(modes)] = [_MODES[mode] for mode in modes]
+        return made
+
+    def write_to(self, vectors: np.ndarray, finite: np.ndarray, skipped: np.ndarray | None) -> None:
+        """Set where the results go, and what is left out; the structure does not keep the arrays."""
+        self.vectors, self.finite = address(vectors), address(finite)
+        if skipped is not None:
+            assert skipped.dtype == np.int64
+            assert skipped.shape == finite.shape
+            self.skipped = address(skipped)
+
+
+def pool_states(
+    states: torch.Tensor, offsets: np.ndarray, modes: Sequence[str], skipped: np.ndarray | None
+) -> np.ndarray | None:
+    """Return the pooled vectors of sequences, float32 [n, modes * width]; None if nothing was compiled.
+
+    states: float32 [tokens, width]. offsets: int64 [n + 1], first token of each sequence. skipped: int64 [n],
+    tokens at the front that are left out; None: none. Each sum is added token by token.
+    """
+    library = _library() if states.device.type == "cpu" else None
+    if library is None:
+        return None
+    states = states.contiguous()
+    count, width = len(offsets) - 1, states.shape[1]
+    vectors, finite = np.empty((count, len(modes) * width), np.float32), np.empty(count, np.bool_)
+    pooling = PoolingFields.of(modes)
+    pooling.write_to(vectors, finite, skipped)
+    library.pool_states(ctypes.addressof(pooling), states.data_ptr(), address(offsets), count, width)
+    return vectors
+
+
+def unit_length(rows: np.ndarray) -> np.ndarray | None:
+    """Return float32 rows [n, d] scaled to unit length; None if nothing was compiled. Zeros stay zeros."""
+    library = _library()
+    if library is None:
+        return None
+    rows = np.ascontiguousarray(rows)
+    scaled = np.empty_like(rows)
+    library.scale_to_unit_length(address(rows), address(scaled), *rows.shape)
+    return scaled
+
+
+def address(array: np.ndarray) -> int:
+    """Return the address of an array's numbers. (`array.ctypes.data` is several times slower.)"""
+    found: int = array.__array_interface__["data"][0]
+    return found
+
+
+def _library() -> Any:
+    kernel = native.kernel()
+    return None if kernel is None else _declared(kernel.library)
+
+
+@cache
+def _declared(library: Any) -> Any:
+    numbers = [ctypes.c_void_p] * 3
+    library.pool_states.argtypes = [*numbers, ctypes.c_int64, ctypes.c_int64]
+    library.scale_to_unit_length.argtypes = [*numbers[:2], ctypes.c_int64, ctypes.c_int64]
+    library.pool_states.restype = library.scale_to_unit_length.restype = None
+    return library
