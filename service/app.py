@@ -97,8 +97,10 @@ def create_app(
     ):
         app.include_router(router)
     # FastAPI keeps in the stack what its other routes open for a request. The router of FastAPI takes longer
-    # to find a route than the one of Starlette, so Starlette's looks for the routes for inference first.
-    behind = Router(INFERENCE_ROUTES, redirect_slashes=False, default=AsyncExitStackMiddleware(app.router))
+    # to find a route than the one of Starlette, so Starlette's looks for the routes for inference first. The
+    # path / has routes of both kinds, and a router refuses a method that none of its own routes has.
+    first = [route for route in INFERENCE_ROUTES if route.path != "/"]
+    behind = Router(first, redirect_slashes=False, default=AsyncExitStackMiddleware(app.router))
     front = Front(behind, state, team)
     app.front = for_browsers(front, settings)
     return app
