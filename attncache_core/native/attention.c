@@ -7,7 +7,7 @@
 //
 // The tasks run on the threads of PyTorch's OpenMP pool. `set_parallel` receives the pool's entry point.
 
-#define _POSIX_C_SOURCE 200809L
+#define _GNU_SOURCE  // for syscall
 #include <stdatomic.h>
 #include <stdlib.h>
 #ifdef __AVX2__

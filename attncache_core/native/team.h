@@ -4,6 +4,10 @@
 // begins when every unit of the phase before it is done. Nobody waits for a helper to join: a helper that comes
 // late finds the finished phases empty, and a helper that never comes leaves all units to the leader.
 //
+// All leaders and helpers together are at most as many as a job may use threads: a helper leaves its job after a
+// unit when another leader has begun, and is called back later. A thread that waits for the last units of a
+// phase looks for a moment, and then sleeps on a futex until the phase is done.
+//
 // A helper can lose its processor in the middle of a unit. If the units of a job are repeatable, the leader
 // waits for such a helper only a moment and computes the unit itself. Both then write the same numbers, so a
 // repeatable unit must write only to memory that nobody else writes to, and that stays valid until the helper
@@ -11,10 +15,12 @@
 // and a slot is used again only when its last user has gone.
 #pragma once
 
+#include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <semaphore.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #define MOST_PHASES 1024
 #define SLOTS 256
@@ -35,6 +41,8 @@ typedef struct {
     unit_function run;
     void *data;
     growing memory;           // of the job
+    atomic_int sleeping;      // threads that sleep until a phase is done
+    int32_t threads;          // that may compute while a helper of this job does
     int32_t users, room;      // threads inside; helpers that may still join. Both under `lock`
     int32_t open;             // whether helpers may join
 } slot;
@@ -43,11 +51,12 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static sem_t wake;                       // posted once for each sleeping helper that is called
 static slot *slots[SLOTS];
 static int helpers, sleepers;            // under `lock`
-static atomic_int posts;                 // counts the posted jobs, so that helpers notice a job without the lock
+static int allowed;                      // threads of the last job, under `lock`
+static atomic_int posts;                 // counts calls of helpers, so that helpers notice one without the lock
 static atomic_int busy;                  // leaders and helpers that compute
 
 // How long a helper looks for the next job before it sleeps, and how often a waiting thread looks before it
-// offers its processor to others.
+// sleeps.
 static const int64_t nanoseconds_awake = 100000;
 static const int looks = 2000;
 
@@ -65,14 +74,24 @@ INLINE int64_t nanoseconds(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+static int is_done(phase *now) { return atomic_load(&now->done) >= now->units; }
+
 static void run_unit(slot *job, int p, int unit) {
     phase *now = job->phases + p;
     job->run(job->data, p, unit);
     if (job->is_repeatable && atomic_exchange(&job->finished[now->first + unit], 1)) return;
-    atomic_fetch_add_explicit(&now->done, 1, memory_order_release);
+    if (atomic_fetch_add(&now->done, 1) + 1 >= now->units && atomic_load(&job->sleeping))
+        syscall(SYS_futex, &now->done, FUTEX_WAKE_PRIVATE, INT32_MAX, 0, 0, 0);
 }
 
-static int is_done(phase *now) { return atomic_load_explicit(&now->done, memory_order_acquire) >= now->units; }
+// Sleep until the phase is done, at most for so many nanoseconds; 0: without a limit.
+static void sleep_until_done(slot *job, phase *now, int64_t limit) {
+    atomic_fetch_add(&job->sleeping, 1);
+    const int done = atomic_load(&now->done);
+    struct timespec time = {limit / 1000000000, limit % 1000000000};
+    if (done < now->units) syscall(SYS_futex, &now->done, FUTEX_WAIT_PRIVATE, done, limit ? &time : 0, 0, 0);
+    atomic_fetch_sub(&job->sleeping, 1);
+}
 
 // Compute the units that other threads have begun and not finished.
 static void repeat_units(slot *job, int p) {
@@ -84,37 +103,58 @@ static void repeat_units(slot *job, int p) {
 // The shortest time after which a unit of another thread is repeated.
 static const int64_t patience = 30000;
 
+// Wait for the units of other threads. Repeat their units after `limit` nanoseconds, unless it is 0.
+static void finish_phase(slot *job, int p, int64_t limit) {
+    phase *now = job->phases + p;
+    const int64_t until = limit && !is_done(now) ? nanoseconds() + limit : 0;
+    for (int look = 0; look < looks && !is_done(now); look++) pause_a_moment();
+    while (!is_done(now)) {
+        const int64_t left = until ? until - nanoseconds() : 0;
+        if (until && left <= 0) repeat_units(job, p);
+        else if (until && left < patience) pause_a_moment();  // too short for a sleep
+        else sleep_until_done(job, now, left);
+    }
+}
+
+// Call so many sleeping helpers. The caller holds `lock`.
+static void call_helpers(int count) {
+    atomic_fetch_add(&posts, 1);
+    for (; count > 0 && sleepers; count--, sleepers--) sem_post(&wake);
+}
+
+// Compute units of the job until its last phase is done. A helper leaves earlier when another leader has begun,
+// and the leader calls a helper back when it has lacked one for a while.
 static void take_part(slot *job, int is_leader) {
+    int64_t called = 0;
     for (int p = 0; p < job->count; p++) {
         phase *now = job->phases + p;
         int64_t longest = 0, started = 0;
-        for (int unit; (unit = atomic_fetch_add(&now->next, 1)) < now->units;) {
+        for (;;) {
+            if (!is_leader && atomic_load(&busy) > job->threads) return;
+            const int unit = atomic_fetch_add(&now->next, 1);
+            if (unit >= now->units) break;
             if (!started) started = nanoseconds();
             run_unit(job, p, unit);
             const int64_t ended = nanoseconds();
             if (ended - started > longest) longest = ended - started;
             started = ended;
-        }
-        int64_t since = 0;
-        for (int look = 0; !is_done(now); look++) {
-            if (look % 64 == 63 && is_leader && job->is_repeatable) {
-                if (!since) since = nanoseconds();
-                else if (nanoseconds() - since > patience + 2 * longest) repeat_units(job, p);
+            if (!is_leader || atomic_load(&busy) >= job->threads) continue;
+            if (!called) called = ended;
+            else if (ended - called > nanoseconds_awake) {
+                pthread_mutex_lock(&lock);
+                call_helpers(1);
+                pthread_mutex_unlock(&lock);
+                called = ended;
             }
-            if (look < looks) pause_a_moment();
-            else sched_yield();
         }
+        finish_phase(job, p, is_leader && job->is_repeatable ? patience + 2 * longest : 0);
     }
 }
 
 // Find a job with room for a helper. The caller holds `lock`.
-static slot *joined(void) {
-    for (int i = 0; i < SLOTS; i++)
-        if (slots[i] && slots[i]->open && slots[i]->room > 0) {
-            slots[i]->room--;
-            slots[i]->users++;
-            return slots[i];
-        }
+static slot *open_job(void) {
+    for (int i = 0; i < SLOTS && slots[i]; i++)
+        if (slots[i]->open && slots[i]->room > 0 && atomic_load(&busy) < slots[i]->threads) return slots[i];
     return 0;
 }
 
@@ -122,20 +162,23 @@ static void *help(void *unused) {
     (void)unused;
     pthread_mutex_lock(&lock);
     for (;;) {
-        slot *job = joined();
+        slot *job = open_job();
         if (job) {
-            pthread_mutex_unlock(&lock);
+            job->room--;
+            job->users++;
             atomic_fetch_add(&busy, 1);
+            pthread_mutex_unlock(&lock);
             take_part(job, 0);
             atomic_fetch_sub(&busy, 1);
             pthread_mutex_lock(&lock);
+            job->room++;
             job->users--;
             continue;
         }
-        const int seen = atomic_load(&posts);
+        const int seen = atomic_load(&posts), most = allowed;
         pthread_mutex_unlock(&lock);
         const int64_t until = nanoseconds() + nanoseconds_awake;
-        while (atomic_load(&posts) == seen && nanoseconds() < until)
+        while (atomic_load(&posts) == seen && atomic_load(&busy) < most && nanoseconds() < until)
             for (int i = 0; i < 20; i++) pause_a_moment();
         pthread_mutex_lock(&lock);
         if (atomic_load(&posts) != seen) continue;
@@ -231,9 +274,9 @@ static void run_team(slot *job, unit_function run, void *data, const int32_t *un
     pthread_mutex_lock(&lock);
     start_helpers(threads - 1);
     job->open = 1;
+    job->threads = allowed = threads;
     job->room = threads - 1;
-    atomic_fetch_add(&posts, 1);
-    for (int i = 0; i < threads - 1 && sleepers; i++, sleepers--) sem_post(&wake);
+    call_helpers(threads - 1);
     pthread_mutex_unlock(&lock);
     take_part(job, 1);
     pthread_mutex_lock(&lock);

@@ -164,6 +164,10 @@ class CountedKernel:
     computed: dict = field(default_factory=dict)  # address -> number of writes of computed maps to each cell
     reused: dict = field(default_factory=dict)  # address -> number of writes of maps from records
 
+    @property
+    def library(self):
+        return self.kernel.library
+
     def supports(self, tensor):
         return self.kernel.supports(tensor)
 

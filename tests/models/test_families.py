@@ -26,7 +26,7 @@ from attncache_core.engine.continued import run_continued
 from attncache_core.engine.forward import hits_first
 from attncache_core.engine.layers import run_layers
 from attncache_core.engine.request import PrefillRequest
-from attncache_core.heads.pooling import pool
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models import LayerHeads, load, load_model, with_heads
 from attncache_core.models.rotary import Rotary
 from attncache_core.native.stack_data import KeyValueSlots
@@ -66,6 +66,14 @@ DROPPED = [
 any_lengths = st.lists(st.one_of(st.integers(1, 24), st.sampled_from([31, 32, 80])), min_size=1, max_size=4)
 
 
+class Unpooled(Pooler):
+    """Gives the states of all tokens."""
+
+    def __call__(self, hidden, batch):  # noqa: ARG002
+        return hidden
+
+
+
 @dataclass
 class Family:
     """The checkpoint of one case, and the models loaded from it."""
@@ -87,7 +95,7 @@ class Family:
         key = (reused, tuple(map(tuple, orders or ())), dtype, dropped)
         if key not in self.loaded:
             checkpoint = replace(self.checkpoint, dropped=dropped)
-            with mock.patch.object(load, "pool", lambda hidden, batch, **_: hidden):  # noqa: ARG005
+            with mock.patch.object(load, "Pooler", Unpooled):
                 self.loaded[key] = load_model(checkpoint, dtype, head_order=orders, reused_heads=reused)
         return self.loaded[key]
 
@@ -457,9 +465,8 @@ def test_stored_keys_and_values_give_hugging_faces_pooled_vectors(family, comput
     ]
     hidden = [family.reference.hidden(request.ids) for request in requests]
     pooling = Pooling(modes, include_prompt=False)
-    expected = [
-        pool(rows, pack([request.ids]), pooling, 4) for rows, request in zip(hidden, requests, strict=True)
-    ]
+    pooler = Pooler(modes, prompt_tokens=4)
+    expected = [pooler(rows, pack([request.ids])) for rows, request in zip(hidden, requests, strict=True)]
     with attention_by(computing):
         layout = block_layout(model)
         for opened in range(2):  # the second time, blocks come from disk
