@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from attncache_core.build.recording import smallest_form
 from attncache_core.calibration.substitution import collect_maps
-from attncache_core.checkpoints.checkpoint import DroppedLayers, Pooling
+from attncache_core.checkpoints.checkpoint import DroppedLayers
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.forward import hits_first
@@ -71,7 +71,6 @@ class Unpooled(Pooler):
 
     def __call__(self, hidden, batch):  # noqa: ARG002
         return hidden
-
 
 
 @dataclass
@@ -464,7 +463,6 @@ def test_stored_keys_and_values_give_hugging_faces_pooled_vectors(family, comput
         for ids in (*longer, *branches, *first)
     ]
     hidden = [family.reference.hidden(request.ids) for request in requests]
-    pooling = Pooling(modes, include_prompt=False)
     pooler = Pooler(modes, prompt_tokens=4)
     expected = [pooler(rows, pack([request.ids])) for rows, request in zip(hidden, requests, strict=True)]
     with attention_by(computing):
