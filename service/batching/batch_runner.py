@@ -1,8 +1,8 @@
 """Run one batch on the engine and answer its requests.
 
-    shares of a batch -> engine.run -> metrics -> results of sequences -> their requests, and others that wait
-                                               -> complete requests and errors, handed to the event loop
-                                               -> hits, offered to the verifier
+    batch -> engine.run -> metrics -> results of sequences -> their requests, and others that wait
+                                   -> complete requests and errors, handed to the event loop
+                                   -> hits, offered to the verifier
 
 If the engine fails on a batch of several requests, each request is run alone, so that only the requests that
 the engine fails on fail.
@@ -14,11 +14,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from itertools import groupby, repeat
+from operator import attrgetter
 from typing import Any
 
-from attncache_core import AttnCacheError, NotFinite, PrefillEngine, PrefillRequest, PrefillResult
-from service.batching.pending_request import PendingRequest, PendingSequence, RequestResult, Share
+from attncache_core import AttnCacheError, NotFinite, PrefillEngine, PrefillResult
+from service.batching.pending_request import PendingRequest, PendingSequence, RequestResult
 from service.batching.request_queue import RequestQueue
 from service.batching.results import Lookup, Results, SequenceResult
 from service.errors import InternalError, log_failure
@@ -27,6 +28,7 @@ from service.upkeep.verifying import LaterVerifier
 
 logger = logging.getLogger(__name__)
 
+Batch = Sequence[PendingSequence]
 Finished = list[tuple[PendingRequest, RequestResult]]
 
 
@@ -44,8 +46,8 @@ class BatchRunner:
         queue: RequestQueue,
         metrics: Metrics,
         loop: asyncio.AbstractEventLoop,
-        results: Results[tuple[PendingRequest, PendingSequence]] | None,
-        compute_again: Callable[[PendingRequest, PendingSequence], None],
+        results: Results[PendingSequence] | None,
+        compute_again: Callable[[PendingSequence], None],
     ) -> None:
         """queue: knows the sequences that wait. loop: the event loop that the futures belong to.
 
@@ -97,66 +99,56 @@ class BatchRunner:
         for sequence in sequences:
             if self._results is None or sequence.name is None:
                 continue
-            for request, expected in self._results.give_up(sequence.name):
-                self._instead(request, expected)
+            for expected in self._results.give_up(sequence.name):
+                self._instead(expected)
 
-    def run(self, shares: list[Share]) -> None:
+    def run(self, batch: Batch) -> None:
         """Run a batch and answer the requests that are complete with it. Raises nothing: requests fail."""
         try:
-            self._run(shares)
+            self._run(batch)
         # A panic in compiled code is not an Exception.
         except BaseException as error:
             log_failure(logger, "a batch failed", error)
-            self.fail(shares)
+            self.fail(batch)
 
-    def fail(self, shares: list[Share]) -> None:
-        """Answer the requests of a batch that will not be run, or has failed, with InternalError."""
-        self.reject([(share.request, InternalError()) for share in shares])
-        for share in shares:
-            self.give_up(share.sequences)
+    def fail(self, batch: Batch, requests: Iterable[PendingRequest] = ()) -> None:
+        """Answer the requests of a batch that will not be run, or has failed, with InternalError.
+
+        requests: others that fail with them.
+        """
+        self.reject([(request, InternalError()) for request in (*dict(_by_request(batch)), *requests)])
+        self.give_up(batch)
 
     def reject(self, failed: Sequence[tuple[PendingRequest, BaseException]]) -> None:
         """Let the event loop set each request's error, unless the request is done. Called in any thread."""
         self._loop.call_soon_threadsafe(_reject, failed)
 
-    def _run(self, shares: list[Share]) -> None:
+    def _run(self, batch: Batch) -> None:
         started = time.perf_counter()
         engine, verifier = self._serving
         # Hits belong to the policy before the batch, because another thread may tighten it meanwhile.
         policy = verifier.policy if verifier else None
-        requests = [
-            PrefillRequest(
-                own.ids,
-                request.reuse,
-                request.prompt.sequence_plan(own.place),
-                own.wanted,
-                # A request without reuse shares its prefixes with itself only: the labels of a text.
-                id(request) if request.salt is None else request.salt,
-                own.blend,
-            )
-            for request, sequences in shares
-            for own in sequences
-        ]
+        requests = [own.asked for own in batch]
         engine.expect(self._queue.upcoming)
         try:
             result = engine.run(requests)
         except BaseException as error:
-            if len(shares) == 1:
+            if batch[0].request is batch[-1].request:
                 raise
             log_failure(logger, "a batch failed, and its requests are run one by one", error)
             result = None
         # Outside the handler, because in the handler the exception would keep the batch's tensors in memory.
         if result is None:
-            for share in shares:
-                if share.request.future.done():
-                    self.give_up(share.sequences)
+            for request, sequences in _by_request(batch):
+                if request.future.done():
+                    self.give_up(sequences)
                 else:
-                    self.run([share])
+                    self.run(sequences)
             return
         # Counted before the answers leave, so that a client with an answer finds the answer in the metrics.
         # Counting afterwards would be no faster: this thread would hold the interpreter lock all the same.
-        self._count(shares, result, started)
-        self._deliver(shares, result)
+        self._count(batch, result, started)
+        self._deliver(batch, result)
         if verifier and policy:
             verifier.offer(requests, result, policy)
 
@@ -167,51 +159,46 @@ class BatchRunner:
         assert self._results is not None
         answer: RequestResult | None = None
         for sequence in made:
-            found = (
-                Lookup.UNKNOWN
-                if sequence.name is None
-                else self._results.find(sequence.name, (request, sequence))
-            )
+            found = Lookup.UNKNOWN if sequence.name is None else self._results.find(sequence.name, sequence)
             if found is Lookup.UNKNOWN:
                 own.append(sequence)
                 continue
             is_kept = isinstance(found, SequenceResult)
-            self._metrics.observe_repeated("kept" if is_kept else "in_flight", len(sequence.ids))
+            self._metrics.observe_repeated("kept" if is_kept else "in_flight", len(sequence.asked.ids))
             if isinstance(found, SequenceResult):
                 answer = request.add(found, sequence.place)
         if answer is not None:
             self._resolve([(request, answer)])
 
-    def _count(self, shares: list[Share], result: PrefillResult, started: float) -> None:
+    def _count(self, batch: Batch, result: PrefillResult, started: float) -> None:
         """Put a batch into the metrics, and log files that were lost."""
-        self._metrics.observe_queue(
-            started - request.timing.queued_at for request, sequences in shares if sequences[0].place == 0
-        )
+        self._metrics.observe_queue(started - own.request.timing.queued_at for own in batch if own.place == 0)
         self._metrics.observe_batch(result)
         for length in result.lost_lengths:
             logger.warning(
                 "records of %d tokens are no longer used: their file was cut short or cannot be read", length
             )
         outcomes = iter(result.outcomes)
-        for request, sequences in shares:
+        for request, sequences in _by_request(batch):
             request.timing.add_batch(started, len(result.outcomes))
             own = [next(outcomes) for _ in sequences]
             if request.counted:
                 self._metrics.observe_outcomes(own)
 
-    def _deliver(self, shares: list[Share], result: PrefillResult) -> None:
+    def _deliver(self, batch: Batch, result: PrefillResult) -> None:
         """Hand the results of a batch to its requests, and to others that wait for them."""
         finished: Finished = []
         failed: dict[PendingRequest, AttnCacheError] = {}
         computed = zip(
-            ((request, own) for request, sequences in shares for own in sequences),
-            self._of_sequences(result, (len(own.ids) for share in shares for own in share.sequences)),
+            batch,
+            self._of_sequences(result, (len(own.asked.ids) for own in batch)),
             result.finite.tolist(),
             strict=True,
         )
-        for (request, sequence), own, is_finite in computed:
+        for sequence, own, is_finite in computed:
             shared, waiters = self._settled(sequence, own, is_finite)
-            for waiting, expected, found in ((request, sequence, own), *((*who, shared) for who in waiters)):
+            for expected, found in ((sequence, own), *((waiter, shared) for waiter in waiters)):
+                waiting = expected.request
                 try:
                     answer = waiting.add(found, expected.place) if is_finite else None
                 # What fails for one request, such as memory for its result, fails for no other.
@@ -248,7 +235,7 @@ class BatchRunner:
 
     def _settled(
         self, sequence: PendingSequence, result: SequenceResult, is_finite: bool
-    ) -> tuple[SequenceResult, list[tuple[PendingRequest, PendingSequence]]]:
+    ) -> tuple[SequenceResult, list[PendingSequence]]:
         """Return the result of a sequence as others get it, and who waited for it."""
         if self._results is None or sequence.name is None:
             return result, []
@@ -258,17 +245,18 @@ class BatchRunner:
         except BaseException as error:
             log_failure(logger, "a result was not kept for others", error)
         # Not the one for the other, because their results will be approximate too.
-        for request, expected in self._results.give_up(sequence.name):
-            self._instead(request, expected._replace(name=None))
+        for expected in self._results.give_up(sequence.name):
+            self._instead(expected._replace(name=None))
         return result, []
 
-    def _instead(self, request: PendingRequest, sequence: PendingSequence) -> None:
+    def _instead(self, sequence: PendingSequence) -> None:
         """Let a request compute what it expected from another one in vain. Raises nothing: it fails."""
+        request = sequence.request
         if request.future.done():
             return
         try:
             for own in self.not_known(request, [sequence]):
-                self._compute_again(request, own)
+                self._compute_again(own)
         except BaseException as error:
             log_failure(logger, "a sequence was not queued again", error)
             self.reject([(request, InternalError())])
@@ -286,6 +274,11 @@ class BatchRunner:
         # thread has failed before its last result was added, so here its failure arrives first.
         if finished:
             self._loop.call_soon_threadsafe(_resolve, finished)
+
+
+def _by_request(batch: Batch) -> list[tuple[PendingRequest, list[PendingSequence]]]:
+    """Return the sequences of each request of a batch."""
+    return [(request, list(own)) for request, own in groupby(batch, attrgetter("request"))]
 
 
 def _resolve(finished: Finished) -> None:

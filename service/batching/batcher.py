@@ -32,7 +32,6 @@ from service.batching.pending_request import (
     PendingRequest,
     PendingSequence,
     RequestResult,
-    Share,
 )
 from service.batching.request_queue import RequestQueue
 from service.batching.results import Results, SequenceNames
@@ -72,9 +71,7 @@ class Batcher:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._queue = RequestQueue(limits, self._tokenize, self._give_up, self._fail, engine.parallel_runs)
-        self._results: Results[tuple[PendingRequest, PendingSequence]] | None = (
-            Results(result_bytes) if result_bytes else None
-        )
+        self._results: Results[PendingSequence] | None = Results(result_bytes) if result_bytes else None
         self._runner = BatchRunner(
             engine, verifier, self._queue, metrics, self._loop, self._results, self._compute_again
         )
@@ -208,13 +205,13 @@ class Batcher:
         """Let other requests compute sequences that they expected from a request that has ended."""
         self._runner.give_up(sequences)
 
-    def _fail(self, shares: list[Share]) -> None:
-        """Fail the requests of a batch that will not be run."""
-        self._runner.fail(shares)
+    def _fail(self, batch: list[PendingSequence], requests: list[PendingRequest]) -> None:
+        """Fail the requests of a batch that will not be run, and other requests."""
+        self._runner.fail(batch, requests)
 
-    def _compute_again(self, request: PendingRequest, sequence: PendingSequence) -> None:
-        """Compute a sequence that the request expected from another request."""
-        starting = self._queue.add_again(request, [sequence])
+    def _compute_again(self, sequence: PendingSequence) -> None:
+        """Compute a sequence that its request expected from another request."""
+        starting = self._queue.add_again(sequence)
         # While the batcher closes, the threads that still run compute it.
         with contextlib.suppress(RuntimeError):
             self._start(starting)
@@ -235,12 +232,12 @@ class Batcher:
     def _run_batches(self) -> None:
         # Closed at once if this raises: the batch would count as computed, and keep others waiting.
         with contextlib.closing(self._queue.batches()) as batches:
-            for shares in batches:
+            for batch in batches:
                 try:
                     with self._watching():
-                        self._runner.run(shares)
+                        self._runner.run(batch)
                 except BaseException:
-                    self._runner.fail(shares)
+                    self._runner.fail(batch)
                     raise
                 verifier = self.verifier
                 if verifier and verifier.is_overdue:
@@ -268,8 +265,7 @@ class Batcher:
 
     def _finished(self, request: PendingRequest) -> None:
         """Drop what is not computed yet of a request that has its result, or has failed, or is cancelled."""
-        self._queue.withdraw(request)
-        self._runner.give_up(request.sequences[request.taken :])
+        self._runner.give_up(self._queue.withdraw(request))
 
     def _start_verifying(self, verifier: LaterVerifier[Any]) -> None:
         # After `close`, the thread accepts no work, and no hit has to be verified any more.

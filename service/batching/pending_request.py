@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attncache_core import InvalidInput, Outcome, PrefillEngine
+from attncache_core import InvalidInput, Outcome, PrefillEngine, PrefillRequest
 from attncache_core.reuse.blend.chunks import Blend, BlendReport
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.text.pairs import token_types
@@ -68,22 +68,21 @@ class RequestResult:
 
 
 class PendingSequence(NamedTuple):
-    """A sequence that waits for a batch."""
+    """A sequence that waits for a batch. A batch is a list of them, in which a request has one run."""
 
+    request: PendingRequest
     place: int  # among the sequences of its request
-    ids: Sequence[int]  # PairTokens for a pair
-    wanted: Wanted | None  # how its keys and values are looked up
+    asked: PrefillRequest  # of the engine
     tokens: int  # that a batch computes
     added: int  # that it adds to a batch which holds the sequence of its request before it
     name: bytes | None  # of its result, if others may wait for the result
-    blend: Blend | None = None  # of its chunks; None: it is computed exactly
 
     @property
     def stored_as(self) -> list[Wanted]:
         """How the keys and values are looked up that a batch will use."""
-        if self.blend is not None:
-            return [chunk.wanted for chunk in self.blend.chunks]
-        return [] if self.wanted is None else [self.wanted]
+        if self.asked.blend is not None:
+            return [chunk.wanted for chunk in self.asked.blend.chunks]
+        return [] if self.asked.wanted is None else [self.asked.wanted]
 
 
 @dataclass(eq=False, slots=True)
@@ -166,9 +165,12 @@ class PendingRequest:
             plan = self.prompt.sequence_plan(index)
             wanted = engine.wanted(ids, plan, part.salt, passing=part.passing)
             blend = self._blend(engine, part, ids, index - first)
+            # A request without reuse shares its prefixes with itself only: the labels of a text.
+            group = id(self) if self.salt is None else self.salt
+            asked = PrefillRequest(ids, self.reuse, plan, wanted, group, blend)
             tokens = blend.tokens if blend else len(ids) - engine.stored_tokens(wanted)
             name = self._name(ids, index, part.salt)
-            made.append(PendingSequence(index, ids, wanted, tokens, min(own, tokens), name, blend))
+            made.append(PendingSequence(self, index, asked, tokens, min(own, tokens), name))
         self._last_ids = sequences[-1]
         self.tokenized += len(sequences)
         return made
@@ -232,10 +234,3 @@ class Fitting(NamedTuple):
     stop: int  # position of the first sequence that does not fit
     tokens: int  # that the sequences make in one batch
     texts: int  # that the sequences belong to
-
-
-class Share(NamedTuple):
-    """The part of a batch that holds some sequences of a request."""
-
-    request: PendingRequest
-    sequences: list[PendingSequence]

@@ -13,13 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from attncache_core.reuse.kv.memory import Wanted
-from service.batching.admission import Admission, Limits
-from service.batching.drain_speed import DrainSpeed
+from service.batching.admission import Admission, DrainSpeed, Limits
 from service.batching.fair_order import FairOrder
-from service.batching.pending_request import PendingRequest, PendingSequence, Share
+from service.batching.pending_request import PendingRequest, PendingSequence
 
 # The store is told of at most this many sequences before each batch.
 _MOST_UPCOMING = 256
@@ -46,7 +44,7 @@ class RequestQueue:
         limits: Limits,
         tokenize: Callable[[PendingRequest], list[PendingSequence] | None],
         give_up: Callable[[list[PendingSequence]], None],
-        fail: Callable[[list[Share]], None],
+        fail: Callable[[list[PendingSequence], list[PendingRequest]], None],
         threads: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -54,8 +52,8 @@ class RequestQueue:
 
         It returns None if it has failed the request. give_up: is told of sequences that will not be computed
         because their request ended before the queue had them. fail: fails the requests of a batch that will
-        not be run, because forming it has failed. threads: the most engine threads that may run at once.
-        clock: returns seconds.
+        not be run, because forming it has failed, and the requests that may have been the reason. threads:
+        the most engine threads that may run at once. clock: returns seconds.
         """
         self._limits = limits
         self._tokenize = tokenize
@@ -113,39 +111,42 @@ class RequestQueue:
             self._running += starting
         return starting
 
-    def add_again(self, request: PendingRequest, sequences: list[PendingSequence]) -> int:
-        """Queue sequences that a request expected from others, and must compute itself after all.
+    def add_again(self, sequence: PendingSequence) -> int:
+        """Queue a sequence that its request expected from another, and must compute itself after all.
 
         Returns the number of engine threads that the caller must start.
         """
+        request = sequence.request
         with self._lock:
-            request.sequences += sequences
-            self._enter(request, len(sequences), sum(own.tokens for own in sequences))
-            # Asked after the sequences were added: a request that ends now is withdrawn with them.
+            request.sequences.append(sequence)
+            self._enter(request, 1, sequence.tokens)
+            # Asked after the sequence was added: a request that ends now is withdrawn with it.
             has_ended = request.future.done()
             if has_ended:
                 self._leave(request)
             starting = int(self._running < self._threads and self._may_begin_batch())
             self._running += starting
         if has_ended:
-            self._give_up(sequences)
+            self._give_up([sequence])
         return starting
 
-    def withdraw(self, request: PendingRequest) -> None:
-        """Remove what still waits of a request whose client has gone; does nothing if nothing waits."""
-        if request.queued:
-            with self._lock:
-                self._leave(request)
+    def withdraw(self, request: PendingRequest) -> list[PendingSequence]:
+        """Remove what still waits of a request that has ended. Returns the sequences."""
+        with self._lock:
+            self._leave(request)
+            # The request holds them no longer, because each of them holds the request.
+            waiting, request.sequences, request.taken = request.sequences[request.taken :], [], 0
+        return waiting
 
-    def batches(self) -> Generator[list[Share], None, None]:
+    def batches(self) -> Generator[list[PendingSequence], None, None]:
         """Yield the batches of an engine thread's turn, until nothing waits. The caller runs each batch."""
         while batch := self._next_batch():
             try:
-                yield batch.shares
+                yield batch
             finally:  # a thread that counts as computing for ever would keep small batches waiting
                 with self._lock:
                     self._computing -= 1
-                    self._note_speed(batch.tokens)
+                    self._note_speed(sum(own.added for own in batch))
 
     def upcoming(self) -> list[Wanted]:
         """Return how stored keys and values of the sequences that wait are looked up, soonest first."""
@@ -195,8 +196,8 @@ class RequestQueue:
             self._running += starting
         return starting
 
-    def _next_batch(self) -> _Batch | None:
-        """Take the next batch. None ends the turn of the engine thread.
+    def _next_batch(self) -> list[PendingSequence]:
+        """Take the next batch. An empty one ends the turn of the engine thread.
 
         A turn ends for one of three reasons: nothing waits; too little waits beside a computed batch; more
         threads run than may.
@@ -206,27 +207,26 @@ class RequestQueue:
                 with self._lock:
                     goes_on = self._running <= self._threads and self._may_begin_batch()
                     free = max(1, self._threads - self._computing)
-                shares: list[Share] = []
+                batch: list[PendingSequence] = []
                 try:
                     if goes_on:
-                        self._form(free, shares)
-                    tokens = sum(own.added for share in shares for own in share.sequences)
+                        self._form(free, batch)
                     with self._lock:
                         self._note_speed(0)
                 except BaseException:
-                    self._fail_formed(shares)
+                    self._fail_formed(batch)
                     raise
                 with self._lock:
-                    if shares:
+                    if batch:
                         self._computing += 1
-                        return _Batch(shares, tokens)
+                        return batch
                     # A request that came while the last ones were looked at did not start a thread.
                     if not (goes_on and self._waiting_requests):
                         self._running -= 1
-                        return None
+                        return batch
 
-    def _form(self, free: int, shares: list[Share]) -> None:
-        """Take sequences for one batch. free: the threads that are free to share what waits.
+    def _form(self, free: int, batch: list[PendingSequence]) -> None:
+        """Add sequences to an empty batch. free: the threads that are free to share what waits.
 
         A batch holds at most the part of the waiting tokens that this thread would get if all free threads
         took equal parts, or `least_part` tokens if that is more, but at least one text.
@@ -245,44 +245,44 @@ class RequestQueue:
                     self._leave(request)
                     continue
                 if request.waits:
-                    if not shares:  # only now, because the first part of the first request is tokenised
+                    if not batch:  # only now, because the first part of the first request is tokenised
                         room.part = max(self.least_part, math.ceil(self._waiting_tokens / free))
-                    if not self._take(request, room, shares):
+                    if not self._take(request, room, batch):
                         return
                 if request.is_tokenized and not request.waits:
                     self._leave(request)
                     continue
-                if shares and not room.has_any:
+                if batch and not room.has_any:
                     return
             if not request.waits:
                 self._look_up_part(request, room)
 
-    def _fail_formed(self, shares: list[Share]) -> None:
+    def _fail_formed(self, batch: list[PendingSequence]) -> None:
         """Fail the requests of a batch whose forming has failed, and the request that was looked at.
 
         Otherwise the next turn would fail on it again, and on what it comes before.
         """
         with self._lock:
-            blamed = [self._looked_at] if self._looked_at is not None else [] if shares else list(self._order)
+            blamed = [self._looked_at] if self._looked_at is not None else [] if batch else list(self._order)
             for request in blamed:
                 self._leave(request)
-        self._fail([*shares, *(Share(request, []) for request in blamed)])
+        self._fail(batch, blamed)
 
-    def _take(self, request: PendingRequest, room: _Room, shares: list[Share]) -> bool:
+    def _take(self, request: PendingRequest, room: _Room, batch: list[PendingSequence]) -> bool:
         """Take what fits of a request. Returns whether the batch may have room for more.
 
         The caller must hold the lock.
         """
         fitting = request.fitting(room.tokens, room.texts, room.part)
-        if fitting.stop == request.taken and not shares:
+        if fitting.stop == request.taken and not batch:
             fitting = request.fitting(room.tokens, texts=1)
-        if fitting.stop == request.taken and not shares:
+        if fitting.stop == request.taken and not batch:
             # The sequence is too long, and no other batch has more room.
             fitting = request.first_waiting()
         if fitting.stop > request.taken:
-            shares.append(Share(request, request.sequences[request.taken : fitting.stop]))
-            added = sum(own.added for own in shares[-1].sequences)
-            self._count(request, request.taken - fitting.stop, -added)
+            taken = request.sequences[request.taken : fitting.stop]
+            batch += taken
+            self._count(request, -len(taken), -sum(own.added for own in taken))
             request.taken = fitting.stop
             room.tokens -= fitting.tokens
             room.part -= fitting.tokens
@@ -296,11 +296,9 @@ class RequestQueue:
         Otherwise requests whose results are all known could keep a batch from being run, and a flow from its
         turn, for as long as such requests arrive. The caller must hold `_forming`, and not the lock.
         """
-        before, waiting = request.tokenized, len(request.sequences)
-        guessed = request.guessed_tokens
-        self._tokenize_part(request)
+        before, guessed = request.tokenized, request.guessed_tokens
+        known = self._tokenize_part(request)
         made = request.tokenized - before
-        known = made - (len(request.sequences) - waiting)
         room.lookups -= max(1, made)
         if known or not made:
             cost = max(1, guessed - request.guessed_tokens)
@@ -309,14 +307,17 @@ class RequestQueue:
                 if known:
                     self._note_speed(cost * known // made)
 
-    def _tokenize_part(self, request: PendingRequest) -> None:
-        """Tokenise the next part of a request. The caller must hold `_forming`, and not the lock."""
+    def _tokenize_part(self, request: PendingRequest) -> int:
+        """Tokenise the next part of a request. Returns how many of its sequences need not be computed.
+
+        The caller must hold `_forming`, and not the lock.
+        """
         before, guessed = request.tokenized, request.guessed_tokens
         sequences = self._tokenize(request)
         with self._lock:
             if sequences is None:
                 self._leave(request)
-                return
+                return request.tokenized - before
             has_ended = not request.queued
             if not has_ended:
                 request.sequences += sequences
@@ -325,11 +326,12 @@ class RequestQueue:
                 self._count(request, len(sequences) - (request.tokenized - before), added)
         if has_ended:
             self._give_up(sequences)
+        return request.tokenized - before - len(sequences)
 
     def _note_length(self, request: PendingRequest) -> None:
         """Add a request to the mean of characters per token. The caller must hold the lock."""
         if request.sequences and request.is_tokenized:
-            tokens = max(1, sum(len(own.ids) for own in request.sequences)) / len(request.sequences)
+            tokens = max(1, sum(len(own.asked.ids) for own in request.sequences)) / len(request.sequences)
             own = max(0.1, request.source.characters / request.source.count / tokens)
             before = self._characters_per_token
             self._characters_per_token = own if before is None else before + 0.1 * (own - before)
@@ -368,13 +370,6 @@ class RequestQueue:
     def _note_speed(self, tokens: int) -> None:
         """Note that tokens, which have left the queue, are computed. The caller must hold the lock."""
         self._speed.note(tokens, self._clock(), others_wait=bool(self._waiting_sequences))
-
-
-class _Batch(NamedTuple):
-    """What one engine thread computes at a time."""
-
-    shares: list[Share]
-    tokens: int  # as the queue has counted them
 
 
 @dataclass(slots=True)

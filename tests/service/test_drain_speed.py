@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.batching.drain_speed import DrainSpeed
+from service.batching.admission import DrainSpeed
 
 ROUND = 100
 batches = st.lists(st.integers(ROUND, 300), min_size=3, max_size=30)

@@ -14,7 +14,7 @@ from test_batcher import batching, hold, submit
 
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
-from service.batching.pending_request import PendingRequest, PendingSequence, Share
+from service.batching.pending_request import PendingRequest, PendingSequence
 from service.batching.request_queue import RequestQueue
 from service.batching.sources import Texts
 from service.errors import QueueFull
@@ -32,7 +32,7 @@ class SimulatedQueue:
         self.now = 0.0
         limits = Limits(BATCH, MANY, sequences, MANY, tokens, most_seconds)
         self.queue = RequestQueue(
-            limits, self._tokenize, lambda _: None, lambda _: None, clock=lambda: self.now
+            limits, self._tokenize, lambda _: None, lambda *_: None, clock=lambda: self.now
         )
         self._engine: Any = FakeEngine()
         self._known: set[str] = set()
@@ -75,9 +75,9 @@ class SimulatedQueue:
         self._known.update(texts)
 
     def _begin_batch(self) -> None:
-        shares: list[Share] = next(self._turn, [])
-        self._taken = [share.request for share in shares]
-        self._tokens = sum(len(own.ids) for share in shares for own in share.sequences)
+        batch: list[PendingSequence] = next(self._turn, [])
+        self._taken = [own.request for own in batch]
+        self._tokens = sum(len(own.asked.ids) for own in batch)
 
     def _end_batch(self) -> None:
         self.now += self._tokens / SPEED
@@ -85,7 +85,7 @@ class SimulatedQueue:
 
     def _tokenize(self, request: PendingRequest) -> list[PendingSequence]:
         made = request.next_part(self._engine, MANY)
-        return [own for own in made if "".join(map(chr, own.ids)) not in self._known]
+        return [own for own in made if "".join(map(chr, own.asked.ids)) not in self._known]
 
 
 def future_of_nobody() -> Any:
