@@ -1,19 +1,18 @@
-"""What the body of an inference request asks for: independent inputs, or a turn of a conversation."""
+"""What the body of an inference request asks for: inputs, chunks with a query, or a turn of a session."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Literal
 
 from attncache_core import InputTooLong, InvalidInput, NotFinite
-from service.batching.sources import Source
-from service.batching.token_ids import source_of
+from service.batching.segments import DividedTexts, Segments
+from service.batching.sources import Source, Texts, source_of
 from service.conversations.conversation import Conversation, History, Overflow
 from service.conversations.sessions import Session
 from service.errors import UnknownSession
 from service.routes.common import check_count
-from service.routes.segments import divided, segments_of
 from service.schemas import InferenceRequest
 from service.state import ServiceState
 from service.web.call import Call
@@ -56,6 +55,35 @@ async def asked(call: Call, body: InferenceRequest) -> AsyncIterator[Source]:
         state.sessions.keep(session, conversation.following)
     finally:
         state.sessions.end(session, turn)
+
+
+def segments_of(
+    call: Call, segments: Sequence[str], query: str, headings: Sequence[str] | None = None
+) -> Segments:
+    """Return the source of segments and a query. headings: what stands in front of each segment.
+
+    Raises TooManyInputs, and InvalidInput if keys and values of the model's chunks cannot be used in any
+    order.
+    """
+    settings, engine = call.state.settings, call.serving().engine
+    check_count(segments, "segments", settings.max_request_inputs)
+    if reason := engine.blending.refusal:
+        raise InvalidInput(
+            f"segments are not accepted by this server: {reason}; send one text as inputs", field="segments"
+        )
+    return Segments(segments, query, settings.segment_separator, headings=headings)
+
+
+def divided(call: Call, source: Source) -> Source:
+    """Return a source whose texts are divided into chunks, if the operator wants that."""
+    settings, engine = call.state.settings, call.serving().engine
+    if settings.segment_tokens is None and not settings.divide_texts:
+        return source
+    if engine.blending.gate is None or not isinstance(source, Texts):
+        return source
+    return DividedTexts(
+        source, settings.segment_separator if settings.divide_texts else None, settings.segment_tokens
+    )
 
 
 def _inputs(body: InferenceRequest) -> list[str] | list[list[int]]:

@@ -22,8 +22,7 @@ from attncache_core.reuse.kv.info import key_value_info
 from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import WorkerUnavailable
-from service.routes.common import ERRORS, check_count
-from service.routes.computing import computed
+from service.routes.common import ERRORS, check_count, computed
 from service.schemas import Inputs, Name, Text, Texts
 from service.state import Serving
 from service.web.call import Call, CurrentCall

@@ -10,7 +10,7 @@ from attncache_core import NoClassifier, class_scores
 from attncache_core.heads.vectors import require_finite
 from service.batching.pending_request import RequestResult
 from service.batching.sources import Source
-from service.routes.computing import computed
+from service.routes.common import computed
 from service.state import Serving
 from service.web.call import Call
 

@@ -21,8 +21,7 @@ from attncache_core.heads.vectors import require_finite
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
 from service.routes.asked import asked
-from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count
-from service.routes.computing import computed
+from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count, computed
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot
 from service.schemas import ClassifyRequest, LabelScore
 from service.state import Serving

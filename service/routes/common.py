@@ -1,17 +1,23 @@
-"""Shared parts of the inference routes: their documentation, limits, and the response."""
+"""Shared parts of the inference routes: their documentation, limits, the computation, and the response."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
 
+from attncache_core import InvalidInput, NotFinite
+from attncache_core.text.labels import LabelTokens
+from attncache_core.text.prompts import Prompt
 from service.batching.pending_request import RequestResult
 from service.batching.sources import Source
 from service.conversations.conversation import Conversation
-from service.errors import TooManyInputs
+from service.errors import TooManyInputs, rename
 from service.schemas import ErrorBody
+from service.state import Serving
 from service.web.call import MODEL_HEADER, Answer, Call
 
 HITS_HEADER = "X-AttnCache-Hits"
@@ -21,6 +27,7 @@ REPEATED_HEADER = "X-AttnCache-Repeated"
 HISTORY_TOKENS_HEADER = "X-AttnCache-History-Tokens"
 APPROXIMATE_HEADER = "X-AttnCache-Approximate"
 SEGMENTS_HEADER = "X-AttnCache-Segments"
+_TEXT = re.compile(r"inputs\[(\d+)\]")
 _MOST_SEGMENTS = 64  # in the header: many clients refuse headers of more than 8 KiB
 
 _WHAT_HAPPENED = {
@@ -101,6 +108,65 @@ def check_count(texts: Sequence[Any], field: str, limit: int) -> None:
             "--max-request-inputs",
             field=field,
         )
+
+
+async def computed(
+    call: Call,
+    serving: Serving,
+    source: Source,
+    *,
+    reuse: bool,
+    prompt: Prompt | None = None,
+    labels: LabelTokens | None = None,
+    salt: bytes = b"",
+    counted: bool = True,
+    repeats: bool = True,
+) -> RequestResult:
+    """Compute the texts of a source and return their results. Arguments and errors: see Batcher.submit.
+
+    Raises TooManyInputs if the sequences of the texts would never fit into the queue.
+    """
+    plans = len((prompt or serving.engine.default_prompt).sequence_plans)
+    most = call.state.settings.max_queue_sequences
+    if source.count * plans > most:
+        raise TooManyInputs(
+            f"inputs make {source.count * plans} sequences, and at most {most} may wait; send fewer of them",
+            field="inputs",
+        )
+    return await call.wait(
+        serving.batcher.submit(
+            source,
+            flow=call.client.flow,
+            reuse=reuse,
+            prompt=prompt,
+            labels=labels,
+            salt=salt,
+            counted=counted,
+            repeats=repeats,
+        )
+    )
+
+
+@contextmanager
+def named(field: str, of_text: Callable[[int], str] | None = None) -> Iterator[None]:
+    """Let errors about texts name the field of the request that holds the texts.
+
+    of_text: returns the name of text `index`; by default `field[index]`.
+    """
+    try:
+        yield
+    except (InvalidInput, NotFinite) as error:
+        if error.field == "inputs":
+            rename(error, field)
+        elif (index := text_index(error)) is not None:
+            rename(error, of_text(index) if of_text else f"{field}[{index}]")
+        raise
+
+
+def text_index(error: InvalidInput | NotFinite) -> int | None:
+    """Return the index of the text that an error is about; None if it is about no single text."""
+    found = _TEXT.fullmatch(error.field or "")
+    return int(found[1]) if found else None
 
 
 def answer(content: Any, result: RequestResult, call: Call, source: Source) -> Answer:

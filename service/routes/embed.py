@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.batching.token_ids import prompt_of
+from service.batching.sources import prompt_of
 from service.errors import NoEmbedding
 from service.routes.asked import asked
-from service.routes.common import ANSWER_HEADERS, ERRORS, answer
-from service.routes.computing import computed
+from service.routes.common import ANSWER_HEADERS, ERRORS, answer, computed
 from service.schemas import EmbedRequest
 from service.state import Serving
 from service.web.call import Answer, Call, CurrentCall

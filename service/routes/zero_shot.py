@@ -16,7 +16,7 @@ from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, entailment_class
 from service.batching.pending_request import RequestResult
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs, rename
-from service.routes.computing import computed, text_index
+from service.routes.common import computed, text_index
 from service.schemas import ClassifyRequest
 from service.state import Serving
 from service.web.call import Call

@@ -12,8 +12,7 @@ from fake_engine import FakeEngine, serving
 
 from attncache_core import InputTooLong, InvalidInput, PrefillEngine, Template
 from attncache_core.checkpoints.description import read_checkpoint
-from service.batching.sources import Texts
-from service.batching.token_ids import TokenSequences, bare_prompt
+from service.batching.sources import Texts, TokenSequences, bare_prompt
 
 pytestmark = pytest.mark.anyio
 

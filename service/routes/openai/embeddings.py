@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from attncache_core import InvalidInput, PrefillEngine
-from service.batching.sources import Source
-from service.batching.token_ids import TokenSequences, bare_prompt, prompt_of, source_of
-from service.routes.common import ANSWER_HEADERS, answer, check_count
-from service.routes.computing import computed, named
+from service.batching.sources import Source, TokenSequences, bare_prompt, prompt_of, source_of
+from service.routes.common import ANSWER_HEADERS, answer, check_count, computed, named
 from service.routes.embed import embedding_server
 from service.routes.openai.common import OPENAI_ERRORS, TAG, usage_of
 from service.routes.openai.schemas import Embeddings, EmbeddingsRequest

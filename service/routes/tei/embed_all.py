@@ -11,10 +11,8 @@ import orjson
 
 from attncache_core import PrefillEngine
 from attncache_core.text.prompts import Prompt
-from service.batching.sources import Source, Tokenized
-from service.batching.token_ids import prompt_of, source_of
-from service.routes.common import ANSWER_HEADERS, answer, check_count
-from service.routes.computing import computed
+from service.batching.sources import Source, Tokenized, prompt_of, source_of
+from service.routes.common import ANSWER_HEADERS, answer, check_count, computed
 from service.routes.embed import embedding_server
 from service.routes.tei.common import TAG, TEI_ERRORS, truncates
 from service.routes.tei.schemas import EmbedAllRequest

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from attncache_core import normalize
 from service.batching.sources import Texts
-from service.routes.common import ANSWER_HEADERS, answer, check_count
-from service.routes.computing import computed, named
+from service.routes.common import ANSWER_HEADERS, answer, check_count, computed, named
 from service.routes.embed import embedding_server
 from service.routes.tei.common import TAG, TEI_ERRORS, truncates
 from service.routes.tei.schemas import SimilarityParameters, SimilarityRequest
