@@ -305,7 +305,7 @@ class Metrics:
         """
         if self._folder is None:
             return
-        for gauge, function in self._functions.items():
+        for gauge, function in list(self._functions.items()):
             gauge.set(function())
         for family in self._engine.collect():
             for name, labels, value, *_ in family.samples:

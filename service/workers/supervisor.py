@@ -35,7 +35,6 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from types import FrameType
 
 from prometheus_client.multiprocess import mark_process_dead
 
@@ -135,36 +134,24 @@ class Supervisor:
                 *(listener.url, listener.name, len(self._places), self._settings.model),
             )
         self._places[0].start_at = time.monotonic()
-        with self._signals_noted():
-            try:
-                while self._kill_at is None or self._running():
-                    self._start_due()
-                    self._wait()
-                    self._read_reports()
-                    self._note_ends()
-                    self._act_on_signals()
-                    if self._kill_at is not None and time.monotonic() > self._kill_at:
-                        self._send(signal.SIGKILL)
-            finally:
-                self._send(signal.SIGKILL)
+        for number in _SIGNALS:
+            signal.signal(number, lambda number, _: self._signals.append(number))
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        try:
+            while self._kill_at is None or self._running():
+                self._start_due()
+                self._wait()
+                self._read_reports()
+                self._note_ends()
+                self._act_on_signals()
+                if self._kill_at is not None and time.monotonic() > self._kill_at:
+                    self._send(signal.SIGKILL)
+        finally:
+            self._send(signal.SIGKILL)
         logger.info("stopped")
         return self._failure
 
     # Signals.
-
-    @contextlib.contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-            self._signals.append(number)
-
-        before = {number: signal.signal(number, note) for number in _SIGNALS}
-        woken_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(woken_before)
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _act_on_signals(self) -> None:
         while self._signals:
