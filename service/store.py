@@ -31,6 +31,7 @@ _LOCKED_SECONDS = 0.25
 # After an error the file is left alone for this time, so that requests do not wait one after the other.
 _RETRY_SECONDS = 1.0
 _WRITES_PER_TRIM = 64
+_COLUMNS = "(key, value, expires, used, bytes) VALUES (?1, ?2, ?3, ?4, LENGTH(?2))"
 
 
 class Store(Protocol):
@@ -140,8 +141,10 @@ class SqliteStore:
         self._run("PRAGMA synchronous = OFF")
         self._run(
             f"CREATE TABLE IF NOT EXISTS {table} "
-            "(key TEXT PRIMARY KEY, value BLOB NOT NULL, expires REAL NOT NULL, used REAL NOT NULL)"
+            "(key TEXT PRIMARY KEY, value BLOB, expires REAL, used REAL, bytes INTEGER)"
         )
+        # Counting and dropping read the index alone, and no value.
+        self._run(f"CREATE INDEX IF NOT EXISTS {table}_used ON {table} (used, expires, key, bytes)")
 
     def close(self) -> None:
         """Close the file."""
@@ -162,7 +165,7 @@ class SqliteStore:
         if value is None:
             self._run(f"DELETE FROM {self._table} WHERE key = ?", key)
         else:
-            self._write(f"INSERT OR REPLACE INTO {self._table} VALUES (?, ?, ?, ?)", key, value, seconds)
+            self._write(f"INSERT OR REPLACE INTO {self._table} {_COLUMNS}", key, value, seconds)
 
     async def compare_and_set(
         self, key: str, expected: bytes | None, value: bytes | None, seconds: float | None = None
@@ -173,15 +176,18 @@ class SqliteStore:
             if value is None:
                 return await self.get(key) is None
             insert = (
-                f"INSERT INTO {self._table} VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET "
-                "value = excluded.value, expires = excluded.expires, used = excluded.used WHERE expires <= ?"
+                f"INSERT INTO {self._table} {_COLUMNS} ON CONFLICT (key) DO UPDATE SET "
+                "value = ?2, expires = ?3, used = ?4, bytes = LENGTH(?2) WHERE expires <= ?5"
             )
             return self._write(insert, key, value, seconds, now)
-        is_expected = "WHERE key = ? AND value = ? AND expires > ?"
         if value is None:
-            return self._run(f"DELETE FROM {self._table} {is_expected}", key, expected, now).rowcount == 1
-        update = f"UPDATE {self._table} SET key = ?, value = ?, expires = ?, used = ? {is_expected}"
-        return self._write(update, key, value, seconds, key, expected, now)
+            delete = f"DELETE FROM {self._table} WHERE key = ? AND value = ? AND expires > ?"
+            return self._run(delete, key, expected, now).rowcount == 1
+        update = (
+            f"UPDATE {self._table} SET value = ?2, expires = ?3, used = ?4, bytes = LENGTH(?2) "
+            "WHERE key = ?1 AND value = ?5 AND expires > ?6"
+        )
+        return self._write(update, key, value, seconds, expected, now)
 
     async def count(self, prefix: str = "") -> int:
         """See Store."""
@@ -199,14 +205,16 @@ class SqliteStore:
         return is_set
 
     def _trim(self, now: float) -> None:
-        self._run(f"DELETE FROM {self._table} WHERE expires <= ?", now)
-        if self._max_entries != _FOREVER or self._max_bytes != _FOREVER:
+        expired = f"SELECT key FROM {self._table} WHERE expires <= ?"
+        self._run(f"DELETE FROM {self._table} WHERE key IN ({expired})", now)
+        of_one = f"LENGTH(key) + bytes + {_ENTRY_BYTES}"
+        totals = self._run(f"SELECT COUNT(*), TOTAL({of_one}) FROM {self._table}").fetchone()
+        if totals[0] > self._max_entries or totals[1] > self._max_bytes:
             numbered = (
-                "SELECT key, ROW_NUMBER() OVER latest AS number, "
-                f"SUM(LENGTH(key) + LENGTH(value) + {_ENTRY_BYTES}) OVER latest AS bytes "
-                f"FROM {self._table} WINDOW latest AS (ORDER BY used DESC, key)"
+                f"SELECT key, ROW_NUMBER() OVER latest AS number, SUM({of_one}) OVER latest AS total "
+                f"FROM {self._table} WINDOW latest AS (ORDER BY used DESC)"
             )
-            excess = f"SELECT key FROM ({numbered}) WHERE number > ? OR bytes > ?"
+            excess = f"SELECT key FROM ({numbered}) WHERE number > ? OR total > ?"
             drop = f"DELETE FROM {self._table} WHERE key IN ({excess})"
             self._run(drop, self._max_entries, self._max_bytes)
 

@@ -92,7 +92,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._folder = os.environ.get(MULTIPROCESS_FOLDER)
-        if self._folder is not None and not values.ValueClass._multiprocess:
+        if self._folder is not None and values.ValueClass is values.MutexValue:
             # prometheus_client chooses the class when it is imported. How many workers serve is known later.
             values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
         # In multiprocess mode: what `publish` reads, and where it writes.

@@ -56,8 +56,10 @@ async def asked(call: Call, body: InferenceRequest) -> AsyncIterator[Source]:
             yield conversation
         await state.sessions.keep(session, stored, conversation.following)
     finally:
-        await state.sessions.unlock(session)
-        state.sessions.end(session, turn)
+        try:
+            await state.sessions.unlock(session)
+        finally:
+            state.sessions.end(session, turn)
 
 
 def _inputs(body: InferenceRequest) -> list[str] | list[list[int]]:

@@ -115,13 +115,13 @@ class Front:
         state, ended = self._state, time.perf_counter()
         state.bodies.give(call.body_bytes)
         state.metrics.observe_request(call.scope["path"], call.status, ended - call.started)
+        tokens = 0 if call.holder is None else sum(result.asked_tokens for result in call.results)
         if call.holder is not None:
-            tokens = sum(result.asked_tokens for result in call.results)
             state.metrics.observe_key(call.holder.name, tokens)
-            if call.is_in_quota:
-                await call.holder.use.end(tokens)
         if state.finished is not None:
             state.finished.add(_finished(call, ended))
+        if call.holder is not None and call.is_in_quota:
+            await call.holder.use.end(tokens)
 
 
 def is_open(method: str, path: str, listener: ListenerName | None) -> bool:

@@ -5,7 +5,7 @@ long, and clients would wait for seconds. So a server with one process accepts s
 
 All workers are woken for each connection, and the first one that looks takes it. Without a rule, clients that
 keep their connections would share few of the workers. So a worker that has more connections waits longer
-before it looks, and takes one connection at a time.
+before it looks, and takes only some at a time.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Acceptor:
         listener: Listener,
         connection: Callable[[], asyncio.Protocol],
         handshake_seconds: float,
-        delay: Callable[[], float] | None = None,
+        turn: Callable[[], tuple[float, int]] = lambda: (0.0, _MOST_AT_ONCE),
     ) -> None:
         """connection: makes the protocol of a connection. handshake_seconds: the most for a TLS handshake.
 
-        delay: returns for how many seconds a connection is left to other workers; None: there are no others.
+        turn: returns for how many seconds connections are left to other workers, and how many are taken then.
         """
         self._listener = listener
         self._connection = connection
         self._handshake_seconds = handshake_seconds
-        self._delay = delay
+        self._turn = turn
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -67,10 +67,11 @@ class Acceptor:
             self._loop.add_reader(self._listener.socket, self._on_connection)
 
     def _on_connection(self) -> None:
-        if self._delay is not None and (seconds := self._delay()):
-            self._pause(seconds, self._accept)
+        seconds, most = self._turn()
+        if seconds:
+            self._pause(seconds, lambda: self._accept(most))
         else:
-            self._accept()
+            self._accept(most)
 
     def _pause(self, seconds: float, then: Callable[[], None] = lambda: None) -> None:
         self._loop.remove_reader(self._listener.socket)
@@ -81,8 +82,8 @@ class Acceptor:
 
         self._timer = self._loop.call_later(seconds, resume)
 
-    def _accept(self) -> None:
-        for _ in range(_MOST_AT_ONCE if self._delay is None else 1):
+    def _accept(self, most: int = _MOST_AT_ONCE) -> None:
+        for _ in range(most):
             try:
                 client, _ = self._listener.socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

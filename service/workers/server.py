@@ -50,7 +50,10 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 _OTHER_FILES = 512
 # With several workers, a connection is left to the others for so long per connection that this worker has.
 # The bound is about the time of a batch.
-_DELAY_SECONDS, _MOST_DELAY_SECONDS = 0.0002, 0.01
+_DELAY_SECONDS, _MOST_DELAY_SECONDS = 0.0005, 0.01
+# Then a worker takes one more for so many connections that it has, so that a thousand clients do not wait for
+# long.
+_AT_ONCE = 8
 # A worker that loads or hangs leaves connections to the others, unless nobody takes them.
 _UNREADY_SECONDS = 1.0
 # uvicorn's main loop ticks this often, and so does the drain.
@@ -231,16 +234,17 @@ class Server(uvicorn.Server):
         def connection() -> Connection:
             return Connection(gate, self.config, self.server_state, self.lifespan.state, loop)
 
-        delay = None if self._is_alone else self._accept_delay
-        acceptor = Acceptor(listener, connection, gate.limits.header_seconds, delay)
+        turn = [] if self._is_alone else [self._turn_to_accept]
+        acceptor = Acceptor(listener, connection, gate.limits.header_seconds, *turn)
         # uvicorn only closes it.
         return cast(asyncio.base_events.Server, acceptor)
 
-    def _accept_delay(self) -> float:
-        """Return for how long a connection is left to other workers."""
+    def _turn_to_accept(self) -> tuple[float, int]:
+        """Return for how long connections are left to other workers, and how many are taken then."""
+        count = sum(gate.count() for gate in self._gates)
         if not self._state.is_ready and not self._state.draining:
-            return _UNREADY_SECONDS
-        return min(_MOST_DELAY_SECONDS, _DELAY_SECONDS * sum(gate.count() for gate in self._gates))
+            return _UNREADY_SECONDS, 1
+        return min(_MOST_DELAY_SECONDS, _DELAY_SECONDS * count), 1 + count // _AT_ONCE
 
     async def _drain(self, seconds: float) -> None:
         """Answer what arrives, and close each connection after its response, until nothing is in flight."""

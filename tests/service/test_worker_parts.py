@@ -101,15 +101,15 @@ async def test_connections_that_come_at_once_are_accepted_in_one_turn_of_the_eve
 
 @pytest.mark.anyio
 async def test_connection_is_left_to_other_workers_for_a_while() -> None:
-    delays = [0.05, 0.0]
+    turns = [(0.05, 1), (0.0, 1)]
     with bind("127.0.0.1", 0) as listening, ExitStack() as stack:
-        acceptor = Acceptor(Listener("public", listening, ""), Echo, 5, lambda: delays.pop(0))
+        acceptor = Acceptor(Listener("public", listening, ""), Echo, 5, lambda: turns.pop(0))
         for _ in range(2):
             client = stack.enter_context(socket.create_connection(listening.getsockname(), 30))
             client.sendall(b"hello")
             assert await asyncio.to_thread(client.recv, 5) == b"hello"
         acceptor.close()
-    assert delays == []
+    assert turns == []
 
 
 # Two workers.

@@ -296,14 +296,14 @@ def test_sighup_lets_all_workers_read_the_keys_again(servers: Servers) -> None:
     wait_until(lambda: server.log.count("SIGHUP: read again") == 2)
     answered = []
     for key in (NEW_KEY, KEY):
-        clients = [server.connect() for _ in range(4)]
+        clients = [server.connect() for _ in range(12)]
         for client in clients:
             client.sendall(embed({"inputs": "a"}, b"X-API-Key: " + key.encode()))
             answered.append(read_response(client))
         for client in clients:
             client.close()
-    assert [response.status for response in answered] == [200] * 4 + [401] * 4
-    assert len(set(map(worker_of, answered[4:]))) == 2
+    assert [response.status for response in answered] == [200] * 12 + [401] * 12
+    assert len(set(map(worker_of, answered[12:]))) == 2
 
 
 def test_killed_supervisor_ends_its_workers(servers: Servers) -> None:
