@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
@@ -17,8 +18,8 @@ from service.routes.openai import embeddings, models
 from service.routes.tei import embed_all, predict, rerank, root, similarity, tokens
 from service.settings import Settings
 from service.state import Loaded, ServiceState
+from service.upkeep.group import Worker
 from service.web.browsers import for_browsers
-from service.web.call import Team
 from service.web.front import Front
 
 # Often called ones first, because Starlette compares the path of a request with one route after the other.
@@ -54,7 +55,7 @@ def create_app(
     settings: Settings,
     load_engines: Callable[[], Iterator[Loaded]],
     on_load_failure: Callable[[BaseException], None] | None = None,
-    team: Team | None = None,
+    worker: Worker | None = None,
 ) -> FastAPI:
     """Return an app that accepts requests at once and loads its engine in the background.
 
@@ -62,20 +63,19 @@ def create_app(
     that, requests continue to get 503, and the app calls `on_load_failure` with the exception, on the event
     loop; an exception that is not an AttnCacheError has then been logged. Each further engine, of the same
     model, replaces the engine before. Lines that `load_engines` yields say what is prepared behind the
-    requests. team: the workers that the app belongs to; None: it serves alone.
+    requests. worker: this process, if it is one of several; None: it serves alone. Raises StoreUnavailable if
+    the workers cannot share anything.
     """
-    state = ServiceState(
-        settings, load_engines, on_load_failure, *([team.quota_use] if team is not None else [])
-    )
+    state = ServiceState(settings, load_engines, on_load_failure, worker)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         state.start()
-        if team is not None:
-            await team.open(state, front.answer)
+        if state.group is not None:
+            await state.group.start(partial(cache.do_as_asked, state))
         yield
-        if team is not None:
-            team.close()
+        if state.group is not None:
+            await state.group.close()
         await state.close()
 
     app = App(
@@ -101,6 +101,6 @@ def create_app(
     # path / has routes of both kinds, and a router refuses a method that none of its own routes has.
     first = [route for route in INFERENCE_ROUTES if route.path != "/"]
     behind = Router(first, redirect_slashes=False, default=AsyncExitStackMiddleware(app.router))
-    front = Front(behind, state, team)
+    front = Front(behind, state)
     app.front = for_browsers(front, settings)
     return app

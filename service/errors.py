@@ -12,6 +12,7 @@
     session         UnknownSession                     the client can send the whole conversation
     queue           QueueFull, NotReady                the client may retry after `Retry-After`
     process         Stuck                              a batch or the event loop has not ended for too long
+                    StoreUnavailable                   the client may retry after `Retry-After`
                     WorkerUnavailable                  the client may retry after `Retry-After`
     time            DeadlineExceeded                   the client can send less, or allow more time
     engine          InternalError                      a fixed sentence; the details are in the log
@@ -197,8 +198,15 @@ class Stuck(TryLater):
     status = 503
 
 
+class StoreUnavailable(TryLater):
+    """With several workers: what they share, such as histories of sessions, cannot be read or written."""
+
+    code = "store_unavailable"
+    status = 503
+
+
 class WorkerUnavailable(TryLater):
-    """With several workers: the one that keeps the session, or must take part, does not run at present."""
+    """With several workers: one of them has not done what an operator asks of all."""
 
     code = "worker_unavailable"
     status = 503

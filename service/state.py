@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
-from service.access.keys import UseOf, key_ring
+from service.access.keys import key_ring
 from service.access.quotas import ByteBudget
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
-from service.conversations.sessions import Sessions
+from service.conversations.sessions import CAPACITY_BYTES, Sessions
 from service.errors import NotReady
 from service.labels import LabelMemory
 from service.observability.finished import FinishedRequests
@@ -32,7 +32,9 @@ from service.observability.logs import log_access
 from service.observability.metrics import Metrics
 from service.observability.tracing import tracing_of
 from service.settings import Settings
+from service.store import LocalStore, Store
 from service.upkeep.blend_verifier import BlendVerifier
+from service.upkeep.group import Group, Worker
 from service.upkeep.scrubber import Scrubber
 from service.upkeep.verifier import Verifier
 from service.upkeep.verifying import LaterVerifier
@@ -64,14 +66,22 @@ class ServiceState:
         settings: Settings,
         load_engines: Callable[[], Iterator[Loaded]],
         on_failure: Callable[[BaseException], None] | None,
-        *use_of: UseOf,
+        worker: Worker | None = None,
     ) -> None:
-        """use_of: if given, makes what counts the use of the quotas of an API key."""
+        """worker: this process, if several share what is stored; None: it serves alone.
+
+        Raises StoreUnavailable if several processes cannot share anything.
+        """
         self.settings = settings
         self.metrics = Metrics()
+        bounds = settings.max_sessions, CAPACITY_BYTES
+        shared: Store = worker.store("shared") if worker else LocalStore()
+        self.group = Group(worker, shared, self.metrics) if worker else None
         self.sessions = Sessions(
+            worker.store("sessions", *bounds) if worker else LocalStore(*bounds),
+            shared,
+            *([self.group.process] if self.group else []),
             ttl_seconds=settings.session_ttl_seconds,
-            most_sessions=settings.max_sessions,
             most_waiting=settings.max_queue_sequences,
         )
         self.bodies = ByteBudget(settings.max_inflight_bytes)
@@ -82,7 +92,7 @@ class ServiceState:
         # Called when SIGHUP asks to read files again. They raise AttnCacheError if a file cannot be used.
         self.reloads: list[Callable[[], None]] = []
         # None: no key is needed.
-        self.keys = key_ring(settings, *use_of)
+        self.keys = key_ring(settings, shared)
         if self.keys is not None:
             self.metrics.watch_keys(self.keys.names)
         if settings.api_keys is not None:
@@ -191,6 +201,8 @@ class ServiceState:
             # The previous engine had no database, so there is no scrubber to stop.
             self._serving.batcher.replace_engine(engine, verifier)
             self._serving = replace(self._serving, engine=engine, scrubber=scrubber)
+        if self.group is not None:
+            self.group.verifier, self.group.is_serving = verifier, True
         batcher = self._serving.batcher
         self.metrics.watch(lambda: batcher.waiting_sequences, engine.info)
         self.metrics.watch_batcher(lambda: batcher.waiting_tokens, lambda: batcher.kept_bytes)

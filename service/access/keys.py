@@ -25,6 +25,7 @@ from typing import NamedTuple
 from service.access.quotas import Quotas, QuotaUse
 from service.errors import InvalidSettings, Unauthorized
 from service.settings import Settings
+from service.store import Store
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # What a bearer token may be (RFC 6750), and long enough that nobody guesses it.
@@ -36,8 +37,8 @@ ADMIN = "admin"
 _QUOTAS = tuple(Quotas.__dataclass_fields__)
 _ACCEPTED = f"accepted are {ADMIN}, {', '.join(f'{quota}=NUMBER' for quota in _QUOTAS)}"
 _Digest = Callable[[bytes], bytes]
-# Returns what counts the use of a holder's quotas, from the holder's name.
-UseOf = Callable[[str, Quotas], QuotaUse]
+# More than a request takes with usual settings.
+_MOST_SECONDS = 600.0
 _CHALLENGE = 'Bearer realm="attncache"'
 
 
@@ -60,11 +61,14 @@ class KeyRing:
     """The keys that are valid now. Used on the event loop."""
 
     def __init__(
-        self, file: Path | None, own: str | None, use_of: UseOf = lambda _, quotas: QuotaUse(quotas)
+        self, file: Path | None, own: str | None, store: Store, most_seconds: float = _MOST_SECONDS
     ) -> None:
-        """file: of --api-keys. own: the text of --api-key. Raises InvalidSettings, as `reload`."""
+        """file: of --api-keys. own: the text of --api-key. store: of what keys have used.
+
+        most_seconds: that a request may take. Raises InvalidSettings, as `reload`.
+        """
         self._file = file
-        self._use_of = use_of
+        self._store, self._most_seconds = store, most_seconds
         self._salt = secrets.token_bytes(32)
         self._own = _lines_of_option(own, self._digest) if own is not None else []
         self._holders: dict[bytes, KeyHolder] = {}  # by the digest of a key
@@ -86,7 +90,7 @@ class KeyRing:
                 if known is not None and known.quotas == line.quotas:
                     use = known.use
                 else:
-                    use = self._use_of(line.name, line.quotas)
+                    use = QuotaUse(line.name, line.quotas, self._store, most_seconds=self._most_seconds)
                 holder = holders[line.name] = KeyHolder(line.name, line.is_admin, line.quotas, use)
             elif (holder.is_admin, holder.quotas) != (line.is_admin, line.quotas):
                 raise _refused(f"{line.where}: all lines of one name must have the same words after the key")
@@ -126,15 +130,17 @@ def namespace_of(name: str) -> bytes:
     return name.encode() + b"\0"
 
 
-def key_ring(settings: Settings, *use_of: UseOf) -> KeyRing | None:
+def key_ring(settings: Settings, store: Store) -> KeyRing | None:
     """Return the keys of these settings, or None if no key is needed. Raises InvalidSettings.
 
-    use_of: if given, makes what counts the use of quotas.
+    store: of what keys have used.
     """
     own = settings.api_key.get_secret_value() if settings.api_key is not None else None
     if settings.api_keys is None and own is None:
         return None
-    return KeyRing(settings.api_keys, own, *use_of)
+    # Beside its computation, a request is received and its response is sent.
+    most_seconds = settings.request_seconds + settings.body_seconds + settings.write_seconds
+    return KeyRing(settings.api_keys, own, store, most_seconds)
 
 
 class _Line(NamedTuple):

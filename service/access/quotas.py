@@ -8,14 +8,21 @@ further requests are refused until the debt is paid.
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from service.errors import QueueFull, QuotaExceeded
+import orjson
+
+from service.errors import QueueFull, QuotaExceeded, StoreUnavailable
+from service.store import Store
 
 # When a request in flight ends is not known.
 _RETRY_IN_FLIGHT_SECONDS = 1
+# Other processes may count between a look and a change.
+_MOST_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,43 +35,77 @@ class Quotas:
 
 
 class QuotaUse:
-    """Counts what one key asks for. Used on the event loop."""
+    """Counts what one key asks for, in a store that other processes may count in too."""
 
-    def __init__(self, quotas: Quotas, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: returns seconds."""
-        self._most_in_flight = quotas.in_flight
-        self._in_flight = 0
+    def __init__(
+        self,
+        name: str,
+        quotas: Quotas,
+        store: Store,
+        *,
+        most_seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """name: of the key's holder. most_seconds: that a request may take.
+
+        A process that was killed no longer counts as having requests in flight after `most_seconds`.
+        """
+        self._quotas = quotas
+        self._store = store
+        self._most_seconds = most_seconds
         self._clock = clock
-        now = clock()
-        self._requests = _Bucket(quotas.requests_per_minute, now) if quotas.requests_per_minute else None
-        self._tokens = _Bucket(quotas.tokens_per_minute, now) if quotas.tokens_per_minute else None
+        self._process = secrets.token_hex(8)
+        # With other quotas, everything is counted from the beginning.
+        self._key = f"quota/{name}/{quotas.requests_per_minute}/{quotas.tokens_per_minute}/{quotas.in_flight}"
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         """Count a request that begins; `end` must follow. Raises QuotaExceeded, and then counts nothing."""
-        if self._most_in_flight is not None and self._in_flight >= self._most_in_flight:
-            raise QuotaExceeded(
-                f"the key may have {self._most_in_flight} requests in flight",
-                quota="in_flight",
-                retry_after_seconds=_RETRY_IN_FLIGHT_SECONDS,
-            )
-        now = self._clock()
-        for quota, bucket in (("requests_per_minute", self._requests), ("tokens_per_minute", self._tokens)):
-            if bucket is not None and (seconds := bucket.seconds_until_one(now)):
-                raise QuotaExceeded(
-                    f"the key may ask for {bucket.per_minute} {quota.replace('_', ' ')}",
-                    quota=quota,
-                    retry_after_seconds=math.ceil(seconds),
-                )
-        self._in_flight += 1
-        if self._requests is not None:
-            self._requests.level -= 1
 
-    def end(self, tokens: int) -> None:
+        def count(used: _Used) -> None:
+            most, now = self._quotas.in_flight, self._clock()
+            if most is not None and used.total_in_flight(now) >= most:
+                raise QuotaExceeded(
+                    f"the key may have {most} requests in flight",
+                    quota="in_flight",
+                    retry_after_seconds=_RETRY_IN_FLIGHT_SECONDS,
+                )
+            for quota, bucket in (("requests_per_minute", used.requests), ("tokens_per_minute", used.tokens)):
+                if bucket is not None and (seconds := bucket.seconds_until_one(now)):
+                    raise QuotaExceeded(
+                        f"the key may ask for {bucket.per_minute} {quota.replace('_', ' ')}",
+                        quota=quota,
+                        retry_after_seconds=math.ceil(seconds),
+                    )
+            used.add_in_flight(self._process, 1, now + self._most_seconds)
+            if used.requests is not None:
+                used.requests.level -= 1
+
+        await self._change(count)
+
+    async def end(self, tokens: int) -> None:
         """Count the end of a request. tokens: of all that was computed for the request."""
-        self._in_flight -= 1
-        if self._tokens is not None and tokens:
-            self._tokens.refill(self._clock())
-            self._tokens.level -= tokens
+
+        def count(used: _Used) -> None:
+            now = self._clock()
+            used.add_in_flight(self._process, -1, now + self._most_seconds)
+            if used.tokens is not None and tokens:
+                used.tokens.refill(now)
+                used.tokens.level -= tokens
+
+        await self._change(count)
+
+    async def _change(self, count: Callable[[_Used], None]) -> None:
+        """Change what is used. If the store cannot be used, the request is answered without being counted."""
+        if self._quotas == Quotas():
+            return
+        # The store logs its errors.
+        with suppress(StoreUnavailable):
+            for _ in range(_MOST_TRIES):
+                before = await self._store.get(self._key)
+                used = _Used.read(before, self._quotas, self._clock())
+                count(used)
+                if await self._store.compare_and_set(self._key, before, used.written()):
+                    return
 
 
 class ByteBudget:
@@ -94,13 +135,14 @@ class _Bucket:
 
     __slots__ = ("level", "per_minute", "refilled_at")
 
-    def __init__(self, per_minute: int, now: float) -> None:
+    def __init__(self, per_minute: int, level: float, refilled_at: float) -> None:
         self.per_minute = per_minute
-        self.level = float(per_minute)
-        self.refilled_at = now
+        self.level = level
+        self.refilled_at = refilled_at
 
     def refill(self, now: float) -> None:
-        gained = (now - self.refilled_at) * self.per_minute / 60
+        # The clocks of two machines may differ.
+        gained = max(0.0, now - self.refilled_at) * self.per_minute / 60
         self.level = min(float(self.per_minute), self.level + gained)
         self.refilled_at = now
 
@@ -108,3 +150,43 @@ class _Bucket:
         """Return the seconds until the bucket holds 1; 0 if it does."""
         self.refill(now)
         return max(0.0, (1 - self.level) * 60 / self.per_minute)
+
+
+class _Used:
+    """What a key has used: two buckets, and the requests in flight of each process."""
+
+    __slots__ = ("in_flight", "requests", "tokens")
+
+    def __init__(
+        self, requests: _Bucket | None, tokens: _Bucket | None, in_flight: dict[str, tuple[int, float]]
+    ) -> None:
+        """in_flight: by process, how many, and when the last of them has ended at the latest."""
+        self.requests, self.tokens, self.in_flight = requests, tokens, in_flight
+
+    @classmethod
+    def read(cls, content: bytes | None, quotas: Quotas, now: float) -> _Used:
+        stored = {} if content is None else orjson.loads(content)
+
+        def bucket(name: str, per_minute: int | None) -> _Bucket | None:
+            return _Bucket(per_minute, *stored.get(name, (per_minute, now))) if per_minute else None
+
+        return cls(
+            bucket("requests", quotas.requests_per_minute),
+            bucket("tokens", quotas.tokens_per_minute),
+            stored.get("in_flight", {}),
+        )
+
+    def written(self) -> bytes:
+        buckets = (("requests", self.requests), ("tokens", self.tokens))
+        levels = {name: (own.level, own.refilled_at) for name, own in buckets if own is not None}
+        return orjson.dumps({**levels, "in_flight": self.in_flight})
+
+    def total_in_flight(self, now: float) -> int:
+        self.in_flight = {process: own for process, own in self.in_flight.items() if own[1] > now}
+        return sum(count for count, _ in self.in_flight.values())
+
+    def add_in_flight(self, process: str, change: int, ends_at: float) -> None:
+        # The start was not counted if the store could not be used then.
+        count = max(0, self.in_flight.pop(process, (0, 0.0))[0] + change)
+        if count:
+            self.in_flight[process] = count, ends_at

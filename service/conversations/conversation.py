@@ -12,7 +12,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Literal
+
+import orjson
 
 from attncache_core import InputTooLong, PrefillEngine
 from attncache_core.text.prompts import Frame, Prompt
@@ -41,6 +44,22 @@ class History:
     dropped: int = 0  # tokens that are cut
     # The salt of the keys and values that were truncated and not computed again; None: all are exact.
     namespace: bytes | None = None
+
+    @classmethod
+    def read(cls, content: bytes) -> History:
+        """Return the history that `written` has made these bytes of."""
+        header, _, ids = content.partition(b"\n")
+        lengths, sinks, dropped, namespace = orjson.loads(header)
+        tokens = array("i", ids)
+        ends = list(accumulate(lengths, initial=0))
+        turns = tuple(tokens[first:last] for first, last in pairwise(ends))
+        return cls(turns, sinks, dropped, None if namespace is None else bytes.fromhex(namespace))
+
+    def written(self) -> bytes:
+        """Return the history as bytes: a line of JSON, and the token ids of all turns."""
+        namespace = None if self.namespace is None else self.namespace.hex()
+        header = orjson.dumps([[*map(len, self.turns)], self.sinks, self.dropped, namespace])
+        return b"\n".join((header, b"".join(turn.tobytes() for turn in self.turns)))
 
     @property
     def tokens(self) -> int:

@@ -1,69 +1,74 @@
 """The sessions of the server: the history of each session, and whose turn it is.
 
-begin -> (wait for the request before) -> history -> compute -> keep -> end
-                                                             -> end, if the request failed
+begin -> (wait for the request before) -> lock -> history -> compute -> keep -> end
+                                                                     -> end, if the request failed
 
-A history is found until it was not accessed for a while, or until histories take too much memory.
+A history is found until it was not accessed for a while, or until histories take too much memory. Requests of
+one session take turns: in one process by `begin`, in the order of their arrival, and over several processes
+by `lock`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import hashlib
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from attncache_core.reuse.kv.capacity import DistinctSessions
 from service.conversations.conversation import History
-from service.errors import QueueFull
+from service.errors import QueueFull, StoreUnavailable
+from service.store import Store
 
 Session = tuple[bytes, str]  # salt and id: clients of one salt never meet the sessions of another salt
 # Room for 16 million tokens.
 CAPACITY_BYTES = 64 * 2**20
 # One session may have this share of the capacity, so that it does not push out all others.
 _MOST_OF_ONE = 1 / 16
+# A process that is killed no longer holds its locks after this time, even if nobody notices its end.
+_LOCK_SECONDS = 3600.0
 
 
 class Sessions:
-    """Owns the histories of sessions, in memory. Used on the event loop only."""
+    """Owns the histories of sessions. Used on the event loop only."""
 
     def __init__(
         self,
+        histories: Store,
+        locks: Store,
+        process: str = "0",
         *,
         ttl_seconds: float,
-        most_sessions: int,
         most_waiting: int,
         capacity_bytes: int = CAPACITY_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """ttl_seconds: how long a history is kept after its last access.
+        """histories: a store for histories alone, which drops some beyond its bounds. locks: a store.
 
-        most_sessions, capacity_bytes: the most sessions, and the bytes of their histories with the overhead
-        of Python's objects; the least recently used histories are dropped. most_waiting: the most requests
-        that may wait for another request of their session.
+        process: the name of this process among those that share the stores. ttl_seconds: how long a history
+        is kept after its last access. capacity_bytes: of `histories`. most_waiting: the most requests that
+        may wait for another request of their session.
         """
+        self._histories = histories
+        self._locks = locks
+        self._process = process.encode()
         self._ttl_seconds = ttl_seconds
-        self._most_sessions = most_sessions
         self._most_waiting = most_waiting
         self._capacity_bytes = capacity_bytes
-        self._clock = clock
-        self._bytes = 0
-        self._histories: OrderedDict[Session, tuple[float, History]] = OrderedDict()  # oldest access first
         # For each session with requests their turns, in order; the first is done and runs.
         self._turns: dict[Session, deque[asyncio.Future[None]]] = {}
         self._waiting = 0
         self._distinct = DistinctSessions(ttl_seconds, clock)
 
-    @property
-    def count(self) -> int:
-        """The number of sessions with a history."""
-        self._forget_expired()
-        return len(self._histories)
+    async def count(self) -> int:
+        """Return the number of sessions with a history."""
+        return await self._histories.count()
 
     @property
     def distinct(self) -> int:
-        """The number of distinct sessions that were used within the time to live, also of dropped ones."""
+        """The number of distinct sessions used here within the time to live, also of dropped ones."""
         return self._distinct.count()
 
     def begin(self, session: Session) -> asyncio.Future[None]:
@@ -83,6 +88,30 @@ class Sessions:
             turn.set_result(None)
         return turn
 
+    async def lock(self, session: Session) -> bool:
+        """Try to lock a session for the request whose turn it is. `unlock` follows in any case.
+
+        Returns False while a request of another process has the lock. If the locks cannot be used, nobody
+        waits for them, and `keep` notices what another process has changed.
+        """
+        key = f"lock/{_name_of(session)}"
+        with suppress(StoreUnavailable):
+            if await self._locks.compare_and_set(key, None, self._process, _LOCK_SECONDS):
+                return True
+            holder = await self._locks.get(key)
+            if holder is None:
+                return False
+            if holder != self._process and await self._locks.count(f"alive/{holder.decode()}"):
+                return False
+            # The other process has ended, or this one could not unlock the session before.
+            return await self._locks.compare_and_set(key, holder, self._process, _LOCK_SECONDS)
+        return True
+
+    async def unlock(self, session: Session) -> None:
+        """Unlock a session, if it is locked for this process."""
+        with suppress(StoreUnavailable):
+            await self._locks.compare_and_set(f"lock/{_name_of(session)}", self._process, None)
+
     def end(self, session: Session, turn: asyncio.Future[None]) -> None:
         """Let the next request of the session run."""
         turns = self._turns[session]
@@ -95,45 +124,41 @@ class Sessions:
         if not turns[0].done():
             turns[0].set_result(None)
 
-    def history(self, session: Session) -> History | None:
-        """Return the history of a session, None if there is none. Counts as an access."""
-        self._forget_expired()
-        if session not in self._histories:
-            return None
-        history = self._histories[session][1]
-        self._histories[session] = self._clock(), history
-        self._histories.move_to_end(session)
-        return history
+    async def history(self, session: Session) -> bytes | None:
+        """Return the history of a session as it is stored; None if there is none. Counts as an access.
 
-    def keep(self, session: Session, history: History) -> None:
+        Raises StoreUnavailable.
+        """
+        return await self._histories.get(_name_of(session), self._ttl_seconds)
+
+    async def keep(self, session: Session, before: bytes | None, history: History) -> None:
         """Keep what the history of a session has become. Counts as an access.
 
-        A history that is too long is dropped.
+        before: what `history` has returned. A history that is too long is dropped. Raises StoreUnavailable if
+        the session still has another history than this one.
         """
-        if session in self._histories:
-            self._drop(session)
-        if _bytes_of(session, history) > self._capacity_bytes * _MOST_OF_ONE:
-            return
-        self._histories[session] = self._clock(), history
-        self._bytes += _bytes_of(session, history)
+        key, content = _name_of(session), history.written()
+        kept = None if len(content) > self._capacity_bytes * _MOST_OF_ONE else content
         # The hash, because ids may be long, and the count of distinct sessions remembers them.
         self._distinct.used(hash(session))
-        while len(self._histories) > self._most_sessions or self._bytes > self._capacity_bytes:
-            self._drop(next(iter(self._histories)))
+        set_if = self._histories.compare_and_set
+        try:
+            # The history of before may have been dropped meanwhile.
+            is_kept = await set_if(key, before, kept, self._ttl_seconds) or (
+                before is not None and await set_if(key, None, kept, self._ttl_seconds)
+            )
+        except StoreUnavailable:
+            if before is None:
+                return  # the client is told at the next turn that there is no history
+            raise
+        if not is_kept:
+            raise StoreUnavailable(
+                "another request has changed the session meanwhile; send the request again",
+                retry_after_seconds=1,
+            )
 
-    def _forget_expired(self) -> None:
-        earliest = self._clock() - self._ttl_seconds
-        while self._histories:
-            session, (last_access, _) = next(iter(self._histories.items()))
-            if last_access > earliest:
-                return
-            self._drop(session)
 
-    def _drop(self, session: Session) -> None:
-        _, history = self._histories.pop(session)
-        self._bytes -= _bytes_of(session, history)
-
-
-def _bytes_of(session: Session, history: History) -> int:
-    # 300 bytes for the entry in the dictionary, and for the objects of fixed size.
-    return sum(map(sys.getsizeof, (*session, history.turns, *history.turns))) + 300
+def _name_of(session: Session) -> str:
+    """Return the key of a session in stores, which holds nothing that a client has sent."""
+    salt, name = session
+    return hashlib.blake2b(b"%d %b%b" % (len(salt), salt, name.encode()), digest_size=16).hexdigest()

@@ -7,8 +7,10 @@ nothing that a client sends can become a label.
 
 from __future__ import annotations
 
+import os
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 from prometheus_client import (
@@ -18,8 +20,10 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
     generate_latest,
+    values,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from attncache_core import Outcome, PrefillResult
@@ -73,10 +77,27 @@ _SIMILARITIES = (0.0, 0.5, 0.8, 0.9, 0.93, 0.95, 0.96, 0.97, 0.975, 0.98, 0.985,
 _COSINES = (0.5, 0.8, 0.9, 0.95, 0.96, 0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 0.998, 0.999, 0.9999, 1.0)
 
 
+# The folder of prometheus_client's multiprocess mode, in which each process has files of its own.
+MULTIPROCESS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+# Each worker has a tier in memory, and all workers share the tier on disk.
+_SHARED_TIERS = frozenset({"attncache_kv_bytes", "attncache_kv_max_bytes"})
+
+
 class Metrics:
-    """Owns all metrics of one app, in their own registry. Thread safe."""
+    """Owns all metrics of one app, in their own registry. Thread safe.
+
+    In prometheus_client's multiprocess mode they are the metrics of all workers: counts are added, and each
+    gauge has a multiprocess mode.
+    """
 
     def __init__(self) -> None:
+        self._folder = os.environ.get(MULTIPROCESS_FOLDER)
+        if self._folder is not None and values.ValueClass is values.MutexValue:
+            # prometheus_client chooses the class when it is imported. How many workers serve is known later.
+            values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+        # In multiprocess mode: what `publish` reads, and where it writes.
+        self._functions: dict[Gauge, Callable[[], float]] = {}
+        self._published: dict[tuple[str, ...], Any] = {}
         self.registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests answered", ("route", "status"))
         self._request_seconds = self._histogram(
@@ -133,9 +154,10 @@ class Metrics:
         self._quota_refusals = self._counter(
             "quota_refusals", "Requests that were refused because a quota was used up", ("key", "quota")
         )
-        self._sessions = self._gauge("sessions", "Sessions whose history is kept")
-        self._ready = self._gauge("ready", "1 if model and database are loaded, else 0")
-        self._gauge("build_info", "The version of the server", ("version",)).labels(__version__).set(1)
+        self._sessions = self._gauge("sessions", "Sessions whose history is kept", mode="livemostrecent")
+        self._ready = self._gauge("ready", "1 if model and database are loaded, else 0", mode="livemin")
+        build = self._gauge("build_info", "The version of the server", ("version",), mode="livemax")
+        build.labels(__version__).set(1)
         self._gauge("workers", "Worker processes that answered, 1 without --workers").set(1)
         self._connections = self._gauge("connections", "Open connections", ("listener",))
         self._cuts = self._counter(
@@ -144,7 +166,9 @@ class Metrics:
             ("reason",),
         )
         self._overdue_seconds = self._gauge(
-            "overdue_seconds", "Seconds by which a batch, or the event loop, exceeds --stuck-seconds"
+            "overdue_seconds",
+            "Seconds by which a batch, or the event loop, exceeds --stuck-seconds",
+            mode="livemax",
         )
         self._corrupt = self._counter("database_corrupt_records", "Records that were damaged and not used")
         self._lost_segments = self._counter(
@@ -251,14 +275,14 @@ class Metrics:
 
     def watch(self, queue_sequences: Callable[[], int], engine_info: Callable[[], EngineInfo]) -> None:
         """Set the server ready, and read queue and engine from now on whenever metrics are read."""
-        self._queue_sequences.set_function(queue_sequences)
+        self._follow(self._queue_sequences, queue_sequences)
         self._engine.engine_info = engine_info
         self._ready.set(1)
 
     def watch_batcher(self, queue_tokens: Callable[[], int], results_bytes: Callable[[], int]) -> None:
         """Read the tokens in the queue and the bytes of kept results whenever metrics are read."""
-        self._queue_tokens.set_function(queue_tokens)
-        self._results_bytes.set_function(results_bytes)
+        self._follow(self._queue_tokens, queue_tokens)
+        self._follow(self._results_bytes, results_bytes)
 
     def observe_cut(self, reason: str) -> None:
         """Count a connection that was refused or cut. reason: one of CUT_REASONS."""
@@ -266,16 +290,46 @@ class Metrics:
 
     def watch_connections(self, listener: str, count: Callable[[], int]) -> None:
         """Read the number of a listener's connections from now on whenever metrics are read."""
-        self._connections.labels(listener).set_function(count)
+        self._follow(self._connections.labels(listener), count)
 
     def watch_overdue(self, seconds: Callable[[], float]) -> None:
         """Read from now on, whenever metrics are read, by how much a batch or the event loop is overdue."""
-        self._overdue_seconds.set_function(seconds)
+        self._follow(self._overdue_seconds, seconds)
+
+    def publish(self, *, first: bool) -> None:
+        """Write down for the other workers what this one reads from its engine, its queue and its
+        connections.
+
+        first: whether this is the first worker, which alone tells what all of them share. Does nothing
+        without multiprocess mode.
+        """
+        if self._folder is None:
+            return
+        for gauge, function in list(self._functions.items()):
+            gauge.set(function())
+        for family in self._engine.collect():
+            for name, labels, value, *_ in family.samples:
+                is_shared = family.name in _SHARED_TIERS and labels["tier"] == "disk"
+                self._value(family, name, labels).set(0 if is_shared and not first else value)
 
     def render(self, names: Iterable[str] = ()) -> bytes:
         """Return metrics in Prometheus' text format. names: of time series; none: all metrics."""
-        chosen = list(names)
+        chosen = set(names)
+        if self._folder is not None:
+            of_all = MultiProcessCollector(None, self._folder)  # type: ignore[no-untyped-call]
+            return generate_latest(_Chosen(of_all, chosen))
         return generate_latest(self.registry.restricted_registry(chosen) if chosen else self.registry)
+
+    def _value(self, family: Metric, name: str, labels: dict[str, str]) -> Any:
+        """Return the value of this worker for a sample that prometheus_client does not count by itself."""
+        key = (name, *labels.values())
+        if key not in self._published:
+            mode = "livesum" if family.name in _SHARED_TIERS else "livemax"
+            text = family.documentation
+            self._published[key] = values.ValueClass(
+                family.type, family.name, name, [*labels], [*labels.values()], text, multiprocess_mode=mode
+            )
+        return self._published[key]
 
     def _touch_labels(self) -> None:
         for route in (*ROUTES, OTHER_ROUTE):
@@ -298,13 +352,42 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(name, text, labels, namespace="attncache", registry=self.registry)
 
-    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
-        return Gauge(name, text, labels, namespace="attncache", registry=self.registry)
+    def _gauge(
+        self,
+        name: str,
+        text: str,
+        labels: tuple[str, ...] = (),
+        mode: Literal["livesum", "livemin", "livemax", "livemostrecent"] = "livesum",
+    ) -> Gauge:
+        """mode: makes one value of the values of all workers."""
+        return Gauge(
+            name, text, labels, namespace="attncache", registry=self.registry, multiprocess_mode=mode
+        )
+
+    def _follow(self, gauge: Gauge, function: Callable[[], float]) -> None:
+        """Read a gauge from a function, whenever metrics are read or published."""
+        if self._folder is None:
+            gauge.set_function(function)
+        else:
+            self._functions[gauge] = function
 
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
     ) -> Histogram:
         return Histogram(name, text, labels, namespace="attncache", registry=self.registry, buckets=buckets)
+
+
+class _Chosen(Collector):
+    """Time series of a collector by name; no names: all."""
+
+    def __init__(self, collector: Collector, names: Collection[str]) -> None:
+        self._collector, self._names = collector, names
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._collector.collect():
+            metric.samples = [own for own in metric.samples if not self._names or own.name in self._names]
+            if metric.samples:
+                yield metric
 
 
 def route_of(path: str) -> str:

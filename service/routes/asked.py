@@ -10,13 +10,13 @@ from attncache_core import InputTooLong, InvalidInput, NotFinite
 from service.batching.segments import DividedTexts, Segments
 from service.batching.sources import Source, Texts, source_of
 from service.conversations.conversation import Conversation, History, Overflow
-from service.conversations.sessions import Session
 from service.errors import UnknownSession
 from service.routes.common import check_count
 from service.schemas import InferenceRequest
-from service.state import ServiceState
 from service.web.call import Call
 
+# While a request of the session is computed in another process.
+_LOCKED_SECONDS = 0.005
 _Field = Literal["append", "transcript"]
 
 
@@ -25,8 +25,8 @@ async def asked(call: Call, body: InferenceRequest) -> AsyncIterator[Source]:
     """Yield what the body asks for. For a session, wait until no earlier request of the session runs.
 
     If the block ends without an error, the session's history has become what the conversation says. After an
-    error it is as before. Raises InvalidInput, TooManyInputs, UnknownSession, QueueFull, ClientGone and, if
-    another worker keeps the session, AnsweredElsewhere or WorkerUnavailable.
+    error it is as before. Raises InvalidInput, TooManyInputs, UnknownSession, QueueFull, ClientGone and
+    StoreUnavailable.
     """
     state, settings = call.state, call.state.settings
     truncate = settings.truncate if body.truncate is None else body.truncate
@@ -43,18 +43,22 @@ async def asked(call: Call, body: InferenceRequest) -> AsyncIterator[Source]:
     check_count(turns, field, settings.max_request_inputs)
     overflow = Overflow(settings.session_overflow, settings.session_keep_ratio)
     session = call.salt(body.cache_salt), body.session_id
-    if call.team is not None:
-        await call.team.pass_to_owner(call, body.model_dump_json(exclude_unset=True).encode(), session)
     turn = state.sessions.begin(session)
     try:
         await call.wait(turn)
-        history = _history(state, session, field)
+        while not await state.sessions.lock(session):
+            await call.pause(_LOCKED_SECONDS)
+        stored = await state.sessions.history(session)
+        history = _history(stored, field)
         conversation = Conversation(history, turns, field, truncate=truncate, overflow=overflow)
         with _names(field):
             yield conversation
-        state.sessions.keep(session, conversation.following)
+        await state.sessions.keep(session, stored, conversation.following)
     finally:
-        state.sessions.end(session, turn)
+        try:
+            await state.sessions.unlock(session)
+        finally:
+            state.sessions.end(session, turn)
 
 
 def segments_of(
@@ -140,16 +144,15 @@ def _turns(body: InferenceRequest) -> tuple[_Field, list[str]]:
     )
 
 
-def _history(state: ServiceState, session: Session, field: _Field) -> History:
-    """Return the history of a session. Raises UnknownSession if a turn has nothing to be appended to."""
-    history = state.sessions.history(session)
-    if history is None and field == "append":
+def _history(stored: bytes | None, field: _Field) -> History:
+    """Return the stored history of a session. Raises UnknownSession if there is none to append to."""
+    if stored is None and field == "append":
         raise UnknownSession(
             "the server has no history of this session, or the history has expired; send the whole "
             "conversation as transcript",
             field="session_id",
         )
-    return history or History()
+    return History() if stored is None else History.read(stored)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import orjson
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Message
 
 from attncache_core import InputTooLong, InvalidInput, NotFinite
 from attncache_core.reuse.blend.loading import Device, Speeds, cheapest_device, cost_per_hour
@@ -24,8 +25,8 @@ from service.batching.chosen import Chosen, store_of
 from service.errors import WorkerUnavailable
 from service.routes.common import ERRORS, check_count, computed
 from service.schemas import Inputs, Name, Text, Texts
-from service.state import Serving
-from service.web.call import Call, CurrentCall
+from service.state import ServiceState, Serving
+from service.web.call import Call, Client, CurrentCall
 from service.web.endpoint import documented_body
 
 router = APIRouter(prefix="/cache")
@@ -41,6 +42,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _ERRORS_WITHOUT_BODY: dict[int | str, dict[str, Any]] = {
     status: _ERRORS[status] for status in (400, 409, 500, 503)
 }
+# Between two looks whether all workers have done what is asked.
+_ANSWERS_SECONDS = 0.02
 _LARGEST = 10**15  # of a query parameter
 _DEVICES = (
     "Places where keys and values could be saved, each as name,bytes per second,price in $ per GB and hour; "
@@ -132,7 +135,8 @@ async def stats(call: CurrentCall) -> Response:
     """Return what the store holds, what happened to it since the start, and the number of sessions."""
     store, sessions = store_of(call.serving().engine), call.state.sessions
     info = await asyncio.to_thread(key_value_info, store)
-    return _json({**asdict(info), "sessions": sessions.count, "distinct_sessions": sessions.distinct})
+    count = await sessions.count()
+    return _json({**asdict(info), "sessions": count, "distinct_sessions": sessions.distinct})
 
 
 @router.post(
@@ -169,7 +173,7 @@ async def warm(call: CurrentCall) -> Response:
 
     stored = await asyncio.to_thread(stored_tokens)
     warmed = Warmed(tokens=chosen.tokens, cached_tokens=result.cached_tokens, stored_tokens=stored)
-    others = await _of_other_workers(call, Warmed, body)
+    others = await _of_other_workers(call, "warm", Warmed, body)
     return _json(_least([warmed, *others]))
 
 
@@ -195,7 +199,7 @@ async def pin(call: CurrentCall) -> Response:
         return tokens
 
     pinned = Pinned(tokens=await asyncio.to_thread(pin_all))
-    return _json(_least([pinned, *await _of_other_workers(call, Pinned, body)]))
+    return _json(_least([pinned, *await _of_other_workers(call, "pin", Pinned, body)]))
 
 
 @router.post(
@@ -226,7 +230,7 @@ async def drop(call: CurrentCall) -> Response:
     """Drop all stored keys and values, of all clients, pinned ones too."""
     store = store_of(call.serving().engine)
     blocks = await asyncio.to_thread(store.clear)
-    others = await _of_other_workers(call, Dropped)
+    others = await _of_other_workers(call, "drop", Dropped)
     return _json({"blocks": blocks + sum(other.blocks for other in others)})
 
 
@@ -321,18 +325,47 @@ async def _chosen(call: Call, serving: Serving, body: _About) -> Chosen:
         raise InputTooLong(str(error).replace("inputs", "texts"), field=field) from error
 
 
-async def _of_other_workers(call: Call, kind: type[Done], body: BaseModel | None = None) -> list[Done]:
-    """Let the other workers do the same, and return what they did. Raises the error of one that did not."""
-    if call.team is None:
+async def do_as_asked(state: ServiceState, command: dict[str, Any]) -> bytes:
+    """Do what another worker asks of all workers, and return the response. See _of_other_workers."""
+
+    async def receive() -> Message:
+        return await asyncio.Future()
+
+    client = Client(("worker",), command["namespace"].encode())
+    call = Call({}, receive, state, {}, client, command["request_id"], asked_by_other=True)
+    call.content_read = command["body"].encode()
+    routes = {"warm": warm, "pin": pin, "drop": drop}
+    return bytes((await routes[command["route"]](call)).body)
+
+
+async def _of_other_workers(
+    call: Call, route: str, kind: type[Done], body: BaseModel | None = None
+) -> list[Done]:
+    """Let the other workers do the same, and return what they did.
+
+    Raises WorkerUnavailable if one of them did not, StoreUnavailable, ClientGone and DeadlineExceeded.
+    """
+    group = call.state.group
+    if group is None or call.asked_by_other:
         return []
-    content = body.model_dump_json(exclude_unset=True).encode() if body is not None else b""
-    answers = await call.team.ask_all(call, content)
-    if any(answer.status != 200 for answer in answers):
+    command = {
+        "route": route,
+        "body": "" if body is None else body.model_dump_json(exclude_unset=True),
+        "namespace": call.client.namespace.decode(),
+        "request_id": call.request_id,
+    }
+    number = await group.ask(command)
+    try:
+        while (answers := await group.answers(number)) is None:
+            await call.pause(_ANSWERS_SECONDS)
+    finally:
+        await group.forget(number)
+    if not all(answers):
         raise WorkerUnavailable(
             "not all worker processes of the server have done this; send the request again",
             retry_after_seconds=1,
         )
-    return [kind.model_validate_json(answer.content) for answer in answers]
+    return [kind.model_validate_json(answer) for answer in answers]
 
 
 def _least(done: Sequence[BaseModel]) -> dict[str, int]:

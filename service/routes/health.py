@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from attncache_core.version import __version__
-from service.errors import NotReady, ShuttingDown, Stuck
+from service.errors import NotReady, ShuttingDown, StoreUnavailable, Stuck
 from service.routes.common import ERRORS
 from service.routes.tei.info import tei_info
 from service.upkeep.watchdog import Condition
@@ -72,9 +73,9 @@ async def ready(call: CurrentCall) -> Ready:
 
     Status 503 while model and database are loading, during the shutdown, and while a batch is stuck.
     """
-    state, team = call.state, call.team
+    state = call.state
     state.serving()
-    if team is not None and not team.all_started:
+    if state.group is not None and not await state.group.all_started():
         raise NotReady("the other workers are being started", retry_after_seconds=_RETRY_SECONDS)
     if state.draining:
         raise ShuttingDown("the server finishes its requests and ends", retry_after_seconds=1)
@@ -103,11 +104,10 @@ async def info(call: CurrentCall) -> Response:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(call: CurrentCall) -> Response:
     """Return all metrics in Prometheus' text format, or the metrics that `name[]` names, which may repeat."""
-    call, names = call, call.query_params.getlist("name[]")
-    state = call.state
-    if call.team is not None:
-        return Response(await call.team.metrics(state, names), media_type=CONTENT_TYPE_LATEST)
-    state.metrics.observe_sessions(state.sessions.count)
+    state, names = call.state, call.query_params.getlist("name[]")
+    # The metrics of workers do not depend on their store.
+    with suppress(StoreUnavailable):
+        state.metrics.observe_sessions(await state.sessions.count())
     # In a thread, because writing hundreds of lines would block the event loop.
     content = await asyncio.to_thread(state.metrics.render, names)
     return Response(content, media_type=CONTENT_TYPE_LATEST)

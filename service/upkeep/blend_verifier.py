@@ -70,6 +70,15 @@ class BlendVerifier(LaterVerifier[_Blended]):
     def close(self) -> None:
         """See LaterVerifier. A tightened gate was kept at once, and other findings are not kept."""
 
+    def steps(self) -> list[int]:
+        """See LaterVerifier: of the gate."""
+        return [self.policy.steps]
+
+    def _follow(self, steps: list[int]) -> None:
+        while self.policy.steps < steps[0]:
+            self._blending.tighten(self.policy)
+        self._keep_pending(lambda hit: hit.steps == self.policy.steps)
+
     def _verify(self, hits: list[_Blended]) -> None:
         # What is stored exactly may be used, and shortens the pass.
         full = self._engine.run([replace(hit.request, blend=None) for hit in hits])

@@ -103,6 +103,19 @@ class Verifier(LaterVerifier[_Hit]):
                 chosen.append(_Hit(request, result.outputs[index].copy(), window))
         self._add(chosen)
 
+    def steps(self) -> list[int]:
+        """See LaterVerifier: the length groups, then the limit of strangeness."""
+        steps = self.policy.steps
+        return [*steps.groups, steps.limit]
+
+    def _follow(self, steps: list[int]) -> None:
+        for place, count in enumerate(steps[:-1]):
+            while self.policy.groups[place].tightened < count and not self.policy.groups[place].is_off:
+                self._reuse.tighten(place)
+        while (limit := self.policy.limit) and limit.tightened < steps[-1] and not limit.is_off:
+            self._reuse.tighten(None)
+        self._keep()
+
     def _verify(self, hits: list[_Hit]) -> None:
         full = self._engine.run([replace(hit.request, reuse=False) for hit in hits])
         with_reuse = np.stack([hit.output for hit in hits])

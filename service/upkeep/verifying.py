@@ -71,6 +71,14 @@ class LaterVerifier(ABC, Generic[H]):
         """Keep findings that are not kept yet. Waits at most a second for another server's lock."""
 
     @abstractmethod
+    def steps(self) -> list[int]:
+        """Return how often each part of the policy was tightened."""
+
+    @abstractmethod
+    def _follow(self, steps: list[int]) -> None:
+        """Tighten the policy until each part was tightened this often."""
+
+    @abstractmethod
     def _verify(self, hits: list[H]) -> None:
         """Compute hits in full, and tighten the policy if they fail the budget."""
 
@@ -87,6 +95,11 @@ class LaterVerifier(ABC, Generic[H]):
     def stop(self) -> None:
         """Verify no more hits, so that a server can shut down without waiting."""
         self._stopped = True
+
+    def follow(self, steps: list[int]) -> None:
+        """Make the policy as tight as another process has found it must be. Waits while hits are verified."""
+        with self._verifying:
+            self._follow(steps)
 
     def verify_some(self) -> None:
         """Compute a few pending hits in full, oldest first, and tighten the policy if hits fail the budget.

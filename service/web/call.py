@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from fastapi import Depends
 from pydantic import BaseModel
@@ -17,9 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from attncache_core import AttnCacheError, InvalidInput
 from service.access.keys import KeyHolder
-from service.access.quotas import Quotas, QuotaUse
 from service.batching.pending_request import RequestResult
-from service.conversations.sessions import Session
 from service.errors import ClientGone, DeadlineExceeded, ModelMismatch, QuotaExceeded
 from service.state import ServiceState, Serving
 from service.web.bodies import checked, require_small
@@ -72,14 +69,6 @@ class Answer(NamedTuple):
         await send({"type": "http.response.body", "body": self.content})
 
 
-class AnsweredElsewhere(Exception):
-    """Another worker has answered the request."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__()
-        self.answer = answer
-
-
 @dataclass(slots=True, eq=False)
 class Call:
     """One HTTP request. Used on the event loop only."""
@@ -90,8 +79,7 @@ class Call:
     headers: dict[bytes, bytes]  # lower-case names; of repeated headers, the last
     client: Client
     request_id: str
-    team: Team | None = None  # the workers of the server; None: this process serves alone
-    is_passed_on: bool = False  # whether another worker has received and admitted the request
+    asked_by_other: bool = False  # whether another worker has received the request and asks all workers
     holder: KeyHolder | None = None  # of the API key, if keys are set
     is_in_quota: bool = False  # whether the quotas of the holder count this call as in flight
     results: list[RequestResult] = field(default_factory=list)  # of all that was computed
@@ -99,7 +87,7 @@ class Call:
     status: int = NOT_ANSWERED  # of the response, once it begins
     body_bytes: int = 0  # that are counted as in flight
     answered_by: str | None = None  # fingerprint of the model, once it is known
-    _content: bytes | None = None  # the body, if it is read several times
+    content_read: bytes | None = None  # the body, if it is read several times
     _seconds: float = float("inf")  # that the request may take; set by `serving`
 
     def header(self, name: str) -> str | None:
@@ -139,12 +127,12 @@ class Call:
             )
         return serving
 
-    def count_in_quota(self) -> None:
+    async def count_in_quota(self) -> None:
         """Count the request as one of its key, if there is one. Raises QuotaExceeded."""
         if self.holder is None:
             return
         try:
-            self.holder.use.begin()
+            await self.holder.use.begin()
         except QuotaExceeded as error:
             self.state.metrics.observe_quota_refusal(self.holder.name, error.quota)
             raise
@@ -169,13 +157,23 @@ class Call:
         Raises BodyTooLarge, MalformedBody, InvalidInput, QueueFull if too many bytes are in flight, and
         ClientGone.
         """
-        return checked(await self._bytes() if self._content is None else self._content, schema)
+        return checked(await self._bytes() if self.content_read is None else self.content_read, schema)
 
     async def content(self) -> bytes:
         """Read the request's body and keep it for `read`, without a check. Raises as `read`."""
-        if self._content is None:
-            self._content = await self._bytes()
-        return self._content
+        if self.content_read is None:
+            self.content_read = await self._bytes()
+        return self.content_read
+
+    async def pause(self, seconds: float) -> None:
+        """Wait for a short time. Raises ClientGone and DeadlineExceeded."""
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_later(seconds, lambda: None if over.done() else over.set_result(None))
+        try:
+            await self.wait(over)
+        finally:
+            timer.cancel()
 
     async def wait(self, pending: asyncio.Future[T]) -> T:
         """Wait for a result. If the client leaves before, or the deadline passes, the work is dropped.
@@ -278,39 +276,3 @@ async def call_of(request: Request) -> Call:
 
 # What the function of a route takes.
 CurrentCall = Annotated[Call, Depends(call_of)]
-
-
-class Team(Protocol):
-    """The workers of one server, as one of them sees them. Used on the event loop."""
-
-    async def open(self, state: ServiceState, answering: Callable[[Call], Awaitable[Answer]]) -> None:
-        """Answer what other workers ask. answering: answers a request that another worker has admitted."""
-
-    def close(self) -> None:
-        """Answer nothing any more."""
-
-    @property
-    def all_started(self) -> bool:
-        """Whether all workers have been ready."""
-
-    def quota_use(self, name: str, quotas: Quotas) -> QuotaUse:
-        """Return what counts the use of the quotas of an API key's holder, over all workers."""
-
-    async def pass_to_owner(self, call: Call, content: bytes, session: Session) -> None:
-        """Do nothing if this worker keeps the session. Else let the worker answer that keeps it.
-
-        content: the body of the request. Raises AnsweredElsewhere, and what prevents the answer:
-        WorkerUnavailable, ClientGone or DeadlineExceeded.
-        """
-
-    async def ask_all(self, call: Call, content: bytes = b"") -> list[Answer]:
-        """Let all other workers answer a request too, unless another worker has passed the request on.
-
-        Returns their answers. Raises WorkerUnavailable, ClientGone and DeadlineExceeded.
-        """
-
-    async def metrics(self, state: ServiceState, names: Collection[str]) -> bytes:
-        """Return the metrics of all workers in Prometheus' text format.
-
-        names: of the time series to return; if there are none, all are returned.
-        """

@@ -15,7 +15,6 @@ from service.web.call import (
     REUSE_HEADER,
     TIMEOUT_HEADER,
     Answer,
-    AnsweredElsewhere,
     Call,
 )
 
@@ -70,11 +69,8 @@ class InferenceRoute(APIRoute):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Answer one request, as ASGI application. Raises what the front makes a response of."""
         call: Call = scope[CALL]
-        call.count_in_quota()
-        try:
-            answer = await self._handle(call)
-        except AnsweredElsewhere as elsewhere:
-            answer = elsewhere.answer
+        await call.count_in_quota()
+        answer = await self._handle(call)
         await answer.send(send)
 
 

@@ -26,7 +26,7 @@ from service.observability.logs import REQUEST_ID
 from service.observability.metrics import route_of
 from service.observability.tracing import TRACE_HEADERS
 from service.state import ServiceState
-from service.web.call import CALL, MODEL_HEADER, NOT_ANSWERED, Answer, Call, Client, Team
+from service.web.call import CALL, MODEL_HEADER, NOT_ANSWERED, Answer, Call, Client
 from service.web.connection import HEALTH_PATHS
 from service.web.error_shapes import shape_of
 from service.web.listeners import CONNECTION, LISTENER, ListenerName, is_for_operators
@@ -34,8 +34,6 @@ from service.web.listeners import CONNECTION, LISTENER, ListenerName, is_for_ope
 logger = logging.getLogger(__name__)
 
 _MODEL_HEADER = MODEL_HEADER.lower().encode()
-# Headers that the worker adds that the client has reached.
-_ADDED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id", _MODEL_HEADER})
 # The page is open because a browser cannot send a key with a link. What the page shows needs a key.
 _PAGE, _FILES_OF_PAGE = "/", "/page/"
 # On the admin listener, Prometheus reads the metrics without a key.
@@ -54,10 +52,9 @@ class Front:
     An exception never gets past it, because servers log exceptions.
     """
 
-    def __init__(self, app: ASGIApp, state: ServiceState, team: Team | None) -> None:
+    def __init__(self, app: ASGIApp, state: ServiceState) -> None:
         self._app = app
         self._state = state
-        self._team = team
         # The beginning of all request ids, because random digits for each request cost a system call.
         self._own_ids = secrets.token_hex(8)
 
@@ -65,27 +62,12 @@ class Front:
         """Answer one HTTP request."""
         headers = dict(scope["headers"])
         client = Client((scope.get(CONNECTION, scope.get("client")),))
-        call = Call(
-            scope, receive, self._state, headers, client, _request_id(headers, self._own_ids), self._team
-        )
+        call = Call(scope, receive, self._state, headers, client, _request_id(headers, self._own_ids))
         REQUEST_ID.set(call.request_id)
         try:
             await self._respond(call, send)
         finally:
-            self._finish(call)
-
-    async def answer(self, call: Call) -> Answer:
-        """Return the answer to a request that another worker has admitted, and will count."""
-        messages: list[Message] = []
-
-        async def keep(message: Message) -> None:
-            messages.append(message)
-
-        await self._respond(call, keep)
-        start, *parts = messages
-        headers = tuple(field for field in start["headers"] if field[0] not in _ADDED_HEADERS)
-        kind = dict(start["headers"])[b"content-type"]
-        return Answer(b"".join(part.get("body", b"") for part in parts), headers, start["status"], kind)
+            await self._finish(call)
 
     async def _respond(self, call: Call, send: Send) -> None:
         """Let the app answer, or answer with an error."""
@@ -118,7 +100,7 @@ class Front:
 
     def _admit(self, call: Call) -> None:
         """Find out whose key the request has. Raises Unauthorized, Forbidden and NotFound."""
-        scope, keys = call.scope, None if call.is_passed_on else self._state.keys
+        scope, keys = call.scope, self._state.keys
         path, listener = scope["path"], scope.get(LISTENER)
         if keys is not None and not is_open(scope["method"], path, listener):
             call.holder = holder = keys.holder(call.headers)
@@ -128,18 +110,18 @@ class Front:
         if has_admin_port and listener != "admin" and is_for_operators(path):
             raise NotFound("this path is served on --admin-port only")
 
-    def _finish(self, call: Call) -> None:
+    async def _finish(self, call: Call) -> None:
         """Count a request that was answered or given up."""
         state, ended = self._state, time.perf_counter()
         state.bodies.give(call.body_bytes)
         state.metrics.observe_request(call.scope["path"], call.status, ended - call.started)
+        tokens = 0 if call.holder is None else sum(result.asked_tokens for result in call.results)
         if call.holder is not None:
-            tokens = sum(result.asked_tokens for result in call.results)
             state.metrics.observe_key(call.holder.name, tokens)
-            if call.is_in_quota:
-                call.holder.use.end(tokens)
         if state.finished is not None:
             state.finished.add(_finished(call, ended))
+        if call.holder is not None and call.is_in_quota:
+            await call.holder.use.end(tokens)
 
 
 def is_open(method: str, path: str, listener: ListenerName | None) -> bool:

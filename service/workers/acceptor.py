@@ -1,11 +1,11 @@
-"""Accept connections on a socket, which several workers may listen on, so that all of them get equally many.
+"""Accept connections on a socket, which several workers may listen on, so that all of them get some.
 
 uvloop would accept one connection in each round of the event loop. When many clients come at once, a round is
-long, and clients would wait for seconds. So several are accepted in a round.
+long, and clients would wait for seconds. So a server with one process accepts several in a round.
 
-All workers are woken for each connection. Without a rule, the first one that looks would take it, and clients
-that keep their connections would share few of the workers. So a worker first leaves a connection to workers
-with fewer connections. If none of them has taken it after a moment, because they are busy, it takes it.
+All workers are woken for each connection, and the first one that looks takes it. Without a rule, clients that
+keep their connections would share few of the workers. So a worker that has more connections waits longer
+before it looks, and takes only some at a time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,10 @@ import socket
 from collections.abc import Callable
 
 from service.web.listeners import Listener
-from service.workers.board import Board
 
 logger = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 64
-# How long a connection is left to others, which may be busy or not have a processor at once.
-_LEAVE_SECONDS = 0.01
-# A worker that does not serve looks again after this time, while others serve.
-_LOADING_SECONDS = 0.05
 # After an error of the system, such as too many open files.
 _ERROR_SECONDS = 1.0
 
@@ -38,15 +33,16 @@ class Acceptor:
         listener: Listener,
         connection: Callable[[], asyncio.Protocol],
         handshake_seconds: float,
-        board: Board,
-        worker: int,
+        turn: Callable[[], tuple[float, int]] = lambda: (0.0, _MOST_AT_ONCE),
     ) -> None:
-        """connection: makes the protocol of a connection. handshake_seconds: the most for a TLS handshake."""
+        """connection: makes the protocol of a connection. handshake_seconds: the most for a TLS handshake.
+
+        turn: returns for how many seconds connections are left to other workers, and how many are taken then.
+        """
         self._listener = listener
         self._connection = connection
         self._handshake_seconds = handshake_seconds
-        self._board = board
-        self._worker = worker
+        self._turn = turn
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -71,12 +67,11 @@ class Acceptor:
             self._loop.add_reader(self._listener.socket, self._on_connection)
 
     def _on_connection(self) -> None:
-        if not self._board.others_should_accept(self._worker):
-            self._accept()
-        elif self._board.serves(self._worker):
-            self._pause(_LEAVE_SECONDS, self._accept)
+        seconds, most = self._turn()
+        if seconds:
+            self._pause(seconds, lambda: self._accept(most))
         else:
-            self._pause(_LOADING_SECONDS)
+            self._accept(most)
 
     def _pause(self, seconds: float, then: Callable[[], None] = lambda: None) -> None:
         self._loop.remove_reader(self._listener.socket)
@@ -87,8 +82,8 @@ class Acceptor:
 
         self._timer = self._loop.call_later(seconds, resume)
 
-    def _accept(self) -> None:
-        for _ in range(_MOST_AT_ONCE):
+    def _accept(self, most: int = _MOST_AT_ONCE) -> None:
+        for _ in range(most):
             try:
                 client, _ = self._listener.socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -98,14 +93,11 @@ class Acceptor:
                 self._pause(_ERROR_SECONDS)
                 return
             self._take(client)
-            if self._board.others_should_accept(self._worker):
-                return
 
     def _take(self, client: socket.socket) -> None:
         client.setblocking(False)
         if client.family != socket.AF_UNIX:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._board.add_connection(self._worker)
         task = self._loop.create_task(self._open(client))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)

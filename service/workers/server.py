@@ -30,11 +30,10 @@ from service.errors import ShuttingDown, log_failure
 from service.settings import Settings
 from service.state import Loaded, ServiceState
 from service.upkeep.garbage import look_at_requests_only
+from service.upkeep.group import Worker
 from service.web.connection import Connection, ConnectionLimits, Gate
 from service.web.listeners import Listener, load_certificate
 from service.workers.acceptor import Acceptor
-from service.workers.board import Board
-from service.workers.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +48,14 @@ _ARRIVING_SECONDS = 0.01
 _SECONDS_BETWEEN_CHECKS = 1.0
 # Beside connections: the model's files, segments of the database, threads' descriptors.
 _OTHER_FILES = 512
+# With several workers, a connection is left to the others for so long per connection that this worker has.
+# The bound is about the time of a batch.
+_DELAY_SECONDS, _MOST_DELAY_SECONDS = 0.0005, 0.01
+# Then a worker takes one more for so many connections that it has, so that a thousand clients do not wait for
+# long.
+_AT_ONCE = 8
+# A worker that loads or hangs leaves connections to the others, unless nobody takes them.
+_UNREADY_SECONDS = 1.0
 # uvicorn's main loop ticks this often, and so does the drain.
 _TICK_SECONDS = 0.1
 
@@ -57,13 +64,15 @@ def run_server(
     settings: Settings,
     load_engines: Callable[[], Iterator[Loaded]],
     listeners: Sequence[Listener],
-    team: Team | None = None,
+    worker: Worker | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> BaseException | None:
     """Serve until a signal arrives, or until `load_engines` raises before it yields an engine.
 
-    team: the workers that share the listeners; None: this process serves alone. Returns the exception of
-    `load_engines`, or None. Ends the process with code 0 if anything still hangs `drain_seconds` after the
-    signal. The caller ends the process by `end_process`, because threads may still load or compute.
+    worker: this process, if several share the listeners; None: it serves alone. on_ready: called once, when
+    requests are answered. Returns the exception of `load_engines`, or None. Ends the process with code 0 if
+    anything still hangs `drain_seconds` after the signal. The caller ends the process by `end_process`,
+    because threads may still load or compute.
     """
     failures: list[BaseException] = []
 
@@ -77,12 +86,13 @@ def run_server(
         failures.append(error)
         server.should_exit = True
 
-    server = Server(create_app(settings, load, fail, team), settings, listeners, team)
+    app = create_app(settings, load, fail, worker)
+    server = Server(app, settings, listeners, is_alone=worker is None, on_ready=on_ready)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
     signal.signal(signal.SIGHUP, server.handle_hangup)
     allow_files(len(listeners) * settings.max_connections + _OTHER_FILES)
-    for listener in listeners if team is None else ():
+    for listener in listeners if worker is None else ():
         logger.info("listening on %s (%s), loading %s", listener.url, listener.name, settings.model)
     try:
         server.run()
@@ -113,8 +123,15 @@ class Server(uvicorn.Server):
     """uvicorn's server with several listeners, the limits of connections, and a shutdown that ends."""
 
     def __init__(
-        self, app: FastAPI, settings: Settings, listeners: Sequence[Listener], team: Team | None = None
+        self,
+        app: FastAPI,
+        settings: Settings,
+        listeners: Sequence[Listener],
+        *,
+        is_alone: bool = True,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
+        """is_alone: whether no other process has these listeners. on_ready: called once."""
         super().__init__(_uvicorn_config(app))
         state: ServiceState = app.state.service
         limits = ConnectionLimits(
@@ -125,7 +142,8 @@ class Server(uvicorn.Server):
             settings.keep_alive_seconds,
         )
         self._listeners = listeners
-        self._team = team
+        self._is_alone = is_alone
+        self._on_ready: Callable[[], None] | None = on_ready
         self._gates = [Gate(listener.name, limits, state.metrics.observe_cut) for listener in listeners]
         for gate in self._gates:
             state.metrics.watch_connections(gate.name, gate.count)
@@ -146,7 +164,7 @@ class Server(uvicorn.Server):
         """Begin the shutdown; end the process if it has begun already."""
         if self._guard is not None:
             # A worker may get a signal from its supervisor, and the same one from whoever signals both.
-            if self._team is None:
+            if self._is_alone:
                 os._exit(128 + sig)
             return
         # The guard ends the process also if the event loop or the interpreter's clean-up hangs.
@@ -183,16 +201,13 @@ class Server(uvicorn.Server):
         if self._hangup:
             self._hangup = False
             reload_all(self._state.reloads)
-        if self._team is not None:
-            self._team.write(
-                serves=self._state.is_ready, connections=sum(gate.count() for gate in self._gates)
-            )
+        if self._on_ready is not None and self._state.is_ready:
+            self._on_ready()
+            self._on_ready = None
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
         """Finish what was received, as long as there is time, then close."""
-        if self._team is not None:
-            self._team.write(serves=False, connections=0)
         closing = min(_MOST_CLOSING_SECONDS, _CLOSING_SHARE * self._drain_seconds)
         await self._drain(self._drain_seconds - closing)
         is_opening = self._is_opening()
@@ -219,16 +234,20 @@ class Server(uvicorn.Server):
         def connection() -> Connection:
             return Connection(gate, self.config, self.server_state, self.lifespan.state, loop)
 
-        board, worker = (self._team.board, self._team.worker) if self._team else (Board(1), 0)
-        acceptor = Acceptor(listener, connection, gate.limits.header_seconds, board, worker)
+        turn = [] if self._is_alone else [self._turn_to_accept]
+        acceptor = Acceptor(listener, connection, gate.limits.header_seconds, *turn)
         # uvicorn only closes it.
         return cast(asyncio.base_events.Server, acceptor)
 
-    async def _drain(self, seconds: float) -> None:
-        """Answer what arrives, and close each connection after its response, until nothing is in flight.
+    def _turn_to_accept(self) -> tuple[float, int]:
+        """Return for how long connections are left to other workers, and how many are taken then."""
+        count = sum(gate.count() for gate in self._gates)
+        if not self._state.is_ready and not self._state.draining:
+            return _UNREADY_SECONDS, 1
+        return min(_MOST_DELAY_SECONDS, _DELAY_SECONDS * count), 1 + count // _AT_ONCE
 
-        Other workers may pass on requests as long as they drain too.
-        """
+    async def _drain(self, seconds: float) -> None:
+        """Answer what arrives, and close each connection after its response, until nothing is in flight."""
         self._state.draining = True
         for gate in self._gates:
             gate.draining = True
@@ -241,8 +260,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(_TICK_SECONDS)
 
     def _is_drained(self) -> bool:
-        answered = not self.server_state.tasks and not self._is_receiving()
-        return answered if self._team is None else self._team.is_drained(nothing_in_flight=answered)
+        return not self.server_state.tasks and not self._is_receiving()
 
     async def _answer_last(self) -> None:
         """Answer what arrives on connections that were accepted just before the listeners were closed."""

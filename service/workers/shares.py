@@ -30,7 +30,7 @@ def worker_count(settings: Settings) -> int:
 def share_of(settings: Settings, count: int) -> Settings:
     """Return the settings of one of `count` workers.
 
-    Threads, connections, sessions and bytes are divided. The limits of a request, a batch and a queue stay as
+    Threads, connections and bytes are divided. The limits of a request, a batch and a queue stay as
     they are: a queue bounds how long a request waits, and each worker has a queue of its own.
     """
     shares: dict[str, Any] = {"workers": count}
@@ -38,7 +38,6 @@ def share_of(settings: Settings, count: int) -> Settings:
         shares |= {
             "threads": max(1, _processors(settings) // count),
             "max_connections": _divided(settings.max_connections, count),
-            "max_sessions": _divided(settings.max_sessions, count),
             "result_memory_bytes": settings.result_memory_bytes // count,
             # A request of the greatest size is always accepted if nothing else is answered.
             "max_inflight_bytes": max(

@@ -45,6 +45,7 @@ from attncache_core.text.pieces import Piece
 from attncache_core.text.prompts import Frame, Prompt, SequencePlan
 from service.app import create_app
 from service.settings import Settings
+from service.upkeep.group import Worker
 
 DIMENSIONS = 128
 FAILING = "the engine must fail on this text"
@@ -357,7 +358,7 @@ async def serving(
 
 @asynccontextmanager
 async def starting(
-    load_engine: Any, on_failure: Any = None, **settings: Any
+    load_engine: Any, on_failure: Any = None, worker: Worker | None = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client of the real app while it loads; `load_engine` returns one engine or an iterator."""
 
@@ -365,7 +366,7 @@ async def starting(
         loaded = load_engine()
         yield from loaded if isinstance(loaded, Iterator) else [loaded]
 
-    app = create_app(Settings(**settings), load_engines, on_failure)
+    app = create_app(Settings(**settings), load_engines, on_failure, worker)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

@@ -30,11 +30,12 @@ from attncache_core.checkpoints.description import find_checkpoint, read_checkpo
 from attncache_core.heads.classifier import fit_classifier
 from attncache_core.reuse.maps.database import AttentionDatabase
 from service.errors import error_response
+from service.routes.cache import Dropped, _of_other_workers
 from service.routes.served_names import check_model_name
 from service.settings import Settings, read_settings
+from service.store import SqliteStore
 from service.web.call import Call, Client
 from service.web.listeners import bind
-from service.workers.messages import Message, Peer
 
 pytestmark = pytest.mark.anyio
 
@@ -241,8 +242,16 @@ async def _(_folder: Path) -> httpx.Response:
 
 
 @provokes("worker_unavailable")
+async def _(_folder: Path) -> httpx.Response:
+    group: Any = mock.AsyncMock(answers=mock.AsyncMock(return_value=[b""]))
+    state: Any = SimpleNamespace(group=group)
+    await _of_other_workers(Call({}, mock.AsyncMock(), state, {}, Client(()), "1"), "drop", Dropped)
+    raise AssertionError
+
+
+@provokes("store_unavailable")
 async def _(folder: Path) -> httpx.Response:
-    await Peer(folder / "no.sock").ask(Message({}))
+    SqliteStore(folder / "no folder" / "store.sqlite", "t")
     raise AssertionError
 
 

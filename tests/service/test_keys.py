@@ -26,6 +26,7 @@ from service.access.quotas import Quotas, QuotaUse
 from service.errors import Forbidden, InvalidSettings, QuotaExceeded, Unauthorized
 from service.loading.warm_file import read_warm_file, warm
 from service.settings import gather_settings, read_settings
+from service.store import LocalStore, Store
 from service.web.front import check_admin, is_open
 from service.workers.server import reload_all
 
@@ -51,7 +52,7 @@ def headers(**named: str) -> dict[bytes, bytes]:
 
 
 def ring(text: str) -> KeyRing:
-    return KeyRing(None, text)
+    return KeyRing(None, text, LocalStore())
 
 
 def keys_file(folder: Path, text: str = FILE) -> Path:
@@ -69,7 +70,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_file_names_the_holders_and_what_they_may_do(file: Path) -> None:
-    keys = KeyRing(file, None)
+    keys = KeyRing(file, None, LocalStore())
     assert keys.names == ["one", "ops", "two"]
     operator = keys.holder(headers(x_api_key=OPS))
     assert (operator.name, operator.is_admin, operator.quotas) == ("ops", True, Quotas(6, 600, 2))
@@ -81,20 +82,20 @@ def test_file_names_the_holders_and_what_they_may_do(file: Path) -> None:
 @pytest.mark.parametrize("given", [{}, headers(authorization=f"Basic {ONE}"), headers(x_request_id=ONE)])
 def test_request_without_a_key_is_told_how_to_send_one(file: Path, given: dict[bytes, bytes]) -> None:
     with pytest.raises(Unauthorized, match="Authorization: Bearer KEY") as raised:
-        KeyRing(file, None).holder(given)
+        KeyRing(file, None, LocalStore()).holder(given)
     assert raised.value.challenge == 'Bearer realm="attncache"'
 
 
 @pytest.mark.parametrize("key", ["", ONE[:-1], ONE + "0", ONE.upper(), "ö" * 20, "x" * 100_000, "one"])
 def test_unknown_key_is_refused_and_not_repeated(file: Path, key: str) -> None:
     with pytest.raises(Unauthorized) as raised:
-        KeyRing(file, None).holder(headers(x_api_key=key))
+        KeyRing(file, None, LocalStore()).holder(headers(x_api_key=key))
     assert str(raised.value) == "the API key is not known to this server"
     assert "invalid_token" in raised.value.challenge
 
 
 def test_keys_are_found_by_salted_digests_and_not_kept(file: Path) -> None:
-    keys, other = KeyRing(file, f"own {TWO}-of-variable"), KeyRing(file, None)
+    keys, other = KeyRing(file, f"own {TWO}-of-variable", LocalStore()), KeyRing(file, None, LocalStore())
     assert all(len(digest) == 32 for digest in keys._holders)
     assert not set(keys._holders) & set(other._holders)
     reachable, seen = [keys], set()
@@ -132,7 +133,7 @@ def test_malformed_file_is_refused_with_the_line_and_without_its_content(
     tmp_path: Path, text: str, says: str
 ) -> None:
     with pytest.raises(InvalidSettings) as raised:
-        KeyRing(keys_file(tmp_path, text), None)
+        KeyRing(keys_file(tmp_path, text), None, LocalStore())
     assert says in str(raised.value)
     assert str(tmp_path / "keys") in str(raised.value)
     assert not any(secret in str(raised.value) for secret in (ONE, TWO, "Secret", "x" * 100))
@@ -140,10 +141,10 @@ def test_malformed_file_is_refused_with_the_line_and_without_its_content(
 
 def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidSettings, match="cannot be read: no such file"):
-        KeyRing(tmp_path / "none", None)
+        KeyRing(tmp_path / "none", None, LocalStore())
     (tmp_path / "latin").write_bytes(b"one \xe4\xe4\xe4")
     with pytest.raises(InvalidSettings, match="is not UTF-8"):
-        KeyRing(tmp_path / "latin", None)
+        KeyRing(tmp_path / "latin", None, LocalStore())
 
 
 def test_variable_holds_one_key_of_the_operator_or_lines_of_the_file() -> None:
@@ -169,7 +170,7 @@ def test_no_error_and_no_description_of_the_settings_shows_a_key(monkeypatch: py
 
 
 def test_reload_takes_new_keys_drops_old_ones_and_keeps_what_was_used(file: Path) -> None:
-    keys = KeyRing(file, None)
+    keys = KeyRing(file, None, LocalStore())
     use = keys.holder(headers(x_api_key=OPS)).use
     keys_file(file.parent, FILE.replace(ONE, "new-key-of-one-0123456789") + "three third-key-0123456789\n")
     keys.reload()
@@ -189,7 +190,7 @@ def test_two_keys_of_one_name_are_one_holder_while_a_key_is_replaced() -> None:
 
 
 def test_malformed_file_changes_nothing_on_reload(file: Path) -> None:
-    keys = KeyRing(file, None)
+    keys = KeyRing(file, None, LocalStore())
     keys_file(file.parent, f"one {TWO}\noops\n")
     with pytest.raises(InvalidSettings, match="line 2"):
         keys.reload()
@@ -204,7 +205,9 @@ def test_only_health_the_page_and_metrics_of_the_admin_listener_are_open(file: P
     assert is_open("GET", "/metrics", "admin")
     assert not is_open("POST", "/", "public")
     assert not is_open("GET", "/info", "admin")
-    client, operator = (KeyRing(file, None).holder(headers(x_api_key=key)) for key in (ONE, OPS))
+    client, operator = (
+        KeyRing(file, None, LocalStore()).holder(headers(x_api_key=key)) for key in (ONE, OPS)
+    )
     for path in ("/cache", "/cache/warm", "/metrics", "/explain"):
         check_admin(path, operator)
         with pytest.raises(Forbidden):
@@ -222,54 +225,58 @@ class Clock:
         return self.seconds
 
 
-def refused(use: QuotaUse) -> tuple[str, int]:
+async def refused(use: QuotaUse) -> tuple[str, int]:
     with pytest.raises(QuotaExceeded) as raised:
-        use.begin()
+        await use.begin()
     return raised.value.quota, raised.value.retry_after_seconds
 
 
-def test_requests_are_refused_beyond_a_minute_s_worth_until_the_bucket_refills() -> None:
+def use_of(quotas: Quotas, clock: Clock, store: Store | None = None) -> QuotaUse:
+    return QuotaUse("client", quotas, store or LocalStore(), most_seconds=100, clock=clock)
+
+
+async def test_requests_are_refused_beyond_a_minute_s_worth_until_the_bucket_refills() -> None:
     clock = Clock()
-    use = QuotaUse(Quotas(requests_per_minute=6), clock)
+    use = use_of(Quotas(requests_per_minute=6), clock)
     for _ in range(6):
-        use.begin()
-    assert refused(use) == ("requests_per_minute", 10)
+        await use.begin()
+    assert await refused(use) == ("requests_per_minute", 10)
     clock.seconds = 4.5
-    quota, seconds = refused(use)
+    quota, seconds = await refused(use)
     assert seconds == 6
     clock.seconds += seconds
-    use.begin()
+    await use.begin()
     clock.seconds += 3600  # the bucket holds a minute's worth and no more
     for _ in range(6):
-        use.begin()
-    assert refused(use)[0] == quota
+        await use.begin()
+    assert (await refused(use))[0] == quota
 
 
-def test_tokens_are_charged_when_known_and_a_debt_is_paid_before_the_next_request() -> None:
+async def test_tokens_are_charged_when_known_and_a_debt_is_paid_before_the_next_request() -> None:
     clock = Clock()
-    use = QuotaUse(Quotas(tokens_per_minute=60), clock)
+    use = use_of(Quotas(tokens_per_minute=60), clock)
     for _ in range(2):
-        use.begin()
-    use.end(100)
-    use.end(20)
-    quota, seconds = refused(use)
+        await use.begin()
+    await use.end(100)
+    await use.end(20)
+    quota, seconds = await refused(use)
     assert (quota, seconds) == ("tokens_per_minute", 61)
     clock.seconds += seconds
-    use.begin()
-    use.end(0)
+    await use.begin()
+    await use.end(0)
 
 
-def test_requests_in_flight_are_limited_and_a_refusal_uses_up_nothing() -> None:
+async def test_requests_in_flight_are_limited_and_a_refusal_uses_up_nothing() -> None:
     clock = Clock()
-    use = QuotaUse(Quotas(requests_per_minute=3, in_flight=1), clock)
-    use.begin()
+    use = use_of(Quotas(requests_per_minute=3, in_flight=1), clock)
+    await use.begin()
     for _ in range(5):
-        assert refused(use) == ("in_flight", 1)
+        assert await refused(use) == ("in_flight", 1)
     for _ in range(2):
-        use.end(0)
-        use.begin()
-    use.end(0)
-    assert refused(use)[0] == "requests_per_minute"
+        await use.end(0)
+        await use.begin()
+    await use.end(0)
+    assert (await refused(use))[0] == "requests_per_minute"
 
 
 # The server.
@@ -488,7 +495,7 @@ async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(
 def test_reload_that_the_system_refuses_leaves_the_keys_as_they_are(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = KeyRing(file, None)
+    keys = KeyRing(file, None, LocalStore())
     new = "rotated-key-0123456789"
     keys_file(file.parent, FILE.replace(ONE, new))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -24,8 +24,9 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.reuse.kv.capacity import DistinctSessions
 from attncache_core.text.prompts import SequencePlan
 from service.conversations.conversation import History
-from service.conversations.sessions import Session, Sessions
+from service.conversations.sessions import CAPACITY_BYTES, Session, Sessions
 from service.errors import QueueFull
+from service.store import LocalStore
 
 pytestmark = pytest.mark.anyio
 
@@ -48,9 +49,7 @@ def app_of(client: httpx.AsyncClient) -> Any:
 def use_clock(client: httpx.AsyncClient) -> Clock:
     """Let the sessions of the app expire by a clock of the test."""
     clock = Clock()
-    app_of(client).state.service.sessions = Sessions(
-        ttl_seconds=TTL, most_sessions=100, most_waiting=100, clock=clock
-    )
+    app_of(client).state.service.sessions = sessions_with(clock)
     return clock
 
 
@@ -115,7 +114,7 @@ async def scenario_of(steps: list[tuple[str, str, tuple[str, Any]]]) -> None:
             if turns:
                 known[key] = clock.seconds, turns
         alive = sum(clock.seconds - last < TTL for last, _ in known.values())
-        assert app_of(client).state.service.sessions.count == alive
+        assert await app_of(client).state.service.sessions.count() == alive
 
 
 async def test_string_as_transcript_is_one_turn_and_starts_a_session() -> None:
@@ -447,45 +446,52 @@ def key(session: str) -> Session:
     return b"", session
 
 
-def sessions_with(clock: Clock | None = None, **limits: Any) -> Sessions:
-    limits = {"ttl_seconds": TTL, "most_sessions": 100, "most_waiting": 100, **limits}
-    return Sessions(**limits, clock=clock or Clock())
+def sessions_with(clock: Clock | None = None, max_sessions: int = 100, **limits: Any) -> Sessions:
+    clock = clock or Clock()
+    limits = {"ttl_seconds": TTL, "most_waiting": 100, **limits}
+    histories = LocalStore(max_sessions, limits.get("capacity_bytes", CAPACITY_BYTES), clock)
+    return Sessions(histories, LocalStore(), **limits, clock=clock)
 
 
-def test_least_recently_used_sessions_leave_first() -> None:
-    sessions = sessions_with(most_sessions=3)
+async def keep(sessions: Sessions, name: str, tokens: int = 1) -> None:
+    await sessions.keep(key(name), await sessions.history(key(name)), history_of(tokens))
+
+
+async def test_least_recently_used_sessions_leave_first() -> None:
+    sessions = sessions_with(max_sessions=3)
     for name in "abc":
-        sessions.keep(key(name), history_of(1))
-    assert sessions.history(key("a")) is not None
-    sessions.keep(key("d"), history_of(1))
-    assert [name for name in "abcd" if sessions.history(key(name))] == ["a", "c", "d"]
-    assert (sessions.count, sessions.distinct) == (3, 4)
+        await keep(sessions, name)
+    assert await sessions.history(key("a")) is not None
+    await keep(sessions, "d")
+    assert [name for name in "abcd" if await sessions.history(key(name))] == ["a", "c", "d"]
+    assert (await sessions.count(), sessions.distinct) == (3, 4)
 
 
-def test_memory_is_bounded_and_freed() -> None:
+async def test_memory_is_bounded_and_freed() -> None:
     clock = Clock()
     sessions = sessions_with(clock, capacity_bytes=80_000)
     for number in range(200):
-        sessions.keep(key(str(number % 70)), history_of(100 * (number % 9)))
-        assert sessions._bytes <= 80_000
-    count = sessions.count
+        await keep(sessions, str(number % 70), 100 * (number % 9))
+        assert sessions._histories._bytes <= 80_000  # type: ignore[attr-defined]
+    count = await sessions.count()
     assert 20 < count < 70
-    sessions.keep(key("too long"), history_of(2_000))
-    assert sessions.history(key("too long")) is None
-    assert sessions.count == count
+    await keep(sessions, "too long", 2_000)
+    assert await sessions.history(key("too long")) is None
+    assert await sessions.count() == count
     clock.seconds = 3 * TTL
-    assert (sessions.count, sessions.distinct, sessions._bytes) == (0, 0, 0)
+    assert (await sessions.count(), sessions.distinct) == (0, 0)
+    assert sessions._histories._bytes == 0  # type: ignore[attr-defined]
 
 
-def test_access_prolongs_the_life_of_a_session() -> None:
+async def test_access_prolongs_the_life_of_a_session() -> None:
     clock = Clock()
     sessions = sessions_with(clock)
-    sessions.keep(key("a"), history_of(1))
+    await keep(sessions, "a")
     for _ in range(3):
         clock.seconds += TTL - 1
-        assert sessions.history(key("a")) is not None
+        assert await sessions.history(key("a")) is not None
     clock.seconds += TTL
-    assert sessions.history(key("a")) is None
+    assert await sessions.history(key("a")) is None
 
 
 async def test_waiting_requests_are_bounded() -> None:
@@ -640,10 +646,10 @@ async def test_session_of_an_encoder_computes_every_turn_in_full(tiny_engine: Pr
             np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
 
 
-def test_count_of_distinct_sessions_holds_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_count_of_distinct_sessions_holds_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistinctSessions, "MOST", 3)
-    sessions = Sessions(ttl_seconds=1e9, most_sessions=2, most_waiting=1)
+    sessions = sessions_with(ttl_seconds=1e9, max_sessions=2)
     for number in [*range(5), 4]:
-        sessions.keep((b"", str(number)), history_of(1))
+        await keep(sessions, str(number))
     assert sessions.distinct == 3
     assert len(sessions._distinct._last_use) == 3

@@ -1,0 +1,324 @@
+"""What processes share: both stores against a dictionary, two processes at once, and a file that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, embedding_of, serving
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.access.quotas import Quotas, QuotaUse
+from service.conversations.conversation import History
+from service.conversations.sessions import Sessions
+from service.errors import QuotaExceeded, StoreUnavailable
+from service.store import LocalStore, SqliteStore, Store
+from service.upkeep.group import Worker
+
+pytestmark = pytest.mark.anyio
+
+COUNTS = 1000
+KEYS, VALUES = st.sampled_from(["a", "ab", "b", "é", "a%", "a_"]), st.binary(max_size=3)
+SECONDS = st.sampled_from([None, 1.0, 5.0])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("get"), KEYS, SECONDS),
+        st.tuples(st.just("put"), KEYS, st.none() | VALUES, SECONDS),
+        st.tuples(st.just("compare_and_set"), KEYS, st.none() | VALUES, st.none() | VALUES, SECONDS),
+        st.tuples(st.just("count"), st.sampled_from(["", "a", "ab", "a%", "c"])),
+        st.tuples(st.just("wait"), st.sampled_from([0.5, 1.0, 5.0])),
+    ),
+    max_size=40,
+)
+
+
+class Clock:
+    seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Model:
+    """The store as a dictionary: key -> (value, when it expires)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.known: dict[str, tuple[bytes, float]] = {}
+
+    def get(self, key: str, seconds: float | None) -> bytes | None:
+        value, expires = self.known.get(key, (None, 0.0))
+        if value is None or expires <= self.clock():
+            return None
+        self.put(key, value, expires - self.clock() if seconds is None else seconds)
+        return value
+
+    def put(self, key: str, value: bytes | None, seconds: float | None) -> None:
+        self.known.pop(key, None)
+        if value is not None:
+            self.known[key] = value, self.clock() + (float("inf") if seconds is None else seconds)
+
+    def compare_and_set(
+        self, key: str, expected: bytes | None, value: bytes | None, seconds: float | None
+    ) -> bool:
+        if self.get(key, None) != expected:
+            return False
+        self.put(key, value, seconds)
+        return True
+
+    def count(self, prefix: str) -> int:
+        return sum(
+            key.startswith(prefix) and expires > self.clock() for key, (_, expires) in self.known.items()
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.mark.parametrize("kind", ["local", "sqlite"])
+@settings(max_examples=60)
+@given(steps=STEPS)
+def test_stores_do_what_a_dictionary_does(kind: str, folder: Path, steps: list[tuple[Any, ...]]) -> None:
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("service.store.time.monotonic", clock)
+        path = folder / "model.sqlite"
+        path.unlink(missing_ok=True)
+        stored: Any = LocalStore(clock=clock) if kind == "local" else SqliteStore(path, "t")
+        model = Model(clock)
+        for name, *arguments in steps:
+            if name == "wait":
+                clock.seconds += arguments[0]
+            else:
+                found = asyncio.run(getattr(stored, name)(*arguments))
+                assert found == getattr(model, name)(*arguments), (name, arguments)
+        if kind == "sqlite":
+            stored.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "sqlite"])
+async def test_least_recently_used_values_are_dropped_beyond_the_bounds(kind: str, tmp_path: Path) -> None:
+    for bounds, most in (((10, float("inf")), 10), ((float("inf"), 10 * 402), 10)):
+        path = tmp_path / f"{most}{bounds[0]}.sqlite"
+        store: Store = LocalStore(*bounds) if kind == "local" else SqliteStore(path, "t", *bounds)
+        for number in range(64):
+            await store.get("00", 1000)
+            await store.put(f"{number:02}", bytes(100), 1000)
+        assert await store.count() == most
+        assert await store.get("00") is not None
+        assert await store.get("63") is not None
+        assert await store.get("40") is None
+
+
+# Runs in two processes at once.
+COUNTING = """
+import asyncio, sys
+from service.store import SqliteStore
+
+async def count_up(store, times):
+    for _ in range(times):
+        while True:
+            before = await store.get("n")
+            if await store.compare_and_set("n", before, b"%d" % (int(before or 0) + 1)):
+                break
+
+if __name__ == "__main__":
+    asyncio.run(count_up(SqliteStore(sys.argv[1], "t"), int(sys.argv[2])))
+"""
+
+
+async def test_two_processes_that_count_at_once_lose_no_count(tmp_path: Path) -> None:
+    path, names = tmp_path / "counts.sqlite", {"__name__": "counting"}
+    exec(COUNTING, names)
+    count_up: Any = names["count_up"]
+    store = SqliteStore(path, "t")
+    with subprocess.Popen([sys.executable, "-c", COUNTING, str(path), str(COUNTS)]) as other:
+        while await store.get("n") is None:
+            await asyncio.sleep(0.001)
+        await count_up(store, COUNTS)
+        assert await asyncio.to_thread(other.wait) == 0
+    assert await store.get("n") == b"%d" % (2 * COUNTS)
+
+
+async def test_tables_of_one_file_have_keys_of_their_own(tmp_path: Path) -> None:
+    first, second = (SqliteStore(tmp_path / "s.sqlite", name) for name in ("one", "two"))
+    await first.put("a", b"1")
+    assert (await second.get("a"), await second.count()) == (None, 0)
+
+
+@given(
+    turns=st.lists(st.lists(st.integers(-(2**31), 2**31 - 1))),
+    namespace=st.none() | st.binary(),
+    cut=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+def test_history_is_the_same_after_it_was_stored(
+    turns: list[list[int]], namespace: bytes | None, cut: tuple[int, int]
+) -> None:
+    history = History(tuple(array("i", turn) for turn in turns), *cut, namespace)
+    assert History.read(history.written()) == history
+
+
+# Quotas of several processes.
+
+
+async def test_quotas_hold_over_all_processes(tmp_path: Path) -> None:
+    quotas = Quotas(requests_per_minute=5, tokens_per_minute=100, in_flight=3)
+    stores = [SqliteStore(tmp_path / "s.sqlite", "t") for _ in range(2)]
+    uses = [QuotaUse("client", quotas, store, most_seconds=100) for store in stores]
+    for use in (uses[0], uses[1], uses[1]):
+        await use.begin()
+    for use in uses:
+        with pytest.raises(QuotaExceeded, match="3 requests in flight"):
+            await use.begin()
+    await uses[1].end(1)
+    await uses[0].begin()
+    await uses[0].end(1)
+    await uses[1].begin()
+    await uses[0].end(150)
+    for use in uses:
+        with pytest.raises(QuotaExceeded, match="5 requests per minute"):
+            await use.begin()
+    other, same = (QuotaUse("other", quotas, store, most_seconds=100) for store in stores)
+    await other.begin()
+    await other.end(150)
+    with pytest.raises(QuotaExceeded, match="100 tokens per minute"):
+        await same.begin()
+
+
+async def test_requests_of_a_process_that_was_killed_are_in_flight_no_longer_than_a_request_takes() -> None:
+    store, clock = LocalStore(), Clock()
+    killed, other = (
+        QuotaUse("client", Quotas(in_flight=2), store, most_seconds=10, clock=clock) for _ in range(2)
+    )
+    for _ in range(2):
+        await killed.begin()
+    with pytest.raises(QuotaExceeded):
+        await other.begin()
+    clock.seconds += 10
+    for _ in range(2):
+        await other.begin()
+    with pytest.raises(QuotaExceeded):
+        await other.begin()
+
+
+# Sessions of several processes.
+
+
+def two_processes(folder: Path) -> list[Sessions]:
+    stores = [(SqliteStore(folder / "s.sqlite", "h"), SqliteStore(folder / "s.sqlite", "t")) for _ in "01"]
+    return [
+        Sessions(*own, name, ttl_seconds=60, most_waiting=9) for own, name in zip(stores, "01", strict=True)
+    ]
+
+
+async def test_session_is_locked_for_one_process_until_it_unlocks_or_is_killed(tmp_path: Path) -> None:
+    first, second = two_processes(tmp_path)
+    session = b"", "s"
+    await first._locks.put("alive/0", b"", 60)
+    assert await first.lock(session)
+    assert not await second.lock(session)
+    assert await second.lock((b"", "other"))
+    await second.unlock(session)
+    assert not await second.lock(session)
+    await first.unlock(session)
+    assert await second.lock(session)
+    await second.unlock(session)
+    assert await first.lock(session)
+    await first._locks.put("alive/0", None)
+    assert await second.lock(session)
+    await first.unlock(session)
+    assert await second._locks.count("lock/") == 2
+
+
+async def test_history_that_another_process_has_changed_is_not_overwritten(tmp_path: Path) -> None:
+    first, second = two_processes(tmp_path)
+    session, history = (b"", "s"), History((array("i", [1]),))
+    before = await first.history(session)
+    await second.keep(session, None, history)
+    with pytest.raises(StoreUnavailable, match="another request has changed the session"):
+        await first.keep(session, before, History())
+    assert await first.history(session) == history.written()
+
+
+# A file that fails.
+
+
+class Full:
+    """Lets the file of all workers of an app be full, and not full again."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        state: Any = client._transport.app.state.service  # type: ignore[attr-defined]
+        self.stores: list[SqliteStore] = [state.sessions._histories, state.sessions._locks]
+
+    def set(self, is_full: bool) -> None:
+        for store in self.stores:
+            pages = 1 if is_full else 2**20
+            store._connection.execute(f"PRAGMA max_page_count = {pages}").fetchone()
+            store._retry_at = 0.0
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(0, 1, tmp_path)
+
+
+async def ask(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    return await client.post("/embed", json={"normalize": False, **body}, headers={"X-API-Key": "k" * 20})
+
+
+async def test_full_disk_is_logged_and_requests_are_served_as_far_as_they_can_be(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = f"client {'k' * 20} requests_per_minute=1000"
+    async with serving(FakeEngine(), worker=worker, api_key=key) as client:
+        full = Full(client)
+        big = "x" * 60
+        assert (await ask(client, session_id="old", transcript=[big] * 90)).status_code == 200
+        full.set(True)
+        assert (await ask(client, inputs="a")).status_code == 200
+        new = await ask(client, session_id="new", transcript=[big] * 90)
+        assert new.status_code == 200
+        full.set(True)
+        refused = await ask(client, session_id="old", append=big)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        assert "database or disk is full" in refused.json()["error"]["message"]
+        assert refused.headers["Retry-After"] == "1"
+        full.set(False)
+        # The session is as before, and the one that could not be kept is unknown.
+        answer = await ask(client, session_id="old", append="a")
+        assert answer.status_code == 200
+        assert (await ask(client, session_id="new", append="a")).status_code == 404
+    assert "the file that the workers share cannot be used: database or disk is full" in caplog.text
+    assert big not in caplog.text
+
+
+async def test_locked_file_holds_up_no_request_for_long(worker: Worker) -> None:
+    key = f"client {'k' * 20} requests_per_minute=1"
+    async with serving(FakeEngine(), worker=worker, api_key=key) as client:
+        locking = sqlite3.connect(worker.folder / "store.sqlite", isolation_level=None)
+        locking.execute("BEGIN IMMEDIATE")
+        for _ in range(3):  # more than the quota, which nobody can count
+            response = await ask(client, inputs="ab")
+            assert response.json() == [embedding_of([ord("a"), ord("b")]).tolist()]
+        refused = await ask(client, session_id="s", transcript="a", append=None)
+        assert refused.status_code in (200, 503)
+        locking.execute("ROLLBACK")
+        locking.close()
+        Full(client).set(False)
+        assert (await ask(client, inputs="a")).status_code == 200
+        assert (await ask(client, inputs="a")).status_code == 429
+
+
+async def test_folder_that_cannot_be_written_is_a_sentence() -> None:
+    with pytest.raises(StoreUnavailable, match="unable to open database file"):
+        SqliteStore(Path("/nonexistent/s.sqlite"), "t")
