@@ -34,6 +34,8 @@ _LANES = 16  # of vectors.h
 
 
 class _Norm(ctypes.Structure):
+    """The structure `norm` of stack.h."""
+
     _fields_ = (
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
