@@ -42,7 +42,6 @@ from attncache_core.heads.decisions import class_scores
 from attncache_core.heads.vectors import normalize
 from attncache_core.heads.zero_shot import ZeroShot
 from attncache_core.models.variant import find_variant
-from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.kv.opening import KeyValueOptions
 from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -63,7 +62,6 @@ __all__ = [
     "CorpusSentence",
     "CorruptDatabase",
     "DatabaseRefused",
-    "Fetch",
     "InputTooLong",
     "InvalidInput",
     "KeyValueOptions",

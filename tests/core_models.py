@@ -26,7 +26,7 @@ from attncache_core.engine.layers import given_by, run_layers
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models.quantized import int8_products_are_exact
 from attncache_core.native import products
-from attncache_core.reuse.execution.fetch import Fetch, HitRecords
+from attncache_core.reuse.execution.given_maps import HitRecords
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.seal import Seal
 
@@ -226,8 +226,8 @@ def planned(strategy, batch, hidden, allowed):
     return strategy.refine(plan, batch, hidden) if plan.until == 0 else plan
 
 
-def layers_output(model, batch, hidden, plan=None, fetch=Fetch.AUTO):
+def layers_output(model, batch, hidden, plan=None):
     """Return the last layer's output [tokens, hidden]. plan: with hits first; None: no reuse."""
     layers = range(len(model.layers))
-    with given_by(plan or no_reuse(len(batch.lengths)), model, batch, layers, fetch) as given:
-        return run_layers(model, batch, hidden, given)[0]
+    given = given_by(plan or no_reuse(len(batch.lengths)), model, batch, layers)
+    return run_layers(model, batch, hidden, given)[0]

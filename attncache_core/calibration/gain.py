@@ -163,7 +163,6 @@ def _circumstances(engine: PrefillEngine, reuse: MapReuse) -> dict[str, Any]:
         "torch": torch.__version__,
         "dtype": str(engine.dtype),
         "device": str(engine.model.device),
-        "fetch": engine.fetch.value,
         "reused_heads": list(reuse.mask.reused),
         "policy": reuse.policy.digest,
     }
@@ -189,7 +188,7 @@ class Timing:
         def passed(batch: TokenBatch, strategy: SearchEngine | None) -> None:
             allowed = np.ones(len(batch.lengths), dtype=bool)
             with threads_of(engine):
-                done = forward_pass(engine.model, batch, strategy, allowed, engine.fetch, engine.deciding)
+                done = forward_pass(engine.model, batch, strategy, allowed, engine.deciding)
                 done.hidden[:1].cpu()  # a GPU computes until now
 
         passes = [(partial(passed, batch, None), partial(passed, batch, rehearsal)) for batch in batches]

@@ -15,7 +15,6 @@ import torch
 
 from attncache_core.engine.layers import first_input, given_by, run_layers
 from attncache_core.models import Outputs, PackedModel
-from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.plan import ReusePlan, shared_no_reuse
 from attncache_core.reuse.storage.segment import RecordsChanged, Segment
 from attncache_core.reuse.strategy import ReuseStrategy
@@ -40,7 +39,6 @@ def forward_pass(
     batch: TokenBatch,
     strategy: ReuseStrategy | None,
     allowed: np.ndarray,
-    fetch: Fetch = Fetch.AUTO,
     deciding: AbstractContextManager[object] | None = None,
 ) -> ForwardPass:
     """Run a batch through the model.
@@ -75,8 +73,8 @@ def forward_pass(
         if strategy:
             batch, hidden, plan = hits_first(batch, hidden, plan, neighbours=model.stack is None)
         layers = range(first, min(plan.until, end))
-        with given_by(plan, model, batch, layers, fetch) as given:
-            hidden, seconds = run_layers(model, batch, hidden, given, layers)
+        given = given_by(plan, model, batch, layers)
+        hidden, seconds = run_layers(model, batch, hidden, given, layers)
         attention_seconds += seconds
         if strategy:
             lengths = np.unique(batch.lengths[plan.hits])

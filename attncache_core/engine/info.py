@@ -38,7 +38,6 @@ class EngineInfo:
     threads: int
     attention: str  # level of the compiled kernel, or "torch"
     compiled_off: str | None  # why nothing compiled computes on this CPU, and what helps; None: it does
-    fetch: str
     reuse_off: list[str]  # reasons why reuse is off although a database is set
     gain: GainInfo | None  # None: not measured
     database: DatabaseInfo | None
@@ -70,7 +69,6 @@ def engine_info(engine: PrefillEngine) -> EngineInfo:
         threads=engine.threads,
         attention=native.level() or "torch",
         compiled_off=native.compiled_off() if engine.model.device.type == "cpu" else None,
-        fetch=engine.fetch,
         reuse_off=list(engine.reuse_off),
         gain=reuse.gain.info(reuse.policy.names()) if reuse and reuse.gain else None,
         database=reuse.info() if reuse else None,

@@ -14,15 +14,13 @@ slice of tokens.
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from attncache_core.models import AttentionLayer, PackedModel
 from attncache_core.native.stack import CompiledStack
 from attncache_core.native.stack_data import GivenRecords, KeyValueSlots, StackRows
-from attncache_core.reuse.execution.fetch import Fetch, HitRecords, RecordGroup
-from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps
+from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps, HitRecords, RecordGroup
 from attncache_core.reuse.execution.layer_maps import layer_maps
 from attncache_core.reuse.execution.slots import SlotAttention
 from attncache_core.reuse.plan import ReusePlan
@@ -30,14 +28,8 @@ from attncache_core.runtime.threads import compiled_threads
 from attncache_core.text.token_batch import TokenBatch
 
 
-def given_by(
-    plan: ReusePlan,
-    model: PackedModel,
-    batch: TokenBatch,
-    layers: range,
-    fetch: Fetch = Fetch.AUTO,
-) -> AbstractContextManager[GivenMaps]:
-    """Open the maps that a plan gives to a batch in these layers.
+def given_by(plan: ReusePlan, model: PackedModel, batch: TokenBatch, layers: range) -> GivenMaps:
+    """Return the maps that a plan gives to a batch in these layers.
 
     The sequences with records must come first in the batch, and self-hits last among them, because all other
     hits take the refitted weights of the model, if it has any. Raises ValueError if the plan's layer sources
@@ -45,16 +37,16 @@ def given_by(
     """
     if plan.layer_sources is not None:
         _require_sources(plan, model, layers)
-        return nullcontext(layer_maps(batch, model.layers[0], plan.layer_sources, model.dtype, model.device))
+        return layer_maps(batch, model.layers[0], plan.layer_sources, model.dtype, model.device)
     hits = int(plan.hits.sum())
     if not hits:
-        return nullcontext(NO_GIVEN_MAPS)
+        return NO_GIVEN_MAPS
     groups = [
         RecordGroup(plan.segments[group.length], plan.records[group.sequences])
         for group in batch.groups(0, hits)
     ]
     refitted = int((plan.hits & ~plan.self_hits).sum()) if model.refitted else 0
-    return HitRecords(groups, fetch, refitted)
+    return HitRecords(groups, refitted)
 
 
 NO_GIVEN_MAPS = HitRecords([])

@@ -33,7 +33,6 @@ from attncache_core.heads.vectors import require_finite
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel, load_model
 from attncache_core.models.refitted import with_refitted
-from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.reuse.kv.opening import KeyValueOptions, NotReusable, open_key_values
@@ -65,7 +64,6 @@ class PrefillEngine:
         threads: int,
         strategy: ReuseStrategy | None = None,
         classifier: LinearClassifier | None = None,
-        fetch: Fetch = Fetch.AUTO,
         share_prefixes: bool = True,
     ) -> None:
         self.checkpoint = checkpoint
@@ -76,7 +74,6 @@ class PrefillEngine:
         self.strategy = strategy
         self.decisions = Decisions(checkpoint, model, tokenizer, classifier)
         self.pair_scores = PairScores(checkpoint, self.decisions, tokenizer)
-        self.fetch = fetch
         self.share_prefixes = share_prefixes
         self.key_values: KeyValueReuse | None = None
         self.key_values_off = SWITCHED_OFF  # why, if `key_values` is None
@@ -99,7 +96,6 @@ class PrefillEngine:
         device: Device = "cpu",
         threads: int | None = None,
         classifier: LinearClassifier | None = None,
-        fetch: Fetch = Fetch.AUTO,
         max_tokens: int | None = None,
         share_prefixes: bool = True,
         key_values: KeyValueOptions | None = None,
@@ -110,10 +106,10 @@ class PrefillEngine:
         dtype: "auto" (bfloat16 if the device has fast bfloat16 products, else float32), "bfloat16" or
         "float32". device: device of the model, "cpu" or "cuda"; records and search stay on the CPU.
         threads: number of threads of torch and Faiss in the whole process; None: all available threads.
-        fetch: the way to read the maps of hits. max_tokens: truncate texts to this number of tokens, if it is
-        below the model's maximum. share_prefixes: compute a prefix that several sequences of a batch share
-        once, if the model is causal; see `shares_prefixes`. key_values: store keys and values, and reuse
-        them, if the model allows it; `key_values_off` says why not. None: do not.
+        max_tokens: truncate texts to this number of tokens, if it is below the model's maximum.
+        share_prefixes: compute a prefix that several sequences of a batch share once, if the model is causal;
+        see `shares_prefixes`. key_values: store keys and values, and reuse them, if the model allows it;
+        `key_values_off` says why not. None: do not.
         Raises InvalidInput if the device does not exist, UnsupportedModel, DatabaseRefused if database or
         classifier belong to another model, and NotFinite if the embedding of a label is not finite.
         """
@@ -151,7 +147,6 @@ class PrefillEngine:
             threads=count,
             strategy=strategy,
             classifier=classifier,
-            fetch=fetch,
             share_prefixes=share_prefixes,
         )
         if key_values:

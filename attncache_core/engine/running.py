@@ -147,7 +147,7 @@ def _run_packed(engine: PrefillEngine, requests: Sequence[PrefillRequest], *, sh
     lost = () if share else _prepare(engine, set(batch.lengths[reuse[batch.order]].tolist()))
     try:
         strategy = None if share else engine.strategy
-        done = forward_pass(engine.model, batch, strategy, reuse[batch.order], engine.fetch, engine.deciding)
+        done = forward_pass(engine.model, batch, strategy, reuse[batch.order], engine.deciding)
     except RecordsChanged as changed:
         # The maps that were used may differ from the maps that were checked, so compute the batch again.
         again = [

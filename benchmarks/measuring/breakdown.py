@@ -20,7 +20,7 @@ from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine
 from attncache_core.models import AttentionLayer
 from attncache_core.models.linear import Norm
 from attncache_core.models.prepacked import PackedLinear
-from attncache_core.reuse.execution.fetch import HitRecords, RecordGroup
+from attncache_core.reuse.execution.given_maps import HitRecords, RecordGroup
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.plan import ReusePlan
 from attncache_core.text.token_batch import TokenBatch, pack
@@ -81,31 +81,29 @@ def _break_down(
     segment = search.store.segments[length]
     scattered = random.integers(0, len(segment), count)
     everything = np.ones(count, dtype=bool)
-    with (
-        HitRecords([RecordGroup(segment, scattered)]) as records,
-        HitRecords([RecordGroup(segment, np.zeros(count, dtype=np.int64))]) as one_record,
-    ):
-        taken = _microseconds(
-            {
-                "tokenise": lambda: full.tokenize(texts),
-                "embed": lambda: full.model.embed(batch),
-                "project": lambda: search.projector.project(hidden, batch.groups()),
-                "plan": lambda: _planned(search, batch, hidden, everything),
-                "one projection": lambda: output(hidden),
-                "attend": lambda: layer.attend(query, key, value, batch.offsets, slice(layer.heads), context),
-                "fetch": lambda: records.apply(0, value, context),
-                "multiply": lambda: one_record.apply(0, value, context),
-                "output": lambda: norm(output(hidden, hidden)),
-                "mlp": lambda: norm(down(up(hidden), hidden)),
-                "layer": lambda: layer.finish(hidden, _attended(layer, hidden, batch, context)),
-                "hit layer": lambda: hit_layer.finish(
-                    hidden, _fetched(hit_layer, hidden, batch, records, context)
-                ),
-                "pool": lambda: full.model.outputs(hidden, batch),
-                "run": lambda: full.run(full.requests(sequences, reuse=False)),
-                "hit run": lambda: hits.run(hits.requests(sequences)),
-            }
-        )
+    records = HitRecords([RecordGroup(segment, scattered)])
+    one_record = HitRecords([RecordGroup(segment, np.zeros(count, dtype=np.int64))])
+    taken = _microseconds(
+        {
+            "tokenise": lambda: full.tokenize(texts),
+            "embed": lambda: full.model.embed(batch),
+            "project": lambda: search.projector.project(hidden, batch.groups()),
+            "plan": lambda: _planned(search, batch, hidden, everything),
+            "one projection": lambda: output(hidden),
+            "attend": lambda: layer.attend(query, key, value, batch.offsets, slice(layer.heads), context),
+            "fetch": lambda: records.apply(0, value, context),
+            "multiply": lambda: one_record.apply(0, value, context),
+            "output": lambda: norm(output(hidden, hidden)),
+            "mlp": lambda: norm(down(up(hidden), hidden)),
+            "layer": lambda: layer.finish(hidden, _attended(layer, hidden, batch, context)),
+            "hit layer": lambda: hit_layer.finish(
+                hidden, _fetched(hit_layer, hidden, batch, records, context)
+            ),
+            "pool": lambda: full.model.outputs(hidden, batch),
+            "run": lambda: full.run(full.requests(sequences, reuse=False)),
+            "hit run": lambda: hits.run(hits.requests(sequences)),
+        }
+    )
     projection, multiply = taken["one projection"], taken["multiply"]
     stages = [
         Stage("Q", projection, None),

@@ -20,10 +20,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from attncache_core import AttentionDatabase, Checkpoint, Fetch, PrefillEngine, Quantization
+from attncache_core import AttentionDatabase, Checkpoint, PrefillEngine, Quantization
 from attncache_core.corpus import default_corpus
+from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.text.tokenizer import TextTokenizer
 from benchmarks.measuring.synthetic import write_database
+from benchmarks.papers.mapped import MapsSideBySide
 
 Sequences = Sequence[Sequence[int]]
 # Token ids of one shape, int64 [sequences, length] -> embeddings, float32 [sequences, d].
@@ -66,16 +68,19 @@ class AttnCacheHits(AttnCache):
     """AttnCache with all heads of every sequence reused, including search and fetch."""
 
     def __init__(
-        self, checkpoint: Checkpoint, threads: int, shapes: Sequence[tuple[int, int]], fetch: str
+        self,
+        checkpoint: Checkpoint,
+        threads: int,
+        shapes: Sequence[tuple[int, int]],
+        strategy: type[MapReuse] = MapReuse,
     ) -> None:
         folder = tempfile.TemporaryDirectory(prefix="attncache-bench-")
         self._folder = folder  # removed when the peer is deleted
         write_database(Path(folder.name) / "db", checkpoint, sorted({length for _, length in shapes}))
         self.engine = PrefillEngine.load(
             checkpoint,
-            database=AttentionDatabase.open(Path(folder.name) / "db"),
+            strategy=strategy(AttentionDatabase.open(Path(folder.name) / "db")),
             threads=threads,
-            fetch=Fetch(fetch),
         )
 
 
@@ -83,7 +88,7 @@ class AttnCacheMisses(AttnCacheHits):
     """AttnCache with the same database and a threshold that nothing reaches, to measure the search."""
 
     def __init__(self, checkpoint: Checkpoint, threads: int, shapes: Sequence[tuple[int, int]]) -> None:
-        super().__init__(checkpoint, threads, shapes, "auto")
+        super().__init__(checkpoint, threads, shapes)
         database = AttentionDatabase.open(Path(self._folder.name) / "db", threshold=2.0)
         self.engine = PrefillEngine.load(checkpoint, database=database, threads=threads)
 
@@ -252,9 +257,7 @@ PEERS: dict[str, Callable[[Checkpoint, int, Shapes], Peer]] = {
     "attncache int8": lambda checkpoint, threads, _: AttnCache(
         replace(checkpoint, quantization=Quantization.INT8), threads, "auto"
     ),
-    "attncache, all hit": lambda checkpoint, threads, shapes: AttnCacheHits(
-        checkpoint, threads, shapes, "auto"
-    ),
+    "attncache, all hit": AttnCacheHits,
     "attncache, all miss": AttnCacheMisses,
     "onnxruntime fp32": lambda checkpoint, threads, _: OnnxRuntime(checkpoint, threads),
     "openvino bf16": lambda checkpoint, threads, _: OpenVino(checkpoint, threads, "bf16"),
@@ -264,9 +267,9 @@ PEERS: dict[str, Callable[[Checkpoint, int, Shapes], Peer]] = {
     "transformers fp32": lambda checkpoint, threads, _: Transformers(checkpoint, threads, compiled=False),
     "torch.compile fp32": lambda checkpoint, threads, _: Transformers(checkpoint, threads, compiled=True),
     "sentence-transformers": lambda checkpoint, threads, _: SentenceTransformers(checkpoint, threads),
-    "hits, gather": lambda checkpoint, threads, shapes: AttnCacheHits(checkpoint, threads, shapes, "gather"),
-    "hits, views": lambda checkpoint, threads, shapes: AttnCacheHits(checkpoint, threads, shapes, "views"),
-    "hits, mapped": lambda checkpoint, threads, shapes: AttnCacheHits(checkpoint, threads, shapes, "mapped"),
+    "hits, mapped": lambda checkpoint, threads, shapes: AttnCacheHits(
+        checkpoint, threads, shapes, MapsSideBySide
+    ),
 }
 
 

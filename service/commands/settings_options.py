@@ -15,7 +15,6 @@ from service.commands.options import removed_option
 from service.settings import (
     CONFIG_VARIABLE,
     GROUPS,
-    HIDDEN_FIELDS,
     REMOVED_FIELDS,
     environment_name,
     option_name,
@@ -92,7 +91,6 @@ def _option(name: str, field: FieldInfo) -> _Option:
         # A line break, as it is written.
         "show_default": r"\n" if field.default == "\n" else field.default not in (None, ""),
         "help": field.description,
-        "hidden": name in HIDDEN_FIELDS,
     }
     if field.annotation is bool:
         return _Option([f"{option}/--no-{option[2:]}", name], **common)

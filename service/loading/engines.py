@@ -174,7 +174,6 @@ def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
         device=settings.device,
         threads=settings.threads,
         classifier=LinearClassifier.load(settings.classifier) if settings.classifier else None,
-        fetch=settings.fetch,
         max_tokens=settings.max_tokens,
         key_values=_key_value_options(settings),
     )

@@ -10,12 +10,11 @@ network.py, connections.py, model.py, limits.py, reuse.py or observability.py.
 
 from service.settings.names import CONFIG_VARIABLE, environment_name, option_name
 from service.settings.reading import REMOVED_FIELDS, gather_settings, read_settings, refuse_unknown_variables
-from service.settings.settings import GROUPS, HIDDEN_FIELDS, Settings
+from service.settings.settings import GROUPS, Settings
 
 __all__ = [
     "CONFIG_VARIABLE",
     "GROUPS",
-    "HIDDEN_FIELDS",
     "REMOVED_FIELDS",
     "Settings",
     "environment_name",

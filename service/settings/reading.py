@@ -29,6 +29,7 @@ from service.settings.settings import Settings
 # Former field -> what to use instead. The option, its variable and its key are refused.
 REMOVED_FIELDS = {
     "policy": "use --threshold 0.995 (conservative), 0.99 (moderate) or 0.95 (aggressive)",
+    "fetch": "leave it out: maps are always read in place, which was the fastest of the four ways",
 }
 _SECRETS = frozenset({"api_key"})
 _LEAST_SIMILARITY = 0.6  # of two names, from 0 to 1

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from attncache_core import Fetch
 from service.settings.names import Group, refused
 
 # What happens if a conversation does not fit into the window of the model.
@@ -60,9 +59,6 @@ class Reuse(Group):
         ge=0,
         le=1,
         description="Compute this share of the hits again in full, after the response was sent.",
-    )
-    fetch: Fetch = Field(
-        Fetch.AUTO, description="How the maps of hits are read. auto selects the fastest way."
     )
     cache_dir: Path | None = Field(
         None, description="Folder of default databases. Default: a folder in the user's cache folder."

@@ -29,10 +29,8 @@ GROUPS: tuple[type[Group], ...] = (
     Sessions,
     Observability,
 )
-# Fields whose options are accepted but not shown: --fetch selects the baselines of the benchmark.
-HIDDEN_FIELDS = frozenset({"fetch"})
 # Fields that say how attention maps, or keys and values, are reused.
-_OF_MAPS = ("database", "threshold", "heads", "fetch", "search_always", "min_gain")
+_OF_MAPS = ("database", "threshold", "heads", "search_always", "min_gain")
 _OF_KEY_VALUES = (
     "kv_memory_bytes",
     "kv_dir",

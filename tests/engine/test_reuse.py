@@ -27,10 +27,7 @@ from token_overlap import TokenOverlap
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.corpus import CorpusSentence
-from attncache_core.engine import layers
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.reuse.execution import fetch
-from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.plan import Outcome
@@ -260,34 +257,16 @@ def computed_plainly(engines, recorded, tiny_reference):
 
 
 @pytest.mark.parametrize("computing", COMPUTING)
-@pytest.mark.parametrize("way", Fetch)
 @pytest.mark.parametrize("heads", ["all", "5"])
-def test_every_way_to_fetch_gives_the_same_outputs(engines, computed_plainly, heads, way, computing):
+def test_compiled_code_and_operators_read_the_same_maps(engines, computed_plainly, heads, computing):
     sequences, expected = computed_plainly
-    engine = with_strategy(engines(heads), engines(heads).strategy, fetch=way)
-    assert engine.info().fetch == way
+    engine = engines(heads)
     with attention_by(computing):
         result = run(engine, sequences)
     assert result.outcomes == (Outcome.HIT,) * len(sequences)
     np.testing.assert_allclose(result.outputs, expected[heads], atol=SIXTEEN_BITS)
-    engine.fetch = Fetch.GATHER
-    np.testing.assert_allclose(result.outputs, run(engine, sequences).outputs, atol=FLOAT32)
-
-
-@pytest.mark.parametrize("way", Fetch)
-def test_engine_fetches_in_the_given_way(tiny_checkpoint, tiny_database, recorded, monkeypatch, way):
-    database = AttentionDatabase.open(tiny_database)
-    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32", fetch=way)
-    ways = []
-
-    class Spied(fetch.HitRecords):
-        def __init__(self, groups, way, *rest):
-            ways.append(way)
-            super().__init__(groups, way, *rest)
-
-    monkeypatch.setattr(layers, "HitRecords", Spied)
-    run(engine, recorded[5][:2])
-    assert ways == [way]
+    with attention_by("operators"):
+        np.testing.assert_allclose(result.outputs, run(engine, sequences).outputs, atol=FLOAT32)
 
 
 def test_long_sequences_hit_like_short_sequences(tiny_engine, tiny_checkpoint, tiny_reference, tmp_path):
@@ -333,11 +312,10 @@ def test_a_damaged_record_is_not_used(tiny_database, tiny_checkpoint, tiny_refer
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("way", Fetch)
 @pytest.mark.parametrize("heads", ["all", "5"])
-def test_an_engine_in_bfloat16_uses_records_in_float16(tiny_checkpoint, tiny_database, recorded, heads, way):
+def test_an_engine_in_bfloat16_uses_records_in_float16(tiny_checkpoint, tiny_database, recorded, heads):
     database = AttentionDatabase.open(tiny_database, heads=heads, threshold=1.0)
-    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="bfloat16", fetch=way)
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="bfloat16")
     sequences = some_of_each(recorded, 1)
     hit, full = run(engine, sequences), run(engine, sequences, reuse=False)
     assert hit.outcomes == (Outcome.HIT,) * len(sequences)

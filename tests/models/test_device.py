@@ -17,7 +17,6 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
 from attncache_core.models import load_model
-from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.plan import no_reuse
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout
@@ -45,7 +44,7 @@ def recorded(checkpoint, folder):
     return Segment(folder / "a.maps", RECORDED, layout, SEAL)
 
 
-def run(checkpoint, segment, device, fetch):
+def run(checkpoint, segment, device):
     """Return the representations of three sequences. The first is a hit; half of the heads are reused."""
     full = load_model(checkpoint, torch.float32)
     half = [full.layers[0].heads // 2] * len(full.layers)
@@ -53,18 +52,15 @@ def run(checkpoint, segment, device, fetch):
     batch = pack(random_sequences(LENGTHS))
     plan = replace(no_reuse(3), records=np.array([0, -1, -1]))
     with torch.inference_mode():
-        hidden = layers_output(
-            model, batch, model.embed(batch), replace(plan, segments={RECORDED: segment}), fetch
-        )
+        hidden = layers_output(model, batch, model.embed(batch), replace(plan, segments={RECORDED: segment}))
         return model.outputs(hidden, batch).representation
 
 
-@pytest.mark.parametrize("fetch", [Fetch.GATHER, Fetch.VIEWS, Fetch.MAPPED])
-def test_no_tensor_of_a_model_stays_on_the_cpu(checkpoint, tmp_path, fetch):
+def test_no_tensor_of_a_model_stays_on_the_cpu(checkpoint, tmp_path):
     device = torch.device("meta")
     segment = recorded(checkpoint, tmp_path)
     try:
-        assert run(checkpoint, segment, device, fetch).device == device
+        assert run(checkpoint, segment, device).device == device
     except (RuntimeError, NotImplementedError) as error:
         if "Expected inputs of BF16" in str(error) or "aten::bincount" in str(error):
             pytest.skip("the meta device lacks some products of experts, and cannot route tokens")
@@ -73,10 +69,9 @@ def test_no_tensor_of_a_model_stays_on_the_cpu(checkpoint, tmp_path, fetch):
 
 @pytest.mark.cuda
 @needs_gpu
-@pytest.mark.parametrize("fetch", [Fetch.GATHER, Fetch.VIEWS])
-def test_a_gpu_computes_what_the_cpu_does(checkpoint, tmp_path, fetch):
+def test_a_gpu_computes_what_the_cpu_does(checkpoint, tmp_path):
     segment = recorded(checkpoint, tmp_path)
-    on_gpu, on_cpu = (run(checkpoint, segment, torch.device(name), fetch).cpu() for name in ("cuda", "cpu"))
+    on_gpu, on_cpu = (run(checkpoint, segment, torch.device(name)).cpu() for name in ("cuda", "cpu"))
     torch.testing.assert_close(on_gpu, on_cpu, atol=1e-4, rtol=0)
 
 

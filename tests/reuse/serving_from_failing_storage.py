@@ -1,6 +1,6 @@
 """Run batches in a thread while the database's files are damaged, as a process of test_failing_storage.
 
-    python serving_from_failing_storage.py MODEL DATABASE SEQUENCES FETCH COMPUTING
+    python serving_from_failing_storage.py MODEL DATABASE SEQUENCES COMPUTING
 
 SEQUENCES is a JSON file of recorded token sequences. Ends with code 0 if the engine answered to the end and
 every answer was the full model's; prints the lengths whose segments were lost.
@@ -25,16 +25,15 @@ from core_reference import SIXTEEN_BITS
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.maps.database import AttentionDatabase
 
 RECORDS_START = 2 * 4096
 BATCHES_AFTER_A_FAULT = 5
 
 
-def main(model: Path, folder: Path, sequences: list[list[int]], fetch: Fetch) -> None:
+def main(model: Path, folder: Path, sequences: list[list[int]]) -> None:
     database = AttentionDatabase.open(folder, threshold=1.0)
-    engine = PrefillEngine.load(read_checkpoint(model), database=database, dtype="float32", fetch=fetch)
+    engine = PrefillEngine.load(read_checkpoint(model), database=database, dtype="float32")
     full = prefill(engine, sequences, reuse=False).outputs
     results, done = [], threading.Event()
 
@@ -95,6 +94,6 @@ def delete(maps: Path) -> None:
 
 
 if __name__ == "__main__":
-    model, folder, sequences, fetch, computing = sys.argv[1:]
+    model, folder, sequences, computing = sys.argv[1:]
     with attention_by(computing):
-        main(Path(model), Path(folder), json.loads(Path(sequences).read_text()), Fetch(fetch))
+        main(Path(model), Path(folder), json.loads(Path(sequences).read_text()))

@@ -13,7 +13,6 @@ from attncache_core.build.options import BuildOptions
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
-from attncache_core.reuse.execution.fetch import Fetch
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.storage.layout import MapForm
 
@@ -38,8 +37,8 @@ def databases(checkpoint, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: 
     return opened
 
 
-def embeddings(checkpoint, database, texts, fetch=Fetch.AUTO):
-    engine = PrefillEngine.load(checkpoint, database=database, dtype="float32", fetch=fetch)
+def embeddings(checkpoint, database, texts):
+    engine = PrefillEngine.load(checkpoint, database=database, dtype="float32")
     result = prefill(engine, engine.tokenize(texts), reuse=[database is not None] * len(texts))
     assert all(outcome.is_hit for outcome in result.outcomes) == (database is not None)
     return result.outputs
@@ -54,11 +53,10 @@ def test_causal_maps_are_packed_by_default(databases):
 
 
 @pytest.mark.parametrize("computing", COMPUTING)
-@pytest.mark.parametrize("fetch", Fetch)
-def test_both_forms_give_the_same_outputs(checkpoint, databases, computing, fetch):
+def test_both_forms_give_the_same_outputs(checkpoint, databases, computing):
     texts = ["my card is lost", "where is my money today", "can you find the new account"]
     with attention_by(computing):
-        square, packed = (embeddings(checkpoint, databases[form], texts, fetch) for form in MapForm)
+        square, packed = (embeddings(checkpoint, databases[form], texts) for form in MapForm)
     np.testing.assert_allclose(packed, square, atol=1e-5)
 
 

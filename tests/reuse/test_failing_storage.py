@@ -4,7 +4,6 @@ The faults are real: files are changed on disk, some of them in the middle of a 
 sequences, so every answer must be the full model's answer to 16-bit precision, with or without a hit.
 """
 
-import contextlib
 import json
 import mmap
 import os
@@ -25,8 +24,7 @@ from core_reference import SIXTEEN_BITS
 from attncache_core.engine import forward
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.native.guard import guard
-from attncache_core.reuse.execution import mapped
-from attncache_core.reuse.execution.fetch import Fetch, HitRecords, RecordGroup
+from attncache_core.reuse.execution.given_maps import HitRecords, RecordGroup
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.plan import Outcome
 from attncache_core.reuse.storage import mapping
@@ -37,13 +35,8 @@ mapped_records = pytest.mark.skipif(
 )
 RECORDS_START = 2 * 4096  # a page of header, a page of table
 LENGTHS = range(5, 11)
-# Ways to fetch maps: by default and mapped side by side, each with kernel and operators.
-WAYS = [
-    (Fetch.AUTO, "kernel"),
-    (Fetch.MAPPED, "kernel"),
-    (Fetch.AUTO, "operators"),
-    (Fetch.MAPPED, "operators"),
-]
+# Who reads the maps.
+READERS = ["kernel", "operators"]
 
 
 @pytest.fixture
@@ -65,9 +58,9 @@ def expected(recorded, tiny_reference) -> np.ndarray:
     return tiny_reference.means(recorded)
 
 
-def engine_on(checkpoint, folder: Path, fetch: Fetch = Fetch.AUTO) -> PrefillEngine:
+def engine_on(checkpoint, folder: Path) -> PrefillEngine:
     database = AttentionDatabase.open(folder, threshold=1.0)
-    return PrefillEngine.load(checkpoint, database=database, dtype="float32", fetch=fetch)
+    return PrefillEngine.load(checkpoint, database=database, dtype="float32")
 
 
 def path_of(folder: Path, length: int) -> Path:
@@ -128,12 +121,12 @@ def others_hit(result, sequences, damaged_length: int) -> bool:
     return all(outcomes[length] == {Outcome.HIT} for length in LENGTHS if length != damaged_length)
 
 
-@pytest.mark.parametrize(("fetch", "computing"), WAYS)
+@pytest.mark.parametrize("computing", READERS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_in_the_middle_of_a_batch_changes_no_answer(
-    tiny_checkpoint, folder, recorded, expected, fetch, computing, fault
+    tiny_checkpoint, folder, recorded, expected, computing, fault
 ):
-    engine = engine_on(tiny_checkpoint, folder, fetch)
+    engine = engine_on(tiny_checkpoint, folder)
     with attention_by(computing):
         assert set(run(engine, recorded).outcomes) == {Outcome.HIT}
         in_the_middle(engine, lambda: fault(path_of(folder, 7)))
@@ -143,12 +136,12 @@ def test_fault_in_the_middle_of_a_batch_changes_no_answer(
             assert others_hit(result, recorded, damaged_length=7)
 
 
-@pytest.mark.parametrize(("fetch", "computing"), WAYS)
+@pytest.mark.parametrize("computing", READERS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_between_two_batches_changes_no_answer(
-    tiny_checkpoint, folder, recorded, expected, fetch, computing, fault
+    tiny_checkpoint, folder, recorded, expected, computing, fault
 ):
-    engine = engine_on(tiny_checkpoint, folder, fetch)
+    engine = engine_on(tiny_checkpoint, folder)
     with attention_by(computing):
         run(engine, recorded)
         fault(path_of(folder, 7))
@@ -159,12 +152,12 @@ def test_fault_between_two_batches_changes_no_answer(
 
 
 @mapped_records
-@pytest.mark.parametrize(("fetch", "computing"), WAYS)
+@pytest.mark.parametrize("computing", READERS)
 def test_fault_that_leaves_no_trace_in_the_file_is_noticed(
-    tiny_checkpoint, folder, recorded, expected, fetch, computing
+    tiny_checkpoint, folder, recorded, expected, computing
 ):
     """Like a read error of the disk: the file is unchanged, but the maps were not read from it."""
-    engine = engine_on(tiny_checkpoint, folder, fetch)
+    engine = engine_on(tiny_checkpoint, folder)
     path = path_of(folder, 7)
     before, content = path.stat(), path.read_bytes()
 
@@ -301,14 +294,12 @@ def test_records_are_still_used_after_a_change_outside_the_records(
 
 
 @mapped_records
-@pytest.mark.parametrize("way", Fetch)
-def test_use_of_maps_of_a_truncated_file_is_noticed(folder, way):
+@pytest.mark.parametrize("computing", READERS)
+def test_use_of_maps_of_a_truncated_file_is_noticed(folder, computing):
     segment = AttentionDatabase.open(folder).search.store.segments[7]
     assert segment.is_as_checked(segment.changes)
-    with (
-        contextlib.suppress(RecordsChanged),  # raised at once where maps are gathered
-        HitRecords([RecordGroup(segment, np.array([3, 5]))], way) as records,
-    ):
+    with attention_by(computing):
+        records = HitRecords([RecordGroup(segment, np.array([3, 5]))])
         cut(segment.path)
         records.apply(0, torch.ones(14, 4, 8), torch.empty(14, 4, 8))
     assert not segment.is_as_checked(segment.changes)
@@ -327,17 +318,15 @@ def test_gathering_maps_of_a_truncated_file_is_an_error(folder):
 
 @pytest.fixture
 def unguarded(monkeypatch):
-    for module in (mapping, mapped):
-        monkeypatch.setattr(module, "guard", lambda: None)
+    monkeypatch.setattr(mapping, "guard", lambda: None)
 
 
 @pytest.mark.usefixtures("unguarded")
-@pytest.mark.parametrize("fetch", [Fetch.AUTO, Fetch.MAPPED, Fetch.VIEWS])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_without_the_guard_records_are_read_at_start_and_faults_have_no_effect(
-    tiny_checkpoint, folder, recorded, expected, fetch, fault
+    tiny_checkpoint, folder, recorded, expected, fault
 ):
-    engine = engine_on(tiny_checkpoint, folder, fetch)
+    engine = engine_on(tiny_checkpoint, folder)
     fault(path_of(folder, 7))
     for _ in range(2):
         result = run(engine, recorded)
@@ -421,12 +410,12 @@ def test_scrub_of_a_truncated_file_loses_the_segment_and_reports_no_record(
 SCRIPT = Path(__file__).with_name("serving_from_failing_storage.py")
 
 
-@pytest.mark.parametrize(("fetch", "computing"), WAYS[:3])
+@pytest.mark.parametrize("computing", READERS)
 def test_engine_under_load_survives_every_fault_and_gives_no_wrong_answer(
-    tiny_checkpoint, folder, recorded, tmp_path, fetch, computing
+    tiny_checkpoint, folder, recorded, tmp_path, computing
 ):
     (tmp_path / "sequences.json").write_text(json.dumps(recorded), encoding="utf-8")
-    arguments = (tiny_checkpoint.folder, folder, tmp_path / "sequences.json", fetch.value, computing)
+    arguments = (tiny_checkpoint.folder, folder, tmp_path / "sequences.json", computing)
     ended = subprocess.run(
         [sys.executable, *map(str, (SCRIPT, *arguments))],
         capture_output=True,

@@ -288,7 +288,6 @@ class FakeEngine:
             threads=1,
             attention="torch",
             compiled_off=None,
-            fetch="auto",
             reuse_off=self.map_reuse.reuse_off if self.map_reuse else [],
             gain=None,
             database=self.map_reuse.info() if self.map_reuse else None,

@@ -70,7 +70,6 @@ def test_request_that_could_never_be_queued_is_refused_at_start() -> None:
         ("database", "/d"),
         ("threshold", 0.9),
         ("heads", "all"),
-        ("fetch", "gather"),
         ("search_always", True),
         ("verify_rate", 0.1),
     ],
@@ -140,7 +139,7 @@ def test_every_field_is_an_option_with_variable_help_and_default() -> None:
         assert options[name].opts == [f"--{name.replace('_', '-')}"]
         assert options[name].default == field.default
         assert options[name].help == field.description
-        assert options[name].hidden == (name == "fetch")
+        assert not options[name].hidden
         assert field.description
 
 

@@ -1,14 +1,29 @@
-"""Where the layers of a pass get the maps that they do not compute."""
+"""Where the layers of a pass get the maps that they do not compute.
+
+    GivenMaps     maps that are given to the first sequences of a batch
+    HitRecords    the maps of records of the database; layer_maps.py has maps of earlier layers
+
+Records are scattered over their files, and are read in place: compiled code takes the address of each record
+in the mapped file, torch's operators take a view on the file. Packed maps of causal models are unpacked while
+they are read: row by row in the processor's cache, or to squares for torch's operators.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from attncache_core import native
 from attncache_core.models import AttentionLayer
-from attncache_core.native.stack_data import GivenRecords
+from attncache_core.models.attention import apply_maps
+from attncache_core.native.stack_data import NO_RECORDS, GivenRecords
+from attncache_core.reuse.storage.layout import MapForm
+from attncache_core.reuse.storage.segment import Segment
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -55,3 +70,67 @@ class GivenMaps(ABC):
 
         value, context: [tokens, reused heads, head_dim] of the whole batch.
         """
+
+
+class RecordGroup(NamedTuple):
+    """The records that serve neighbouring sequences of one length in a batch."""
+
+    segment: Segment
+    records: np.ndarray  # int64 [sequences]
+
+
+class HitRecords(GivenMaps):
+    """The maps that the records of hits give to a batch; see GivenMaps. The hits come first in the batch."""
+
+    def __init__(self, groups: Sequence[RecordGroup], refitted: int = 0) -> None:
+        """groups: the records of the hits, in the order of the batch. refitted: see GivenMaps."""
+        self.refitted = refitted
+        self._groups = groups
+        self._kernel = native.kernel()
+        self.count = sum(len(group.records) for group in groups)  # number of hits
+        if not groups:
+            return
+        hits = [len(group.records) for group in groups]
+        lengths = np.repeat(np.array([g.segment.length for g in groups], dtype=np.int64), hits)
+        self._layout = groups[0].segment.layout
+        self._cells = self._layout.cells(lengths)
+        self._offsets = np.concatenate(([0], np.cumsum(lengths)))
+        self._addresses = np.concatenate([g.segment.addresses(g.records) for g in groups])
+        # Hits of one record are neighbours, and each run of such hits is one product.
+        self._runs = np.flatnonzero(np.diff(self._addresses, prepend=-1, append=-1))
+
+    def records(self) -> GivenRecords | None:
+        """See GivenMaps.records. Only records that the kernel reads can be used."""
+        if not self._groups:
+            return NO_RECORDS
+        if self._kernel is None:
+            return None
+        layout = self._layout
+        return GivenRecords(
+            self._addresses,
+            layout.dtype,
+            layout.form is MapForm.PACKED,
+            [layout.heads_before(layer) for layer in range(len(layout.stored_heads))],
+            self.refitted,
+        )
+
+    def apply(self, number: int, value: torch.Tensor, context: torch.Tensor) -> None:
+        """Write maps @ V of the reused heads of layer `number` to the rows of the hits in `context`.
+
+        value, context: [tokens, reused heads, d] of the whole batch. Maps are converted to their dtype.
+        """
+        if not self._groups:
+            return
+        if self._kernel and self._kernel.supports(value):
+            layout = self._layout
+            addresses = self._addresses + 2 * layout.heads_before(number) * self._cells
+            packed = layout.form is MapForm.PACKED
+            self._kernel.apply_maps(
+                addresses, layout.dtype, self._runs, value, self._offsets, context, packed=packed
+            )
+            return
+        hits = [(segment, record) for segment, records in self._groups for record in records.tolist()]
+        for (segment, record), first in zip(hits, self._offsets[:-1].tolist(), strict=True):
+            tokens = slice(first, first + segment.length)
+            maps = segment.layer_maps(record, number, value.shape[1]).to(value)
+            context[tokens] = apply_maps(maps[None], value[None, tokens])[0]

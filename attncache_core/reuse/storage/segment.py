@@ -214,7 +214,7 @@ class Segment:
 
         The tensor is a view on the file if maps are stored as squares, otherwise a copy.
         """
-        return self.squares(self._maps[record, None], layer, heads)[0]
+        return self._squares(self._part(self._maps[record, None], layer, heads))[0]
 
     def gather_layer_maps(self, records: torch.Tensor, layer: int, heads: int) -> torch.Tensor:
         """Copy the first `heads` stored maps of a layer of several records (int64 [n]): [n, heads, L, L].
@@ -225,13 +225,6 @@ class Segment:
         if self.is_lost:
             raise RecordsChanged([self])
         return self._squares(maps.unflatten(1, (heads, self.layout.cells(self.length))))
-
-    def squares(self, records: torch.Tensor, layer: int, heads: int) -> torch.Tensor:
-        """Return the first `heads` maps of a layer from whole records [n, numbers], as [n, heads, L, L].
-
-        The tensor is a view on the records if maps are stored as squares, otherwise a copy.
-        """
-        return self._squares(self._part(records, layer, heads))
 
     def _part(self, records: torch.Tensor, layer: int, heads: int) -> torch.Tensor:
         """Return a view [n, heads, cells] of the first `heads` maps of a layer in records [n, numbers]."""

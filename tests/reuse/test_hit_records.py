@@ -1,4 +1,4 @@
-"""Every way to fetch records gives the plain products maps @ V, and copies no more than documented.
+"""Records are read in place: their products maps @ V are the plain products, and no map is copied to another.
 
 Copies are counted with torch's profiler, by the names of operators and by the memory that operators allocate,
 because matmul silently clones views with strides that it does not support.
@@ -15,21 +15,17 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from attncache_core import native
-from attncache_core.reuse.execution import fetch
-from attncache_core.reuse.execution.fetch import Fetch, HitRecords, RecordGroup
-from attncache_core.reuse.execution.mapped import map_side_by_side
+from attncache_core.reuse.execution.given_maps import HitRecords, RecordGroup
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.segment_writer import SegmentWriter
 
 STORED, RECORDS, WIDTH = (4, 2, 3), 5, 8
 LAYERS = range(len(STORED))
-# Lengths below and above the length from which views are used without the kernel.
 MIDDLE, LONG = 90, 130
 LENGTHS = (1, 5, 7, 8, 33, MIDDLE, LONG)
-# The ways that use the kernel, and all ways with torch's operators, as if no kernel was built.
-BY_KERNEL = (Fetch.AUTO, Fetch.IN_PLACE, Fetch.MAPPED)
-WAYS = [*((way, "kernel") for way in BY_KERNEL), *((way, "operators") for way in Fetch)]
+# Who reads the maps.
+READERS = ["kernel", "operators"]
 # A value that no context has.
 CANARY = -768.0
 # The relative rounding error of bfloat16.
@@ -71,6 +67,10 @@ def group_of(segment, records):
     return RecordGroup(segment, np.array(records, dtype=np.int64))
 
 
+def tokens_of(groups):
+    return sum(len(records) * segment.length for segment, records in groups)
+
+
 def values(tokens, heads, dtype, width=WIDTH):
     """Return V of the first `heads` heads as a view on the V of all heads, as in a layer."""
     whole = torch.randn(tokens, STORED[0] + 2, width, generator=torch.Generator().manual_seed(tokens))
@@ -96,19 +96,18 @@ def assert_plain_products(found, groups, layer, value):
             first = tokens.stop
 
 
-def fetched(groups, way, layer, value):
+def applied(groups, layer, value):
     """Return the context of hits. Assert that the rows of misses and other heads are not written."""
     whole = torch.full((len(value), value.shape[1] + 2, value.shape[2]), CANARY, dtype=value.dtype)
     context = whole[:, 1:-1]
-    with HitRecords(groups, way) as records:
-        records.apply(layer, value, context)
-    hits = sum(group.tokens for group in groups)
+    HitRecords(groups).apply(layer, value, context)
+    hits = tokens_of(groups)
     assert (whole[:, [0, -1]] == CANARY).all()
     assert (whole[hits:] == CANARY).all()
     return context[:hits]
 
 
-@pytest.mark.parametrize(("way", "computing"), WAYS)
+@pytest.mark.parametrize("computing", READERS)
 @settings(max_examples=25)
 @given(
     hits=st.dictionaries(
@@ -141,21 +140,22 @@ def fetched(groups, way, layer, value):
 )
 @example({8: [1, 1, 1, 1], LONG: [3, 3]}, 0, (0, 4), torch.float16, MapForm.SQUARE, torch.float32, 8)
 def test_context_of_hits_is_the_plain_product_of_their_records(
-    segment, way, computing, hits, misses, layer_heads, map_dtype, form, dtype, width
+    segment, computing, hits, misses, layer_heads, map_dtype, form, dtype, width
 ):
     groups = [group_of(segment(length, map_dtype, form), records) for length, records in hits.items()]
     layer, heads = layer_heads
-    value = values(sum(group.tokens for group in groups) + misses, heads, dtype, width)
+    value = values(tokens_of(groups) + misses, heads, dtype, width)
     with attention_by(computing):
-        found = fetched(groups, way, layer, value)
+        found = applied(groups, layer, value)
     assert_plain_products(found, groups, layer, value)
 
 
-@pytest.mark.parametrize(("way", "computing"), WAYS)
-def test_records_of_a_batch_serve_all_layers(segment, way, computing):
+@pytest.mark.parametrize("computing", READERS)
+def test_records_of_a_batch_serve_all_layers(segment, computing):
     groups = [group_of(segment(length), [2, 2, 0]) for length in (9, LONG)]
-    tokens = sum(group.tokens for group in groups)
-    with attention_by(computing), HitRecords(groups, way) as records:
+    tokens = tokens_of(groups)
+    with attention_by(computing):
+        records = HitRecords(groups)
         for layer in (*LAYERS, 0):
             value = values(tokens, 2, torch.float32)
             context = torch.full(value.shape, CANARY)
@@ -163,10 +163,11 @@ def test_records_of_a_batch_serve_all_layers(segment, way, computing):
             assert_plain_products(context, groups, layer, value)
 
 
-@pytest.mark.parametrize(("way", "computing"), WAYS)
-def test_batch_without_hits_writes_nothing(way, computing):
+@pytest.mark.parametrize("computing", READERS)
+def test_batch_without_hits_writes_nothing(computing):
     context = torch.full((4, 2, 8), CANARY)
-    with attention_by(computing), HitRecords([], way) as records:
+    with attention_by(computing):
+        records = HitRecords([])
         records.apply(0, torch.randn(4, 2, 8), context)
         assert records.count == 0
     assert (context == CANARY).all()
@@ -199,16 +200,9 @@ def spied_kernel(monkeypatch):
     return spied
 
 
-@pytest.mark.parametrize("way", Fetch)
-def test_kernel_is_used_except_for_gather_and_views(segment, spied_kernel, way):
-    groups = [group_of(segment(5), [3]), group_of(segment(LONG), [1])]
-    fetched(groups, way, 0, values(5 + LONG, 4, torch.float32))
-    assert spied_kernel.runs == ([[1, 1]] if way in BY_KERNEL else [])
-
-
 def test_only_neighbouring_hits_of_one_record_are_one_product(segment, spied_kernel):
     groups = [group_of(segment(5), [0, 0, 4, 0]), group_of(segment(7), [0, 2, 2, 2])]
-    fetched(groups, Fetch.IN_PLACE, 0, values(48, 4, torch.float32))
+    applied(groups, 0, values(48, 4, torch.float32))
     assert spied_kernel.runs == [[2, 1, 1, 1, 3]]
 
 
@@ -218,17 +212,14 @@ COPIES = (
 )
 
 
-def profiled(groups, way, heads, dtype=torch.bfloat16):
-    """Return the operators that ran while records were mapped and multiplied by V."""
-    value = values(sum(group.tokens for group in groups), heads, dtype)
+def profiled(groups, heads, dtype=torch.bfloat16):
+    """Return the operators that ran while maps of records were multiplied by V."""
+    value = values(tokens_of(groups), heads, dtype)
     context = torch.empty_like(value)
     # Tensors made from V must be smaller than the maps of a single head, to tell them apart by size.
     assert value.numel() < min(group.segment.length for group in groups) ** 2
-    with (
-        profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler,
-        HitRecords(groups, way) as records,
-    ):
-        records.apply(0, value, context)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler:
+        HitRecords(groups).apply(0, value, context)
     return profiler.events()
 
 
@@ -247,67 +238,32 @@ def tensors_of(events, numbers):
     return [size for size in sizes if size >= 1]
 
 
-@pytest.mark.parametrize(
-    ("way", "computing"),
-    [(Fetch.IN_PLACE, "kernel"), (Fetch.MAPPED, "kernel"), (Fetch.VIEWS, "operators")],
-)
+@pytest.mark.parametrize("computing", READERS)
 @pytest.mark.parametrize("heads", [1, 3, STORED[0]])
-def test_ways_without_a_copy_make_no_tensor_of_the_size_of_a_map(segment, way, computing, heads):
+def test_reading_in_place_makes_no_tensor_of_the_size_of_a_map(segment, computing, heads):
     with attention_by(computing):
-        events = profiled([group_of(segment(LONG), [4, 0, 2])], way, heads)
+        events = profiled([group_of(segment(LONG), [4, 0, 2])], heads)
     assert copies_of(events, LONG**2) == []
     assert tensors_of(events, LONG**2) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("map_dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("way", [Fetch.IN_PLACE, Fetch.MAPPED])
 @pytest.mark.parametrize("form", MapForm)
-def test_kernel_copies_no_maps_of_another_dtype_or_form(segment, way, map_dtype, dtype, form):
+def test_kernel_copies_no_maps_of_another_dtype_or_form(segment, map_dtype, dtype, form):
     with attention_by("kernel"):
-        events = profiled([group_of(segment(LONG, map_dtype, form), [4, 0, 2])], way, 2, dtype)
+        events = profiled([group_of(segment(LONG, map_dtype, form), [4, 0, 2])], 2, dtype)
     assert copies_of(events, LONG**2) == []
     assert tensors_of(events, LONG**2) == []
 
 
-@pytest.mark.parametrize("heads", [1, 3, STORED[0]])
-@pytest.mark.parametrize("length", [MIDDLE, LONG])
-def test_gather_copies_maps_once_with_one_index_select(segment, length, heads):
-    events = profiled([group_of(segment(length), [4, 0])], Fetch.GATHER, heads)
-    assert copies_of(events, length**2) == ["aten::index_select"]
-    assert tensors_of(events, length**2) == [2 * heads]
-
-
-@pytest.mark.parametrize(
-    ("way", "conversions"), [(Fetch.GATHER, 1), (Fetch.VIEWS, 2), (Fetch.MAPPED, STORED[0])]
-)
-def test_both_counts_see_a_conversion_of_maps(segment, way, conversions):
-    # Maps of another dtype than V are converted at once, per record, or per head.
+def test_the_profile_sees_a_conversion_of_maps(segment):
+    # Operators convert the maps of a record to the dtype of V.
     with attention_by("operators"):
-        events = profiled([group_of(segment(LONG), [3, 1])], way, STORED[0], torch.float32)
-    converted = 2 * STORED[0] // conversions * LONG**2
-    assert copies_of(events, converted).count("aten::_to_copy") == conversions
-    assert tensors_of(events, 2 * converted).count(1) == conversions
-
-
-def test_count_of_tensors_sees_a_clone_inside_matmul(segment):
-    held = segment(LONG)
-    value = values(3 * LONG, 4, torch.bfloat16).unflatten(0, (3, LONG))
-    with map_side_by_side(held, np.array([4, 0, 2])) as mapped:
-        maps = held.squares(mapped, 0, 4)
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler:
-            _ = maps @ value.transpose(1, 2)
-    assert tensors_of(profiler.events(), LONG**2) == [3 * 4]
-
-
-@pytest.mark.parametrize("way", [Fetch.AUTO, Fetch.IN_PLACE])
-def test_without_the_kernel_short_maps_are_gathered_and_long_maps_are_views(segment, way):
-    assert MIDDLE < fetch._VIEWS_FROM <= LONG
-    with attention_by("operators"):
-        short = profiled([group_of(segment(MIDDLE), [4, 0])], way, 4)
-        long = profiled([group_of(segment(LONG), [4, 0])], way, 4)
-    assert copies_of(short, MIDDLE**2) == ["aten::index_select"]
-    assert copies_of(long, LONG**2) == []
+        events = profiled([group_of(segment(LONG), [3, 1])], STORED[0], torch.float32)
+    converted = STORED[0] * LONG**2
+    assert copies_of(events, converted).count("aten::_to_copy") == 2
+    assert tensors_of(events, 2 * converted).count(1) == 2
 
 
 def test_layer_maps_are_a_view_on_the_mapped_file(segment):
