@@ -80,8 +80,8 @@ def test_blocks_of_one_layer_are_the_full_model(request, model, computing):
     with attention_by(computing):
         found = prefill(shared_maps_engine(checkpoint, blocks, dtype="float32"), sequences)
         full = prefill(PrefillEngine.load(checkpoint, dtype="float32"), sequences, reuse=False)
-    # Shared maps run layer by layer, and their sums differ from the stack's in rounding.
-    np.testing.assert_allclose(found.outputs, full.outputs, atol=1e-5 if computing == "stack" else 0)
+    # Shared maps run layer by layer, and their sums differ in rounding from the one call of an exact batch.
+    np.testing.assert_allclose(found.outputs, full.outputs, atol=FLOAT32, rtol=0)
     assert found.outcomes == full.outcomes
     np.testing.assert_array_equal(found.similarities, full.similarities)
     assert (found.tokens, found.corrupt_records) == (147, 0)
