@@ -140,7 +140,7 @@ def calibrate_blending(
 def _sequences(
     engine: PrefillEngine, prompts: Sequence[SegmentedText], separator: str, listwise: bool
 ) -> Iterator[Segmented]:
-    frame = engine.tokenizer.frame(engine.blending.letters.prompt if listwise else engine.default_prompt)
+    frame = engine.tokenizer.frame(engine.decisions.letters.prompt if listwise else engine.default_prompt)
     (between,) = engine.tokenizer.turns([separator])
     for segments, query, place in prompts:
         try:
@@ -177,9 +177,7 @@ class _Measuring:
         exact, exact_seconds = self._run(sequence, None)
         if not exact.finite.all():
             raise NotFinite("the model computes NaN or infinity for a prompt", field="segments")
-        comparator = self._engine.blending.comparator(
-            self._measure, len(sequence.spans) if self._listwise else None
-        )
+        comparator = self._engine.comparator(self._measure, len(sequence.spans) if self._listwise else None)
         fidelities, seconds = {}, {}
         for ratio in self._ratios:
             result, own = self._run(sequence, ratio)

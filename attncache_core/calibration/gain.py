@@ -30,7 +30,7 @@ from attncache_core.calibration.paired import (
 )
 from attncache_core.engine.forward import forward_pass
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.engine.running import threads_of
+from attncache_core.engine.runner import threads_of
 from attncache_core.reuse.maps.gain import (
     KEPT_GAINS,
     MAX_KEPT,
@@ -187,7 +187,7 @@ class Timing:
 
         def passed(batch: TokenBatch, strategy: SearchEngine | None) -> None:
             allowed = np.ones(len(batch.lengths), dtype=bool)
-            with threads_of(engine):
+            with threads_of(engine.model, engine.threads):
                 done = forward_pass(engine.model, batch, strategy, allowed, engine.deciding)
                 done.hidden[:1].cpu()  # a GPU computes until now
 

@@ -20,7 +20,7 @@ from attncache_core.calibration.paired import IdleMark, always_idle, compare
 from attncache_core.calibration.savings import with_reused
 from attncache_core.engine.layers import NO_GIVEN_MAPS, run_layers
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.engine.running import threads_of
+from attncache_core.engine.runner import threads_of
 from attncache_core.models import PackedModel
 from attncache_core.models.attention import apply_maps
 from attncache_core.native.stack_data import GivenRecords
@@ -75,7 +75,7 @@ def could_pay(
     masked = with_reused(engine, order, [reused] * len(order))
 
     def passed(model: PackedModel, batch: TokenBatch, maps: GivenMaps) -> None:
-        with threads_of(engine):
+        with threads_of(engine.model, engine.threads):
             hidden, _ = run_layers(model, batch, None, maps)
             hidden[:1].cpu()  # a GPU computes until now
 

@@ -9,23 +9,14 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attncache_core.errors import InvalidInput
-from attncache_core.heads.comparator import Measure, OutputComparator
-from attncache_core.heads.listwise import LETTERS
-from attncache_core.heads.listwise import TEMPLATE as LISTWISE
 from attncache_core.reuse.blend.chunks import Blend, Recomputation
 from attncache_core.reuse.blend.gate import BlendGate, read_gate, tighten
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.text.labels import LabelTokens
-from attncache_core.text.prompts import Prompt
 from attncache_core.text.segments import Segmented
-
-if TYPE_CHECKING:
-    from attncache_core.engine.prefill import PrefillEngine
 
 # The value of PrefillEngine.key_values_off if nobody asked for keys and values.
 SWITCHED_OFF = "switched off"
@@ -48,8 +39,9 @@ class BlendInfo:
 class Blending:
     """The blending of one engine. Any thread may call the methods."""
 
-    def __init__(self, engine: PrefillEngine) -> None:
-        self._engine = engine
+    def __init__(self, key_values: KeyValueReuse | None, off: str, labels: LabelTokens | None) -> None:
+        """off: why there are no keys and values, if `key_values` is None. labels: the operator's labels."""
+        self._key_values, self._key_values_off, self._labels = key_values, off, labels
         self._path: Path | None = None
         self._changing = threading.Lock()
         self.gate: BlendGate | None = None  # None: chunks are computed exactly
@@ -57,25 +49,23 @@ class Blending:
     @property
     def refusal(self) -> str | None:
         """Why keys and values of the model can be used in no other order; None if they can, or are off."""
-        key_values, off = self._engine.key_values, self._engine.key_values_off
-        if key_values is None:
-            return None if off == SWITCHED_OFF else off
-        if not key_values.reads_last:
+        if self._key_values is None:
+            return None if self._key_values_off == SWITCHED_OFF else self._key_values_off
+        if not self._key_values.reads_last:
             return "pooling reads all tokens, and tokens that are not computed again have no last state"
         return None
 
     def off(self, listwise: bool = False) -> str | None:
         """Return why chunks cannot be blended now; None if they can. listwise: in listwise reranking."""
-        engine = self._engine
-        if engine.key_values is None:
-            return engine.key_values_off
+        if self._key_values is None:
+            return self._key_values_off
         if reason := self.refusal:
             return reason
-        if not engine.key_values.store.memory.pool.places:
+        if not self._key_values.store.memory.pool.places:
             return "there is no memory for keys and values (--kv-memory-bytes)"
-        if engine.key_values.approximation:
+        if self._key_values.approximation:
             return "saved keys and values are approximate already (--kv-disk-dtype)"
-        if not listwise and engine.label_tokens and not engine.label_tokens.one_token_each:
+        if not listwise and self._labels and not self._labels.one_token_each:
             return "labels of several tokens make several sequences, and each would be blended by itself"
         return None
 
@@ -83,17 +73,11 @@ class Blending:
         """Return the keys and values that can be blended. Raises InvalidInput, which says why they cannot."""
         if reason := self.off(listwise):
             raise InvalidInput(f"chunks cannot be blended: {reason}", field="segments")
-        assert self._engine.key_values is not None
-        return self._engine.key_values
+        assert self._key_values is not None
+        return self._key_values
 
     def open(self, gate: BlendGate, path: Path | None = None) -> None:
-        """Blend chunks as a gate allows from now on. path: its file, in which tightening is kept.
-
-        Raises InvalidInput if chunks cannot be blended, or if the gate belongs to another model.
-        """
-        self.require(gate.listwise)
-        engine = self._engine
-        gate.require(engine.fingerprint, engine.checkpoint.name, len(engine.model.layers))
+        """Take a gate of this engine's model. path: its file, in which tightening is kept."""
         self.gate, self._path = gate, path
 
     def tighten(self, gate: BlendGate) -> tuple[BlendGate, bool]:
@@ -118,12 +102,6 @@ class Blending:
                 if kept.steps > self.gate.steps and kept.is_of(self.gate):
                     self.gate = kept
 
-    def covers(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
-        """Return whether the gate was measured with sequences of this prompt. labels: as for may_reuse."""
-        if self.gate is None:
-            return False
-        return prompt.template == LISTWISE if self.gate.listwise else self._engine.may_reuse(prompt, labels)
-
     def blend(self, sequence: Segmented, ids: Sequence[int], salt: bytes) -> Blend | None:
         """Return how a sequence is blended; None if it is computed exactly.
 
@@ -141,29 +119,6 @@ class Blending:
         """Return how a sequence is blended, whatever the gate says. Raises as `require`."""
         key_values = self.require(listwise=True)  # of labels, nothing is known here
         return Blend.of(key_values, ids, sequence.spans, sequence.opening, salt, recomputation)
-
-    @cached_property
-    def letters(self) -> LabelTokens:
-        """The letters that listwise reranking scores. Raises InvalidInput without task label-logits."""
-        return self._engine.labels_in(LISTWISE, LETTERS)
-
-    def comparator(self, measure: Measure, documents: int | None = None) -> OutputComparator:
-        """Return the comparator of blended outputs and exact ones.
-
-        documents: in listwise reranking, how many are in the list; only their letters are compared. Raises
-        as PrefillEngine.comparator, and InvalidInput if letters cannot be compared.
-        """
-        if documents is None:
-            return self._engine.comparator(measure)
-        if not self.letters.one_token_each:
-            raise InvalidInput(
-                "the letters of documents are several tokens each in this model's tokenizer, so lists of "
-                "documents are always computed exactly",
-                field="listwise",
-            )
-        return OutputComparator(
-            measure, lambda outputs: self._engine.label_logits(self.letters, outputs)[:, :documents]
-        )
 
     def info(self) -> BlendInfo | None:
         """Return what is blended; None without a gate."""

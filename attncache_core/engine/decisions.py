@@ -8,6 +8,7 @@ labels of a decoder           logits of the labels' tokens behind a template
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.errors import InvalidInput, NoClassifier
 from attncache_core.heads.classifier import LinearClassifier
+from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.heads.listwise import LETTERS
+from attncache_core.heads.listwise import TEMPLATE as LISTWISE
 from attncache_core.models import PackedModel
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.tokenizer import TextTokenizer
@@ -92,6 +96,26 @@ class Decisions:
         if own and (template, labels) == (self._checkpoint.template, own.labels):
             return own
         return LabelTokens.of(self._tokenizer, template, labels)
+
+    @cached_property
+    def letters(self) -> LabelTokens:
+        """The letters that listwise reranking scores. Raises InvalidInput without task label-logits."""
+        return self.labels_in(LISTWISE, LETTERS)
+
+    def letters_comparator(self, measure: Measure, documents: int) -> OutputComparator:
+        """Return the comparator of the letters of a list of this many documents.
+
+        Raises InvalidInput if letters cannot be compared.
+        """
+        if not self.letters.one_token_each:
+            raise InvalidInput(
+                "the letters of documents are several tokens each in this model's tokenizer, so lists of "
+                "documents are always computed exactly",
+                field="listwise",
+            )
+        return OutputComparator(
+            measure, lambda outputs: self.label_logits(self.letters, outputs)[:, :documents]
+        )
 
     @torch.inference_mode()
     def label_logits(

@@ -1,6 +1,6 @@
 """PrefillEngine: compute embeddings or class logits of texts, with reuse of attention maps.
 
-texts -> tokenize -> requests -> run (running.py) -> PrefillResult, in the caller's order
+texts -> tokenize -> requests -> run (runner.py) -> PrefillResult, in the caller's order
     -> embeddings, class_logits or label_logits
 """
 
@@ -10,29 +10,35 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import overload
 
 import numpy as np
 import torch
 
+from attncache_core import native
 from attncache_core.checkpoints.checkpoint import Activation, Checkpoint, Task
 from attncache_core.checkpoints.template import Template, Text
 from attncache_core.engine.blending import SWITCHED_OFF, Blending
 from attncache_core.engine.decisions import Decisions
-from attncache_core.engine.info import EngineInfo, engine_info
+from attncache_core.engine.info import EngineInfo
 from attncache_core.engine.pair_scores import PairScores
 from attncache_core.engine.request import PrefillRequest, PrefillResult
-from attncache_core.engine.running import run_requests
+from attncache_core.engine.runner import Runner
 from attncache_core.errors import DatabaseRefused, InvalidInput, NoClassifier, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.embedding import require_dimensions
+from attncache_core.heads.listwise import TEMPLATE as LISTWISE
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.heads.vectors import require_finite
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel, load_model
 from attncache_core.models.refitted import with_refitted
+from attncache_core.reuse.blend.gate import BlendGate
+from attncache_core.reuse.kv.info import key_value_info
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.memory import Wanted
 from attncache_core.reuse.kv.opening import KeyValueOptions, NotReusable, open_key_values
@@ -48,42 +54,73 @@ from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.tokenizer import TextTokenizer
 
 
+class RunCounter:
+    """Counts the runs of an engine, at present and since the start. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = self._begun = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._running += 1
+            self._begun += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._running -= 1
+
+    def idle_mark(self) -> int | None:
+        """Return a number that changes whenever a run begins, or None while a run computes."""
+        with self._lock:
+            return None if self._running else self._begun
+
+
+@dataclass(frozen=True, eq=False)
 class PrefillEngine:
-    """A loaded model with its tokenizer and, optionally, a reuse strategy.
+    """A loaded model with its tokenizer and what it may reuse. `dataclasses.replace` changes a part.
 
     Any number of threads may call `run` at once; `parallel_runs` says how many threads gain by it.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        model: PackedModel,
-        tokenizer: TextTokenizer,
-        *,
-        dtype: torch.dtype,
-        threads: int,
-        strategy: ReuseStrategy | None = None,
-        classifier: LinearClassifier | None = None,
-        share_prefixes: bool = True,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.model = model
-        self.tokenizer = tokenizer
-        self.dtype = dtype
-        self.threads = threads
-        self.strategy = strategy
-        self.decisions = Decisions(checkpoint, model, tokenizer, classifier)
-        self.pair_scores = PairScores(checkpoint, self.decisions, tokenizer)
-        self.share_prefixes = share_prefixes
-        self.key_values: KeyValueReuse | None = None
-        self.key_values_off = SWITCHED_OFF  # why, if `key_values` is None
-        self.blending = Blending(self)
-        self._reuse_off: list[str] = []
-        self.deciding = threading.Lock()  # held while the strategy is called
-        self._counting = threading.Lock()
-        self._running = self._begun = 0  # runs at present, and since the start
-        self.task: Task = checkpoint.task
-        self.max_tokens = tokenizer.max_tokens
+    checkpoint: Checkpoint
+    model: PackedModel
+    tokenizer: TextTokenizer
+    dtype: torch.dtype
+    threads: int
+    strategy: ReuseStrategy | None = None
+    classifier: LinearClassifier | None = None  # on embeddings
+    share_prefixes: bool = True  # of several sequences of a batch, if the model is causal
+    key_values: KeyValueReuse | None = None
+    key_values_off: str = SWITCHED_OFF  # why, if `key_values` is None
+    deciding: threading.Lock = field(default_factory=threading.Lock)  # held while the strategy is called
+    runs: RunCounter = field(default_factory=RunCounter)
+    # Made of the parts above.
+    decisions: Decisions = field(init=False)
+    pair_scores: PairScores = field(init=False)
+    blending: Blending = field(init=False)
+    runner: Runner = field(init=False)
+    _reuse_off: list[str] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        decisions = Decisions(self.checkpoint, self.model, self.tokenizer, self.classifier)
+        made = {
+            "decisions": decisions,
+            "pair_scores": PairScores(self.checkpoint, decisions, self.tokenizer),
+            "blending": Blending(self.key_values, self.key_values_off, decisions.label_tokens),
+            "runner": Runner(
+                self.model,
+                self.threads,
+                self.tokenizer.prompt_tokens,
+                self.checkpoint.pooling.modes,
+                self.strategy,
+                self.key_values,
+                self.share_prefixes,
+                self.deciding,
+            ),
+        }
+        for name, part in made.items():
+            object.__setattr__(self, name, part)
 
     @classmethod
     def load(
@@ -139,34 +176,37 @@ class PrefillEngine:
             model = _with_refitted(model, strategy.database, checkpoint)
         if database:
             database.require_width(model.hidden_size)
+        opened, off = None, SWITCHED_OFF
+        if key_values:
+            try:
+                opened = open_key_values(model, checkpoint, tokenizer.prompt_tokens, key_values)
+            except NotReusable as reason:
+                off = str(reason)
         engine = cls(
             checkpoint,
             model,
             tokenizer,
-            dtype=compute_dtype,
-            threads=count,
-            strategy=strategy,
-            classifier=classifier,
-            share_prefixes=share_prefixes,
+            compute_dtype,
+            count,
+            strategy,
+            classifier,
+            share_prefixes,
+            opened,
+            off,
         )
-        if key_values:
-            try:
-                engine.key_values = open_key_values(model, checkpoint, tokenizer.prompt_tokens, key_values)
-                engine._measure_prefill()
-            except NotReusable as reason:
-                engine.key_values_off = str(reason)
-        if checkpoint.task == "embed" and checkpoint.labels:
-            try:
-                embeddings = engine.embed(checkpoint.labels, reuse=False)
-            except NotFinite as error:
-                raise NotFinite.of(error.index, "labels") from error
-            engine.decisions.classifier = nearest_label(
-                checkpoint.labels,
-                embeddings,
-                fingerprint=checkpoint.embedding_fingerprint(),
-                model=checkpoint.name,
-            )
-        return engine
+        engine._measure_prefill()
+        return engine._with_nearest_label() if checkpoint.task == "embed" and checkpoint.labels else engine
+
+    def _with_nearest_label(self) -> PrefillEngine:
+        """Return the engine with a classifier whose classes are the checkpoint's labels."""
+        labels = self.checkpoint.labels
+        try:
+            embeddings = self.embed(labels, reuse=False)
+        except NotFinite as error:
+            raise NotFinite.of(error.index, "labels") from error
+        fingerprint = self.checkpoint.embedding_fingerprint()
+        classifier = nearest_label(labels, embeddings, fingerprint=fingerprint, model=self.checkpoint.name)
+        return replace(self, classifier=classifier)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -192,6 +232,16 @@ class PrefillEngine:
         return self.threads if self.model.stack else 1
 
     @property
+    def task(self) -> Task:
+        """What the outputs are: embeddings, class logits, or logits of labels."""
+        return self.checkpoint.task
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of a sequence."""
+        return self.tokenizer.max_tokens
+
+    @property
     def labels(self) -> tuple[str, ...] | None:
         """The labels that outputs decide among; see Decisions.labels."""
         return self.decisions.labels
@@ -205,11 +255,6 @@ class PrefillEngine:
     def label_tokens(self) -> LabelTokens | None:
         """The operator's labels, if labels are scored by their tokens."""
         return self.decisions.label_tokens
-
-    @property
-    def classifier(self) -> LinearClassifier | None:
-        """The classifier on embeddings, if any."""
-        return self.decisions.classifier
 
     @property
     def dimensions(self) -> int | None:
@@ -439,12 +484,8 @@ class PrefillEngine:
         return cosine and prompt == self.default_prompt
 
     def shares_prefixes(self, reuse: bool) -> bool:
-        """Return whether requests with this `reuse` are computed as trees of shared prefixes.
-
-        This needs a causal model, in which no token depends on a later token. A strategy decides about whole
-        sequences, so requests that may reuse something are computed one by one.
-        """
-        return self.share_prefixes and self._is_causal and not (reuse and self.strategy)
+        """Return whether requests with this `reuse` share prefixes; see Runner.shares_prefixes."""
+        return self.runner.shares_prefixes(reuse)
 
     def class_logits(self, outputs: np.ndarray) -> np.ndarray:
         """Return logits [n, labels] from the outputs of `run`; see Decisions.class_logits."""
@@ -466,23 +507,8 @@ class PrefillEngine:
     @torch.inference_mode()
     def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
         """Run token sequences through the model, with the reuse that each request allows."""
-        with self._counting:
-            self._running += 1
-            self._begun += 1
-        try:
-            return run_requests(self, requests)
-        finally:
-            with self._counting:
-                self._running -= 1
-
-    def idle_mark(self) -> int | None:
-        """Return a number that changes whenever `run` is called, or None while a call of `run` computes."""
-        with self._counting:
-            return None if self._running else self._begun
-
-    @cached_property
-    def _is_causal(self) -> bool:
-        return all(layer.attention_mask.is_causal for layer in self.model.layers)
+        with self.runs:
+            return self.runner.run(requests)
 
     @property
     def map_reuse(self) -> MapReuse | None:
@@ -504,12 +530,16 @@ class PrefillEngine:
         """Reasons why reuse is off although a database is set; empty if reuse is on."""
         return self.map_reuse.reuse_off if self.map_reuse else self._reuse_off
 
-    def comparator(self, measure: Measure) -> OutputComparator:
+    def comparator(self, measure: Measure, documents: int | None = None) -> OutputComparator:
         """Return the comparator of outputs of `run` with reuse and without reuse.
 
         Compares the decisions of the model, else of the classifier, else of the classifier for which the
-        database was calibrated. Raises NoClassifier for agreement if none of them exists.
+        database was calibrated. documents: in listwise reranking, how many are in the list; only their
+        letters are compared. Raises NoClassifier for agreement if nothing decides, and InvalidInput if
+        letters cannot be compared.
         """
+        if documents is not None:
+            return self.decisions.letters_comparator(measure, documents)
         if measure is Measure.COSINE and self.task != "classify":
             return OutputComparator(measure, None)
         if self.labels is not None:
@@ -521,9 +551,53 @@ class PrefillEngine:
             field="classifier",
         )
 
+    def open_gate(self, gate: BlendGate, path: Path | None = None) -> None:
+        """Blend chunks as a gate allows from now on. path: its file, in which tightening is kept.
+
+        Raises InvalidInput if chunks cannot be blended, or if the gate belongs to another model.
+        """
+        self.blending.require(gate.listwise)
+        gate.require(self.fingerprint, self.checkpoint.name, len(self.model.layers))
+        self.blending.open(gate, path)
+
+    def may_blend(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
+        """Return whether the gate was measured with sequences of this prompt. labels: as for may_reuse."""
+        gate = self.blending.gate
+        if gate is None:
+            return False
+        return prompt.template == LISTWISE if gate.listwise else self.may_reuse(prompt, labels)
+
     def info(self) -> EngineInfo:
         """Return what is loaded, for people and /info."""
-        return engine_info(self)
+        checkpoint, reuse = self.checkpoint, self.map_reuse
+        embeds = self.task == "embed"
+        return EngineInfo(
+            model=checkpoint.name,
+            model_source=checkpoint.source,
+            revision=checkpoint.revision,
+            commit=checkpoint.commit,
+            fingerprint=self.fingerprint,
+            variant=checkpoint.variant,
+            task=self.task,
+            labels=list(self.labels or checkpoint.labels),
+            template=str(checkpoint.template),
+            prompts=dict(checkpoint.prompts),
+            pooling=checkpoint.pooling.modes if embeds else None,
+            dimensions=self.dimensions,
+            matryoshka_dimensions=checkpoint.matryoshka_dimensions,
+            max_tokens=self.max_tokens,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=str(self.model.device),
+            threads=self.threads,
+            attention=native.level() or "torch",
+            compiled_off=native.compiled_off() if self.model.device.type == "cpu" else None,
+            reuse_off=list(self.reuse_off),
+            gain=reuse.gain.info(reuse.policy.names()) if reuse and reuse.gain else None,
+            database=reuse.info() if reuse else None,
+            key_values=key_value_info(self.key_values.store) if self.key_values else None,
+            key_values_off=None if self.key_values else self.key_values_off,
+            blending=self.blending.info(),
+        )
 
 
 def _with_refitted(model: PackedModel, database: AttentionDatabase, checkpoint: Checkpoint) -> PackedModel:

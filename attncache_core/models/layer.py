@@ -209,6 +209,11 @@ class PackedModel:
     refitted: Sequence[AttentionLayer] | None = None
 
     @cached_property
+    def is_causal(self) -> bool:
+        """Whether no token depends on a later token."""
+        return all(layer.attention_mask.is_causal for layer in self.layers)
+
+    @cached_property
     def stack(self) -> CompiledStack | None:
         """The compiled stack of the layers; None if the layers run one by one on the plain executor."""
         if self.device != CPU:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -65,8 +65,7 @@ class Method:
 
     def ways(self) -> Ways:
         """Return the ways of the engine, with the store of this method."""
-        self._engine.key_values = self.key_values
-        return Ways(self._engine)
+        return Ways(replace(self._engine, key_values=self.key_values))
 
 
 class FirstVisit(Method):

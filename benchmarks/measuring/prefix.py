@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -74,8 +74,12 @@ class Method:
     shares = True  # whether sequences of a batch share prefixes
 
     def __init__(self, engine: PrefillEngine, key_values: KeyValueReuse | None = None) -> None:
-        self.engine = engine
-        self.key_values = key_values
+        self.engine = replace(engine, share_prefixes=self.shares, key_values=key_values)
+
+    @property
+    def key_values(self) -> KeyValueReuse | None:
+        """The store of this way."""
+        return self.engine.key_values
 
     def prepare(self, texts: Ids) -> None:
         """Called before the texts of a pass are run."""
@@ -89,7 +93,6 @@ class Method:
 
     def run(self, texts: Ids) -> PrefillResult:
         """Run texts as one batch."""
-        self.engine.share_prefixes, self.engine.key_values = self.shares, self.key_values
         return self.engine.run(self.engine.requests(texts))
 
 
@@ -164,12 +167,13 @@ class OnDisk(Method):
         """End the threads of the store."""
         if self.key_values:
             self.key_values.store.close()
-            self.key_values = None
+            self.engine = replace(self.engine, key_values=None)
 
     def _open(self) -> None:
-        self.key_values = open_store(
+        opened = open_store(
             self.engine, self._prefill_speed, folder=self._folder, disk_bytes=self._disk_bytes
         )
+        self.engine = replace(self.engine, key_values=opened)
 
 
 class Peer(Method):

@@ -9,12 +9,13 @@ is shorter. The waiting turns are told to the store (`expect`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from attncache_core import PrefillEngine, Progress
+from attncache_core.engine.request import PrefillRequest
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.memory import Wanted
@@ -63,6 +64,9 @@ class Runner:
     exactness: Exactness = field(default_factory=Exactness)
     _arrived: int = 0
 
+    def __post_init__(self) -> None:
+        self.engine = replace(self.engine, share_prefixes=bool(self.key_values), key_values=self.key_values)
+
     def run(self, turns: Sequence[Turn], sessions: Sequence[list[int]], index: int) -> np.ndarray:
         """Run one turn, and return its output."""
         turn = turns[index]
@@ -70,7 +74,6 @@ class Runner:
         start = max(turn.arrival, self.free_at)
         self._arrived = arrived_until(turns, start, max(self._arrived, index + 1))
         self.most_waiting = max(self.most_waiting, self._arrived - index - 1)
-        self.engine.share_prefixes, self.engine.key_values = bool(self.key_values), self.key_values
         stored = self._announce(turns[index : self._arrived], sessions)
         seconds, result = timed(lambda: self.engine.run(self.engine.requests([ids])))
         # The next turn begins when everything of this turn is saved.
@@ -144,8 +147,7 @@ def measure(chosen: Sequence[Runner], turns: Sequence[Turn], vocabulary: int, re
     sessions = _tokens(turns, vocabulary)
     by_name = {runner.name: runner for runner in chosen}
     for runner in chosen:
-        runner.engine.share_prefixes, runner.engine.key_values = bool(runner.key_values), None
-        runner.engine.run(runner.engine.requests([sessions[0][:32]]))  # warms up
+        runner.engine.run([PrefillRequest(sessions[0][:32])])  # warms up, and stores nothing
     for index in range(len(turns)):
         outputs = {
             name: by_name[name].run(turns, sessions, index) for name in alternating(list(by_name), index)

@@ -142,7 +142,7 @@ class Batcher:
             flow,
             shares,
             salt if reuse and shares else None,
-            engine.blending.covers(own, labels),
+            engine.may_blend(own, labels),
             SequenceNames(salt, own.sequence_plans)
             if reuse and repeats and self._results is not None
             else None,

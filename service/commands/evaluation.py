@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -91,9 +91,8 @@ class Evaluation:
     def fit(self, texts: Sequence[str], labels: Sequence[str]) -> None:
         """Fit a linear classifier on the full engine's embeddings, and let the engine use the classifier."""
         outputs = full_outputs(self.full, self.tokenize(texts))
-        self.full.decisions.classifier = fit_classifier(
-            outputs, labels, fingerprint="", model=self.checkpoint.name
-        )
+        classifier = fit_classifier(outputs, labels, fingerprint="", model=self.checkpoint.name)
+        self.full = replace(self.full, classifier=classifier)
 
     def run_agreement(self, name: str, sequences: Sequences) -> None:
         """Evaluate how well the methods agree with the full model."""

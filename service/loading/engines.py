@@ -132,13 +132,13 @@ def _with_new_database(
 def _could_pay(engine: PrefillEngine, settings: Settings) -> bool:
     texts = [sentence.text for sentence in default_corpus()]
     lengths = Counter(len(ids) for ids in engine.tokenize(texts))
-    return could_pay(engine, lengths, settings.min_gain, engine.idle_mark)
+    return could_pay(engine, lengths, settings.min_gain, engine.runs.idle_mark)
 
 
 def _measured(engine: PrefillEngine, settings: Settings) -> Iterator[str]:
     """Measure the gain of reuse while `engine` serves, unless it is known."""
     if engine.map_reuse and engine.map_reuse.awaits_gain:
-        measure = partial(require_gain, engine, settings.min_gain, idle_mark=engine.idle_mark)
+        measure = partial(require_gain, engine, settings.min_gain, idle_mark=engine.runs.idle_mark)
         yield from _when_quiet(MEASURING_GAIN, measure)
         _log_savings(engine)
 
@@ -206,7 +206,7 @@ def _blend(engine: PrefillEngine, settings: Settings, path: Path) -> None:
             f"{path} was measured with the separator {gate.separator!r}; give it as --segment-separator",
             field="segment_separator",
         )
-    engine.blending.open(gate, path)
+    engine.open_gate(gate, path)
     if reason := gate.off():
         logger.warning("chunks are computed exactly: %s", reason)
     elif not settings.verify_rate:

@@ -88,7 +88,7 @@ async def by_list(call: Call, query: str, documents: list[str], reuse: bool, sal
             "documents to this server",
             field="segments",
         )
-    labels = serving.engine.blending.letters
+    labels = serving.engine.decisions.letters
     source = segments_of(call, documents, query, headings(len(documents)))
     result = await computed(
         call, serving, source, reuse=reuse, prompt=labels.prompt, labels=labels, salt=salt

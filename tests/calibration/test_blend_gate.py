@@ -19,6 +19,7 @@ from attncache_core.calibration.blending import calibrate_blending
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.corpus.segments import SegmentedText, read_segmented
+from attncache_core.engine.runner import Runner
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, read_gate, tighten, write_gate
 from attncache_core.reuse.maps.budget import Budget
@@ -84,7 +85,7 @@ def test_server_follows_what_another_one_has_tightened_in_the_file(engine, tmp_p
         gate((0.0, True, 0.2), (0.5, True, 0.6), (0.7, True, 0.7)), fingerprint=engine.fingerprint
     )
     write_gate(path, first)
-    engine.blending.open(first, path)
+    engine.open_gate(first, path)
     engine.blending.follow_file()
     assert engine.blending.gate is first
     tighten(path, first.tightened())
@@ -129,7 +130,7 @@ def test_changed_file_is_refused_with_the_place(tmp_path, changes, place):
 def test_gate_that_checks_a_layer_that_the_model_lacks_is_refused(engine):
     absent = replace(gate((0.0, True, 0.2), check_layer=4), fingerprint=engine.fingerprint)
     with pytest.raises(InvalidInput, match=r"layer 4, and .* has 4 layers"):
-        engine.blending.open(absent)
+        engine.open_gate(absent)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +209,7 @@ def test_stopped_measurement_continues_and_forgets_what_was_measured_differently
 def test_listwise_prompts_are_measured_by_the_letters(tmp_path, prompts):
     folder = write_llama(tmp_path / "llama")
     with pytest.raises(InvalidInput, match="the letters of documents are several tokens"):
-        labelled(folder).blending.comparator(Measure.AGREEMENT, 3)
+        labelled(folder).comparator(Measure.AGREEMENT, 3)
     write_decoder_tokenizer(folder, words=["card", "bank", *ascii_uppercase])
     engine = labelled(folder)
     found = calibrate_blending(
@@ -217,14 +218,14 @@ def test_listwise_prompts_are_measured_by_the_letters(tmp_path, prompts):
     assert found.listwise
     assert found.measured[0].mean == 1
     outputs = np.random.default_rng(0).standard_normal((2, 200, engine.model.hidden_size)).astype(np.float32)
-    logits = [engine.label_logits(engine.blending.letters, own) for own in outputs]
+    logits = [engine.label_logits(engine.decisions.letters, own) for own in outputs]
     for documents in (2, 5):
-        agreement = engine.blending.comparator(Measure.AGREEMENT, documents).fidelity(*outputs)
+        agreement = engine.comparator(Measure.AGREEMENT, documents).fidelity(*outputs)
         one, other = (own[:, :documents].argmax(axis=1) for own in logits)
         assert agreement.tolist() == (one == other).tolist()
-    engine.blending.open(found)
-    assert engine.blending.covers(engine.blending.letters.prompt, engine.blending.letters)
-    assert not engine.blending.covers(engine.default_prompt, engine.label_tokens)
+    engine.open_gate(found)
+    assert engine.may_blend(engine.decisions.letters.prompt, engine.decisions.letters)
+    assert not engine.may_blend(engine.default_prompt, engine.label_tokens)
 
 
 def test_equal_prompts_count_once(engine, prompts):
@@ -251,15 +252,15 @@ def test_time_is_compared_with_the_exact_answer_behind_the_stored_first_chunk(en
 
 
 def test_load_is_full_batches_of_the_first_prompts(engine, prompts, monkeypatch):
-    batches, run = [], engine.run
+    batches, run = [], Runner.run
 
-    def noting(requests):
+    def noting(runner, requests):
         batches.append((sum(len(own.ids) for own in requests), {own.blend is None for own in requests}))
-        return run(requests)
+        return run(runner, requests)
 
     monkeypatch.setattr(blending, "BATCH_TOKENS", 200)
     monkeypatch.setattr(blending, "_LOADED_TOKENS", 500)
-    monkeypatch.setattr(engine, "run", noting)
+    monkeypatch.setattr(Runner, "run", noting)
     measuring = blending._Measuring(engine, Measure.COSINE, False, (0.0, 0.5), 1)
     sequences = list(blending._sequences(engine, prompts, "\n", False))
     shares = measuring.under_load(sequences)

@@ -268,11 +268,11 @@ def test_decisions_of_a_classifier_stay_within_the_budget(
     assert same[~hits].all()
 
 
-def test_budget_is_agreement_where_there_are_classes(tiny_engine, tiny_checkpoint, classifier):
+def test_budget_is_agreement_where_there_are_classes(tiny_engine, classifier):
     assert default_budget(tiny_engine, 0.9, 0.7, 0.8) == Budget(Measure.COSINE, 0.9, 0.7)
     assert default_budget(classifier, 0.9, 0.7, 0.8) == Budget(Measure.AGREEMENT, 0.8)
-    fitted = PrefillEngine.load(tiny_checkpoint, dtype="float32")
-    fitted.decisions.classifier = nearest_label(("a", "b"), np.eye(2, 32), fingerprint="", model="")
+    decided = nearest_label(("a", "b"), np.eye(2, 32), fingerprint="", model="")
+    fitted = replace(tiny_engine, classifier=decided)
     assert default_budget(fitted, 0.9, 0.7, 0.8) == Budget(Measure.AGREEMENT, 0.8)
 
 

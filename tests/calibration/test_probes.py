@@ -191,17 +191,14 @@ def test_damage_of_a_probe_does_not_depend_on_the_others(tiny_engine, recorded, 
                 assert rows[kind].damage[index] == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
-def test_decisions_are_compared_where_the_budget_is_agreement(
-    tiny_checkpoint, tiny_engine, recorded, probes, masks
-):
+def test_decisions_are_compared_where_the_budget_is_agreement(tiny_engine, recorded, probes, masks):
     class FirstTwo:
         """A classifier that decides by the larger of the first two values."""
 
         labels = ("first", "second")
         logits = staticmethod(lambda outputs: outputs[:, :2])
 
-    engine = type(tiny_engine).load(tiny_checkpoint, dtype="float32")
-    engine.decisions.classifier = FirstTwo()
+    engine = replace(tiny_engine, classifier=FirstTwo())
     comparator = engine.comparator(Measure.AGREEMENT)
     (rows,) = measure(engine.model, recorded.store, probes, masks[-1:], comparator)
     batches = stored_batches(engine.model, recorded.store, masks[-1].order, probes, probes.records[STORED])

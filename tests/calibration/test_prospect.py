@@ -67,5 +67,5 @@ def test_upper_bound_decides(
         return PairedGain(0.0, -1.0, upper)
 
     monkeypatch.setattr(prospect, "compare", measured)
-    assert could_pay(engine, LENGTHS, 0.05, engine.idle_mark) == pays
+    assert could_pay(engine, LENGTHS, 0.05, engine.runs.idle_mark) == pays
     assert timed == [0, 0, 0]

@@ -295,8 +295,8 @@ def test_agreement_prefers_the_engines_classifier_to_that_of_the_database(decidi
     outputs = run(deciding, random_sequences([5])).outputs
     outputs[:, 0] = 1
     assert deciding.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [0]
-    deciding.decisions.classifier = signs(outputs.shape[1], bias=np.array([9, 0], np.float32))
-    assert deciding.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [1]
+    fitted = replace(deciding, classifier=signs(outputs.shape[1], bias=np.array([9, 0], np.float32)))
+    assert fitted.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [1]
 
 
 @pytest.mark.parametrize(

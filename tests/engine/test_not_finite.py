@@ -343,8 +343,7 @@ def test_damage_of_a_label_does_not_reach_the_labels_computed_beside_it(llama, t
     sequences = engine.tokenize(["money", "my account"], prompt=prompt)
     requests = engine.requests(sequences, prompt, engine.label_tokens, reuse=False)
     shared = engine.run(requests)
-    engine.share_prefixes = False
-    alone = engine.run(requests)
+    alone = replace(engine, share_prefixes=False).run(requests)
     assert shared.tokens < alone.tokens
     assert shared.finite.tolist() == [account not in ids for ids in sequences] == alone.finite.tolist()
     own = shared.finite

@@ -67,7 +67,7 @@ def gate_of(engine: PrefillEngine, *ratios: float, least: float = 0.0, **more: A
 
 def blending(folder: Path, *ratios: float, **use: Any) -> PrefillEngine:
     engine = load(folder, **use)
-    engine.blending.open(gate_of(engine, *ratios))
+    engine.open_gate(gate_of(engine, *ratios))
     return engine
 
 
@@ -266,7 +266,7 @@ async def test_documents_are_ranked_in_one_prompt(tmp_path: Path) -> None:
     # Every letter is one token behind a space.
     write_decoder_tokenizer(folder, words=["card", "bank", "the", *ascii_uppercase])
     engine = load(folder, **LABELS)
-    engine.blending.open(gate_of(engine, 1.0, listwise=True))
+    engine.open_gate(gate_of(engine, 1.0, listwise=True))
     async with serving(engine) as client:
         found = await asked(client, "/rerank", body)
         again = await asked(client, "/rerank", {**body, "segments": SEGMENTS[::-1]})
@@ -355,7 +355,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     engine, path = load(folder), tmp_path / "blend.json"
     gate = gate_of(engine, 0.0, 0.1, least=0.9999)
     write_gate(path, gate)
-    engine.blending.open(gate, path)
+    engine.open_gate(gate, path)
     metrics = Metrics()
     verifier = BlendVerifier(engine, 1.0, metrics, random.Random(0))
     ids = joined(engine, BODY)
@@ -375,7 +375,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
         assert engine.blending.gate.ratio == ratio
         assert read_gate(path) == replace(gate, steps=steps)
     assert "could not be changed" not in caplog.text
-    engine.blending.open(gate, path)
+    engine.open_gate(gate, path)
     path.unlink()
     verifier.offer(requests, engine.run(requests), gate)
     while verifier.has_work:
@@ -388,7 +388,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
 
 async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(folder: Path) -> None:
     engine = load(folder)
-    engine.blending.open(gate_of(engine, 1.0, least=0.99))
+    engine.open_gate(gate_of(engine, 1.0, least=0.99))
     async with verified(engine) as client:
         for _ in range(3):
             await asked(client, "/embed", BODY)
@@ -409,7 +409,7 @@ def test_gate_file_of_another_model_or_that_is_damaged_is_refused(folder: Path, 
     engine = load(folder)
     other = replace(gate_of(engine, 0.5), fingerprint="0" * 64)
     with pytest.raises(InvalidInput, match="another model"):
-        engine.blending.open(other)
+        engine.open_gate(other)
     path = tmp_path / "blend.json"
     with pytest.raises(InvalidInput, match="cannot be read"):
         read_gate(path)

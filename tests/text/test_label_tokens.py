@@ -123,9 +123,8 @@ def test_labels_of_several_tokens_compute_each_distinct_prefix_once(engine):
     of_each = [distinct_prefixes(sequences[at : at + of_texts]) for at in range(0, len(sequences), of_texts)]
     results = []
     for share in (True, False):
-        engine.share_prefixes = share
-        results.append(engine.run(engine.requests(sequences, prompt, label_tokens)))
-    engine.share_prefixes = True
+        sharing = replace(engine, share_prefixes=share)
+        results.append(sharing.run(engine.requests(sequences, prompt, label_tokens)))
     shared, alone = results
     # Texts share the beginning of the template only if this saves enough.
     assert distinct_prefixes(sequences) <= shared.tokens <= sum(of_each) < whole / 3

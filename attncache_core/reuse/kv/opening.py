@@ -94,7 +94,7 @@ class NotReusable(Exception):
 @torch.inference_mode()
 def block_layout(model: PackedModel) -> BlockLayout:
     """Return how the blocks of a model lie in memory. Raises NotReusable."""
-    if not all(layer.attention_mask.is_causal for layer in model.layers):
+    if not model.is_causal:
         raise NotReusable("attention is bidirectional, so every token depends on all tokens of its text")
     if model.final is None:
         raise NotReusable("the outputs of this family cannot be continued")

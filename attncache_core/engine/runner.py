@@ -1,0 +1,214 @@
+"""Run requests: which of them are a batch together, and by which way each batch is computed.
+
+requests -> all computed exactly  -> one compiled call, from token ids to vectors
+         -> with chunks           -> blended.py, one by one
+         -> with shared prefixes  -> behind stored keys and values (continued.py), or as trees (forward.py)
+         -> others                -> one pass, in which the strategy may give maps (forward.py)
+         => PrefillResult, in the caller's order
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+import torch
+
+from attncache_core.engine.blended import run_blended
+from attncache_core.engine.continued import run_continued
+from attncache_core.engine.forward import forward_pass
+from attncache_core.engine.request import PrefillRequest, PrefillResult, joined_results
+from attncache_core.engine.targets import log_probabilities, token_states
+from attncache_core.heads.vectors import finite_sequences
+from attncache_core.models import PackedModel
+from attncache_core.native.stack_data import StackRows
+from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
+from attncache_core.reuse.plan import Outcome, shared_no_reuse
+from attncache_core.reuse.storage.segment import RecordsChanged
+from attncache_core.reuse.strategy import ReuseStrategy
+from attncache_core.runtime.threads import one_thread, use_threads
+from attncache_core.text.token_batch import TokenBatch, pack, pack_shared, packed_types, require_tokens
+
+# The parts of a batch: (whether its sequences have chunks, whether they share prefixes).
+_PARTS = ((False, False), (False, True), (True, False), (True, True))
+
+
+@contextmanager
+def threads_of(model: PackedModel, threads: int) -> Iterator[None]:
+    """Let a pass in the `with` block use this many threads, and wake the helpers of the compiled stack."""
+    # Torch and Faiss limit threads per calling thread, and another thread may have loaded the model.
+    use_threads(threads)
+    if model.stack is None:
+        yield
+        return
+    model.stack.wake(threads)
+    with one_thread():
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class Runner:
+    """A model and what its batches may reuse. Any number of threads may call `run` at once."""
+
+    model: PackedModel
+    threads: int  # of one batch
+    prompt_tokens: int  # of the default prompt, at the front of a sequence
+    pooling: Sequence[str]  # modes
+    strategy: ReuseStrategy | None
+    key_values: KeyValueReuse | None
+    share_prefixes: bool
+    deciding: AbstractContextManager[object]  # a lock that is held while the strategy is called
+
+    def shares_prefixes(self, reuse: bool) -> bool:
+        """Return whether requests with this `reuse` are computed as trees of shared prefixes.
+
+        This needs a causal model, in which no token depends on a later token. A strategy decides about whole
+        sequences, so requests that may reuse something are computed one by one.
+        """
+        return self.share_prefixes and self.model.is_causal and not (reuse and self.strategy)
+
+    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        """Run token sequences through the model, with the reuse that each request allows.
+
+        Sequences that may reuse something, and sequences that share prefixes, are two batches. A sequence of
+        chunks is a batch of its own. The caller must be in inference mode.
+        """
+        if not requests:
+            return self._run(requests, share=False, blend=False)
+        if self._is_exact(requests):
+            return self._run_exact(requests)
+        # A token of a shared prefix has one state for all sequences, and tokens that are stored have none.
+        shared = [self.shares_prefixes(own.takes_maps) and not own.reads_states for own in requests]
+        blended = [own.blend is not None for own in requests]
+        indices = [
+            np.flatnonzero([own == key for own in zip(blended, shared, strict=True)]) for key in _PARTS
+        ]
+        parts = [
+            self._run([requests[index] for index in own.tolist()], share=share, blend=blend)
+            for own, (blend, share) in zip(indices, _PARTS, strict=True)
+            if len(own)
+        ]
+        return parts[0] if len(parts) == 1 else joined_results(parts, [own for own in indices if len(own)])
+
+    def _is_exact(self, requests: Sequence[PrefillRequest]) -> bool:
+        """Return whether the compiled stack computes all that is read from these requests, by itself."""
+        if self.model.compiled_outputs is None:
+            return False
+        takes_maps = self.strategy is not None
+        return not any(own.blend or own.reads_more or (takes_maps and own.takes_maps) for own in requests)
+
+    def _run_exact(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        """Compute a batch by one call of the compiled stack. Nothing is reused, and nothing is stored."""
+        started = time.perf_counter()
+        count, stack, outputs_of = len(requests), self.model.stack, self.model.compiled_outputs
+        assert stack is not None
+        assert outputs_of is not None
+        stack.wake(self.threads)
+        sequences = [own.ids for own in requests]
+        lengths = np.array([len(ids) for ids in sequences])
+        require_tokens(lengths)
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        tokens = int(offsets[-1])
+        ids = np.fromiter(chain.from_iterable(sequences), np.int64, tokens)
+        skipped = outputs_of.skipped(lengths, np.array(self._prompt_tokens(requests)))
+        rows = StackRows(offsets, ids=ids, types=packed_types(sequences), skipped=skipped)
+        pooled, counts = stack.vectors(rows, self.threads)
+        outputs, finite = pooled.vectors, pooled.finite
+        if outputs_of.finishes:
+            with one_thread():
+                outputs = outputs_of.of_vectors(torch.from_numpy(outputs)).numpy()
+            finite &= np.isfinite(outputs).all(axis=1)
+        nothing = shared_no_reuse(count)
+        return PrefillResult(
+            outputs=outputs,
+            finite=finite,
+            outcomes=(Outcome.NOT_SEARCHED,) * count,
+            similarities=nothing.similarities,
+            strangeness=nothing.strangeness,
+            tokens=tokens,
+            asked_tokens=tokens,
+            cached_tokens=np.zeros(count, np.int64),
+            search_seconds=0.0,
+            forward_seconds=time.perf_counter() - started,
+            attention_seconds=counts.attention_seconds,
+            corrupt_records=0,
+        )
+
+    def _run(self, requests: Sequence[PrefillRequest], *, share: bool, blend: bool) -> PrefillResult:
+        """Run a batch.
+
+        share: compute shared prefixes once, and take no maps. blend: all requests have chunks.
+        """
+        with threads_of(self.model, self.threads):
+            return self._run_blended(requests) if blend else self._run_packed(requests, share=share)
+
+    def _run_blended(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        assert self.key_values is not None
+        parts = [run_blended(self.model, self.key_values.store, request) for request in requests]
+        return parts[0] if len(parts) == 1 else joined_results(parts, list(np.arange(len(parts))[:, None]))
+
+    def _run_packed(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
+        if share and self.key_values:
+            skipped = [self.key_values.skipped(request.sequence_plan) for request in requests]
+            store, modes = self.key_values.store, self.pooling
+            return run_continued(self.model, store, requests, skipped, modes)
+        started = time.perf_counter()
+        batch = self._packed(requests, share).on(self.model.device)
+        reuse = np.array([request.takes_maps for request in requests], dtype=bool)
+        lost = () if share else self._prepare(set(batch.lengths[reuse[batch.order]].tolist()))
+        try:
+            strategy = None if share else self.strategy
+            done = forward_pass(self.model, batch, strategy, reuse[batch.order], self.deciding)
+        except RecordsChanged as changed:
+            # The maps that were used may differ from the maps that were checked, so compute the batch again.
+            again = [
+                replace(request, reuse=request.reuse and len(request.ids) not in changed.lengths)
+                for request in requests
+            ]
+            lost += self._prepare(changed.lengths)
+            result = self.run(again)
+            return replace(result, lost_lengths=lost + result.lost_lengths)
+        batch, plan = done.batch, done.plan
+        outputs = done.outputs.rows.cpu().numpy()
+        finite = batch.in_callers_order(finite_sequences(batch, done.hidden, outputs))
+        found = log_probabilities(self.model, batch, done.hidden, requests)
+        if found is not None:
+            finite &= [bool(np.isfinite(own).all()) for own in found]
+        return PrefillResult(
+            outputs=batch.in_callers_order(outputs),
+            finite=finite,
+            outcomes=tuple(batch.in_callers_order(plan.outcomes())),
+            similarities=batch.in_callers_order(plan.similarities),
+            strangeness=batch.in_callers_order(plan.strangeness),
+            tokens=int(batch.offsets[-1]),
+            asked_tokens=sum(len(request.ids) for request in requests),
+            cached_tokens=np.zeros(len(requests), dtype=np.int64),
+            search_seconds=done.search_seconds,
+            forward_seconds=time.perf_counter() - started - done.search_seconds,
+            attention_seconds=done.attention_seconds,
+            corrupt_records=plan.corrupt_records,
+            lost_lengths=lost,
+            log_probabilities=found,
+            token_states=token_states(self.model, batch, done.hidden, requests),
+        )
+
+    def _prompt_tokens(self, requests: Sequence[PrefillRequest]) -> list[int]:
+        plans = (request.sequence_plan for request in requests)
+        return [plan.prompt_tokens if plan else self.prompt_tokens for plan in plans]
+
+    def _packed(self, requests: Sequence[PrefillRequest], share: bool) -> TokenBatch:
+        prompt_tokens = self._prompt_tokens(requests)
+        sequences = [request.ids for request in requests]
+        if not share:
+            return pack(sequences, prompt_tokens)
+        return pack_shared(sequences, prompt_tokens, [request.group for request in requests])
+
+    def _prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
+        if not self.strategy:
+            return ()
+        with self.deciding:
+            return self.strategy.prepare(lengths)
