@@ -132,7 +132,7 @@ class FakeEngine:
     database = None
     parallel_runs = 1
     key_values = None
-    blending = SimpleNamespace(gate=None, refusal="the engine is fake", covers=lambda *_: False)
+    blending = SimpleNamespace(gate=None, refusal="the engine is fake")
     key_values_off = "the engine is fake"
     checkpoint = SimpleNamespace(config={}, prompts={})
 
@@ -173,6 +173,9 @@ class FakeEngine:
 
     def named_prompt(self, name: str) -> Prompt:
         return Prompt(Template(prefix=f"{name}: "), (SequencePlan(len(name) + 2),))
+
+    def may_blend(self, *_: object) -> bool:
+        return False
 
     def may_reuse(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
         return labels is None and prompt == self.default_prompt
