@@ -8,7 +8,7 @@ PIP = .venv/bin/pip --disable-pip-version-check install --constraint constraints
 LOCK = --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" --python-version 3.11 \
 	--constraint constraints.txt --only-binary :all: $(PIP_ARGUMENTS)
 
-.PHONY: serve test versions wheels fuzz soak sanitize arm install image image-test lock clean
+.PHONY: serve test versions wheels fuzz soak figures sanitize arm install image image-test lock clean
 
 serve: install
 	.venv/bin/attncache serve
@@ -42,6 +42,11 @@ fuzz: .venv/installed-with-test
 soak: .venv/installed-with-test
 	mkdir -p build
 	.venv/bin/python -m benchmarks soak --plot build/soak.png
+
+# Measures the tables of docs/ for hours, and writes them into the pages. A run that was stopped continues.
+# FIGURES="--data FOLDER --models FOLDER" also measures what needs data sets and trained models.
+figures: .venv/installed-with-test
+	.venv/bin/python -m benchmarks figures $(FIGURES)
 
 # The C code under AddressSanitizer and UndefinedBehaviorSanitizer. Needs Clang 19 or newer as $(CLANG).
 CLANG ?= clang

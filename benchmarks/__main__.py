@@ -66,6 +66,7 @@ class _Commands(LazyCommands):
             "blend": "benchmarks.commands.blend:bench_blend",
             "engine": "benchmarks.commands.engine:engine",
             "evaluate": "benchmarks.commands.evaluate:evaluate",
+            "figures": "benchmarks.commands.figures:figures",
             "http": "benchmarks.commands.http:bench_http",
             "index": "benchmarks.commands.index:bench_index",
             "prefix": "benchmarks.commands.prefix:bench_prefix",

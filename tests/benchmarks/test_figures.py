@@ -1,0 +1,80 @@
+"""`benchmarks figures` writes figures into pages, continues, and changes no page when a command fails."""
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.__main__ import main
+from benchmarks.commands import figures as product
+from benchmarks.commands.figures import FIGURES, Figure, Folders, write_figures
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TINY = Figure("page.md", "tiny", "index --vectors 500 --dimensions 8 --queries 2 --rounds 1", product.index)
+PAGE = "# A page\n\n<!-- figure tiny -->\nas before\n<!-- end -->\n\nmore\n"
+
+
+@pytest.fixture
+def folders(tmp_path) -> Folders:
+    (tmp_path / "page.md").write_text(PAGE, "utf-8")
+    return Folders(tmp_path, tmp_path / "results")
+
+
+def page(folders: Folders) -> str:
+    return (folders.pages / "page.md").read_text("utf-8")
+
+
+def test_figure_stands_in_its_block_beside_command_processor_threads_versions_and_date(folders):
+    assert write_figures([TINY], folders, again=False)
+    text = page(folders)
+    assert text.startswith("# A page\n\n<!-- figure tiny -->\n    python -m benchmarks index --vectors 500")
+    assert text.endswith("\n<!-- end -->\n\nmore\n")
+    assert "| 500 | random |" in text
+    assert re.search(
+        r"^Measured on \d{4}-\d\d-\d\d: processor .*, threads \d+, python 3.*, torch 2", text, re.M
+    )
+    assert "as before" not in text
+
+
+def test_result_that_is_kept_is_not_measured_again_unless_asked(folders, monkeypatch):
+    assert write_figures([TINY], folders, again=False)
+    first = page(folders)
+    (folders.pages / "page.md").write_text(PAGE, "utf-8")
+    monkeypatch.setattr(product, "measured", lambda *_: None)  # a command that fails
+    assert write_figures([TINY], folders, again=False)
+    assert page(folders) == first
+    assert not write_figures([TINY], folders, again=True)
+    other = Figure("page.md", "tiny", "index --vectors 400", product.index)
+    assert not write_figures([other], folders, again=False)
+
+
+def test_command_that_fails_is_named_and_leaves_the_page(folders, capsys):
+    broken = Figure("page.md", "tiny", "index --vectors none", product.index)
+    assert not write_figures([broken], folders, again=False)
+    assert page(folders) == PAGE
+    assert "tiny failed with exit code 2; page.md is unchanged" in capsys.readouterr().out
+    assert list(folders.results.iterdir()) == []
+
+
+def test_figure_without_its_data_is_left_out_with_the_reason(folders, capsys):
+    assert write_figures([Figure("page.md", "tiny", "index --file {data}/a.tsv")], folders, again=False)
+    assert page(folders) == PAGE
+    assert "tiny is left out: it needs --data or --models" in capsys.readouterr().out
+
+
+def test_every_block_of_the_documentation_has_a_figure_and_every_figure_a_block():
+    blocks = [
+        (path.name, name)
+        for path in DOCS.glob("*.md")
+        for name in re.findall(r"^<!-- figure ([\w-]+) -->$", path.read_text("utf-8"), re.M)
+    ]
+    assert sorted(blocks) == sorted((figure.page, figure.name) for figure in FIGURES)
+
+
+def test_list_shows_the_command_of_every_figure_and_unknown_names_are_refused():
+    listed = CliRunner().invoke(main, ["figures", "--list"])
+    assert [line.split()[0] for line in listed.output.splitlines()] == [figure.name for figure in FIGURES]
+    refused = CliRunner().invoke(main, ["figures", "--only", "nothing"])
+    assert refused.exit_code == 2
+    assert "no figure has the name nothing" in refused.stderr
