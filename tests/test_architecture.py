@@ -1,5 +1,6 @@
 """The direction of imports between the rooms of library and service, as pyproject.toml declares it."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,11 @@ def test_an_import_of_a_room_above_is_found(tmp_path):
     linted = lint(tmp_path)
     assert linted.returncode == 1
     assert "attncache_core.models is not allowed to import attncache_core.engine" in linted.stdout
+
+
+def test_no_test_imports_a_test():
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.split(".")[-1].startswith("test_")], path

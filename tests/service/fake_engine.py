@@ -375,3 +375,33 @@ async def starting(
         httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as client,
     ):
         yield client
+
+
+SECRET = "Sesam"
+
+
+class BrokenEngine(FakeEngine):
+    """Fails in the method `breaks`, with an exception that quotes the input."""
+
+    def __init__(self, breaks: str) -> None:
+        super().__init__(labels=("a", "b"))
+        self.breaks = breaks
+
+    def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
+        self._break("tokenize", texts)
+        return super().tokenize(texts, *arguments)
+
+    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        self._break("run", texts_of(requests))
+        return super().run(requests)
+
+    def class_logits(self, outputs: np.ndarray) -> np.ndarray:
+        self._break("class_logits", [SECRET])
+        return super().class_logits(outputs)
+
+    def _break(self, where: str, texts: list[str]) -> None:
+        if where == self.breaks:
+            try:
+                raise KeyError(f"cause: {texts}")
+            except KeyError as error:
+                raise RuntimeError(f"cannot serve {texts}") from error

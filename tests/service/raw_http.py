@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 from fake_engine import FakeEngine
 
 from attncache_core import PrefillEngine
@@ -143,3 +145,35 @@ def _some_of(client: socket.socket) -> bytes:
     part = client.recv(65536)
     assert part, "the server closed the connection before its response"
     return part
+
+
+async def request_and_leave(app: Any, content: dict[str, Any], leave: asyncio.Event) -> list[dict[str, Any]]:
+    """Send POST /embed to the app as a server does; the client disconnects when `leave` is set."""
+    messages = [{"type": "http.request", "body": orjson.dumps(content), "more_body": False}]
+    answered: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        answered.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/embed",
+        "raw_path": b"/embed",
+        "query_string": b"",
+        "root_path": "",
+        "headers": [],
+        "server": ("test", 80),
+        "client": ("test", 1),
+    }
+    await app(scope, receive, send)
+    return answered

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.description import read_checkpoint
 from service.app import create_app
+from service.observability.finished import FinishedRequest
 from service.settings import Settings
 from service.web.listeners import open_listeners
 from service.workers.server import Server
@@ -48,3 +50,39 @@ def running(
         thread.join()
         for listener in listeners:
             listener.close()
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """Return a dictionary: (name, label value, ...) -> value."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+ONE = "first-key-0123456789"
+
+TWO = "second-key-0123456789"
+
+OPS = "operator-key-0123456789"
+
+FILE = f"""# who    key
+one   {ONE}   # the shop
+two   {TWO}
+
+ops   {OPS}   admin requests_per_minute=6 tokens_per_minute=600 in_flight=2
+"""
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def keys_file(folder: Path, text: str = FILE) -> Path:
+    path = folder / "keys"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+ANSWERED = FinishedRequest("id-1", "POST", "/embed", 200, 10.0, 10.25, 1e9, "one", 2, 30, 20, 1, [], {})

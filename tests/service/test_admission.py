@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, serving
-from test_batcher import batching, hold, submit
+from queueing import batching, hold, submit
 
 from service.batching.batcher import Batcher
 from service.batching.pending_request import RequestResult

@@ -1,80 +1,33 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
 import pytest
-from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of
+from fake_engine import FAILING, NOT_FINITE, FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from queueing import (
+    LABELLED,
+    LabelledEngine,
+    assert_result_of,
+    batching,
+    hold,
+    queued,
+    requests_of_texts,
+    submit,
+    texts_of_all_kinds,
+)
 
 from attncache_core import InputTooLong, InvalidInput, NotFinite, Outcome
 from attncache_core.checkpoints.template import Template
 from attncache_core.text.prompts import Prompt, SequencePlan
-from service.batching.admission import Limits
-from service.batching.batcher import Batcher
-from service.batching.pending_request import RequestResult
 from service.batching.sources import Texts
 from service.errors import InternalError, QueueFull, ShuttingDown
 from service.observability.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
-
-
-@asynccontextmanager
-async def batching(
-    engine: FakeEngine,
-    tokens: int = 1000,
-    sequences: int = 100,
-    queue: int = 1000,
-    metrics: Metrics | None = None,
-    queue_seconds: float = math.inf,
-) -> AsyncIterator[Batcher]:
-    """Yield a batcher for the engine. At the end, assert that nothing waits any more."""
-    limits = Limits(tokens, sequences, queue, request_tokens=10**6, queue_seconds=queue_seconds)
-    batcher = Batcher(engine, limits, metrics or Metrics())
-    try:
-        yield batcher
-    finally:
-        engine.may_run.set()
-        await asyncio.to_thread(batcher.close)
-    assert batcher.waiting_sequences == 0
-
-
-def submit(batcher: Batcher, texts: list[str], reuse: bool = True) -> asyncio.Future[RequestResult]:
-    return batcher.submit(Texts(texts, truncate=True), reuse=reuse)
-
-
-async def hold(engine: FakeEngine, batcher: Batcher) -> asyncio.Future[RequestResult]:
-    """Keep the engine busy with another text, so that the next submitted requests have to wait."""
-    engine.may_run.clear()
-    busy = submit(batcher, ["busy"])
-    await asyncio.to_thread(engine.runs.acquire)
-    return busy
-
-
-async def queued(batcher: Batcher, count: int) -> None:
-    """Wait until `count` requests have been tokenised and wait for the engine."""
-    while batcher.waiting_requests < count:
-        await asyncio.sleep(0.0005)
-
-
-def assert_result_of(texts: list[str], result: RequestResult) -> None:
-    expected = np.stack([embedding_of([ord(character) for character in text]) for text in texts])
-    np.testing.assert_array_equal(result.outputs, expected)
-    assert len(result.outcomes) == len(texts)
-
-
-requests_of_texts = st.lists(
-    st.lists(st.text(alphabet="abcdefgh", min_size=1, max_size=40), min_size=1, max_size=9),
-    min_size=1,
-    max_size=12,
-)
 
 
 @given(requests=requests_of_texts, tokens=st.integers(1, 60), sequences=st.integers(1, 10))
@@ -110,17 +63,6 @@ async def test_oldest_goes_first_and_the_batch_is_filled() -> None:
         engine.may_run.set()
         await asyncio.gather(*pending)
     assert engine.batches[1:] == [["aaaa", "bbbb"], ["cccc", "dd"], ["e" * 20], ["ff"]]
-
-
-LABELLED = Prompt(Template(), tuple(SequencePlan(0, continuation=(ord(end),)) for end in "xyz"))
-
-
-class LabelledEngine(FakeEngine):
-    """A fake engine that makes a sequence of each text and each label."""
-
-    def tokenize(self, texts: list[str], truncate: bool, prompt: Prompt, *more: Any) -> list[list[int]]:
-        ends = ["".join(map(chr, plan.continuation)) for plan in prompt.sequence_plans]
-        return super().tokenize([text + end for text in texts for end in ends], truncate, prompt, *more)
 
 
 @pytest.mark.parametrize(
@@ -341,11 +283,6 @@ async def test_error_names_the_index_of_a_text_of_several_sequences(sequences: i
                 prompt=Prompt(Template(), sequence_plans),
             )
     assert refused.value.field == "inputs[2]"
-
-
-texts_of_all_kinds = st.one_of(
-    st.text(alphabet="abcdefgh", min_size=1, max_size=40), st.sampled_from([FAILING, NOT_FINITE])
-)
 
 
 @given(

@@ -18,7 +18,7 @@ import pytest
 from core_decoders import write_decoder_tokenizer, write_llama
 from core_models import write_sentence_transformer
 from fake_engine import serving
-from test_service_metrics import samples
+from running import samples
 
 from attncache_core import InvalidInput, KeyValueOptions, PrefillEngine, PrefillRequest
 from attncache_core.checkpoints.checkpoint import Checkpoint

@@ -13,7 +13,7 @@ import pytest
 from core_decoders import write_llama
 from core_models import write_sentence_transformer
 from fake_engine import FakeEngine, serving
-from test_service_metrics import samples
+from running import samples
 
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint

@@ -26,8 +26,8 @@ from core_models import (
     write_sentence_transformer,
 )
 from fake_engine import NOT_FINITE, FakeEngine, serving
-from test_service_metrics import samples
-from test_verifier import FAILURES, VERIFIED, AnyText, serve, verifier_of, verify_all
+from running import samples
+from verifying import FAILURES, VERIFIED, AnyText, serve, verifier_of, verify_all
 
 from attncache_core import (
     AttentionDatabase,

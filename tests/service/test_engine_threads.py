@@ -16,7 +16,7 @@ import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_batcher import (
+from queueing import (
     LABELLED,
     LabelledEngine,
     assert_result_of,
@@ -26,7 +26,7 @@ from test_batcher import (
     submit,
     texts_of_all_kinds,
 )
-from test_verifier import AnyText, requests_of, verify_all
+from verifying import AnyText, requests_of, verify_all
 
 from attncache_core import NotFinite, PrefillRequest, PrefillResult
 from service.batching.admission import Limits

@@ -18,9 +18,8 @@ import numpy as np
 import orjson
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, serving, starting
+from queueing import batching, submit
 from raw_http import HEALTH, Response, post, read_response, served
-from test_results import batching
-from test_results import submit as submit_texts
 
 import attncache_core.errors
 import service.errors
@@ -235,9 +234,9 @@ async def _(_folder: Path) -> httpx.Response:
 
 @provokes("shutting_down")
 async def _(_folder: Path) -> httpx.Response:
-    async with batching(FakeEngine()) as batcher:
+    async with batching(FakeEngine(), result_bytes=2**20) as batcher:
         pass
-    await submit_texts(batcher, "a")
+    await submit(batcher, ["a"])
     raise AssertionError
 
 

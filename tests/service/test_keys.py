@@ -17,7 +17,7 @@ import pytest
 from core_decoders import write_llama
 from fake_engine import FakeEngine, serving
 from raw_http import served, wait_until
-from test_service_metrics import samples
+from running import FILE, ONE, OPS, TWO, bearer, keys_file, samples
 
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
@@ -32,19 +32,10 @@ from service.workers.server import reload_all
 
 pytestmark = pytest.mark.anyio
 
-ONE = "first-key-0123456789"
-TWO = "second-key-0123456789"
-OPS = "operator-key-0123456789"
-FILE = f"""# who    key
-one   {ONE}   # the shop
-two   {TWO}
 
-ops   {OPS}   admin requests_per_minute=6 tokens_per_minute=600 in_flight=2
-"""
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 def headers(**named: str) -> dict[bytes, bytes]:
@@ -53,12 +44,6 @@ def headers(**named: str) -> dict[bytes, bytes]:
 
 def ring(text: str) -> KeyRing:
     return KeyRing(None, text, LocalStore())
-
-
-def keys_file(folder: Path, text: str = FILE) -> Path:
-    path = folder / "keys"
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 @pytest.fixture
@@ -419,11 +404,6 @@ def test_hangup_reads_the_file_again_and_keeps_the_keys_if_it_is_malformed(
 
 
 # What is kept is kept apart.
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 def deciding(folder: Path, **settings: Any) -> AbstractAsyncContextManager[httpx.AsyncClient]:

@@ -6,9 +6,9 @@ import asyncio
 import threading
 from typing import Any
 
-import orjson
 import pytest
 from fake_engine import FAILING, FakeEngine, serving, starting
+from raw_http import request_and_leave
 
 from attncache_core import ModelNotFound
 
@@ -85,38 +85,6 @@ async def test_full_queue_answers_429_with_a_time_to_retry() -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert int(refused.headers["Retry-After"]) >= 1
         assert [(await task).status_code for task in (busy, waiting)] == [200, 200]
-
-
-async def request_and_leave(app: Any, content: dict[str, Any], leave: asyncio.Event) -> list[dict[str, Any]]:
-    """Send POST /embed to the app as a server does; the client disconnects when `leave` is set."""
-    messages = [{"type": "http.request", "body": orjson.dumps(content), "more_body": False}]
-    answered: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await leave.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        answered.append(message)
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": "/embed",
-        "raw_path": b"/embed",
-        "query_string": b"",
-        "root_path": "",
-        "headers": [],
-        "server": ("test", 80),
-        "client": ("test", 1),
-    }
-    await app(scope, receive, send)
-    return answered
 
 
 async def test_client_that_left_is_not_computed() -> None:

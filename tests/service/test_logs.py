@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from fake_engine import FAILING, FakeEngine, serving
-from test_keys import ONE, bearer, keys_file
-from test_privacy import BrokenEngine
+from fake_engine import FAILING, SECRET, BrokenEngine, FakeEngine, serving
+from running import ANSWERED, ONE, bearer, keys_file
 
 from service.observability.finished import FinishedRequest, FinishedRequests
 from service.observability.logs import (
@@ -30,9 +29,7 @@ from service.observability.logs import (
 
 pytestmark = pytest.mark.anyio
 
-SECRET = "Sesam"
 ID = "X-Request-Id"
-ANSWERED = FinishedRequest("id-1", "POST", "/embed", 200, 10.0, 10.25, 1e9, "one", 2, 30, 20, 1, [], {})
 
 
 @contextmanager

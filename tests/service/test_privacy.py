@@ -6,43 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
-from fake_engine import FAILING, FakeEngine, serving, texts_of
+from fake_engine import FAILING, SECRET, BrokenEngine, FakeEngine, serving, texts_of
 
 from attncache_core import PrefillRequest, PrefillResult
 from service.errors import stack_without_values
 
 pytestmark = pytest.mark.anyio
-
-SECRET = "Sesam"
-
-
-class BrokenEngine(FakeEngine):
-    """Fails in the method `breaks`, with an exception that quotes the input."""
-
-    def __init__(self, breaks: str) -> None:
-        super().__init__(labels=("a", "b"))
-        self.breaks = breaks
-
-    def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
-        self._break("tokenize", texts)
-        return super().tokenize(texts, *arguments)
-
-    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
-        self._break("run", texts_of(requests))
-        return super().run(requests)
-
-    def class_logits(self, outputs: np.ndarray) -> np.ndarray:
-        self._break("class_logits", [SECRET])
-        return super().class_logits(outputs)
-
-    def _break(self, where: str, texts: list[str]) -> None:
-        if where == self.breaks:
-            try:
-                raise KeyError(f"cause: {texts}")
-            except KeyError as error:
-                raise RuntimeError(f"cannot serve {texts}") from error
 
 
 def watch_the_server_s_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import queueing
 from core_decoders import write_llama
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
-from test_batcher import LABELLED, LabelledEngine, assert_result_of
+from queueing import LABELLED, LabelledEngine, assert_result_of
 
 from attncache_core import NotFinite, Outcome, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
@@ -34,16 +34,8 @@ from service.observability.metrics import Metrics
 pytestmark = pytest.mark.anyio
 
 
-@asynccontextmanager
-async def batching(engine: FakeEngine, sequences: int = 100, **more: Any) -> AsyncIterator[Batcher]:
-    limits = Limits(1000, sequences, 1000, request_tokens=10**6)
-    batcher = Batcher(engine, limits, Metrics(), **{"result_bytes": 2**20, **more})  # type: ignore[arg-type]
-    try:
-        yield batcher
-    finally:
-        engine.may_run.set()
-        await asyncio.to_thread(batcher.close)
-    assert (batcher.waiting_sequences, batcher.waiting_tokens) == (0, 0)
+def batching(engine: FakeEngine, sequences: int = 100, **more: Any) -> AbstractAsyncContextManager[Batcher]:
+    return queueing.batching(engine, sequences=sequences, **{"result_bytes": 2**20, **more})
 
 
 def submit(batcher: Batcher, *texts: str, salt: bytes = b"", **more: Any) -> asyncio.Future[RequestResult]:

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from fake_engine import CORRUPT, FakeEngine, serving
-from prometheus_client.parser import text_string_to_metric_families
+from running import samples
 
 from attncache_core import AttnCacheError, errors
 from service import errors as service_errors
@@ -13,15 +13,6 @@ from service.errors import QueueFull
 from service.observability.metrics import STATUSES, Metrics
 
 pytestmark = pytest.mark.anyio
-
-
-def samples(text: str) -> dict[tuple[str, ...], float]:
-    """Return a dictionary: (name, label value, ...) -> value."""
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 EXPECTED = [

@@ -16,7 +16,7 @@ from core_decoders import write_llama
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_lifecycle import request_and_leave
+from raw_http import request_and_leave
 
 from attncache_core import KeyValueOptions, PrefillEngine, PrefillRequest
 from attncache_core.checkpoints.description import read_checkpoint

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, serving
-from test_service_metrics import samples
+from running import samples
 
 from attncache_core import AttentionDatabase, Checkpoint, CorpusSentence, PrefillEngine
 from attncache_core.native.guard import guard

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, serving
-from test_logs import ANSWERED, SECRET
+from fake_engine import SECRET, FakeEngine, serving
+from running import ANSWERED
 
 from service.batching.pending_request import Timing
 from service.observability.tracing import Tracing, tracing_of

@@ -21,8 +21,9 @@ from core_models import random_text
 from fake_engine import FakeEngine, policy_of, serving, starting, texts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_batcher import hold, queued, submit
-from test_service_metrics import samples
+from queueing import hold, queued, submit
+from running import samples
+from verifying import FAILURES, VERIFIED, AnyText, requests_of, serve, verifier_of, verify_all
 
 from attncache_core import (
     AttentionDatabase,
@@ -45,15 +46,7 @@ from service.upkeep.verifier import Verifier
 
 pytestmark = pytest.mark.anyio
 
-VERIFIED, DROPPED = "attncache_verify_cosine_count", "attncache_verify_dropped_total"
-FAILURES = "attncache_verify_budget_failures_total"
-
-
-class AnyText(frozenset[str]):
-    """A set that contains every text."""
-
-    def __contains__(self, _text: object) -> bool:
-        return True
+DROPPED = "attncache_verify_dropped_total"
 
 
 class UnverifiableEngine(FakeEngine):
@@ -67,29 +60,6 @@ class UnverifiableEngine(FakeEngine):
 
 def hitting_engine(damage: float = 0.0) -> FakeEngine:
     return FakeEngine(stored=AnyText(), damage=damage)
-
-
-def verifier_of(
-    engine: FakeEngine, metrics: Metrics, rate: float = 1.0, chance: random.Random | None = None
-) -> Verifier:
-    return Verifier(engine, rate, metrics, chance)
-
-
-def requests_of(engine: FakeEngine, texts: Sequence[str], reuse: bool = True) -> list[PrefillRequest]:
-    (plan,) = engine.default_prompt.sequence_plans
-    return [PrefillRequest(ids, reuse, plan) for ids in engine.tokenize(list(texts), truncate=True)]
-
-
-def serve(engine: FakeEngine, verifier: Verifier, texts: Sequence[str], reuse: bool = True) -> None:
-    """Run one batch and offer its hits, as the batcher does."""
-    requests = requests_of(engine, texts, reuse)
-    policy = verifier.policy
-    verifier.offer(requests, engine.run(requests), policy)
-
-
-def verify_all(verifier: Verifier) -> None:
-    while verifier.has_work:
-        verifier.verify_some()
 
 
 def numbers(metrics: Metrics) -> dict[tuple[str, ...], float]:

@@ -10,7 +10,7 @@ import pytest
 from fake_engine import OWN_PROMPT, FakeEngine, serving
 from hypothesis import given
 from hypothesis import strategies as st
-from test_batcher import batching, hold, submit
+from queueing import batching, hold, submit
 
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
