@@ -185,7 +185,6 @@ class ServiceState:
                 batch_sequences=self.settings.max_batch_sequences,
                 queue_sequences=self.settings.max_queue_sequences,
                 request_tokens=self.settings.max_request_tokens,
-                queue_tokens=self.settings.max_queue_tokens,
                 queue_seconds=self.settings.max_queue_seconds,
             )
             batcher = Batcher(

@@ -56,7 +56,7 @@ def soak(
         shutil.copytree(database, live)
         disturbances = Disturbances(database, live, keys, seed=1)
         key = disturbances.new_key()
-        fixed = ["--database", str(live), "--api-keys", str(keys), "--search-always"]
+        fixed = ["--database", str(live), "--api-keys", str(keys), "--min-gain", "0"]
         with serving(Path(folder, "log"), [*fixed, *serve]) as server:
             return asyncio.run(_load(server, disturbances, key, list(texts), seconds, clients))
 

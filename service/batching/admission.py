@@ -40,7 +40,7 @@ class Limits:
     batch_sequences: int
     queue_sequences: int
     request_tokens: int
-    queue_tokens: int = 2**62
+    queue_tokens: int = 2**20  # guessed from characters
     queue_seconds: float = math.inf  # of work that may come before a request that is admitted
 
 

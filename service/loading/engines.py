@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from attncache_core import (
     AttentionDatabase,
@@ -111,8 +110,7 @@ def _with_new_database(
         logger.warning("the damaged database was set aside as %s; remove it if you do not need it", aside)
     folder = _default_folder(settings, checkpoint)
     if builds:
-        # The made-up maps are of half of the heads, so they tell nothing about the heads of --heads.
-        if not settings.search_always and settings.min_gain > 0 and settings.heads is None:
+        if settings.min_gain > 0:
             prospect: list[bool] = []
             yield from _when_quiet(MEASURING_PROSPECT, lambda: prospect.append(_could_pay(engine, settings)))
             if not prospect[0]:
@@ -184,13 +182,10 @@ def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
             engine.max_tokens,
         )
     if engine.map_reuse:
-        if settings.search_always:
-            engine.map_reuse.search_always()
         if settings.verify_rate:
             # Verified hits must be kept. If they cannot be kept, reuse is off and no gain need be measured.
             engine.map_reuse.keep_verified({})
-        if not settings.search_always:
-            require_gain(engine, settings.min_gain, measure=False)
+        require_gain(engine, settings.min_gain, measure=False)
     if settings.blend:
         _blend(engine, settings, settings.blend)
     if settings.warm:
@@ -217,11 +212,10 @@ def _key_value_options(settings: Settings) -> KeyValueOptions | None:
     if not (settings.reuse and settings.kv):
         return None
     return KeyValueOptions(
-        settings.kv_memory_bytes,
-        settings.kv_eviction,
-        settings.kv_dir,
-        settings.kv_disk_bytes,
-        settings.kv_disk_dtype,
+        memory_bytes=settings.kv_memory_bytes,
+        folder=settings.kv_dir,
+        disk_bytes=settings.kv_disk_bytes,
+        disk_dtype=settings.kv_disk_dtype,
     )
 
 
@@ -239,9 +233,8 @@ def _default_folder(settings: Settings, checkpoint: Checkpoint) -> Path:
 
 
 def _open_database(settings: Settings, checkpoint: Checkpoint) -> AttentionDatabase | None:
-    overrides: dict[str, Any] = {"threshold": settings.threshold, "heads": settings.heads}
     if settings.reuse and settings.maps and settings.database is not None:
-        return AttentionDatabase.open(settings.database, **overrides)
+        return AttentionDatabase.open(settings.database, threshold=settings.threshold)
     if not _takes_default(settings, checkpoint) or not _default_folder(settings, checkpoint).exists():
         return None
-    return open_default_database(checkpoint, settings.cache_dir, **overrides)
+    return open_default_database(checkpoint, settings.cache_dir, threshold=settings.threshold)

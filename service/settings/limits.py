@@ -37,12 +37,6 @@ class Limits(Group):
     max_queue_sequences: int = Field(
         2048, ge=1, description="Most texts that may wait. Further requests get status 429."
     )
-    max_queue_tokens: int = Field(
-        2**20,
-        ge=1,
-        description="Most tokens that may wait; tokens are guessed from characters. Further requests get "
-        "status 429. One request is always accepted if nothing waits.",
-    )
     max_queue_seconds: float = Field(
         1.0,
         ge=0,

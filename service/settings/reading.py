@@ -29,7 +29,11 @@ from service.settings.settings import Settings
 # Former field -> what to use instead. The option, its variable and its key are refused.
 REMOVED_FIELDS = {
     "policy": "use --threshold 0.995 (conservative), 0.99 (moderate) or 0.95 (aggressive)",
-    "fetch": "leave it out: maps are always read in place, which was the fastest of the four ways",
+    "fetch": "maps are always read in place, which was the fastest of the four ways",
+    "heads": "give --heads to build, which then calibrates thresholds for these heads",
+    "search_always": "use --min-gain 0 to reuse wherever the quality budget holds",
+    "kv_eviction": "what no waiting request will use leaves first",
+    "max_queue_tokens": "at most 1,048,576 tokens wait; set --max-queue-seconds or --max-inflight-bytes",
 }
 _SECRETS = frozenset({"api_key"})
 _LEAST_SIMILARITY = 0.6  # of two names, from 0 to 1

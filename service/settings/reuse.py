@@ -38,15 +38,6 @@ class Reuse(Group):
         description="Least similarity θ of a hit, for all lengths. Default: the thresholds of the database, "
         "which keep its quality budget.",
     )
-    heads: str | None = Field(
-        None,
-        min_length=1,
-        description="Heads to reuse (all, layers:0-3, or a number). Default: the heads that the database "
-        "was calibrated with.",
-    )
-    search_always: bool = Field(
-        False, description="Compare every text with the records, even where reuse was measured not to pay."
-    )
     min_gain: float = Field(
         0.05,
         ge=0,
@@ -92,11 +83,6 @@ class KeyValues(Group):
         "model",
         description="Numbers of saved keys and values: as computed, or in 8 bits, which takes half of the "
         "bytes and is approximate.",
-    )
-    kv_eviction: Literal["look-ahead", "lru", "fifo"] = Field(
-        "look-ahead",
-        description="Which keys and values leave first when there is no room: those that no waiting request "
-        "will use (look-ahead), the least recently used, or the oldest.",
     )
     warm: Path | None = Field(
         None,

@@ -30,13 +30,12 @@ GROUPS: tuple[type[Group], ...] = (
     Observability,
 )
 # Fields that say how attention maps, or keys and values, are reused.
-_OF_MAPS = ("database", "threshold", "heads", "search_always", "min_gain")
+_OF_MAPS = ("database", "threshold", "min_gain")
 _OF_KEY_VALUES = (
     "kv_memory_bytes",
     "kv_dir",
     "kv_disk_bytes",
     "kv_disk_dtype",
-    "kv_eviction",
     "warm",
     "blend",
 )

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncache_core import native
-from attncache_core.build.builder import build_database
-from attncache_core.build.options import BuildOptions
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import CorruptDatabase, DatabaseRefused, InvalidInput, NoClassifier
@@ -323,20 +321,3 @@ def test_classifier_that_the_manifest_does_not_name_is_ignored(deciding, tiny_ch
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
     with pytest.raises(NoClassifier):
         engine.comparator(Measure.AGREEMENT)
-
-
-def test_search_always_compares_sequences_that_the_mean_would_serve(
-    tiny_checkpoint, tiny_engine, tiny_corpus, tmp_path
-):
-    options = BuildOptions(heads="all", threshold=0.0, training_steps=3)
-    build_database(tiny_engine, tiny_corpus, tmp_path / "a.db", options)
-    database = AttentionDatabase.open(tmp_path / "a.db")
-    groups = tuple(replace(group, searched=False) for group in database.search.policy.groups)
-    policy = replace(database.search.policy, groups=groups)
-    database = replace(database, search=replace(database.search, policy=policy))
-    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
-    sequences = random_sequences([5, 7, 9])
-    assert set(run(engine, sequences).outcomes) == {Outcome.PROTOTYPE_HIT}
-    assert np.isnan(run(engine, sequences).similarities).all()
-    engine.map_reuse.search_always()
-    assert np.isfinite(run(engine, sequences).similarities).all()

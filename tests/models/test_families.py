@@ -99,9 +99,8 @@ class Family:
         return self.loaded[key]
 
 
-# Together they have every kind of layer: all tests run with each of them. The other cases differ from them in what a
-# layer computes, and only their exactness is tested,
-# computed in full and behind stored keys and values.
+# Together they have every kind of layer, and all tests run with each of them. Of the other cases, only exactness
+# is tested: in full, and behind stored keys and values.
 FULL = (
     "bert",
     "modernbert-biased-mean",

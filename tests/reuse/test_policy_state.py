@@ -28,7 +28,6 @@ from attncache_core.reuse.maps.policy_state import (
 from attncache_core.reuse.maps.tightening import Steps
 from attncache_core.reuse.maps.verification import Band, Window, windows_of
 from attncache_core.reuse.plan import Outcome
-from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.runtime.files import locked
 
 FIRST = Window(0, Band.USUAL)
@@ -275,26 +274,6 @@ def test_group_that_was_switched_off_stays_off(tiny_checkpoint, folder):
     assert engine_of(tiny_checkpoint, folder).policy.groups[0].is_off
 
 
-def test_steps_have_the_same_effect_with_and_without_search_always(tiny_checkpoint, folder):
-    """Starting the search of a group is a step itself, so the numbers of steps have the same meaning."""
-    searching = engine_of(tiny_checkpoint, folder)
-    searching.map_reuse.search_always()
-    # `search_always` is no step for other servers, but steps that this server takes are.
-    window = replace(SHARED, steps=1)
-    assert searching.map_reuse.keep_verified({window: [0.5]}).steps == Steps((0, 0, 0), 0)
-    assert engine_of(tiny_checkpoint, folder).policy == replace(POLICY, limit=None)
-    assert dict(searching.map_reuse.keep_verified({}).windows) == {window: (0.5,)}
-    tighten(searching, 1, 0)
-    plain = engine_of(tiny_checkpoint, folder)
-    assert plain.policy.groups[:2] == searching.policy.groups[:2]
-    assert plain.policy.groups[1].kinds[RecordKind.STORED].threshold == 0.85
-    tighten(plain, 0)
-    again = engine_of(tiny_checkpoint, folder)
-    again.map_reuse.search_always()
-    assert again.policy.groups[:2] == plain.policy.groups[:2]
-    assert again.policy.groups[2].searched
-
-
 @pytest.mark.parametrize("overrides", [{"threshold": 0.3}, {"threshold": 0.3, "heads": "all"}])
 def test_operators_own_threshold_ignores_kept_steps(tiny_checkpoint, folder, overrides):
     tighten(engine_of(tiny_checkpoint, folder), 0)
@@ -415,7 +394,6 @@ def test_engine_with_an_unreadable_file_reuses_nothing(tiny_checkpoint, tiny_cor
     assert reason.startswith("tightened.json cannot be read (")
     assert f"attention maps are not reused: {reason}" in caplog.text
     assert prefill(engine, recorded).outcomes == (Outcome.NOT_SEARCHED,) * 3
-    engine.map_reuse.search_always()
     assert all(each.is_off for each in engine.policy.groups)
 
 

@@ -29,10 +29,11 @@ async def batching(
     queue: int = 1000,
     metrics: Metrics | None = None,
     queue_seconds: float = math.inf,
+    queue_tokens: int = 2**20,
     **more: Any,
 ) -> AsyncIterator[Batcher]:
     """Yield a batcher for the engine. At the end, assert that nothing waits any more."""
-    limits = Limits(tokens, sequences, queue, request_tokens=10**6, queue_seconds=queue_seconds)
+    limits = Limits(tokens, sequences, queue, 10**6, queue_tokens, queue_seconds)
     batcher = Batcher(engine, limits, metrics or Metrics(), **more)
     try:
         yield batcher

@@ -71,19 +71,15 @@ async def test_texts_of_another_client_are_tokenised_only_as_batches_need_them()
 
 async def test_tokens_that_wait_are_limited_and_one_request_is_always_accepted() -> None:
     engine = FakeEngine()
-    async with serving(engine, max_queue_tokens=100) as client:
-        engine.may_run.clear()
-        busy = asyncio.create_task(client.post("/embed", json={"inputs": "busy"}))
-        await asyncio.to_thread(engine.runs.acquire)
-        waiting = asyncio.create_task(client.post("/embed", json={"inputs": ["x" * 60] * 8}))
-        while "attncache_queue_sequences 8.0" not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.001)
-        refused = await client.post("/embed", json={"inputs": "y" * 60})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
-        assert int(refused.headers["Retry-After"]) >= 1
+    async with batching(engine, queue_tokens=100) as batcher:
+        busy = await hold(engine, batcher)
+        waiting = submit(batcher, ["x" * 60] * 8)
+        with pytest.raises(QueueFull) as refused:
+            await submit(batcher, ["y" * 60])
+        assert refused.value.retry_after_seconds >= 1
         engine.may_run.set()
-        assert [(await task).status_code for task in (busy, waiting)] == [200, 200]
-        assert (await client.post("/embed", json={"inputs": "y" * 60})).status_code == 200
+        await asyncio.gather(busy, waiting)
+        await submit(batcher, ["y" * 60])
 
 
 async def test_bytes_in_flight_are_limited() -> None:

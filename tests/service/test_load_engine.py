@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +74,8 @@ def test_given_threshold_decides_what_hits(
     assert prefill(strict, sequences).outcomes == (Outcome.MISS, Outcome.MISS, Outcome.HIT)
 
 
-def test_threshold_and_heads_override_the_databases(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
-    engine = engine_of(tiny_checkpoint, tiny_database, threshold="0.7", heads="5")
-    assert thresholds(engine) == {0.7}
-    assert engine.database
-    assert engine.database.mask.total == 5
+def test_threshold_overrides_the_databases(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
+    assert thresholds(engine_of(tiny_checkpoint, tiny_database, threshold="0.7")) == {0.7}
 
 
 def test_without_an_override_the_databases_own_thresholds_hold(
@@ -95,30 +91,13 @@ def test_longest_text_is_what_the_settings_say(tiny_checkpoint: Checkpoint, tiny
     assert [len(ids) for ids in engine.tokenize(["card " * 30])] == [7]
 
 
-@pytest.mark.parametrize("search_always", [False, True])
-def test_gain_is_required_unless_every_text_is_to_be_searched(
-    tiny_checkpoint: Checkpoint,
-    tiny_database: Path,
-    required_gains: list[float],
-    search_always: bool,
+def test_gain_is_required(
+    tiny_checkpoint: Checkpoint, tiny_database: Path, required_gains: list[float]
 ) -> None:
-    engine_of(tiny_checkpoint, tiny_database, search_always=search_always)
-    assert required_gains == ([] if search_always else [0.05])
+    engine_of(tiny_checkpoint, tiny_database)
+    assert required_gains == [0.05]
     engine_of(tiny_checkpoint, tiny_database, min_gain=0.2)
     assert required_gains[-1] == 0.2
-
-
-def test_search_always_compares_every_text(
-    tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
-    manifest = AttentionDatabase.open(folder).manifest
-    groups = tuple(group.recorded_only() for group in manifest.policy.groups)
-    replace(manifest, policy=replace(manifest.policy, groups=groups)).write(folder)
-    for search_always in (False, True):
-        policy = engine_of(tiny_checkpoint, folder, search_always=search_always).policy
-        assert policy
-        assert {group.searched for group in policy.groups} == {search_always}
 
 
 def test_without_reuse_no_database_is_opened(tiny_checkpoint: Checkpoint) -> None:
@@ -139,7 +118,7 @@ def test_sound_database_gives_one_engine(
         assert engine.info().reuse_off == []
 
 
-@pytest.mark.parametrize("given", [{}, {"threshold": "0.7"}, {"heads": "5"}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"threshold": "0.7"}], ids=str)
 def test_engine_without_reuse_serves_first_where_the_default_database_is_damaged(
     tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path, given: dict[str, str]
 ) -> None:
@@ -225,16 +204,14 @@ def test_nothing_is_built_where_reuse_cannot_pay(
     assert f"reuse     serving exactly: {loading.CANNOT_PAY}" in caplog.text
 
 
-@pytest.mark.parametrize("values", [{"min_gain": "0"}, {"search_always": "on"}], ids=str)
 def test_operator_who_asks_for_reuse_at_any_speed_gets_a_database_without_a_measurement(
     tiny_checkpoint: Checkpoint,
     tmp_path: Path,
     builds: list[str],
     monkeypatch: pytest.MonkeyPatch,
-    values: dict[str, str],
 ) -> None:
     monkeypatch.setattr(loading, "could_pay", lambda *_: pytest.fail("measured"))
-    loaded = list(first_start(tiny_checkpoint, tmp_path, **values))
+    loaded = list(first_start(tiny_checkpoint, tmp_path, min_gain="0"))
     assert len(builds) == 1
     assert len([own for own in loaded if isinstance(own, PrefillEngine)]) == 2
 

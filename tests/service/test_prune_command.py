@@ -133,7 +133,7 @@ def test_server_runs_the_model_it_is_told_with_its_database(
 
     monkeypatch.setattr(serve_command, "serve_with_workers", serve)
     monkeypatch.setenv("ATTNCACHE_DROP_BLOCK", "2")
-    options = ("--drop-attention", "1", "--database", built[0], "--search-always", "--port", "0")
+    options = ("--drop-attention", "1", "--database", built[0], "--min-gain", "0", "--port", "0")
     succeeded(run("serve", *model_arguments(tiny_checkpoint), *options))
     (engine,) = engines
     assert engine.info().variant == {"dropped_attention": [1], "dropped_blocks": [2]}

@@ -40,12 +40,11 @@ def outcome(engine: PrefillEngine) -> Outcome:
     return prefill(engine, engine.tokenize(["my card my card"])).outcomes[0]
 
 
-@pytest.mark.parametrize("search_always", [False, True])
 def test_nothing_is_reused_if_findings_cannot_be_kept(
-    tiny_checkpoint: Checkpoint, folder: Path, caplog: pytest.LogCaptureFixture, search_always: bool
+    tiny_checkpoint: Checkpoint, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    engine = engine_of(tiny_checkpoint, folder, search_always=search_always)
+    engine = engine_of(tiny_checkpoint, folder)
     assert outcome(engine) is Outcome.NOT_SEARCHED
     (reason,) = engine.reuse_off
     assert reason.startswith("tightened.json cannot be written (Is a directory)")
@@ -57,8 +56,8 @@ def test_nothing_is_reused_if_findings_cannot_be_kept(
 
 @pytest.mark.parametrize(
     "values",
-    [{"verify_rate": 0}, {"threshold": 0.1}, {"heads": "5"}],
-    ids=["unverified", "own θ", "own heads"],
+    [{"verify_rate": 0}, {"threshold": 0.1}],
+    ids=["unverified", "own θ"],
 )
 def test_folder_may_be_read_only_if_nothing_needs_to_be_kept(
     tiny_checkpoint: Checkpoint, folder: Path, values: dict[str, Any]

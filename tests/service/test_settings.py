@@ -69,8 +69,7 @@ def test_request_that_could_never_be_queued_is_refused_at_start() -> None:
     [
         ("database", "/d"),
         ("threshold", 0.9),
-        ("heads", "all"),
-        ("search_always", True),
+        ("min_gain", 0.1),
         ("verify_rate", 0.1),
     ],
 )

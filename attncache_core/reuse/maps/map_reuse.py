@@ -32,10 +32,10 @@ class MapReuse(ReuseStrategy):
         self.database = database
         self.gain: MeasuredGain | None = None  # None: not measured
         self.awaits_gain = False  # nothing is reused until it is measured whether reuse saves time
-        self.reuse_off: list[str] = []  # reasons why reuse is off although a database is set
         self._search = database.search
-        self._served: ServedPolicy
-        self._serve(search_always=False)
+        self._served = ServedPolicy(database.folder, database.search.policy)
+        self.reuse_off = self._served.reuse_off  # reasons why reuse is off although a database is set
+        self._adopt(self._served.policy)
 
     @property
     def mask(self) -> ReuseMask:
@@ -98,11 +98,6 @@ class MapReuse(ReuseStrategy):
         self._adopt(self._served.policy)
         return kept
 
-    def search_always(self) -> None:
-        """Compare every sequence with records from now on, even in length groups in which this costs time."""
-        self.reuse_in(None)
-        self._serve(search_always=True)
-
     def reuse_in(self, paying: Collection[int] | None, gain: MeasuredGain | None = None) -> None:
         """Reuse maps only in the length groups with these indices from now on; None: in all length groups.
 
@@ -130,10 +125,3 @@ class MapReuse(ReuseStrategy):
             before = self._search.policy.groups
             paying = frozenset(index for index in paying if policy.groups[index] == before[index])
         self._search = replace(self._search, policy=policy, paying=paying)
-
-    def _serve(self, *, search_always: bool) -> None:
-        """Start from the calibrated policy and the findings of all servers."""
-        calibrated = self.database.search.policy
-        self._served = ServedPolicy(self.database.folder, calibrated, search_always=search_always)
-        self.reuse_off = self._served.reuse_off
-        self._adopt(self._served.policy)

@@ -121,20 +121,6 @@ class ReusePolicy:
         """Return the policy with no budget to keep: hits may be verified, but nothing is tightened."""
         return replace(self, budget=replace(self.budget, least=0.0, floor=0.0))
 
-    def searched_everywhere(self) -> ReusePolicy:
-        """Return the policy with a search in every length group.
-
-        Groups that were not searched and let the mean serve take one step of tightening, which starts the
-        search.
-        """
-        groups = tuple(
-            group.one_step_tighter()
-            if not group.searched and group.mean_serves
-            else replace(group, searched=True)
-            for group in self.groups
-        )
-        return replace(self, groups=groups)
-
     def tightened(self, index: int | None) -> ReusePolicy:
         """Return the policy with length group `index` one step tighter; None: with the limit one tighter."""
         if index is None:

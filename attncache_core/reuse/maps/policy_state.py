@@ -79,18 +79,16 @@ class ServedPolicy:
     then on `policy` lets nothing hit, and `reuse_off` says why.
     """
 
-    def __init__(self, folder: Path, calibrated: ReusePolicy, *, search_always: bool = False) -> None:
+    def __init__(self, folder: Path, calibrated: ReusePolicy) -> None:
         """Start from the findings in the folder of a database.
 
         calibrated: the database's policy, or a policy with an operator's thresholds and no budget.
-        search_always: search in every length group.
         """
         self._folder, self._calibrated = folder, calibrated
-        self._start = calibrated.searched_everywhere() if search_always else calibrated
-        self.policy = self._start
+        self.policy = calibrated
         self.reuse_off: list[str] = []  # reasons why reuse is off although a database is set
         try:
-            self.policy = self._start.tightened_to(_kept_steps(folder, calibrated))
+            self.policy = calibrated.tightened_to(_kept_steps(folder, calibrated))
         except CorruptDatabase as error:
             self._stop(str(error))
 
@@ -108,9 +106,8 @@ class ServedPolicy:
         """
         if self.reuse_off or not self._calibrated.budget.binds:
             return None
-        # Steps that `search_always` caused are an operator's choice for this server, not findings.
-        steps = self.policy.steps.since(self._start.steps)
-        own = Tightened(steps, tuple((window, tuple(fidelities)) for window, fidelities in new.items()))
+        windows = tuple((window, tuple(fidelities)) for window, fidelities in new.items())
+        own = Tightened(self.policy.steps, windows)
         try:
             kept = merge_tightened(self._folder, self._calibrated, own, patience_seconds)
         except CorruptDatabase as error:
