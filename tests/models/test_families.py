@@ -99,8 +99,8 @@ class Family:
         return self.loaded[key]
 
 
-# Together they have every kind of layer, and all tests run with each of them. Of the other cases, only exactness
-# is tested: in full, and behind stored keys and values.
+# Together they have every kind of layer, and all tests run with each. Of the other cases, only exactness is
+# tested: in full, and behind stored keys and values.
 FULL = (
     "bert",
     "modernbert-biased-mean",

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,17 @@ from command_line import PRIVATE, model_arguments, run, succeeded
 from core_decoders import write_llama
 from core_models import damage_weights, random_text, write_model, write_sentence_transformer
 
-from attncache_core import Checkpoint, LinearClassifier, PrefillEngine, class_scores, fit_classifier
+from attncache_core import (
+    Checkpoint,
+    LinearClassifier,
+    PrefillEngine,
+    PrefillRequest,
+    PrefillResult,
+    class_scores,
+    fit_classifier,
+)
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.runner import Runner
 from service.bulk import chunks, formats, spool
 from service.bulk.chunks import ChunkReader
 from service.bulk.computing import Computing
@@ -569,9 +578,9 @@ def test_equal_texts_of_a_chunk_are_computed_once(
     tiny_engine: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[int] = []
-    run_engine = tiny_engine.run
+    run = Runner.run
     monkeypatch.setattr(
-        tiny_engine, "run", lambda requests: ran.append(len(requests)) or run_engine(requests)
+        Runner, "run", lambda runner, requests: ran.append(len(requests)) or run(runner, requests)
     )
     with Computing(tiny_engine, embedding(tiny_engine, None, None), 1024) as computing:
         ((_, numbers),) = computing.computed(
@@ -586,12 +595,13 @@ def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(
     tiny_engine: PrefillEngine, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[list[int]] = []
-    run_engine = tiny_engine.run
-    monkeypatch.setattr(
-        tiny_engine,
-        "run",
-        lambda requests: batches.append([len(request.ids) for request in requests]) or run_engine(requests),
-    )
+    run = Runner.run
+
+    def noting(runner: Runner, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        batches.append([len(request.ids) for request in requests])
+        return run(runner, requests)
+
+    monkeypatch.setattr(Runner, "run", noting)
     given = [*texts, "card " * 100]
     with Computing(tiny_engine, embedding(tiny_engine, None, None), 64) as computing:
         list(computing.computed([chunks.Chunk(given, list(range(len(given))), chunks.NOTHING, 1.0)]))
