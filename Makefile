@@ -8,7 +8,7 @@ PIP = .venv/bin/pip --disable-pip-version-check install --constraint constraints
 LOCK = --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" --python-version 3.11 \
 	--constraint constraints.txt --only-binary :all: $(PIP_ARGUMENTS)
 
-.PHONY: serve test versions wheels fuzz soak figures sanitize arm install image image-test lock clean
+.PHONY: serve quick test versions wheels fuzz soak figures sanitize arm install image image-test lock clean
 
 serve: install
 	.venv/bin/attncache serve
@@ -18,6 +18,15 @@ test: .venv/installed-with-test
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+
+# Within a minute: the laws on two families, keys and values, a server with a small model.
+QUICK = tests/test_architecture.py tests/models/test_families.py tests/reuse/kv/test_continuation.py \
+	tests/reuse/kv/test_transfer.py tests/service/test_embed.py tests/service/test_classify.py tests/service/test_batcher.py
+quick: .venv/installed-with-test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy & types=$$!; .venv/bin/pytest --hypothesis-profile=quick \
+		-k 'not test_families or modernbert or llama-one-key' $(QUICK) && wait $$types
 
 install: .venv/installed
 

@@ -24,6 +24,7 @@ settings.register_profile(
 )
 # Other examples in every run, and many of them: `make fuzz`.
 settings.register_profile("fuzz", settings.get_profile("attncache"), derandomize=False, max_examples=2000)
+settings.register_profile("quick", settings.get_profile("attncache"), max_examples=5)
 settings.load_profile("attncache")
 
 
