@@ -43,9 +43,9 @@ from attncache_core.heads.vectors import normalize
 from attncache_core.heads.zero_shot import ZeroShot
 from attncache_core.models.variant import find_variant
 from attncache_core.reuse.kv.opening import KeyValueOptions
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.manifest import Manifest
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse
 from attncache_core.reuse.strategy import ReuseStrategy

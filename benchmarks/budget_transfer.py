@@ -18,15 +18,15 @@ import click
 import numpy as np
 
 from attncache_core import AttentionDatabase, PrefillEngine, find_checkpoint
+from attncache_core.calibration.calibrate import candidate_masks
 from attncache_core.calibration.database import unrecorded
-from attncache_core.calibration.masks import candidate_masks
 from attncache_core.calibration.policy_selection import Calibrated, Terms, apply_policy, choose_policy
 from attncache_core.calibration.probes import Measured, Probes, find_probes, measure
 from attncache_core.calibration.savings import measure_savings
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.corpus.reading import read_texts
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.storage.layout import RecordKind
 from service.commands.report import machine, show_machine, show_table
 

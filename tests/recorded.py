@@ -11,9 +11,8 @@ from attncache_core.build.first_inputs import FirstInputs
 from attncache_core.build.recording import Recording
 from attncache_core.build.sentences import Sentences
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.index import FeatureIndex
-from attncache_core.reuse.maps.policy import uniform_policy
+from attncache_core.reuse.maps.policy import Budget, uniform_policy
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.storage.layout import RecordLayout

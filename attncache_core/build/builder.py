@@ -51,7 +51,7 @@ from attncache_core.corpus import CorpusSentence, unfamiliar_texts
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import BuildFailed, InvalidInput
 from attncache_core.heads.comparator import Measure
-from attncache_core.models.layer_numbers import is_count
+from attncache_core.models.variant import is_count
 from attncache_core.native import MAPS_VERSION
 from attncache_core.reuse.maps.familiarity import remove_other_tests, write_familiarity
 from attncache_core.reuse.maps.index import FeatureIndex

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from attncache_core.build.training import TRAINING_STEPS
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.projector import DIMENSIONS
 from attncache_core.reuse.storage.layout import MapForm
 

@@ -1,5 +1,7 @@
 """Write the segments of a new database: the maps of every sentence, and the prototypes of each length.
 
+Prototypes are the means of clusters of sequences.
+
 A segment holds the records of one length in this order: training sentences, held-out sentences, the mean of
 the length, its prototypes.
 """
@@ -10,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
+import faiss
 import numpy as np
 import torch
 
 from attncache_core.build.first_inputs import FirstInputs, require_finite
-from attncache_core.build.prototypes import MeanMaps, clusters
 from attncache_core.build.sentences import Sentences
 from attncache_core.calibration.substitution import token_passes, traced_forward
 from attncache_core.models import PackedModel
@@ -27,6 +29,47 @@ from attncache_core.reuse.storage.segment_header import is_finished
 from attncache_core.reuse.storage.segment_writer import SegmentWriter
 from attncache_core.reuse.storage.store import AttentionMapStore
 from attncache_core.text.token_batch import pack
+
+# The mean of fewer maps is as unusual as single maps are.
+_MIN_MEMBERS = 8
+_KMEANS_ITERATIONS = 15
+
+
+def clusters(inputs: np.ndarray, max_clusters: int) -> np.ndarray:
+    """Assign each of n sequences of one length to a cluster by k-means, and return the clusters, int64 [n].
+
+    inputs: float32 [n, d]. max_clusters: the maximum number of clusters. Clusters have at least eight members
+    on average, so few sequences are one cluster. Clusters are numbered from 0 without gaps.
+    """
+    count = min(max_clusters, max(1, len(inputs) // _MIN_MEMBERS))
+    if count == 1:
+        return np.zeros(len(inputs), dtype=np.int64)
+    kmeans = faiss.Kmeans(inputs.shape[1], count, niter=_KMEANS_ITERATIONS, seed=0, min_points_per_centroid=1)
+    kmeans.train(np.ascontiguousarray(inputs))
+    _, nearest = kmeans.index.search(inputs, 1)
+    return np.unique(nearest[:, 0], return_inverse=True)[1]
+
+
+class MeanMaps:
+    """The sums of the maps of each cluster's members, from which means are computed."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, list[torch.Tensor]] = {}
+        self._members: dict[int, int] = {}
+
+    def add(self, cluster: int, maps: Sequence[torch.Tensor]) -> None:
+        """Add a member to a cluster. maps: for each layer [stored heads, L, L]."""
+        sums = self._sums.setdefault(cluster, [torch.zeros(layer.shape) for layer in maps])
+        for total, layer in zip(sums, maps, strict=True):
+            total += layer
+        self._members[cluster] = self._members.get(cluster, 0) + 1
+
+    def of(self, clusters: Sequence[int]) -> list[torch.Tensor]:
+        """Return the mean maps of all members of these clusters, per layer float32 [stored heads, L, L]."""
+        members = sum(self._members[cluster] for cluster in clusters)
+        layers = zip(*(self._sums[cluster] for cluster in clusters), strict=True)
+        return [torch.stack(sums).sum(dim=0) / members for sums in layers]
+
 
 # If a length has fewer training sentences, longer sentences are cut to it to compute its prototypes.
 _ENOUGH_MEMBERS = 128

@@ -1,6 +1,6 @@
 """Measure which recompute ratios keep a quality budget for one model, and which of them save time.
 
-prompts of segments and a query -> exact answers -> answers with each ratio -> BlendGate
+prompts of a .jsonl file: segments and a query -> exact answers -> answers with each ratio -> BlendGate
 """
 
 from __future__ import annotations
@@ -16,21 +16,64 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import orjson
 
 from attncache_core.calibration.gain import BATCH_TOKENS
 from attncache_core.calibration.quality import Quality, texts_needed
-from attncache_core.corpus.segments import SegmentedText
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.errors import InvalidInput, NotFinite
 from attncache_core.heads.comparator import Measure
-from attncache_core.heads.listwise import headings as listwise_headings
+from attncache_core.heads.decisions import headings as listwise_headings
 from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.text.segments import Segmented, segmented
+
+
+class SegmentedText(NamedTuple):
+    """A prompt of segments and a query."""
+
+    segments: tuple[str, ...]
+    query: str
+    place: str = "a prompt"  # for errors: where it was read
+
+
+def read_segmented(path: Path) -> list[SegmentedText]:
+    """Return the prompts of a file. Blank lines are skipped.
+
+    Raises InvalidInput, which names the line but no text, if the file cannot be read or a line is no prompt.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InvalidInput(f"{path} cannot be read: {reason}", field="segments") from error
+    prompts = [_prompt(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise InvalidInput(f"{path} holds no prompts", field="segments")
+    return prompts
+
+
+def _prompt(line: bytes, path: Path, number: int) -> SegmentedText:
+    try:
+        found = orjson.loads(line)
+        segments, query = found["segments"], found["query"]
+    except (ValueError, KeyError, TypeError):
+        segments, query = None, None
+    place = f"{path}, line {number}"
+    is_prompt = isinstance(segments, list) and all(own and isinstance(own, str) for own in [*segments, query])
+    if not (is_prompt and segments):
+        raise InvalidInput(
+            f"{place} is no prompt; write "
+            '{"segments": ["...", "..."], "query": "..."} on each line, without empty texts',
+            field="segments",
+        )
+    return SegmentedText(tuple(segments), query, place)
+
 
 # Under load, about as many tokens of prompts are measured, in as many rounds.
 _LOADED_TOKENS = 8192

@@ -2,10 +2,10 @@
 
     probes: sequences without a record of their own, with their nearest records   probes
       1 savings    time the microseconds that hits save and searches cost         savings
-      2 masks      propose masks of growing size, mildest heads first             masks
+      2 masks      propose masks of growing size, mildest heads first             here
       3 damage     run the probes with the maps of their records, for each mask   probes, substitution
       4 policy     fit θ for each length group inside the budget, for each mask   thresholds, policy_selection
-      5 masks      repeat 3 and 4 with sizes beside the best mask's               masks
+      5 masks      repeat 3 and 4 with sizes beside the best mask's               here
       6 weights    repeat 3 and 4 with larger masks and refitted weights          build.refitting
       7 limit      fit the familiarity test and the strangeness limit             strangeness_limit
       8 report     collect the figures for the manifest                           report
@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from attncache_core.calibration.familiarity_fit import TokenStatistics
-from attncache_core.calibration.masks import candidate_masks, masks_between
 from attncache_core.calibration.policy_selection import (
     Calibrated,
     Terms,
@@ -48,12 +47,49 @@ from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.models.refitted import LastProducts, refitted_alone
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.familiarity import Familiarity
-from attncache_core.reuse.maps.policy import ReusePolicy, uniform_policy
+from attncache_core.reuse.maps.policy import Budget, ReusePolicy, uniform_policy
 from attncache_core.reuse.maps.search import SearchEngine
-from attncache_core.reuse.mask import ReuseMask, head_order
+from attncache_core.reuse.mask import ReuseMask, head_order, mildest_mask, parse_heads
 from attncache_core.reuse.storage.layout import RecordKind
+
+# Number of mask sizes to try first, spread evenly up to the largest size.
+_MASK_SIZES = 12
+
+
+def held_first(rank: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Return the rank with the heads that records hold moved to the front. held: bool [layers, heads]."""
+    order = np.lexsort((rank.ravel(), ~held.ravel()))
+    return order.argsort().reshape(rank.shape)
+
+
+def candidate_masks(
+    rank: np.ndarray, heads: str | None = None, max_heads: int | None = None
+) -> list[ReuseMask]:
+    """Return up to 12 masks of growing size, made of the mildest heads.
+
+    heads: the operator's mask, see mask.parse_heads; if given, the only candidate. max_heads: size of the
+    largest mask; None: all heads.
+    """
+    if heads:
+        return [parse_heads(heads, rank)]
+    max_heads = rank.size if max_heads is None else max_heads
+    sizes = {max(1, round(max_heads * part / _MASK_SIZES)) for part in range(1, _MASK_SIZES + 1)}
+    return [mildest_mask(rank, size) for size in sorted(sizes)]
+
+
+def masks_between(masks: Sequence[ReuseMask], chosen: ReuseMask, rank: np.ndarray) -> list[ReuseMask]:
+    """Return up to four new masks, with sizes between the chosen mask's size and its neighbours' sizes."""
+    sizes = [mask.total for mask in masks]
+    position = sizes.index(chosen.total)
+    around = {
+        round(chosen.total + (sizes[neighbour] - chosen.total) * part / 3)
+        for neighbour in (position - 1, position + 1)
+        if 0 <= neighbour < len(sizes)
+        for part in (1, 2)
+    }
+    return [mildest_mask(rank, size) for size in sorted(around - set(sizes))]
+
 
 # Reports progress: (stage, steps done, steps in total).
 Progress = Callable[[str, int, int], None]

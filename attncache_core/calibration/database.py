@@ -9,20 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from attncache_core.calibration.calibrate import MAX_DAMAGE_PROBES, Progress, calibrate
+from attncache_core.calibration.calibrate import MAX_DAMAGE_PROBES, Progress, calibrate, held_first
 from attncache_core.calibration.damage import damage_of_each, joint_damage, model_for_damage, reuse_rank
-from attncache_core.calibration.masks import held_first
 from attncache_core.calibration.probes import find_probes, stored_batches
 from attncache_core.calibration.thresholds import MIN_PROBES
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import InvalidInput
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.familiarity import familiarity_name, remove_other_tests, write_familiarity
 from attncache_core.reuse.maps.integrity import file_digest
 from attncache_core.reuse.maps.manifest import use_of
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.policy_state import forget_tightened
 from attncache_core.reuse.maps.refitted import REFITTED, write_refitted
 from attncache_core.reuse.mask import ReuseMask

@@ -18,9 +18,7 @@ from attncache_core.calibration.probes import Measured, Probes
 from attncache_core.calibration.savings import Savings
 from attncache_core.calibration.thresholds import choose_group, mean_keeps, mean_or_none, share_bound
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
-from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
-from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.storage.layout import RecordKind
 

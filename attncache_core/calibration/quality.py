@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 from attncache_core.calibration.thresholds import CONFIDENCE, MIN_PROBES, share_bound, upper_bounds
 from attncache_core.errors import InvalidInput
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import FLOOR_SHARE, Budget
+from attncache_core.reuse.maps.policy import FLOOR_SHARE, Budget
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from attncache_core.corpus import UnfamiliarText
 from attncache_core.corpus.reading import spread
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.familiarity import Familiarity
-from attncache_core.reuse.maps.policy import StrangenessLimit
+from attncache_core.reuse.maps.policy import Budget, StrangenessLimit
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.storage.layout import RecordKind
 

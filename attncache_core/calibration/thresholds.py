@@ -14,8 +14,7 @@ from scipy import special
 
 from attncache_core.calibration.probes import Measured, Probes
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
-from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
+from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup
 from attncache_core.reuse.storage.layout import RecordKind
 
 CONFIDENCE = 0.95

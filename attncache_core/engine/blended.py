@@ -25,10 +25,17 @@ from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, empty_states
 from attncache_core.models import PackedModel
 from attncache_core.native.stack_data import KeyValueSlots
-from attncache_core.reuse.blend.chunks import LAYERS_A_STEP, Blend, BlendReport, ChunkReport, Recomputation
+from attncache_core.reuse.blend.chunks import (
+    LAYERS_A_STEP,
+    Blend,
+    BlendReport,
+    ChunkReport,
+    Recomputation,
+    deviations,
+    picked,
+)
 from attncache_core.reuse.blend.given import GivenChunks
 from attncache_core.reuse.blend.loading import Speeds
-from attncache_core.reuse.blend.selection import deviations, picked
 from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 from attncache_core.reuse.kv.store import KeyValueStore

@@ -18,8 +18,8 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.errors import InvalidInput, NoClassifier
 from attncache_core.heads.classifier import LinearClassifier
 from attncache_core.heads.comparator import Measure, OutputComparator
-from attncache_core.heads.listwise import LETTERS
-from attncache_core.heads.listwise import TEMPLATE as LISTWISE
+from attncache_core.heads.decisions import LETTERS
+from attncache_core.heads.decisions import TEMPLATE as LISTWISE
 from attncache_core.models import PackedModel
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.tokenizer import TextTokenizer

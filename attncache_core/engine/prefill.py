@@ -30,8 +30,8 @@ from attncache_core.engine.runner import Runner
 from attncache_core.errors import DatabaseRefused, InvalidInput, NoClassifier, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
 from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.heads.decisions import TEMPLATE as LISTWISE
 from attncache_core.heads.embedding import require_dimensions
-from attncache_core.heads.listwise import TEMPLATE as LISTWISE
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.heads.vectors import require_finite
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot

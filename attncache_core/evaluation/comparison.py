@@ -16,12 +16,27 @@ from typing import TypeVar
 import numpy as np
 
 from attncache_core.engine.request import PrefillResult
-from attncache_core.evaluation.gamma import gamma
 from attncache_core.evaluation.tasks import Task
 from attncache_core.heads.comparator import OutputComparator
 from attncache_core.heads.vectors import require_finite
 from attncache_core.reuse.plan import Outcome
 from attncache_core.text.labels import LabelTokens
+
+# Repeated measurements differ by about this much, so below this speed-up γ would divide by noise.
+LEAST_SPEEDUP = 1.02
+
+
+def gamma(full_metric: float, metric: float, speedup: float) -> float | None:
+    """Return γ = (full_metric - metric) / (speedup - 1); None for a speed-up below 1.02.
+
+    A smaller γ is better; γ is negative if the method is better than the full model. full_metric, metric:
+    quality of the full model and of the method as fractions, not in percent. speedup: the full model's time /
+    the method's time. AttnCache, Eq. 6, after He et al. 2024, with 1 as the full model's own speed-up.
+    """
+    if speedup < LEAST_SPEEDUP:
+        return None
+    return (full_metric - metric) / (speedup - 1)
+
 
 T = TypeVar("T")
 # A method computes the outputs of token sequences.
@@ -52,7 +67,7 @@ class MethodReport:
     search_seconds: float  # part of `attention_seconds`: search
     speedup: float  # median over rounds of the full model's seconds / this method's seconds
     attention_speedup: float  # the same ratio of attention_seconds
-    gamma: float | None  # see gamma.py
+    gamma: float | None  # loss of quality per unit of speed-up
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,26 @@
-"""Convert logits to class probabilities and decisions."""
+"""Convert logits to class probabilities and decisions; the template and letters of listwise reranking."""
 
 from __future__ import annotations
 
+from string import ascii_uppercase
+
 import numpy as np
+
+from attncache_core.checkpoints.template import Template
+from attncache_core.errors import InvalidInput
+
+LETTERS = tuple(ascii_uppercase)
+TEMPLATE = Template.parse("Query: {}\nThe letter of the document that answers the query best:")
+
+
+def headings(count: int) -> list[str]:
+    """Return what stands in front of each of `count` documents. Raises InvalidInput if there are too many."""
+    if count > len(LETTERS):
+        raise InvalidInput(
+            f"there are {count} documents, and a list has at most {len(LETTERS)}; send fewer",
+            field="segments",
+        )
+    return [f"[{letter}] " for letter in LETTERS[:count]]
 
 
 def class_scores(logits: np.ndarray, temperature: float = 1.0, multi_label: bool = False) -> np.ndarray:

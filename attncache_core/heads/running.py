@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from attncache_core.native.states import run_states
+from attncache_core.native.pooling import run_states
 from attncache_core.text.prefix_tree import PrefixTree
 
 # The rows of a state, each [width].

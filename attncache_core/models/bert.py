@@ -1,4 +1,4 @@
-"""BERT and MiniLM, and RoBERTa and XLM-RoBERTa, which have the same layers."""
+"""BERT, MiniLM and DistilBERT, and RoBERTa and XLM-RoBERTa, which have the same layers."""
 
 from __future__ import annotations
 
@@ -38,4 +38,39 @@ def _parts(layer: Any) -> EncoderParts:
         layer.intermediate.dense,
         layer.output.dense,
         layer.output.LayerNorm,
+    )
+
+
+def distilbert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
+    """Pack a DistilBERT checkpoint, for pooled embeddings or with its sequence-classification head."""
+    base = model.base_model
+    return encoder(
+        base,
+        base.transformer.layer,
+        heads,
+        pool,
+        _distilbert_head(model),
+        _distilbert_parts,
+        activation=base.config.activation,
+    )
+
+
+def _distilbert_head(model: Any) -> Head | None:
+    if not hasattr(model, "classifier"):
+        return None
+    dense = model.pre_classifier
+    return Head(lambda first: dense(first).relu(), model.classifier)
+
+
+def _distilbert_parts(layer: Any) -> EncoderParts:
+    attend, feed_forward = layer.attention, layer.ffn
+    return EncoderParts(
+        attend.q_lin,
+        attend.k_lin,
+        attend.v_lin,
+        attend.out_lin,
+        layer.sa_layer_norm,
+        feed_forward.lin1,
+        feed_forward.lin2,
+        layer.output_layer_norm,
     )

@@ -7,11 +7,10 @@ from typing import Any
 
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models.bert import bert, roberta
+from attncache_core.models.bert import bert, distilbert, roberta
 from attncache_core.models.deberta import deberta
 from attncache_core.models.decoder import decoder
 from attncache_core.models.deepseek import deepseek
-from attncache_core.models.distilbert import distilbert
 from attncache_core.models.layer import (
     Dropped,
     LayerHeads,

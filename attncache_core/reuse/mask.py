@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attncache_core.errors import InvalidInput
-from attncache_core.models.layer_numbers import is_count, parse_layers, to_number
+from attncache_core.models.variant import is_count, parse_layers, to_number
 
 
 @dataclass(frozen=True)

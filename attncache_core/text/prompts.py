@@ -13,8 +13,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tokenizers import Encoding
+
 from attncache_core.checkpoints.template import Template
 from attncache_core.text.pairs import Cut
+
+
+class Piece(NamedTuple):
+    """A token of a text."""
+
+    id: int
+    text: str  # the characters of the text; of a special token, its name
+    is_special: bool  # whether the tokenizer put it around the text
+    start: int | None  # index of the first character; None for a special token
+    stop: int | None  # index behind the last character; None for a special token
+
+
+def pieces_of(text: str, encoding: Encoding) -> list[Piece]:
+    """Return the tokens of an encoded text."""
+    return [
+        Piece(token, name, True, None, None)
+        if special
+        else Piece(token, text[start:stop], False, start, stop)
+        for token, name, special, (start, stop) in zip(
+            encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True
+        )
+    ]
 
 
 class Target(NamedTuple):

@@ -26,8 +26,7 @@ from attncache_core.text.bounds import (
     too_many,
 )
 from attncache_core.text.pairs import Cut, NoRoom, PairLayout, PairTokens
-from attncache_core.text.pieces import Piece, pieces_of
-from attncache_core.text.prompts import Frame, Prompt, SequencePlan
+from attncache_core.text.prompts import Frame, Piece, Prompt, SequencePlan, pieces_of
 from attncache_core.text.shortening import count_tokens, require_few_characters_of_text, shortened
 
 # transformers reports a limit of 10^30 tokens for a tokenizer without a limit.

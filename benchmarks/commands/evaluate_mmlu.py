@@ -11,7 +11,7 @@ import click
 from attncache_core import InvalidInput
 from attncache_core.corpus.reading import spread
 from attncache_core.evaluation.tasks import ClassificationTask
-from attncache_core.models.layer_numbers import is_count
+from attncache_core.models.variant import is_count
 from benchmarks.papers.mmlu import LETTERS, Prompts, Question, read_questions
 from service.commands.evaluation import Evaluation, Request
 from service.commands.evaluation_options import fixed_evaluation_options

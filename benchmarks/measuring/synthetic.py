@@ -14,12 +14,11 @@ from attncache_core.calibration.substitution import collect_maps
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.familiarity import write_familiarity
 from attncache_core.reuse.maps.index import FeatureIndex
 from attncache_core.reuse.maps.integrity import file_digests
 from attncache_core.reuse.maps.manifest import Manifest
-from attncache_core.reuse.maps.policy import uniform_policy
+from attncache_core.reuse.maps.policy import Budget, uniform_policy
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.reuse.mask import natural_rank

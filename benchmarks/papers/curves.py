@@ -15,14 +15,13 @@ import torch
 
 from attncache_core.build.quality import masked_maps
 from attncache_core.build.training import ALPHA, map_distances
-from attncache_core.calibration.calibrate import Progress
-from attncache_core.calibration.masks import candidate_masks
+from attncache_core.calibration.calibrate import Progress, candidate_masks
 from attncache_core.calibration.probes import Measured, Probes, measure, stored_maps
 from attncache_core.calibration.substitution import collect_maps, token_passes
 from attncache_core.calibration.thresholds import fit_curve
 from attncache_core.heads.comparator import OutputComparator
 from attncache_core.models import PackedModel
-from attncache_core.reuse.maps.length_group import KindPolicy
+from attncache_core.reuse.maps.policy import KindPolicy
 from attncache_core.reuse.mask import ReuseMask, mildest_mask, parse_heads
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.reuse.storage.store import AttentionMapStore

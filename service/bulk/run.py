@@ -9,11 +9,10 @@ from typing import Any
 
 from attncache_core import AttnCacheError, InvalidInput, NotFinite, PrefillEngine
 from service.bulk.chunks import ChunkReader
-from service.bulk.computing import BadText, Computing
+from service.bulk.computing import BadText, Computing, Task
 from service.bulk.formats import check_labels, write_output
 from service.bulk.rows import open_rows
 from service.bulk.spool import open_spool, partial, remove_spool
-from service.bulk.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,10 @@ from pathlib import Path
 import click
 
 from attncache_core import InvalidInput, PrefillEngine
-from attncache_core.calibration.blending import calibrate_blending
-from attncache_core.corpus.segments import read_segmented
+from attncache_core.calibration.blending import calibrate_blending, read_segmented
 from attncache_core.reuse.blend.gate import BlendGate, write_gate
 from attncache_core.reuse.kv.opening import KeyValueOptions
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 from service.commands.progress import shown_progress
 from service.commands.report import show_table
 

@@ -22,12 +22,12 @@ from service.commands.database_report import show_database
 from service.commands.options import (
     device_option,
     exclude_option,
+    kept_indices,
     max_tokens_option,
     model_options,
     removed_option,
 )
 from service.commands.progress import shown_progress
-from service.commands.texts import kept_indices
 
 _defaults = BuildOptions()
 

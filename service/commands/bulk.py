@@ -12,10 +12,10 @@ import click
 
 from attncache_core import Checkpoint, LinearClassifier, PrefillEngine
 from attncache_core.runtime.devices import Device, Dtype
+from service.bulk.computing import Task, classes, embedding
 from service.bulk.formats import CLASS_FORMATS, EMBEDDING_FORMATS, check_output
 from service.bulk.rows import INPUT_FORMATS
 from service.bulk.run import Files, Stopped, run
-from service.bulk.tasks import Task, classes, embedding
 from service.commands.options import (
     Command,
     device_option,

@@ -19,14 +19,19 @@ from attncache_core.build.options import MIN_AGREEMENT, MIN_COSINE, default_budg
 from attncache_core.corpus import unfamiliar_texts
 from attncache_core.corpus.reading import read_texts
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.runtime.devices import Device, Dtype
 from service.commands.blending import calibrate_segments
 from service.commands.build import min_text_cosine_option
 from service.commands.database_report import show_database
-from service.commands.options import device_option, exclude_option, max_tokens_option, model_options
+from service.commands.options import (
+    device_option,
+    exclude_option,
+    kept_indices,
+    max_tokens_option,
+    model_options,
+)
 from service.commands.progress import shown_progress
-from service.commands.texts import kept_indices
 
 
 @click.command("calibrate")

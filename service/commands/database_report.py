@@ -10,7 +10,7 @@ from rich.table import Table
 
 from attncache_core import AttentionDatabase, Manifest
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.policy_state import ServedPolicy
 from service.loading.summary import why_exact
 

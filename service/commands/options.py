@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
-from attncache_core import DEFAULT_MODEL, Quantization
+from attncache_core import DEFAULT_MODEL, PrefillEngine, Quantization
 from attncache_core.checkpoints.checkpoint import PoolingMode
+from attncache_core.corpus.reading import read_texts
 from attncache_core.runtime.devices import Device, Dtype
 from service.loading.checkpoints import OF_CHECKPOINTS, chosen_checkpoint
 from service.settings import Settings, option_name
@@ -163,3 +164,12 @@ def whole_model_options(command: Command) -> Command:
     for option in (threads_option, quantize_options, dtype_option, revision_option, model_option):
         described = option(described)
     return described
+
+
+def kept_indices(engine: PrefillEngine, texts: Sequence[str], excluded: Iterable[str]) -> list[int]:
+    """Return the indices of the texts whose tokens differ from the tokens of all excluded texts.
+
+    excluded: files with texts, as `read_texts` reads them.
+    """
+    excluded_ids = {tuple(ids) for source in excluded for ids in engine.tokenize(read_texts(source))}
+    return [index for index, ids in enumerate(engine.tokenize(texts)) if tuple(ids) not in excluded_ids]

@@ -15,8 +15,7 @@ from attncache_core.build.options import MIN_AGREEMENT, MIN_COSINE
 from attncache_core.corpus.reading import read_texts, read_texts_with_labels
 from attncache_core.evaluation.tuning.measuring import MeasuredWay
 from attncache_core.evaluation.tuning.results import Results
-from attncache_core.evaluation.tuning.texts import Texts
-from attncache_core.evaluation.tuning.tune import TuneEvents, TuneOptions, TuneReport, Tuning
+from attncache_core.evaluation.tuning.tune import Texts, TuneEvents, TuneOptions, TuneReport, Tuning
 from attncache_core.evaluation.tuning.ways import WAYS, Way, parse_ways
 from attncache_core.runtime.devices import Device, Dtype
 from service.commands.build import min_text_cosine_option
@@ -35,7 +34,7 @@ from service.commands.tune_report import WRITTEN_BY, comment, line_of, show_repo
 from service.loading.checkpoints import chosen_checkpoint
 from service.plots import Plots
 from service.settings import Settings
-from service.settings.writing import write_settings
+from service.settings.reading import write_settings
 
 _INTERRUPTED = 130  # the exit code of a program that Ctrl+C ended
 

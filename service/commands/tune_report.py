@@ -11,7 +11,7 @@ from attncache_core.evaluation.tuning.measuring import MeasuredWay
 from attncache_core.evaluation.tuning.tune import TuneReport
 from attncache_core.evaluation.tuning.ways import EXACT
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 from service.commands.report import machine, show_machine, show_table
 
 # The first line of a settings file, by which a later tuning knows that it may replace the file.

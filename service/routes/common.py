@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
-from attncache_core import InvalidInput, NotFinite
+from attncache_core import InvalidInput, NoClassifier, NotFinite, class_scores
+from attncache_core.heads.vectors import require_finite
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
 from service.batching.pending_request import RequestResult
@@ -211,3 +213,38 @@ def _of_conversation(conversation: Conversation) -> dict[str, str]:
     if conversation.approximate:
         headers[APPROXIMATE_HEADER] = "truncated"
     return headers
+
+
+class Classified(NamedTuple):
+    """The logits of the server's labels for some texts."""
+
+    labels: tuple[str, ...]
+    logits: np.ndarray  # float32 [texts, labels]
+    multi_label: bool  # whether each label is decided by itself
+    result: RequestResult
+
+    def scores(self, multi_label: bool | None = None) -> np.ndarray:
+        """Return the scores, float32 [texts, labels]. multi_label: None: as the model says."""
+        return class_scores(self.logits, multi_label=self.multi_label if multi_label is None else multi_label)
+
+
+async def classified(
+    call: Call, serving: Serving, source: Source, *, reuse: bool, salt: bytes = b""
+) -> Classified:
+    """Compute texts, or pairs, and return the logits of the server's labels.
+
+    Raises NoClassifier if the server has no labels, and as Batcher.submit.
+    """
+    engine = serving.engine
+    if engine.task == "label-logits":
+        labels = engine.labels_in()
+        result = await computed(
+            call, serving, source, reuse=reuse, prompt=labels.prompt, labels=labels, salt=salt
+        )
+        logits = engine.label_logits(labels, result.outputs, result.log_probabilities)
+        require_finite(np.isfinite(logits).T, "labels")
+        return Classified(labels.labels, logits, False, result)
+    if engine.labels is None:
+        raise NoClassifier("the server has no labels of its own; use /classify, and give labels")
+    result = await computed(call, serving, source, reuse=reuse, salt=salt)
+    return Classified(engine.labels, engine.class_logits(result.outputs), engine.multi_label, result)

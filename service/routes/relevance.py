@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attncache_core import InvalidInput, PrefillEngine, class_scores, normalize
-from attncache_core.heads.listwise import headings
+from attncache_core.heads.decisions import headings
 from attncache_core.text.prompts import Prompt
 from service.batching.pending_request import RequestResult
 from service.batching.sources import Source, Texts
@@ -76,7 +76,7 @@ async def relevance(call: Call, question: Question, *, raw: bool = False) -> Rel
 
 
 async def by_list(call: Call, query: str, documents: list[str], reuse: bool, salt: bytes) -> Relevance:
-    """Score documents that a decoder reads together in one prompt; see heads/listwise.py.
+    """Score documents that a decoder reads together in one prompt; see heads/decisions.py.
 
     The scores sum to 1. Raises InvalidInput if the server has another task, and as Batcher.submit.
     """

@@ -1,4 +1,4 @@
-"""Reads settings: options before environment variables before the file before defaults.
+"""Reads settings: options before environment variables before the file before defaults. Writes such a file.
 
     options of the command line  ─┐
     variables ATTNCACHE_*        ─┼─>  one mapping, field -> value  ─>  Settings, or InvalidSettings
@@ -10,8 +10,9 @@ Only Settings checks values. A name that no field has is refused here, because i
 from __future__ import annotations
 
 import difflib
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -22,6 +23,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from attncache_core.runtime.files import write_whole
 from service.errors import InvalidSettings
 from service.settings.names import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, all_names, environment_name
 from service.settings.settings import Settings
@@ -142,3 +144,29 @@ def _refuse_unknown(kind: str, name: str, known: set[str], removed: Mapping[str,
         )
         guess = f"; did you mean {similar[closest[0]]}?" if closest else "; attncache serve --help lists all"
         raise InvalidSettings(f"{kind} {name} is not known{guess}")
+
+
+def write_settings(path: Path, values: Mapping[str, object], comment: Sequence[str]) -> Settings:
+    """Write settings by field name, below the lines of a comment, and return them as `serve` reads them.
+
+    values: texts, numbers, truth values and paths. A relative path of a file is relative to the folder in
+    which `serve` runs. Raises InvalidSettings if `serve` would refuse a value, and OSError.
+    """
+    settings = read_settings(values)
+    lines = [f"# {_printable(line)}".rstrip() for line in comment]
+    lines += [f"{name} = {_toml(values[name])}" for name in Settings.model_fields if name in values]
+    write_whole(path, ("\n".join(lines) + "\n").encode())
+    return settings
+
+
+def _printable(line: str) -> str:
+    """Return a line without control characters, such as line breaks."""
+    return "".join(character if character.isprintable() else " " for character in line)
+
+
+def _toml(value: object) -> str:
+    """Return a value in TOML, whose numbers, truth values and texts look like those of JSON."""
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    # JSON leaves the character DEL as it is, and TOML does not allow it.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 
 from pydantic import model_validator
 
-from service.settings.connections import Connections, Supervision
+from service.settings.connections import Connections, Observability, Supervision
 from service.settings.limits import Limits
 from service.settings.model import Model, Processor
 from service.settings.names import Group, option_name, refused
 from service.settings.network import Network, Security
-from service.settings.observability import Observability
 from service.settings.reuse import Chunks, KeyValues, Reuse, Sessions
 
 # In the order of the help and of the documentation.

@@ -13,8 +13,7 @@ from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import cosines
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
-from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.maps.policy import KindPolicy, LengthGroup, ReusePolicy
 from attncache_core.reuse.mask import mildest_mask
 from attncache_core.reuse.storage.layout import RecordKind
 from benchmarks.papers.curves import THRESHOLDS, Point, measure_curves, pareto_front

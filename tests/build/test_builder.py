@@ -23,8 +23,8 @@ from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import BuildFailed, InvalidInput
 from attncache_core.heads.comparator import Measure
 from attncache_core.native import MAPS_VERSION
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.mask import head_order
 from attncache_core.text.token_batch import pack
 from attncache_core.version import __version__

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncache_core.build.prototypes import MeanMaps, clusters
+from attncache_core.build.recording import MeanMaps, clusters
 
 DIMENSIONS = 6
 

@@ -15,14 +15,13 @@ from core_models import random_text
 
 from attncache_core import InvalidInput, KeyValueOptions, PrefillEngine
 from attncache_core.calibration import blending
-from attncache_core.calibration.blending import calibrate_blending
+from attncache_core.calibration.blending import SegmentedText, calibrate_blending, read_segmented
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
-from attncache_core.corpus.segments import SegmentedText, read_segmented
 from attncache_core.engine.runner import Runner
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, read_gate, tighten, write_gate
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 
 NO_BUDGET = Budget(Measure.COSINE, 0.0)
 

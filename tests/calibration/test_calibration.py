@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions, default_budget
 from attncache_core.calibration import calibrate as calibration
-from attncache_core.calibration.calibrate import calibrate
+from attncache_core.calibration.calibrate import calibrate, candidate_masks
 from attncache_core.calibration.database import calibrate_database
-from attncache_core.calibration.masks import candidate_masks
 from attncache_core.calibration.probes import find_probes
 from attncache_core.calibration.savings import measure_savings
 from attncache_core.calibration.strangeness_limit import choose_limit
@@ -26,8 +25,8 @@ from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import DatabaseRefused, InvalidInput
 from attncache_core.heads.classifier import nearest_label
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.mask import head_order, mildest_mask, natural_rank, parse_heads
 from attncache_core.reuse.storage.layout import RecordKind
 

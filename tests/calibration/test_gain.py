@@ -17,10 +17,9 @@ from attncache_core.calibration.savings import fit_savings
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import MachineBusy
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.gain import MeasuredGain, Traffic
-from attncache_core.reuse.maps.policy import ReusePolicy, uniform_policy
+from attncache_core.reuse.maps.policy import Budget, ReusePolicy, uniform_policy
 from attncache_core.reuse.plan import Outcome
 from attncache_core.text.token_batch import pack
 

@@ -30,9 +30,7 @@ from attncache_core.calibration.thresholds import (
     upper_bounds,
 )
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
-from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
-from attncache_core.reuse.maps.policy import ReusePolicy, uniform_policy
+from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy, uniform_policy
 from attncache_core.reuse.mask import mildest_mask, natural_rank
 from attncache_core.reuse.storage.layout import RecordKind
 

@@ -10,8 +10,7 @@ from core_models import random_sequences
 from attncache_core.calibration.probes import Probes, find_probes, measure, stored_batches, stored_maps
 from attncache_core.calibration.substitution import collect_maps, probed, substituted_outputs
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
-from attncache_core.reuse.maps.policy import uniform_policy
+from attncache_core.reuse.maps.policy import Budget, uniform_policy
 from attncache_core.reuse.maps.search import MOST_SIMILAR_OTHER
 from attncache_core.reuse.mask import head_order, mildest_mask
 from attncache_core.reuse.storage.layout import RecordKind

@@ -16,8 +16,7 @@ from attncache_core.calibration.strangeness_limit import (
 from attncache_core.calibration.thresholds import share_bound, share_bound_over
 from attncache_core.corpus import UnfamiliarText
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
-from attncache_core.reuse.maps.policy import uniform_policy
+from attncache_core.reuse.maps.policy import Budget, uniform_policy
 from attncache_core.reuse.mask import mildest_mask, natural_rank
 
 FLOOR = Budget(Measure.COSINE, 0.98, 0.95)

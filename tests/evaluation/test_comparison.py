@@ -14,8 +14,7 @@ from attncache_core.evaluation.comparison import compare
 from attncache_core.evaluation.tasks import AgreementTask, ClassificationTask, RatedPairs, SimilarityTask
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
-from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.maps.policy import KindPolicy, LengthGroup, ReusePolicy
 from attncache_core.reuse.plan import Outcome
 from attncache_core.reuse.storage.layout import RecordKind
 from benchmarks.papers.shared_maps import lazyformer_blocks, shared_maps_engine

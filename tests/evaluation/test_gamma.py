@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncache_core.evaluation.gamma import gamma
+from attncache_core.evaluation.comparison import gamma
 
 
 @pytest.mark.parametrize(

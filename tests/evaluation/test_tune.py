@@ -20,8 +20,7 @@ from attncache_core import (
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.evaluation.tuning import databases, tune
 from attncache_core.evaluation.tuning.measuring import Subject, service_batches
-from attncache_core.evaluation.tuning.texts import Texts, split
-from attncache_core.evaluation.tuning.tune import TuneEvents, TuneOptions, Tuning
+from attncache_core.evaluation.tuning.tune import Texts, TuneEvents, TuneOptions, Tuning, split
 from attncache_core.evaluation.tuning.ways import Way
 from attncache_core.heads.vectors import cosines
 from attncache_core.runtime.memory import tensor_bytes

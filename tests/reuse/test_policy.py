@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
-from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
-from attncache_core.reuse.maps.policy import ReusePolicy, uniform_policy
+from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy, uniform_policy
 from attncache_core.reuse.storage.layout import RecordKind
 
 BUDGET = Budget(Measure.COSINE, 0.985)

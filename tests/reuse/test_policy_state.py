@@ -17,15 +17,13 @@ from tightening_process import POLICY, SHARED, group
 from attncache_core.calibration.database import calibrate_database
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
+from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps, StrangenessLimit
 from attncache_core.reuse.maps.policy_state import (
     ServedPolicy,
     Tightened,
     forget_tightened,
 )
-from attncache_core.reuse.maps.tightening import Steps
 from attncache_core.reuse.maps.verification import Band, Window, windows_of
 from attncache_core.reuse.plan import Outcome
 from attncache_core.runtime.files import locked

@@ -22,9 +22,9 @@ from attncache_core.build.options import BuildOptions
 from attncache_core.calibration.database import calibrate_database
 from attncache_core.errors import CorruptDatabase, DatabaseRefused
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.index import FeatureIndex
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.maps.prototypes import PrototypeIndex, prototypes_path
 from attncache_core.reuse.storage.seal import Seal

@@ -20,10 +20,8 @@ from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
-from attncache_core.reuse.maps.policy import ReusePolicy
+from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy
 from attncache_core.reuse.plan import Outcome
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.text.token_batch import pack

@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
-from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
-from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
-from attncache_core.reuse.maps.tightening import Steps
+from attncache_core.reuse.maps.policy import (
+    Budget,
+    KindPolicy,
+    LengthGroup,
+    ReusePolicy,
+    Steps,
+    StrangenessLimit,
+)
 from attncache_core.reuse.maps.verification import (
     Band,
     Shortfall,

@@ -12,9 +12,7 @@ import time
 from pathlib import Path
 
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
-from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
-from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
+from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy, StrangenessLimit
 from attncache_core.reuse.maps.policy_state import ServedPolicy
 from attncache_core.reuse.maps.verification import Band, Window
 from attncache_core.reuse.storage.layout import RecordKind

@@ -33,16 +33,13 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.engine.info import EngineInfo
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.embedding import require_dimensions
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.info import DatabaseInfo
-from attncache_core.reuse.maps.length_group import KindPolicy, LengthGroup
-from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
+from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy, StrangenessLimit
 from attncache_core.reuse.maps.policy_state import ServedPolicy, Tightened
 from attncache_core.reuse.maps.verification import Window
 from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.text.labels import LabelTokens
-from attncache_core.text.pieces import Piece
-from attncache_core.text.prompts import Frame, Prompt, SequencePlan
+from attncache_core.text.prompts import Frame, Piece, Prompt, SequencePlan
 from service.app import create_app
 from service.settings import Settings
 from service.upkeep.group import Worker

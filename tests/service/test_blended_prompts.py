@@ -26,7 +26,7 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.blend.gate import BlendGate, MeasuredRatio, read_gate, write_gate
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.text.segments import segmented
 from service.batching.pending_request import PendingRequest
 from service.batching.segments import Segments

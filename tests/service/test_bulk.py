@@ -33,9 +33,8 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.runner import Runner
 from service.bulk import chunks, formats, spool
 from service.bulk.chunks import ChunkReader
-from service.bulk.computing import Computing
+from service.bulk.computing import Computing, embedding
 from service.bulk.rows import open_rows
-from service.bulk.tasks import embedding
 
 ROWS_PER_CHUNK = 8
 SCRIPT = Path(__file__).with_name("run_killed.py")

@@ -14,7 +14,7 @@ from attncache_core import AttentionDatabase, LinearClassifier, Outcome, Prefill
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 

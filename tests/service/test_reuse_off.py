@@ -14,7 +14,7 @@ from core_models import prefill
 
 from attncache_core import AttentionDatabase, Checkpoint, Outcome, PrefillEngine
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 from service.loading.engines import load_engine
 from service.loading.summary import expected_savings
 from service.settings import read_settings

@@ -35,8 +35,7 @@ from attncache_core import (
     PrefillResult,
 )
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
-from attncache_core.reuse.maps.policy import ReusePolicy, StrangenessLimit
+from attncache_core.reuse.maps.policy import Budget, ReusePolicy, StrangenessLimit
 from attncache_core.reuse.maps.policy_state import ServedPolicy
 from attncache_core.runtime.files import locked
 from service.batching.admission import Limits

@@ -21,7 +21,7 @@ from attncache_core.calibration.database import calibrate_database
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.storage.layout import MapForm
 from service.commands import build as build_command
 from service.commands import serve

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from service.errors import InvalidSettings
 from service.settings import Settings, gather_settings
-from service.settings.writing import write_settings
+from service.settings.reading import write_settings
 
 
 def test_values_are_read_again_and_stand_below_the_comment(tmp_path: Path) -> None:

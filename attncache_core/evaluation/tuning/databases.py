@@ -21,8 +21,8 @@ from attncache_core.calibration.policy_selection import could_keep_floor
 from attncache_core.corpus import CorpusSentence
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.comparator import Measure
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.policy import Budget
 
 _HELD_OUT = 10  # a build holds out one of so many texts
 

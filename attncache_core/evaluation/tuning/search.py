@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from attncache_core.evaluation.tuning.measuring import MeasuredWay
 from attncache_core.evaluation.tuning.ways import KINDS, Way
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 
 # Measures a way, or returns None if the way cannot be measured. Knows ways that it measured before.
 Measurer = Callable[[Way], MeasuredWay | None]

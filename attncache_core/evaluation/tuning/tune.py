@@ -1,6 +1,6 @@
 """Measure the ways to spend a quality budget on an operator's texts, and choose one.
 
-    texts -> half that chooses, half that measures                        texts
+    texts -> half that chooses, half that measures
       reference   answers in float32 without any way
       exact       the model in the operator's dtype: every way is compared with its speed
       ways        measured beside the exact model, one after the other    search, measuring, databases
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,17 +37,57 @@ from attncache_core.evaluation.tuning.databases import budget_of_build, open_or_
 from attncache_core.evaluation.tuning.measuring import Judge, MeasuredWay, Subject, measure
 from attncache_core.evaluation.tuning.results import Results
 from attncache_core.evaluation.tuning.search import Search, choose
-from attncache_core.evaluation.tuning.texts import Texts, split
 from attncache_core.evaluation.tuning.ways import WAYS, Way
 from attncache_core.heads.classifier import LinearClassifier, fit_classifier
 from attncache_core.heads.comparator import Measure
 from attncache_core.models.families import is_causal
-from attncache_core.reuse.maps.budget import Budget
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.runtime.devices import Device, Dtype, resolve_device, resolve_dtype
 from attncache_core.runtime.memory import tensor_bytes
 from attncache_core.runtime.processor import processor_name
 from attncache_core.version import __version__
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts, and their labels if they are known."""
+
+    texts: list[str]
+    labels: list[str] | None
+
+    def rows(self, indices: Sequence[int]) -> Texts:
+        """Return the texts at these indices."""
+        labels = None if self.labels is None else [self.labels[index] for index in indices]
+        return Texts([self.texts[index] for index in indices], labels)
+
+
+def split(
+    given: Texts, sequences: Sequence[Sequence[int]], needed: int, most: int, seed: int = 0
+) -> tuple[Texts, Texts]:
+    """Split texts at random into those that choose and those that measure, which are half of them.
+
+    sequences: the token ids of each text; a text whose tokens occurred before, and a text without tokens, are
+    left out. needed: the fewest texts to measure on. most: the most texts to measure on; the others choose.
+    Raises InvalidInput if there are too few texts.
+    """
+    if most < needed:
+        raise InvalidInput(
+            f"sample must be at least {needed}: fewer texts cannot prove that the budget is kept",
+            field="sample",
+        )
+    first = {tuple(ids): index for index, ids in reversed(list(enumerate(sequences))) if ids}
+    distinct = np.random.default_rng(seed).permutation(sorted(first.values())).tolist()
+    if len(distinct) < 2 * needed:
+        raise InvalidInput(
+            f"texts has {len(distinct)} different texts, and at least {2 * needed} are needed: half of them "
+            f"measure, and fewer than {needed} cannot prove that the budget is kept (min_text_cosine 0, or "
+            "a smaller min_agreement, needs fewer)",
+            field="texts",
+        )
+    measuring = min(most, len(distinct) // 2)
+    return given.rows(distinct[measuring:]), given.rows(distinct[:measuring])
+
 
 _RANKING_TEXTS = 500  # choosing texts on which layers are ranked
 _EXACT = Way()

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from attncache_core.errors import InvalidInput
 from attncache_core.reuse.blend.chunks import Recomputation
-from attncache_core.reuse.maps.budget import Budget
+from attncache_core.reuse.maps.policy import Budget
 from attncache_core.runtime.files import locked_within, write_whole
 
 FORMAT = 1

@@ -18,8 +18,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict, TypeAdapter
 
 from attncache_core.errors import CorruptDatabase
-from attncache_core.reuse.maps.policy import ReusePolicy
-from attncache_core.reuse.maps.tightening import Steps
+from attncache_core.reuse.maps.policy import ReusePolicy, Steps
 from attncache_core.reuse.maps.verification import WINDOW_HITS, Window, windows_of
 from attncache_core.runtime.files import locked_within, write_whole
 

@@ -3,7 +3,7 @@
 The maps of a synthetic record are the mean of the maps of many sentences, so the record fits diverse text
 better than the record of a single sentence. Each length has one mean of all its sentences, and may have a few
 prototypes, each the mean of a cluster of sentences. There are few synthetic records, so one index holds all
-lengths, and one matrix product compares a whole batch. build/prototypes.py makes the clusters and the means.
+lengths, and one matrix product compares a whole batch. build/recording.py makes the clusters and the means.
 """
 
 from __future__ import annotations

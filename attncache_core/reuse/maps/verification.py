@@ -18,9 +18,7 @@ import numpy as np
 from pydantic import ConfigDict
 from scipy import special
 
-from attncache_core.reuse.maps.budget import Budget
-from attncache_core.reuse.maps.policy import ReusePolicy
-from attncache_core.reuse.maps.tightening import Steps
+from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps
 
 WINDOW_HITS = 200  # number of verified hits in a full window
 _LEAST_FOR_A_MEAN = 50  # hits; the mean of fewer hits says little

@@ -8,8 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.batching.sources import Texts
-from service.routes.classes import classified
-from service.routes.common import ANSWER_HEADERS, answer, check_count, named
+from service.routes.common import ANSWER_HEADERS, answer, check_count, classified, named
 from service.routes.openai.common import OPENAI_ERRORS, TAG, usage_of
 from service.routes.openai.schemas import ModelName, Salt, Usage, User
 from service.routes.served_names import check_model_name, served_name

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from service.batching.sources import Texts
-from service.routes.classes import Classified, classified
-from service.routes.common import ANSWER_HEADERS, answer, check_count
+from service.routes.common import ANSWER_HEADERS, Classified, answer, check_count, classified
 from service.routes.tei.common import TAG, TEI_ERRORS, truncates
 from service.routes.tei.schemas import PredictRequest
 from service.schemas import LabelScore

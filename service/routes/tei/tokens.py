@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from attncache_core import InputTooLong, InvalidInput
-from attncache_core.text.pieces import Piece
+from attncache_core.text.prompts import Piece
 from service.routes.common import check_count
 from service.routes.tei.common import TAG, TEI_ERRORS
 from service.routes.tei.schemas import DecodeRequest, SimpleToken, TokenizeRequest

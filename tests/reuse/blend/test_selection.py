@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core.reuse.blend.chunks import BlendReport, ChunkReport, Recomputation
-from attncache_core.reuse.blend.selection import deviations, picked
+from attncache_core.reuse.blend.chunks import BlendReport, ChunkReport, Recomputation, deviations, picked
 
 
 def slots(rows, dtype=torch.float32):
