@@ -33,7 +33,7 @@ import numpy as np
 WARM_UP_SECONDS = 3.0
 # Requests that were not answered so long after the last one was sent are given up.
 PATIENCE_SECONDS = 15.0
-MOST_TRIES = 4
+MAX_TRIES = 4
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Clients:
     ) -> None:
         self._address = host, port
         self._requests = requests
-        self._most_tries = MOST_TRIES if retry else 1
+        self._max_tries = MAX_TRIES if retry else 1
         self._idle: deque[Connection] = deque()
         self._connections = asyncio.Semaphore(connections)
         self.answered: list[Answered] = []
@@ -117,14 +117,14 @@ class Clients:
     async def send(self, due: float) -> None:
         """Send one request, again if it is refused. due: when it should be sent."""
         request, tries, status = next(self._requests), 0, 429
-        while status == 429 and tries < self._most_tries:
+        while status == 429 and tries < self._max_tries:
             tries += 1
             try:
                 status, retry_after = await self._ask(request, due if tries == 1 else None)
             except OSError:
                 self.failed += 1
                 return
-            if status == 429 and tries < self._most_tries:
+            if status == 429 and tries < self._max_tries:
                 # Not all at the same moment.
                 await asyncio.sleep(retry_after * random.uniform(1.0, 1.5))
         self.answered.append(Answered(time.perf_counter() - due, status, tries))

@@ -29,7 +29,7 @@ _EXPOSED = [
     *("X-AttnCache-Hits", "X-AttnCache-Cached-Tokens", "X-AttnCache-Repeated", "X-AttnCache-Model"),
 ]
 # Smaller responses fit into a few packets anyway.
-_LEAST_GZIP_BYTES = 8 * 1024
+_MIN_GZIP_BYTES = 8 * 1024
 # Numbers written as text hardly become smaller at higher levels, and the event loop waits meanwhile.
 _GZIP_LEVEL = 1
 
@@ -37,7 +37,7 @@ _GZIP_LEVEL = 1
 def for_browsers(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Return the app with the middleware around it that the settings ask for."""
     if settings.gzip:
-        app = GZipMiddleware(app, minimum_size=_LEAST_GZIP_BYTES, compresslevel=_GZIP_LEVEL)
+        app = GZipMiddleware(app, minimum_size=_MIN_GZIP_BYTES, compresslevel=_GZIP_LEVEL)
     if settings.cors_origin is not None:
         app = CORSMiddleware(
             app,

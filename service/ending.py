@@ -11,7 +11,7 @@ from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOG_SECONDS = 1.0
+_MAX_LOG_SECONDS = 1.0
 
 
 def end_process(code: int, reason: str | None = None) -> NoReturn:
@@ -23,7 +23,7 @@ def end_process(code: int, reason: str | None = None) -> NoReturn:
     # In a thread, because a thread that hangs may hold the lock of a log handler, and a pipe may be full.
     last_words = threading.Thread(target=_finish_logs, args=(reason,), daemon=True)
     last_words.start()
-    last_words.join(_MOST_LOG_SECONDS)
+    last_words.join(_MAX_LOG_SECONDS)
     os._exit(code)
 
 

@@ -20,8 +20,8 @@ def store_of(model: PackedModel, memory=MEMORY, **more) -> KeyValueStore:
     return KeyValueStore(block_layout(model), memory, **more)
 
 
-def wanted(ids, salt=b"", *, skipped=0, most_given=None):
-    return Wanted.of(root_key(b"model", salt, skipped), ids, len(ids) if most_given is None else most_given)
+def wanted(ids, salt=b"", *, skipped=0, max_given=None):
+    return Wanted.of(root_key(b"model", salt, skipped), ids, len(ids) if max_given is None else max_given)
 
 
 @torch.inference_mode()

@@ -31,9 +31,9 @@ from attncache_core.reuse.mask import ReuseMask
 from attncache_core.text.token_batch import Group, TokenBatch, pack
 
 # Most tokens to fit to, which bounds the time of a fit.
-_MOST_TOKENS = 40_000
+_MAX_TOKENS = 40_000
 # Fewer rows per input of a product would fit the rows themselves.
-_LEAST_ROWS = 4
+_MIN_ROWS = 4
 # Shrinkage toward the original weights, in units of the mean square of an input. Texts like the corpus gain
 # the same from 0.001 to 0.1, and texts unlike the corpus lose least with 0.1.
 _SHRINKAGE = 0.1
@@ -62,7 +62,7 @@ class Refitting:
         self._engine, self._search = engine, search
         means = search.prototypes.means
         known = [sequences[at] for at in random.permutation(len(sequences)) if len(sequences[at]) in means]
-        enough = int(np.searchsorted(np.cumsum([len(ids) for ids in known]), _MOST_TOKENS, side="right"))
+        enough = int(np.searchsorted(np.cumsum([len(ids) for ids in known]), _MAX_TOKENS, side="right"))
         self._sequences = known[:enough]
 
     @torch.inference_mode()
@@ -74,7 +74,7 @@ class Refitting:
         model = self._engine.model
         layers = refittable_layers(model)
         tokens = sum(map(len, self._sequences))
-        if layers is None or tokens < _LEAST_ROWS * _inputs(layers):
+        if layers is None or tokens < _MIN_ROWS * _inputs(layers):
             return None
         states = []
         for indices in token_passes([len(ids) for ids in self._sequences]):

@@ -23,7 +23,7 @@ _LEARNING_RATE = 2e-3
 # dropout lowered the distance of the chosen records from 8.3 % to 5 % above the distance of the best records.
 _INPUT_DROPOUT = 0.3
 # Pairs closer than a tenth of the mean distance have the weight of pairs at a tenth of the mean distance.
-_LEAST_TARGET = 0.1
+_MIN_TARGET = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def train_projector(
         predicted = functional.pdist(projector(inputs))  # Eq. 1
         losses = functional.smooth_l1_loss(predicted, target, reduction="none")  # Eq. 3
         # Only the order of the near records matters, so errors are weighted relative to y.
-        weights = 1 / target.clamp(min=_LEAST_TARGET)
+        weights = 1 / target.clamp(min=_MIN_TARGET)
         loss = (losses * weights).sum() / weights.sum()
         optimizer.zero_grad()
         loss.backward()

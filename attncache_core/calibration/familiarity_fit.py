@@ -34,7 +34,7 @@ _SHRINKAGE = 0.08
 _RARE = 2  # occurrences in the corpus, at most
 _TOKENS_PER_PASS = 8192
 # Smaller damage is rounding noise.
-_LEAST_DAMAGE = 1e-4
+_MIN_DAMAGE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Fit:
         self._tokens = tokens
         self._ids = np.fromiter((token for ids in sequences for token in ids), dtype=np.int64)
         self._lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
-        self._target = np.log(np.maximum(damage, _LEAST_DAMAGE))
+        self._target = np.log(np.maximum(damage, _MIN_DAMAGE))
         self._like_corpus = np.array([kind is None for kind in kinds])
         # _token_rows: for each token of each probe its row in _used and _of_tokens.
         self._used, self._token_rows = np.unique(self._ids, return_inverse=True)

@@ -53,7 +53,7 @@ BATCH_TOKENS = 1024
 BATCH_SEQUENCES = 64
 _BATCHES = 3  # number of different batches of each size
 # Sizes of batches that may be the least that reuse. A full batch leaves a place empty now and then.
-_LEAST_TOKENS = (128, 256, 512, 896)
+_MIN_TOKENS = (128, 256, 512, 896)
 _ANY_STRANGENESS = 1e9
 
 
@@ -259,16 +259,16 @@ def _measure(
     if not paying or together.full_batch_bound < required:
         return measured, is_clear
     least_tokens = (
-        0 if together.one_text_bound >= required else _least_batch(timing, traffic.lengths, served, required)
+        0 if together.one_text_bound >= required else _min_batch(timing, traffic.lengths, served, required)
     )
     return replace(measured, paying=tuple(paying), least_tokens=least_tokens), is_clear
 
 
-def _least_batch(
+def _min_batch(
     timing: Timing, lengths: Mapping[int, int], served: Mapping[int, float], required: float
 ) -> int:
     """Return the tokens of the smallest batch that gains enough, if all larger ones do too."""
-    *smaller, least_tokens = _LEAST_TOKENS
+    *smaller, least_tokens = _MIN_TOKENS
     for tokens in reversed(smaller):
         if timing.gain_in(batches_of(lengths, tokens), served, required).lower < required:
             break

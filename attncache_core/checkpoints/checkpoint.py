@@ -56,7 +56,7 @@ _TOKENIZER_SETTINGS = (
 
 
 # Only the maxima of activations are read from these texts, and more texts hardly change the maxima.
-MOST_QUANTIZATION_TEXTS = 100
+MAX_QUANTIZATION_TEXTS = 100
 
 
 class Quantization(StrEnum):
@@ -300,7 +300,7 @@ _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "mpnet")
 @cache
 def _default_texts() -> tuple[str, ...]:
     """Return equally spaced texts of the shipped corpus, so texts of all topics."""
-    return tuple(spread([sentence.text for sentence in default_corpus()], MOST_QUANTIZATION_TEXTS))
+    return tuple(spread([sentence.text for sentence in default_corpus()], MAX_QUANTIZATION_TEXTS))
 
 
 def _digest_of(path: Path) -> bytes:

@@ -288,7 +288,7 @@ class PrefillEngine:
         texts: Sequence[str],
         truncate: bool = True,
         prompt: Prompt | None = None,
-        most_tokens: int | None = None,
+        max_total_tokens: int | None = None,
     ) -> list[list[int]]: ...
 
     @overload
@@ -297,7 +297,7 @@ class PrefillEngine:
         texts: Sequence[Text],
         truncate: bool = True,
         prompt: Prompt | None = None,
-        most_tokens: int | None = None,
+        max_total_tokens: int | None = None,
     ) -> Sequence[Sequence[int]]: ...
 
     def tokenize(
@@ -305,15 +305,17 @@ class PrefillEngine:
         texts: Sequence[Text],
         truncate: bool = True,
         prompt: Prompt | None = None,
-        most_tokens: int | None = None,
+        max_total_tokens: int | None = None,
     ) -> Sequence[Sequence[int]]:
         """Return the token ids of each text in a prompt; None: the checkpoint's template. Thread safe.
 
         A text may be a pair (text, text). Raises InputTooLong if a text is too long and `truncate` is False,
-        or if all texts together have more than `most_tokens` tokens, and InvalidInput; see
+        or if all texts together have more than `max_total_tokens` tokens, and InvalidInput; see
         TextTokenizer.tokenize.
         """
-        return self.tokenizer.tokenize(texts, truncate=truncate, prompt=prompt, most_tokens=most_tokens)
+        return self.tokenizer.tokenize(
+            texts, truncate=truncate, prompt=prompt, max_total_tokens=max_total_tokens
+        )
 
     def named_prompt(self, name: str) -> Prompt:
         """Return the checkpoint's prompt with this name. Raises InvalidInput if there is none."""

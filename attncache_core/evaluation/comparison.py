@@ -23,7 +23,7 @@ from attncache_core.reuse.plan import Outcome
 from attncache_core.text.labels import LabelTokens
 
 # Repeated measurements differ by about this much, so below this speed-up γ would divide by noise.
-LEAST_SPEEDUP = 1.02
+MIN_SPEEDUP = 1.02
 
 
 def gamma(full_metric: float, metric: float, speedup: float) -> float | None:
@@ -33,7 +33,7 @@ def gamma(full_metric: float, metric: float, speedup: float) -> float | None:
     quality of the full model and of the method as fractions, not in percent. speedup: the full model's time /
     the method's time. AttnCache, Eq. 6, after He et al. 2024, with 1 as the full model's own speed-up.
     """
-    if speedup < LEAST_SPEEDUP:
+    if speedup < MIN_SPEEDUP:
         return None
     return (full_metric - metric) / (speedup - 1)
 

@@ -29,10 +29,10 @@ from attncache_core.text.tokenizer import TextTokenizer
 _ALPHA = 0.5
 # Least maximum of an input, as a share of the mean of all maxima. An input that is zero in every calibration
 # text may be large in another text, so its factor must stay small.
-_LEAST_SHARE = 0.01
+_MIN_SHARE = 0.01
 # Bounds on the time and on the memory of a calibration.
-_MOST_TOKENS = 4000
-_MOST_TOKENS_AT_ONCE = 1024  # in batches of more than one sequence
+_MAX_TOKENS = 4000
+_MAX_TOKENS_AT_ONCE = 1024  # in batches of more than one sequence
 
 
 def smoothing_of(module: nn.Module) -> torch.Tensor | None:
@@ -49,8 +49,8 @@ def calibration_sequences(checkpoint: Checkpoint) -> list[Sequence[int]]:
     """
     texts = [checkpoint.template.sample(text) for text in checkpoint.calibration_texts]
     tokenized = TextTokenizer(checkpoint).tokenize(texts, truncate=True)
-    chosen = tokenized = [ids[:_MOST_TOKENS] for ids in tokenized if ids]
-    while sum(map(len, chosen)) > _MOST_TOKENS:
+    chosen = tokenized = [ids[:_MAX_TOKENS] for ids in tokenized if ids]
+    while sum(map(len, chosen)) > _MAX_TOKENS:
         chosen = spread(tokenized, len(chosen) - 1)
     return chosen
 
@@ -109,7 +109,7 @@ def _batches(sequences: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
     """Yield the sequences in batches of one length, int64 [sequences, length]."""
     for _, equal in groupby(sorted(sequences, key=len), key=len):
         ids = torch.tensor(list(equal))
-        yield from ids.split(max(1, _MOST_TOKENS_AT_ONCE // ids.shape[1]))
+        yield from ids.split(max(1, _MAX_TOKENS_AT_ONCE // ids.shape[1]))
 
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
@@ -123,5 +123,5 @@ def _largest(rows: torch.Tensor) -> torch.Tensor:
 
 def _factors(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the factors of x from the maxima of x and of the weights that multiply x, each [inputs]."""
-    x, weight = (part.clamp(min=_LEAST_SHARE * float(part.mean()) or 1.0) for part in (x, weight))
+    x, weight = (part.clamp(min=_MIN_SHARE * float(part.mean()) or 1.0) for part in (x, weight))
     return weight ** (1 - _ALPHA) / x**_ALPHA

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attncache_core.checkpoints.checkpoint import (
-    MOST_QUANTIZATION_TEXTS,
+    MAX_QUANTIZATION_TEXTS,
     Checkpoint,
     DroppedLayers,
     Quantization,
@@ -53,7 +53,7 @@ def to_number(digits: str) -> int:
 
 
 # The fewest texts to calibrate int8 with; fewer may miss the large activations.
-_LEAST_TEXTS = 16
+_MIN_TEXTS = 16
 
 
 def find_variant(
@@ -81,9 +81,9 @@ def find_variant(
             "quantize_texts calibrates int8 only; quantize to int8, or leave quantize_texts out",
             field="quantize_texts",
         )
-    if 0 < len(quantization_texts) < _LEAST_TEXTS:
+    if 0 < len(quantization_texts) < _MIN_TEXTS:
         raise InvalidInput(
-            f"quantize_texts needs at least {_LEAST_TEXTS} texts, and has {len(quantization_texts)}",
+            f"quantize_texts needs at least {_MIN_TEXTS} texts, and has {len(quantization_texts)}",
             field="quantize_texts",
         )
     checkpoint = find_checkpoint(model, revision)
@@ -95,7 +95,7 @@ def find_variant(
     variant = replace(
         checkpoint,
         quantization=quantization,
-        quantization_texts=tuple(spread(quantization_texts, MOST_QUANTIZATION_TEXTS)),
+        quantization_texts=tuple(spread(quantization_texts, MAX_QUANTIZATION_TEXTS)),
         dropped=DroppedLayers(attention, blocks),
     )
     model_shape(variant)

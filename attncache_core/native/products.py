@@ -18,7 +18,7 @@ from attncache_core import native
 ACTIVATION_NUMBERS = {None: 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 # The signed 8-bit levels of weights are -127 to 127.
-_MOST_LEVEL = 127
+_MAX_LEVEL = 127
 _ALIGNMENT = 64
 
 
@@ -227,5 +227,5 @@ def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The number of a row with the largest absolute value becomes 127 or -127.
     """
     largest = weight.abs().amax(dim=1).clamp_(min=1e-30)
-    levels = (weight * (_MOST_LEVEL / largest)[:, None]).round_().to(torch.int8)
-    return levels, largest / _MOST_LEVEL
+    levels = (weight * (_MAX_LEVEL / largest)[:, None]).round_().to(torch.int8)
+    return levels, largest / _MAX_LEVEL

@@ -14,8 +14,8 @@ from attncache_core.errors import InputTooLong, InvalidInput
 _CHARACTERS_PER_TOKEN = 16
 # Limits for all labels of a request together. The text around a label is tokenised once per label, so this
 # many characters take half a second. A token of a label takes 160 bytes until the request is answered.
-_MOST_LABEL_CHARACTERS = 2**20
-_MOST_LABEL_TOKENS = 2**16
+_MAX_LABEL_CHARACTERS = 2**20
+_MAX_LABEL_TOKENS = 2**16
 
 
 def is_separated(template: Template, text: Text) -> bool:
@@ -31,9 +31,9 @@ def require_short(characters: int, max_tokens: int, field: str) -> None:
 
 def require_few_label_tokens(tokens: int) -> None:
     """Raise InputTooLong if labels have too many tokens in total."""
-    if tokens > _MOST_LABEL_TOKENS:
+    if tokens > _MAX_LABEL_TOKENS:
         raise InputTooLong(
-            f"labels have more than {_MOST_LABEL_TOKENS} tokens in total; send fewer or shorter labels",
+            f"labels have more than {_MAX_LABEL_TOKENS} tokens in total; send fewer or shorter labels",
             field="labels",
         )
 
@@ -58,9 +58,9 @@ def too_long(room: int, index: int) -> InputTooLong:
     )
 
 
-def require_few_characters(template: Template, texts: int, most_tokens: int) -> None:
-    """Raise InputTooLong if a template around this many texts must exceed `most_tokens` tokens."""
-    most, own = _CHARACTERS_PER_TOKEN * most_tokens, template.characters
+def require_few_characters(template: Template, texts: int, max_total_tokens: int) -> None:
+    """Raise InputTooLong if a template around this many texts must exceed `max_total_tokens` tokens."""
+    most, own = _CHARACTERS_PER_TOKEN * max_total_tokens, template.characters
     if own * texts > most:
         raise InputTooLong(
             f"the template has {own} characters, and with {texts} inputs at most {most // texts} are "
@@ -72,10 +72,10 @@ def require_few_characters(template: Template, texts: int, most_tokens: int) -> 
 def require_few_label_characters(before: int, labels: Sequence[str]) -> None:
     """Raise InputTooLong if labels have too many characters; `before` characters are added to each label."""
     repeated, own = before * len(labels), sum(map(len, labels))
-    if repeated + own > _MOST_LABEL_CHARACTERS:
+    if repeated + own > _MAX_LABEL_CHARACTERS:
         raise InputTooLong(
             f"labels, each counted with the template's text before it, have {repeated + own} characters in "
-            f"total, and at most {_MOST_LABEL_CHARACTERS} are accepted; shorten the template after {{}}, or "
+            f"total, and at most {_MAX_LABEL_CHARACTERS} are accepted; shorten the template after {{}}, or "
             "send fewer or shorter labels",
             field="template" if repeated > own else "labels",
         )

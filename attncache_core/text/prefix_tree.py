@@ -20,7 +20,7 @@ import torch
 # The sequences of a tree share its root only if this saves at least one token in so many that remain.
 # Otherwise a short template, or the token that begins every text, would join all texts of a batch into one
 # tree, and trees are the largest units that can be computed independently of each other.
-_LEAST_SAVING = 8
+_MIN_SAVING = 8
 # A block of several runs has at most this many rows. The rows of a block are compared with each other even if
 # they cannot see each other, and this work grows with the square of the rows.
 _BLOCK_ROWS = 256
@@ -304,7 +304,7 @@ def _counted(counts: np.ndarray) -> np.ndarray:
 
 
 def _worthwhile(shared: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return `shared` with 0 where two trees are better than one; see _LEAST_SAVING.
+    """Return `shared` with 0 where two trees are better than one; see _MIN_SAVING.
 
     shared: tokens that each sorted sequence shares with the previous sequence, int64 [sequences].
     """
@@ -319,7 +319,7 @@ def _worthwhile(shared: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         root = int(inner.min())
         joints = first + 1 + np.flatnonzero(inner == root)
         distinct = int(ends[end] - ends[first] + shared[first])
-        if root * len(joints) * _LEAST_SAVING < distinct or not root:
+        if root * len(joints) * _MIN_SAVING < distinct or not root:
             kept[joints] = 0
             pending += pairwise([first, *joints.tolist(), end])
     return kept

@@ -120,7 +120,7 @@ class TextTokenizer:
         *,
         truncate: bool,
         prompt: Prompt | None = None,
-        most_tokens: int | None = None,
+        max_total_tokens: int | None = None,
     ) -> list[list[int]]: ...
 
     @overload
@@ -130,7 +130,7 @@ class TextTokenizer:
         *,
         truncate: bool,
         prompt: Prompt | None = None,
-        most_tokens: int | None = None,
+        max_total_tokens: int | None = None,
     ) -> Sequence[Sequence[int]]: ...
 
     def tokenize(
@@ -139,7 +139,7 @@ class TextTokenizer:
         *,
         truncate: bool,
         prompt: Prompt | None = None,
-        most_tokens: int | None = None,
+        max_total_tokens: int | None = None,
     ) -> Sequence[Sequence[int]]:
         """Return the token ids of each text in its template: for each text, one sequence per sequence plan.
 
@@ -151,22 +151,22 @@ class TextTokenizer:
         of pairs only the document is cut, and between separators the texts are cut as the prompt's `cut`
         says.
         prompt: by default the checkpoint's template.
-        most_tokens: a limit for all sequences together.
+        max_total_tokens: a limit for all sequences together.
         Raises InputTooLong, which names the text, if a text is too long and `truncate` is False. Raises
-        InputTooLong also if all sequences have more than `most_tokens` tokens together. The error is raised
+        InputTooLong also if all sequences have more than `max_total_tokens` tokens together. The error is raised
         before tokenisation if the template alone has too many characters for this many texts. Raises
         InvalidInput if the template takes no pair, or a pair is needed, or a part that is not cut leaves no
-        room. A text of more characters than shortening.most_characters is refused too, as InputTooLong, if it
+        room. A text of more characters than shortening.max_characters is refused too, as InputTooLong, if it
         has fewer tokens than a sequence may have.
         """
         prompt = prompt or self.default_prompt
         template, plans = prompt.template, prompt.sequence_plans
-        if most_tokens is not None:
-            require_few_characters(template, len(texts), most_tokens)
+        if max_total_tokens is not None:
+            require_few_characters(template, len(texts), max_total_tokens)
         for index, text in enumerate(texts):
             require_fitting(template, text, f"inputs[{index}]")
         room = self.max_tokens - max(len(plan.continuation) for plan in plans)
-        return continued(self._cut_to(room, texts, prompt, truncate), plans, most_tokens)
+        return continued(self._cut_to(room, texts, prompt, truncate), plans, max_total_tokens)
 
     def _cut_to(
         self, room: int, texts: Sequence[Text], prompt: Prompt, truncate: bool
@@ -231,7 +231,7 @@ class TextTokenizer:
 
         The tokens of a text do not depend on the texts around it, so they stay the same in a conversation
         that grows. A text may have no token. Raises InputTooLong, which names `field`, if a text has too many
-        characters; see shortening.most_characters.
+        characters; see shortening.max_characters.
         """
         for text in texts:
             require_few_characters_of_text(text, self.max_tokens, field)
@@ -369,22 +369,22 @@ class TextTokenizer:
 
 @overload
 def continued(
-    sequences: Iterable[list[int]], plans: Sequence[SequencePlan], most_tokens: int | None = None
+    sequences: Iterable[list[int]], plans: Sequence[SequencePlan], max_total_tokens: int | None = None
 ) -> list[list[int]]: ...
 
 
 @overload
 def continued(
-    sequences: Iterable[Sequence[int]], plans: Sequence[SequencePlan], most_tokens: int | None = None
+    sequences: Iterable[Sequence[int]], plans: Sequence[SequencePlan], max_total_tokens: int | None = None
 ) -> Sequence[Sequence[int]]: ...
 
 
 def continued(
-    sequences: Iterable[Sequence[int]], plans: Sequence[SequencePlan], most_tokens: int | None = None
+    sequences: Iterable[Sequence[int]], plans: Sequence[SequencePlan], max_total_tokens: int | None = None
 ) -> Sequence[Sequence[int]]:
     """Return each sequence of token ids once per plan, followed by the plan's continuation.
 
-    Raises InputTooLong, before the following sequences are read, if the result has more than `most_tokens`
+    Raises InputTooLong, before the following sequences are read, if the result has more than `max_total_tokens`
     tokens.
     """
     continuation_tokens = sum(len(plan.continuation) for plan in plans)
@@ -392,8 +392,8 @@ def continued(
     tokens = 0  # of the result; every plan repeats a sequence
     for ids in sequences:
         tokens += len(plans) * len(ids) + continuation_tokens
-        if most_tokens is not None and tokens > most_tokens:
-            raise too_many(tokens, most_tokens, "labels" if continuation_tokens else "inputs")
+        if max_total_tokens is not None and tokens > max_total_tokens:
+            raise too_many(tokens, max_total_tokens, "labels" if continuation_tokens else "inputs")
         read.append(ids)
     return [[*ids, *plan.continuation] if plan.continuation else ids for ids in read for plan in plans]
 

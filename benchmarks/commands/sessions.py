@@ -20,7 +20,7 @@ from benchmarks.measuring.conversations import (
     Simulated,
     Turn,
     draw_turns,
-    most_at_once,
+    max_at_once,
     simulate,
     waiting,
 )
@@ -189,7 +189,7 @@ def _simulate(
     """Replay a trace with every policy, print the table and return the report."""
     turns = draw_turns(drawn)
     queue = waiting(turns, tokens_per_second)
-    most = most_at_once(turns, lambda _tokens: 1)
+    most = max_at_once(turns, lambda _tokens: 1)
     memory, disk = (max(1, round(share * most)) for share in (memory_share, disk_share))
     rows = [simulate(turns, queue, memory, size, policy) for policy in policies for size in (0, disk)]
     show_table(

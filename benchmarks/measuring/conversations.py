@@ -98,7 +98,7 @@ def arrived_until(turns: Sequence[Turn], time: float, known: int = 0) -> int:
     return known
 
 
-def most_at_once(turns: Sequence[Turn], size: Callable[[int], int]) -> int:
+def max_at_once(turns: Sequence[Turn], size: Callable[[int], int]) -> int:
     """Return the largest sum of the sizes of sessions between their first and last turns.
 
     size: of a session with this many tokens at its end.

@@ -19,7 +19,7 @@ from attncache_core.engine.request import PrefillRequest
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.kv.memory import Wanted
-from benchmarks.measuring.conversations import Turn, arrived_until, most_at_once
+from benchmarks.measuring.conversations import Turn, arrived_until, max_at_once
 from benchmarks.measuring.prefix import RECOMPUTED
 from benchmarks.measuring.stores import Exactness, alternating, layout_of, open_store, settle, timed
 
@@ -139,7 +139,7 @@ def store_bytes(engine: PrefillEngine, turns: Sequence[Turn]) -> int:
     Raises InvalidInput if keys and values of the model cannot be reused.
     """
     layout = layout_of(engine)
-    return most_at_once(turns, lambda tokens: -(-tokens // BLOCK_TOKENS) * layout.block_bytes)
+    return max_at_once(turns, lambda tokens: -(-tokens // BLOCK_TOKENS) * layout.block_bytes)
 
 
 def measure(chosen: Sequence[Runner], turns: Sequence[Turn], vocabulary: int, report: Progress) -> list[Row]:

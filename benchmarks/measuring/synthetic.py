@@ -31,14 +31,14 @@ from attncache_core.text.token_batch import pack
 from attncache_core.version import __version__
 
 # Short sequences get as many records as a length of a real database; long ones as many as memory can hold.
-_MOST_RECORDS = 1000
-_MOST_BYTES = 600 * 2**20
+_MAX_RECORDS = 1000
+_MAX_BYTES = 600 * 2**20
 EVERYTHING_HITS = -1e9
 
 
 @torch.inference_mode()
 def write_database(
-    folder: Path, checkpoint: Checkpoint, lengths: Sequence[int], most_records: int = _MOST_RECORDS
+    folder: Path, checkpoint: Checkpoint, lengths: Sequence[int], most_records: int = _MAX_RECORDS
 ) -> None:
     """Write a database of random token sequences of these lengths to `folder`.
 
@@ -55,7 +55,7 @@ def write_database(
     index = FeatureIndex()
     records = {}
     for length in lengths:
-        records[length] = max(16, min(most_records, _MOST_BYTES // layout.record_bytes(length)))
+        records[length] = max(16, min(most_records, _MAX_BYTES // layout.record_bytes(length)))
         features = []
         path = segment_path(folder, length)
         with SegmentWriter(path, length, records[length], layout, seal) as writer:

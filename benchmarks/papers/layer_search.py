@@ -20,8 +20,8 @@ from attncache_core.text.token_batch import TokenBatch
 
 # Bounds on the training pairs. Long sequences have fewer pairs, so that comparing their maps takes less than
 # a second per length.
-_MOST_TRAINING_RECORDS = 256
-_MOST_COMPARISONS = 2e8
+_MAX_TRAINING_RECORDS = 256
+_MAX_COMPARISONS = 2e8
 
 
 class Nearest(NamedTuple):
@@ -104,7 +104,7 @@ def _pair_groups(
     heads = store.layout.stored_heads[layer]
     groups = []
     for length, of_length in inputs.items():
-        most = min(_MOST_TRAINING_RECORDS, math.isqrt(int(_MOST_COMPARISONS / (heads * length**2))))
+        most = min(_MAX_TRAINING_RECORDS, math.isqrt(int(_MAX_COMPARISONS / (heads * length**2))))
         rows = torch.from_numpy(random.permutation(len(of_length))[:most])
         maps = store.segments[length].gather_layer_maps(rows, layer, heads)
         groups.append(PairGroup(of_length[rows].float(), map_distances(maps, maps)))

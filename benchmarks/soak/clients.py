@@ -19,11 +19,11 @@ import numpy as np
 
 from benchmarks.soak.texts import LABELS, REUSE, Idle, in_order_of_labels
 
-LEAST_COSINE = 0.9999
+MIN_COSINE = 0.9999
 # Of scores between 0 and 1: their cosines differ by less than 1e-3, divided by the temperature 0.05.
 _SCORE_TOLERANCE = 0.01
 _COSINE_TOLERANCE = 1e-3
-_MOST_TEXTS = 256
+_MAX_TEXTS = 256
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Clients:
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
                     self.record.complain(f"{way.__name__}: {type(error).__name__}")
 
-    def _some(self, most: int = _MOST_TEXTS) -> list[int]:
+    def _some(self, most: int = _MAX_TEXTS) -> list[int]:
         """Return the numbers of 1 to `most` texts; few more often than many."""
         return self._random.choices(range(len(self._idle.texts)), k=round(most ** self._random.random() ** 2))
 
@@ -142,7 +142,7 @@ class Clients:
 
     async def _embed_ids(self, client: aiohttp.ClientSession) -> None:
         # Ids that are too long are cut as they are, without the token that closes a text.
-        chosen = [own for own in self._some(16) if len(self._idle.ids[own]) <= self._idle.most_tokens]
+        chosen = [own for own in self._some(16) if len(self._idle.ids[own]) <= self._idle.max_total_tokens]
         if not chosen:
             return
         content = {"inputs": [self._idle.ids[number] for number in chosen]}
@@ -238,7 +238,7 @@ class Clients:
             record.least_cosine_of_hits = min(record.least_cosine_of_hits, float(cosines[order[0]]))
         for number in order[hits : hits + 1]:
             record.least_cosine = min(record.least_cosine, float(cosines[number]))
-            if not cosines[number] >= LEAST_COSINE:
+            if not cosines[number] >= MIN_COSINE:
                 tokens = len(self._idle.ids[chosen[number]])
                 record.complain(
                     f"{asked}: cosine {cosines[number]:.6f} of a text of {tokens} tokens, "

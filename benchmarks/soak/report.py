@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.soak.clients import LEAST_COSINE, Record
+from benchmarks.soak.clients import MIN_COSINE, Record
 
 # After the warm-up, a third of the time.
-MOST_GROWTH = 0.05
-_LEAST_GROWTH_MIB = 32.0
+MAX_GROWTH = 0.05
+_MIN_GROWTH_MIB = 32.0
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Report:
     def problems(self) -> list[str]:
         """What was wrong, in sentences."""
         found = list(self.record.wrong)
-        allowed = max(_LEAST_GROWTH_MIB, MOST_GROWTH * self.warm[0].own_mib)
+        allowed = max(_MIN_GROWTH_MIB, MAX_GROWTH * self.warm[0].own_mib)
         if self.growth_mib > allowed:
             found.append(
                 f"memory grew by {self.growth_mib:.0f} MiB after the warm-up; {allowed:.0f} are allowed"
             )
-        if self.record.least_cosine < LEAST_COSINE:
+        if self.record.least_cosine < MIN_COSINE:
             found.append(f"an exact answer has cosine {self.record.least_cosine:.6f}")
         return found
 

@@ -23,7 +23,7 @@ class Idle:
     embeddings: np.ndarray  # float32 [texts, dimensions], unit length
     scores: np.ndarray  # float32 [texts, labels]
     ids: list[list[int]]  # token ids, with the special ones
-    most_tokens: int  # of a text; the rest is cut
+    max_total_tokens: int  # of a text; the rest is cut
 
     def similarities(self, one: int, others: list[int]) -> np.ndarray:
         """Return the cosines of a text and others, float32 [others]."""
@@ -55,8 +55,8 @@ async def ask_idle(client: aiohttp.ClientSession, texts: list[str]) -> Idle:
         (tokens,) = await _answer(client, "/tokenize", {"inputs": text})
         ids.append([token["id"] for token in tokens])
     async with client.get("/info") as response:
-        most_tokens = (await response.json())["max_tokens"]
-    return Idle(texts, np.array(embeddings, np.float32), np.array(scores, np.float32), ids, most_tokens)
+        max_total_tokens = (await response.json())["max_tokens"]
+    return Idle(texts, np.array(embeddings, np.float32), np.array(scores, np.float32), ids, max_total_tokens)
 
 
 def in_order_of_labels(classes: list[dict[str, Any]]) -> list[float]:

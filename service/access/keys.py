@@ -29,7 +29,7 @@ from service.store import Store
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # What a bearer token may be (RFC 6750), and long enough that nobody guesses it.
-_MOST_SECRET_CHARACTERS = 256
+_MAX_SECRET_CHARACTERS = 256
 _SECRET = re.compile(r"(?=.{16,256}\Z)[A-Za-z0-9._~+/-]+=*")
 _COUNT = re.compile("[1-9][0-9]{0,14}")
 # What the line of an admin key says.
@@ -38,7 +38,7 @@ _QUOTAS = tuple(Quotas.__dataclass_fields__)
 _ACCEPTED = f"accepted are {ADMIN}, {', '.join(f'{quota}=NUMBER' for quota in _QUOTAS)}"
 _Digest = Callable[[bytes], bytes]
 # More than a request takes with usual settings.
-_MOST_SECONDS = 600.0
+_MAX_SECONDS = 600.0
 _CHALLENGE = 'Bearer realm="attncache"'
 
 
@@ -61,14 +61,14 @@ class KeyRing:
     """The keys that are valid now. Used on the event loop."""
 
     def __init__(
-        self, file: Path | None, own: str | None, store: Store, most_seconds: float = _MOST_SECONDS
+        self, file: Path | None, own: str | None, store: Store, max_seconds: float = _MAX_SECONDS
     ) -> None:
         """file: of --api-keys. own: the text of --api-key. store: of what keys have used.
 
-        most_seconds: that a request may take. Raises InvalidSettings, as `reload`.
+        max_seconds: that a request may take. Raises InvalidSettings, as `reload`.
         """
         self._file = file
-        self._store, self._most_seconds = store, most_seconds
+        self._store, self._max_seconds = store, max_seconds
         self._salt = secrets.token_bytes(32)
         self._own = _lines_of_option(own, self._digest) if own is not None else []
         self._holders: dict[bytes, KeyHolder] = {}  # by the digest of a key
@@ -90,7 +90,7 @@ class KeyRing:
                 if known is not None and known.quotas == line.quotas:
                     use = known.use
                 else:
-                    use = QuotaUse(line.name, line.quotas, self._store, most_seconds=self._most_seconds)
+                    use = QuotaUse(line.name, line.quotas, self._store, max_seconds=self._max_seconds)
                 holder = holders[line.name] = KeyHolder(line.name, line.is_admin, line.quotas, use)
             elif (holder.is_admin, holder.quotas) != (line.is_admin, line.quotas):
                 raise _refused(f"{line.where}: all lines of one name must have the same words after the key")
@@ -113,7 +113,7 @@ class KeyRing:
                 challenge=_CHALLENGE,
             )
         holder = None
-        if len(presented) <= _MOST_SECRET_CHARACTERS:
+        if len(presented) <= _MAX_SECRET_CHARACTERS:
             holder = self._holders.get(self._digest(presented))
         if holder is None:
             raise Unauthorized(
@@ -139,8 +139,8 @@ def key_ring(settings: Settings, store: Store) -> KeyRing | None:
     if settings.api_keys is None and own is None:
         return None
     # Beside its computation, a request is received and its response is sent.
-    most_seconds = settings.request_seconds + settings.body_seconds + settings.write_seconds
-    return KeyRing(settings.api_keys, own, store, most_seconds)
+    max_seconds = settings.request_seconds + settings.body_seconds + settings.write_seconds
+    return KeyRing(settings.api_keys, own, store, max_seconds)
 
 
 class _Line(NamedTuple):
@@ -205,7 +205,7 @@ def _line(words: list[str], where: str, digest: _Digest) -> _Line:
         )
     if not _SECRET.fullmatch(secret):
         raise _refused(
-            f"{where}: the key must have 16 to {_MOST_SECRET_CHARACTERS} letters, digits and characters of "
+            f"{where}: the key must have 16 to {_MAX_SECRET_CHARACTERS} letters, digits and characters of "
             "-._~+/, as `openssl rand -hex 24` makes them"
         )
     quotas: dict[str, int] = {}

@@ -22,7 +22,7 @@ from service.store import Store
 # When a request in flight ends is not known.
 _RETRY_IN_FLIGHT_SECONDS = 1
 # Other processes may count between a look and a change.
-_MOST_TRIES = 100
+_MAX_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,16 @@ class QuotaUse:
         quotas: Quotas,
         store: Store,
         *,
-        most_seconds: float,
+        max_seconds: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """name: of the key's holder. most_seconds: that a request may take.
+        """name: of the key's holder. max_seconds: that a request may take.
 
-        A process that was killed no longer counts as having requests in flight after `most_seconds`.
+        A process that was killed no longer counts as having requests in flight after `max_seconds`.
         """
         self._quotas = quotas
         self._store = store
-        self._most_seconds = most_seconds
+        self._max_seconds = max_seconds
         self._clock = clock
         self._process = secrets.token_hex(8)
         # With other quotas, everything is counted from the beginning.
@@ -76,7 +76,7 @@ class QuotaUse:
                         quota=quota,
                         retry_after_seconds=math.ceil(seconds),
                     )
-            used.add_in_flight(self._process, 1, now + self._most_seconds)
+            used.add_in_flight(self._process, 1, now + self._max_seconds)
             if used.requests is not None:
                 used.requests.level -= 1
 
@@ -87,7 +87,7 @@ class QuotaUse:
 
         def count(used: _Used) -> None:
             now = self._clock()
-            used.add_in_flight(self._process, -1, now + self._most_seconds)
+            used.add_in_flight(self._process, -1, now + self._max_seconds)
             if used.tokens is not None and tokens:
                 used.tokens.refill(now)
                 used.tokens.level -= tokens
@@ -100,7 +100,7 @@ class QuotaUse:
             return
         # The store logs its errors.
         with suppress(StoreUnavailable):
-            for _ in range(_MOST_TRIES):
+            for _ in range(_MAX_TRIES):
                 before = await self._store.get(self._key)
                 used = _Used.read(before, self._quotas, self._clock())
                 count(used)

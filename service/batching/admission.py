@@ -29,7 +29,7 @@ from service.errors import QueueFull
 # An odd number, so that the median is the speed of a round.
 _ROUNDS = 15
 # The first batches of a process are slow.
-_LEAST_ROUNDS = 3
+_MIN_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class DrainSpeed:
             self._tokens += tokens
             if self._tokens >= self.round_tokens and now > self._began:
                 self._rounds.append(self._tokens / (now - self._began))
-                if len(self._rounds) >= _LEAST_ROUNDS:
+                if len(self._rounds) >= _MIN_ROUNDS:
                     self.tokens_per_second = median(self._rounds)
                 self._began, self._tokens = now, 0
         if not others_wait:

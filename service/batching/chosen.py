@@ -33,11 +33,17 @@ class Chosen:
 
     @classmethod
     def texts(
-        cls, engine: PrefillEngine, texts: Sequence[str], salt: bytes, *, truncate: bool, most_tokens: int
+        cls,
+        engine: PrefillEngine,
+        texts: Sequence[str],
+        salt: bytes,
+        *,
+        truncate: bool,
+        max_total_tokens: int,
     ) -> Chosen:
         """Return the sequences of texts in the server's template. Raises InputTooLong."""
         prompt = engine.default_prompt
-        return cls(prompt, engine.tokenize(texts, truncate, prompt, most_tokens), salt)
+        return cls(prompt, engine.tokenize(texts, truncate, prompt, max_total_tokens), salt)
 
     @classmethod
     def template(cls, engine: PrefillEngine, written: str, salt: bytes) -> Chosen:
@@ -84,7 +90,7 @@ class Chosen:
         engine: PrefillEngine,  # noqa: ARG002
         prompt: Prompt,  # noqa: ARG002
         salt: bytes | None,
-        most_tokens: int,  # noqa: ARG002
+        max_total_tokens: int,  # noqa: ARG002
     ) -> Iterator[Tokenized]:
         """Yield the sequences, which are tokenised already; see Source."""
         yield Tokenized(self.sequences, salt)

@@ -8,7 +8,7 @@ from attncache_core import InputTooLong, InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Text
 from attncache_core.text.bounds import too_many
 from attncache_core.text.prompts import Prompt
-from attncache_core.text.shortening import most_characters
+from attncache_core.text.shortening import max_characters
 from attncache_core.text.tokenizer import continued
 
 # Of a text that is cut, this many characters per token are tokenised, and more if it has fewer tokens.
@@ -18,12 +18,12 @@ _FIRST_CHARACTERS = 256
 
 
 def cut_left(
-    engine: PrefillEngine, texts: Sequence[Text], prompt: Prompt, most_tokens: int
+    engine: PrefillEngine, texts: Sequence[Text], prompt: Prompt, max_total_tokens: int
 ) -> list[Sequence[int]]:
     """Return the sequences of texts in a prompt, as engine.tokenize does, cut at their beginning.
 
     The tokens of the text are cut, and those of the prompt never. Raises InvalidInput for a pair, and
-    InputTooLong if all sequences have more than `most_tokens` tokens together, or if a text has many
+    InputTooLong if all sequences have more than `max_total_tokens` tokens together, or if a text has many
     characters and few tokens; see TextTokenizer.turns.
     """
     sequences: list[Sequence[int]] = []
@@ -36,8 +36,8 @@ def cut_left(
             )
         own = _sequences(engine, text, prompt, f"inputs[{index}]")
         tokens += sum(map(len, own))
-        if tokens > most_tokens:
-            raise too_many(tokens, most_tokens, "inputs")
+        if tokens > max_total_tokens:
+            raise too_many(tokens, max_total_tokens, "inputs")
         sequences += own
     return sequences
 
@@ -54,10 +54,10 @@ def _sequences(engine: PrefillEngine, text: str, prompt: Prompt, field: str) -> 
 def _last_tokens(engine: PrefillEngine, text: str, count: int, field: str) -> list[int]:
     """Return the ids of the last tokens of a text, without tokenising more of the text than needed.
 
-    Raises InputTooLong if the text would have to be tokenised beyond `most_characters`.
+    Raises InputTooLong if the text would have to be tokenised beyond `max_characters`.
     """
     size = _CHARACTERS_PER_TOKEN * count
-    while size < min(len(text), most_characters(count)):
+    while size < min(len(text), max_characters(count)):
         [pieces] = engine.tokenizer.pieces([text[-size:]], special=False)
         if len(pieces) >= count and (pieces[-count].start or 0) >= _FIRST_CHARACTERS:
             return [piece.id for piece in pieces[-count:]]

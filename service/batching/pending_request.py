@@ -143,13 +143,13 @@ class PendingRequest:
         """About how many tokens the sequences have that are not tokenised yet."""
         return round(self.guessed_each * (self.count - self.tokenized))
 
-    def next_part(self, engine: PrefillEngine, most_tokens: int) -> list[PendingSequence]:
+    def next_part(self, engine: PrefillEngine, max_total_tokens: int) -> list[PendingSequence]:
         """Tokenise the next part of the texts. Returns its sequences, which the caller adds.
 
         Raises InputTooLong, as Source.tokenize. One thread at a time may call this method.
         """
         if self._parts is None:
-            self._parts = self.source.tokenize(engine, self.prompt, self.salt, most_tokens)
+            self._parts = self.source.tokenize(engine, self.prompt, self.salt, max_total_tokens)
         part = next(self._parts)
         first, sequences = self.tokenized, part.sequences
         for index, ids in enumerate(sequences, first):

@@ -20,10 +20,10 @@ from service.batching.fair_order import FairOrder
 from service.batching.pending_request import PendingRequest, PendingSequence
 
 # The store is told of at most this many sequences before each batch.
-_MOST_UPCOMING = 256
+_MAX_UPCOMING = 256
 _USUAL_CHARACTERS_PER_TOKEN = 4.0
 # A batch is run after this many sequences were tokenised for it, also if most of their results are known.
-_MOST_LOOKUPS = 512
+_MAX_LOOKUPS = 512
 
 
 class RequestQueue:
@@ -158,9 +158,9 @@ class RequestQueue:
                 while not (request.is_tokenized or request.waits or request.future.done()):
                     self._tokenize_part(request)
                 found += (own for each in request.sequences[request.taken :] for own in each.stored_as)
-                if len(found) >= _MOST_UPCOMING:
+                if len(found) >= _MAX_UPCOMING:
                     break
-        return found[:_MOST_UPCOMING]
+        return found[:_MAX_UPCOMING]
 
     def begin_idle_turn(self) -> bool:
         """Begin a turn of an engine thread, without a batch, if nothing waits and no engine thread runs.
@@ -233,7 +233,7 @@ class RequestQueue:
         """
         with self._lock:
             # Not what comes meanwhile, or requests whose results are known would keep others waiting.
-            lookups = min(_MOST_LOOKUPS, self._waiting_sequences)
+            lookups = min(_MAX_LOOKUPS, self._waiting_sequences)
         room = _Room(self._limits.batch_tokens, self._limits.batch_sequences, lookups)
         while True:
             with self._lock:

@@ -109,7 +109,7 @@ class Results(Generic[W]):
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+        self._max_bytes = most_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, SequenceResult] = OrderedDict()
         self._waiters: dict[bytes, list[W]] = {}  # of what is being computed
@@ -159,9 +159,9 @@ class Results(Generic[W]):
 
     def _keep(self, name: bytes, result: SequenceResult) -> None:
         """Keep a result. The caller must hold the lock."""
-        if name in self._kept or result.bytes > self._most_bytes:
+        if name in self._kept or result.bytes > self._max_bytes:
             return
         self._kept[name] = result
         self.bytes += result.bytes
-        while self.bytes > self._most_bytes:
+        while self.bytes > self._max_bytes:
             self.bytes -= self._kept.popitem(last=False)[1].bytes

@@ -32,7 +32,7 @@ class Segments:
         return sum(map(len, self.segments)) + len(self.query)
 
     def tokenize(
-        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, most_tokens: int
+        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, max_total_tokens: int
     ) -> Iterator[Tokenized]:
         """Yield the sequence; see Source. Raises InputTooLong, which names segments or query."""
         segments = engine.tokenizer.turns(self.segments, "segments")
@@ -41,7 +41,7 @@ class Segments:
         headings = None if self.headings is None else engine.tokenizer.turns(self.headings)
         found = segmented(engine.tokenizer.frame(prompt), segments, query, separator, headings)
         try:
-            sequences = continued([found.ids], prompt.sequence_plans, most_tokens)
+            sequences = continued([found.ids], prompt.sequence_plans, max_total_tokens)
         except InputTooLong as error:
             rename(error, "segments")
             raise
@@ -71,12 +71,12 @@ class DividedTexts:
         return self.texts.characters
 
     def tokenize(
-        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, most_tokens: int
+        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, max_total_tokens: int
     ) -> Iterator[Tokenized]:
         """Yield the sequences of the texts; see Source."""
         frame = engine.tokenizer.frame(prompt)
         plans = prompt.sequence_plans
-        for part in self.texts.tokenize(engine, prompt, salt, most_tokens):
+        for part in self.texts.tokenize(engine, prompt, salt, max_total_tokens):
             texts = [ids[: len(ids) - len(plans[0].continuation)] for ids in part.sequences[:: len(plans)]]
             yield part._replace(chunked=[self._divided(engine, ids, frame) for ids in texts])
 

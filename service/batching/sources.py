@@ -53,12 +53,12 @@ class Source(Protocol):
         """The number of characters of all texts, about."""
 
     def tokenize(
-        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, most_tokens: int
+        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, max_total_tokens: int
     ) -> Iterator[Tokenized]:
         """Yield the sequences of the texts part by part: for each text, one per sequence plan of the prompt.
 
         salt: of the request; see Tokenized. Raises InputTooLong if a text is too long, or if all sequences
-        have more than `most_tokens` tokens together.
+        have more than `max_total_tokens` tokens together.
         """
 
 
@@ -84,24 +84,24 @@ class Texts:
         return sum(map(characters_of, self.texts))
 
     def tokenize(
-        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, most_tokens: int
+        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, max_total_tokens: int
     ) -> Iterator[Tokenized]:
         """Yield the sequences of the texts in the prompt's template; see Source."""
         for start, stop in self._parts(prompt.template.characters):
             try:
-                sequences = self._sequences(engine, self.texts[start:stop], prompt, most_tokens)
+                sequences = self._sequences(engine, self.texts[start:stop], prompt, max_total_tokens)
             except InvalidInput as error:
                 rename(error, _moved(error.field, start))
                 raise
-            most_tokens -= sum(map(len, sequences))
+            max_total_tokens -= sum(map(len, sequences))
             yield Tokenized(sequences, salt)
 
     def _sequences(
-        self, engine: PrefillEngine, texts: Sequence[Text], prompt: Prompt, most_tokens: int
+        self, engine: PrefillEngine, texts: Sequence[Text], prompt: Prompt, max_total_tokens: int
     ) -> Sequence[Sequence[int]]:
         if self.cut == "right" or not self.truncate:
-            return engine.tokenize(texts, self.truncate, prompt, most_tokens)
-        return cut_left(engine, texts, prompt, most_tokens)
+            return engine.tokenize(texts, self.truncate, prompt, max_total_tokens)
+        return cut_left(engine, texts, prompt, max_total_tokens)
 
     def _parts(self, around: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of texts. around: characters that the template adds to each text."""
@@ -141,7 +141,7 @@ class TokenSequences:
         engine: PrefillEngine,
         prompt: Prompt,  # noqa: ARG002
         salt: bytes | None,
-        most_tokens: int,
+        max_total_tokens: int,
     ) -> Iterator[Tokenized]:
         """Yield the sequences; see Source.
 
@@ -153,8 +153,8 @@ class TokenSequences:
         for index in range(self.count):
             ids = self._cut(index, engine.max_tokens, vocabulary)
             tokens += len(ids)
-            if tokens > most_tokens:
-                raise too_many(tokens, most_tokens, "inputs")
+            if tokens > max_total_tokens:
+                raise too_many(tokens, max_total_tokens, "inputs")
             if part and part_tokens + len(ids) > _PART_TOKENS:
                 yield Tokenized(part, salt)
                 part, part_tokens = [], 0

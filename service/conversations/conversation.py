@@ -129,7 +129,7 @@ class Conversation:
         return self.following.tokens - self.following.dropped
 
     def tokenize(
-        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, most_tokens: int
+        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, max_total_tokens: int
     ) -> Iterator[Tokenized]:
         """Yield the sequence of the conversation in the prompt; see Source.
 
@@ -148,7 +148,7 @@ class Conversation:
             kept = following.kept()
         self.following = following
         self.approximate = salt is not None and following.namespace is not None
-        sequences = continued([frame.around(kept)], prompt.sequence_plans, most_tokens)
+        sequences = continued([frame.around(kept)], prompt.sequence_plans, max_total_tokens)
         own_salt = following.namespace if self.approximate else salt
         yield Tokenized(sequences, own_salt, passing=len(frame.after))
 

@@ -26,7 +26,7 @@ Session = tuple[bytes, str]  # salt and id: clients of one salt never meet the s
 # Room for 16 million tokens.
 CAPACITY_BYTES = 64 * 2**20
 # One session may have this share of the capacity, so that it does not push out all others.
-_MOST_OF_ONE = 1 / 16
+_MAX_OF_ONE = 1 / 16
 # A process that is killed no longer holds its locks after this time, even if nobody notices its end.
 _LOCK_SECONDS = 3600.0
 
@@ -138,7 +138,7 @@ class Sessions:
         the session still has another history than this one.
         """
         key, content = _name_of(session), history.written()
-        kept = None if len(content) > self._capacity_bytes * _MOST_OF_ONE else content
+        kept = None if len(content) > self._capacity_bytes * _MAX_OF_ONE else content
         # The hash, because ids may be long, and the count of distinct sessions remembers them.
         self._distinct.used(hash(session))
         set_if = self._histories.compare_and_set

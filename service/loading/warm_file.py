@@ -119,17 +119,17 @@ def _chosen(engine: PrefillEngine, line: WarmLine, settings: Settings, where: st
             [line.text or ""],
             salt,
             truncate=settings.truncate,
-            most_tokens=settings.max_request_tokens,
+            max_total_tokens=settings.max_request_tokens,
         )
     except InvalidInput as error:
         raise _refused(f"{where}: {error}") from error
 
 
-def _batches(chosen: Sequence[Chosen], most_tokens: int) -> Iterator[list[Chosen]]:
-    """Yield neighbours of at most `most_tokens` tokens together; more than that stands alone."""
+def _batches(chosen: Sequence[Chosen], max_total_tokens: int) -> Iterator[list[Chosen]]:
+    """Yield neighbours of at most `max_total_tokens` tokens together; more than that stands alone."""
     batch: list[Chosen] = []
     for own in chosen:
-        if batch and sum(each.tokens for each in batch) + own.tokens > most_tokens:
+        if batch and sum(each.tokens for each in batch) + own.tokens > max_total_tokens:
             yield batch
             batch = []
         batch.append(own)

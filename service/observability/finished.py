@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_TURNS = 0.2
 # Beyond it, requests are dropped: whoever reads the log is too slow.
-_MOST_WAITING = 100_000
-_MOST_AT_A_TIME = 1000
+_MAX_WAITING = 100_000
+_MAX_AT_A_TIME = 1000
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class FinishedRequests:
 
     def add(self, request: FinishedRequest) -> None:
         """Hand a request over. Called on the event loop."""
-        if len(self._waiting) < _MOST_WAITING:
+        if len(self._waiting) < _MAX_WAITING:
             self._waiting.append(request)
         else:
             self._dropped += 1
@@ -108,7 +108,7 @@ class FinishedRequests:
 
     def _hand_over(self) -> None:
         while self._waiting:
-            requests = [self._waiting.popleft() for _ in range(min(_MOST_AT_A_TIME, len(self._waiting)))]
+            requests = [self._waiting.popleft() for _ in range(min(_MAX_AT_A_TIME, len(self._waiting)))]
             for consume in self._consumers:
                 try:
                     consume(requests)

@@ -40,7 +40,7 @@ _UNTRACED = frozenset({"/health", "/ready"})
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _EXPORTERS = "OTEL_TRACES_EXPORTER"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_MOST_CLOSING_SECONDS = 3.0
+_MAX_CLOSING_SECONDS = 3.0
 _Stage = tuple[str, float, float, dict[str, Any]]  # name, start and end (perf_counter), attributes
 
 
@@ -86,7 +86,7 @@ class Tracing:
         # The provider waits for its exporter, which tries again and again.
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
-        closing.join(_MOST_CLOSING_SECONDS)
+        closing.join(_MAX_CLOSING_SECONDS)
 
 
 def tracing_of(environment: Mapping[str, str]) -> Tracing | None:

@@ -317,7 +317,7 @@ async def _chosen(call: Call, serving: Serving, body: _About) -> Chosen:
             body.texts,
             salt,
             truncate=settings.truncate,
-            most_tokens=settings.max_request_tokens,
+            max_total_tokens=settings.max_request_tokens,
         )
     except InputTooLong as error:
         # The tokenizer knows the texts as inputs.

@@ -30,7 +30,7 @@ from service.web.endpoint import InferenceRoute
 
 _CLASSIFIER_TEMPERATURE = 1.0
 # A response repeats the labels for each input: a request of 2 MB could have a response of 250 MB.
-_MOST_ANSWER_CHARACTERS = 2**24
+_MAX_ANSWER_CHARACTERS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +158,10 @@ def _check_labels(labels: list[str], inputs: int, limit: int) -> None:
     check_count(labels, "labels", limit)
     _refuse_duplicates(labels)
     characters = inputs * sum(map(len, labels))
-    if characters > _MOST_ANSWER_CHARACTERS:
+    if characters > _MAX_ANSWER_CHARACTERS:
         raise TooManyInputs(
             f"the response repeats the labels for each input and would have {characters} characters of "
-            f"labels; at most {_MOST_ANSWER_CHARACTERS} are allowed; give fewer inputs or shorter labels",
+            f"labels; at most {_MAX_ANSWER_CHARACTERS} are allowed; give fewer inputs or shorter labels",
             field="labels",
         )
 

@@ -30,7 +30,7 @@ HISTORY_TOKENS_HEADER = "X-AttnCache-History-Tokens"
 APPROXIMATE_HEADER = "X-AttnCache-Approximate"
 SEGMENTS_HEADER = "X-AttnCache-Segments"
 _TEXT = re.compile(r"inputs\[(\d+)\]")
-_MOST_SEGMENTS = 64  # in the header: many clients refuse headers of more than 8 KiB
+_MAX_SEGMENTS = 64  # in the header: many clients refuse headers of more than 8 KiB
 
 _WHAT_HAPPENED = {
     400: "The body, a field or a header is not accepted.",
@@ -201,7 +201,7 @@ def _of_segments(result: RequestResult) -> str:
     chunks = [chunk for report in result.blends for chunk in report.chunks]
     return ", ".join(
         f"{chunk.tokens};cached={chunk.cached};recomputed={chunk.recomputed}"
-        for chunk in chunks[:_MOST_SEGMENTS]
+        for chunk in chunks[:_MAX_SEGMENTS]
     )
 
 

@@ -29,9 +29,9 @@ from service.web.endpoint import documented_body
 router = APIRouter()
 
 # An explanation of a longer text would keep a processor from the requests of clients for too long.
-_MOST_TOKENS = 512
+_MAX_TOKENS = 512
 # Maps of longer texts would be many megabytes, and too small to see.
-_MOST_TOKENS_WITH_MAPS = 64
+_MAX_TOKENS_WITH_MAPS = 64
 _MAP_LEVELS = 65535
 _ERRORS = {status: documented for status, documented in ERRORS.items() if status != 404}
 
@@ -41,7 +41,7 @@ class ExplainRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    input: Text | None = Field(None, description=f"One text of at most {_MOST_TOKENS} tokens.")
+    input: Text | None = Field(None, description=f"One text of at most {_MAX_TOKENS} tokens.")
     segments: Texts | None = Field(
         None, description="Chunks of a prompt, with query, for `?debug=blend`. No input with them."
     )
@@ -84,7 +84,7 @@ async def explain_text(call: CurrentCall) -> Response:
     content = {
         **{name: value for name, value in asdict(explained).items() if name not in ("ids", "layers")},
         "was_kept": answered.repeated > 0,
-        "most_tokens_with_maps": _MOST_TOKENS_WITH_MAPS,
+        "most_tokens_with_maps": _MAX_TOKENS_WITH_MAPS,
         "layers": None if explained.layers is None else [_layer(layer) for layer in explained.layers],
     }
     return Response(orjson.dumps(content), media_type="application/json")
@@ -94,9 +94,9 @@ def _explained(serving: Serving, text: str, salt: bytes) -> Explanation:
     """Explain a text. Raises InputTooLong."""
     engine = serving.engine
     ids = engine.tokenize([text])[0]
-    if len(ids) > _MOST_TOKENS:
-        raise InputTooLong(f"input must have at most {_MOST_TOKENS} tokens to be explained", field="input")
-    return explain(engine, ids, salt=salt, maps=len(ids) <= _MOST_TOKENS_WITH_MAPS)
+    if len(ids) > _MAX_TOKENS:
+        raise InputTooLong(f"input must have at most {_MAX_TOKENS} tokens to be explained", field="input")
+    return explain(engine, ids, salt=salt, maps=len(ids) <= _MAX_TOKENS_WITH_MAPS)
 
 
 def _layer(layer: LayerMaps) -> dict[str, Any]:

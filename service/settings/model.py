@@ -13,7 +13,7 @@ from attncache_core.runtime.devices import Device, Dtype
 from service.settings.names import Group, refused
 
 ChosenTask = Literal["label-logits"]
-_MOST_WORKERS = 256
+_MAX_WORKERS = 256
 
 
 class Model(Group):
@@ -108,6 +108,6 @@ class Processor(Group):
     @field_validator("workers", mode="before")
     @classmethod
     def _is_a_number_of_workers(cls, workers: object) -> object:
-        if workers == "auto" or (str(workers).isdecimal() and 1 <= int(str(workers)) <= _MOST_WORKERS):
+        if workers == "auto" or (str(workers).isdecimal() and 1 <= int(str(workers)) <= _MAX_WORKERS):
             return workers
-        raise refused(f"give a number from 1 to {_MOST_WORKERS}, or auto")
+        raise refused(f"give a number from 1 to {_MAX_WORKERS}, or auto")

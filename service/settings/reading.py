@@ -38,7 +38,7 @@ REMOVED_FIELDS = {
     "max_queue_tokens": "at most 1,048,576 tokens wait; set --max-queue-seconds or --max-inflight-bytes",
 }
 _SECRETS = frozenset({"api_key"})
-_LEAST_SIMILARITY = 0.6  # of two names, from 0 to 1
+_MIN_SIMILARITY = 0.6  # of two names, from 0 to 1
 # pydantic's error type -> what is accepted.
 _SENTENCES = {
     "int_parsing": "it must be a whole number",
@@ -140,7 +140,7 @@ def _refuse_unknown(kind: str, name: str, known: set[str], removed: Mapping[str,
         # Without the beginning that all variables share, and that would make all of them similar.
         similar = {own.removeprefix(ENVIRONMENT_PREFIX): own for own in sorted(known)}
         closest = difflib.get_close_matches(
-            name.removeprefix(ENVIRONMENT_PREFIX), similar, n=1, cutoff=_LEAST_SIMILARITY
+            name.removeprefix(ENVIRONMENT_PREFIX), similar, n=1, cutoff=_MIN_SIMILARITY
         )
         guess = f"; did you mean {similar[closest[0]]}?" if closest else "; attncache serve --help lists all"
         raise InvalidSettings(f"{kind} {name} is not known{guess}")

@@ -26,7 +26,7 @@ _BATCH_TOKENS = 128
 # From this number of pending hits on, hits are verified even while requests wait, so that hits are verified
 # under endless load too.
 _OVERDUE = 64
-_MOST_PENDING = 256
+_MAX_PENDING = 256
 
 
 class Hit(Protocol):
@@ -125,7 +125,7 @@ class LaterVerifier(ABC, Generic[H]):
         """Let hits wait. Beyond a bound, the oldest pending hits are dropped."""
         with self._pending_lock:
             self._pending += chosen
-            surplus = max(0, len(self._pending) - _MOST_PENDING)
+            surplus = max(0, len(self._pending) - _MAX_PENDING)
             for _ in range(surplus):
                 self._pending.popleft()
         self._metrics.observe_unverified(surplus)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # EX_SOFTWARE of sysexits.h: an internal error.
 EXIT_CODE = 70
-_MOST_INTERVAL_SECONDS = 1.0
+_MAX_INTERVAL_SECONDS = 1.0
 
 
 class Condition(Enum):
@@ -95,7 +95,7 @@ class Watchdog:
     # In the watchdog's thread.
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        interval = min(_MOST_INTERVAL_SECONDS, self.stuck_seconds / 4)
+        interval = min(_MAX_INTERVAL_SECONDS, self.stuck_seconds / 4)
         self._watch_interpreter()
         while not self._stop.wait(interval):
             self._watch_interpreter()

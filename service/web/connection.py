@@ -37,12 +37,12 @@ from service.web.listeners import CONNECTION, LISTENER, ListenerName
 HEALTH_PATHS = frozenset({"/health", "/ready"})
 
 # A newer connection takes the place of the oldest: one that asks at once is answered in a millisecond.
-_MOST_EXCESS_CONNECTIONS = 16
-_MOST_PIPELINED = 16
-_MOST_HEADERS = 256
-_MOST_HEADER_BYTES = 64 * 1024
+_MAX_EXCESS_CONNECTIONS = 16
+_MAX_PIPELINED = 16
+_MAX_HEADERS = 256
+_MAX_HEADER_BYTES = 64 * 1024
 # Bytes of chunk sizes, chunk extensions and trailers. A body in chunks of one byte has five per byte.
-_MOST_FRAMING_BYTES = 64 * 1024
+_MAX_FRAMING_BYTES = 64 * 1024
 _FRAMING_PER_BODY_BYTE = 8
 # A socket that is closed before all was read from it is reset, and the client may lose the response.
 _LINGER_SECONDS = 2.0
@@ -126,7 +126,7 @@ class Connection(HttpToolsProtocol):
             gate.connections.add(self)
             return
         gate.excess[self] = None
-        if len(gate.excess) > _MOST_EXCESS_CONNECTIONS:
+        if len(gate.excess) > _MAX_EXCESS_CONNECTIONS:
             next(iter(gate.excess)).cut(_too_many_connections(gate.limits.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Begin a request. Raises OverflowError, which ends the parser, if too many requests are waiting."""
-        if len(self.pipeline) >= _MOST_PIPELINED:
+        if len(self.pipeline) >= _MAX_PIPELINED:
             raise OverflowError
         super().on_message_begin()
         scope = cast(dict[str, Any], self.scope)
@@ -208,7 +208,7 @@ class Connection(HttpToolsProtocol):
         """Refuse what the parser did not accept."""
         self._refuse(
             MalformedRequest(
-                f"the request is not HTTP/1.1, or more than {_MOST_PIPELINED} requests wait for a response"
+                f"the request is not HTTP/1.1, or more than {_MAX_PIPELINED} requests wait for a response"
             )
         )
 
@@ -292,20 +292,20 @@ class Connection(HttpToolsProtocol):
 
     def _bound_headers(self, count: int) -> None:
         self._header_bytes += count
-        if self._header_bytes > _MOST_HEADER_BYTES or len(self.headers) > _MOST_HEADERS:
+        if self._header_bytes > _MAX_HEADER_BYTES or len(self.headers) > _MAX_HEADERS:
             self._refuse(
                 HeadersTooLarge(
-                    f"the headers must have at most {_MOST_HEADER_BYTES} bytes and {_MOST_HEADERS} fields"
+                    f"the headers must have at most {_MAX_HEADER_BYTES} bytes and {_MAX_HEADERS} fields"
                 )
             )
 
     def _bound_framing(self, count: int) -> None:
         self._bytes_with_framing += count
         framing = self._bytes_with_framing - self._body_bytes
-        if framing > _MOST_FRAMING_BYTES + _FRAMING_PER_BODY_BYTE * self._body_bytes:
+        if framing > _MAX_FRAMING_BYTES + _FRAMING_PER_BODY_BYTE * self._body_bytes:
             self._refuse(
                 HeadersTooLarge(
-                    f"chunk extensions and trailers must have at most {_MOST_FRAMING_BYTES} bytes; send "
+                    f"chunk extensions and trailers must have at most {_MAX_FRAMING_BYTES} bytes; send "
                     "larger chunks, or a Content-Length"
                 )
             )

@@ -20,7 +20,7 @@ from service.web.listeners import Listener
 
 logger = logging.getLogger(__name__)
 
-_MOST_AT_ONCE = 64
+_MAX_AT_ONCE = 64
 # After an error of the system, such as too many open files.
 _ERROR_SECONDS = 1.0
 
@@ -33,7 +33,7 @@ class Acceptor:
         listener: Listener,
         connection: Callable[[], asyncio.Protocol],
         handshake_seconds: float,
-        turn: Callable[[], tuple[float, int]] = lambda: (0.0, _MOST_AT_ONCE),
+        turn: Callable[[], tuple[float, int]] = lambda: (0.0, _MAX_AT_ONCE),
     ) -> None:
         """connection: makes the protocol of a connection. handshake_seconds: the most for a TLS handshake.
 
@@ -82,7 +82,7 @@ class Acceptor:
 
         self._timer = self._loop.call_later(seconds, resume)
 
-    def _accept(self, most: int = _MOST_AT_ONCE) -> None:
+    def _accept(self, most: int = _MAX_AT_ONCE) -> None:
         for _ in range(most):
             try:
                 client, _ = self._listener.socket.accept()

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _STARTUP_FAILURE = 3
 # Of the seconds until the process ends: what is left for closing after the last response.
 _CLOSING_SHARE = 0.2
-_MOST_CLOSING_SECONDS = 5.0
+_MAX_CLOSING_SECONDS = 5.0
 _CUT_SECONDS = 0.5
 # Until the event loop has read what a new connection has sent already.
 _ARRIVING_SECONDS = 0.01
@@ -50,7 +50,7 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 _OTHER_FILES = 512
 # With several workers, a connection is left to the others for so long per connection that this worker has.
 # The bound is about the time of a batch.
-_DELAY_SECONDS, _MOST_DELAY_SECONDS = 0.0005, 0.01
+_DELAY_SECONDS, _MAX_DELAY_SECONDS = 0.0005, 0.01
 # Then a worker takes one more for so many connections that it has, so that a thousand clients do not wait for
 # long.
 _AT_ONCE = 8
@@ -208,7 +208,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
         """Finish what was received, as long as there is time, then close."""
-        closing = min(_MOST_CLOSING_SECONDS, _CLOSING_SHARE * self._drain_seconds)
+        closing = min(_MAX_CLOSING_SECONDS, _CLOSING_SHARE * self._drain_seconds)
         await self._drain(self._drain_seconds - closing)
         is_opening = self._is_opening()
         for server in self.servers:
@@ -244,7 +244,7 @@ class Server(uvicorn.Server):
         count = sum(gate.count() for gate in self._gates)
         if not self._state.is_ready and not self._state.draining:
             return _UNREADY_SECONDS, 1
-        return min(_MOST_DELAY_SECONDS, _DELAY_SECONDS * count), 1 + count // _AT_ONCE
+        return min(_MAX_DELAY_SECONDS, _DELAY_SECONDS * count), 1 + count // _AT_ONCE
 
     async def _drain(self, seconds: float) -> None:
         """Answer what arrives, and close each connection after its response, until nothing is in flight."""

@@ -55,7 +55,7 @@ Load = Callable[[Settings, int], Iterator[Loaded]]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FORK = multiprocessing.get_context("fork")
-_FIRST_DELAY_SECONDS, _MOST_DELAY_SECONDS = 0.25, 30.0
+_FIRST_DELAY_SECONDS, _MAX_DELAY_SECONDS = 0.25, 30.0
 # A worker that ran so long is started again after the first delay.
 _STEADY_SECONDS = 60.0
 # After --drain-seconds a worker ends by itself, unless its interpreter hangs.
@@ -310,7 +310,7 @@ class Supervisor:
             *(place.number, code, f" ({place.refusal})" if place.refusal is not None else "", place.delay),
         )
         place.start_at = now + place.delay
-        place.delay = min(2 * place.delay, _MOST_DELAY_SECONDS)
+        place.delay = min(2 * place.delay, _MAX_DELAY_SECONDS)
 
 
 def _clean_up(folder: Path, listeners: Sequence[Listener]) -> None:

@@ -16,7 +16,7 @@ from benchmarks.measuring.conversations import (
     Turn,
     arrived_until,
     draw_turns,
-    most_at_once,
+    max_at_once,
     simulate,
     waiting,
 )
@@ -151,9 +151,9 @@ def test_queue_counts_the_turns_that_arrived_before_a_turn_starts():
 
 def test_most_at_once_is_of_sessions_between_their_first_and_last_turns():
     turns = [Turn(0, 0, 0, 10), Turn(1, 1, 0, 7), Turn(0, 2, 10, 5), Turn(2, 3, 0, 20)]
-    assert most_at_once(turns, lambda _: 1) == 2
-    assert most_at_once(turns, lambda tokens: tokens) == 15 + 7
-    assert most_at_once([*turns, Turn(2, 4, 20, 1)], lambda tokens: tokens) == 15 + 7
+    assert max_at_once(turns, lambda _: 1) == 2
+    assert max_at_once(turns, lambda tokens: tokens) == 15 + 7
+    assert max_at_once([*turns, Turn(2, 4, 20, 1)], lambda tokens: tokens) == 15 + 7
 
 
 def test_look_ahead_hits_most_when_many_turns_wait():

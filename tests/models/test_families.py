@@ -198,17 +198,17 @@ def test_a_row_of_a_batch_is_the_row_alone(family, lengths):
 @settings(max_examples=6)
 @given(
     sequences=st.lists(st.lists(st.integers(5, 6), min_size=1, max_size=20), min_size=2, max_size=8),
-    most_rows=st.sampled_from([1, 6, 256]),
+    max_rows=st.sampled_from([1, 6, 256]),
 )
-@example(sequences=[[5] * 30, [5] * 29 + [6] * 9, [5] * 29 + [6, 5], [6] * 3], most_rows=6)
+@example(sequences=[[5] * 30, [5] * 29 + [6] * 9, [5] * 29 + [6, 5], [6] * 3], max_rows=6)
 def test_sequences_of_a_causal_model_that_share_prefixes_are_hugging_faces(
-    family, computing, sequences, most_rows
+    family, computing, sequences, max_rows
 ):
     model = family.model()
     if not all(layer.attention_mask.is_causal for layer in model.layers):
         pytest.skip("tokens depend on later tokens")
     # Every common prefix is shared, and attention is computed in blocks of any size.
-    limits = {"_LEAST_SAVING": 10**9, "_BLOCK_ROWS": most_rows}
+    limits = {"_MIN_SAVING": 10**9, "_BLOCK_ROWS": max_rows}
     with torch.inference_mode(), attention_by(computing), mock.patch.multiple(prefix_tree, **limits):
         batch = pack_shared(sequences)
         hidden = layers_output(model, batch, model.embed(batch))

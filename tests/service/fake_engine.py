@@ -199,7 +199,7 @@ class FakeEngine:
         texts: list[str],
         truncate: bool,
         prompt: Prompt = OWN_PROMPT,
-        most_tokens: int | None = None,  # noqa: ARG002
+        max_total_tokens: int | None = None,  # noqa: ARG002
     ) -> list[list[int]]:
         texts = [prompt.template.around(text) for text in texts]
         for index, text in enumerate(texts):

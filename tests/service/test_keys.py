@@ -217,7 +217,7 @@ async def refused(use: QuotaUse) -> tuple[str, int]:
 
 
 def use_of(quotas: Quotas, clock: Clock, store: Store | None = None) -> QuotaUse:
-    return QuotaUse("client", quotas, store or LocalStore(), most_seconds=100, clock=clock)
+    return QuotaUse("client", quotas, store or LocalStore(), max_seconds=100, clock=clock)
 
 
 async def test_requests_are_refused_beyond_a_minute_s_worth_until_the_bucket_refills() -> None:

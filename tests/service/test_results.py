@@ -25,7 +25,7 @@ from attncache_core.text.prompts import Prompt, SequencePlan, Target
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
 from service.batching.pending_request import RequestResult
-from service.batching.request_queue import _MOST_LOOKUPS
+from service.batching.request_queue import _MAX_LOOKUPS
 from service.batching.results import Lookup, Results, SequenceNames, SequenceResult
 from service.batching.sources import Texts
 from service.errors import InternalError
@@ -384,7 +384,7 @@ async def test_client_whose_texts_are_all_known_delays_another_by_a_turn(first: 
     await asyncio.gather(busy, *other, *known)
     await asyncio.to_thread(batcher.close)
     assert sum(batch.count("known") for batch in engine.batches) == 1
-    assert engine.tokenized_before["other"] - before <= _MOST_LOOKUPS + 2
+    assert engine.tokenized_before["other"] - before <= _MAX_LOOKUPS + 2
 
 
 async def test_known_texts_end_the_turn_of_their_client() -> None:

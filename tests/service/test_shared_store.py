@@ -174,7 +174,7 @@ def test_history_is_the_same_after_it_was_stored(
 async def test_quotas_hold_over_all_processes(tmp_path: Path) -> None:
     quotas = Quotas(requests_per_minute=5, tokens_per_minute=100, in_flight=3)
     stores = [SqliteStore(tmp_path / "s.sqlite", "t") for _ in range(2)]
-    uses = [QuotaUse("client", quotas, store, most_seconds=100) for store in stores]
+    uses = [QuotaUse("client", quotas, store, max_seconds=100) for store in stores]
     for use in (uses[0], uses[1], uses[1]):
         await use.begin()
     for use in uses:
@@ -188,7 +188,7 @@ async def test_quotas_hold_over_all_processes(tmp_path: Path) -> None:
     for use in uses:
         with pytest.raises(QuotaExceeded, match="5 requests per minute"):
             await use.begin()
-    other, same = (QuotaUse("other", quotas, store, most_seconds=100) for store in stores)
+    other, same = (QuotaUse("other", quotas, store, max_seconds=100) for store in stores)
     await other.begin()
     await other.end(150)
     with pytest.raises(QuotaExceeded, match="100 tokens per minute"):
@@ -198,7 +198,7 @@ async def test_quotas_hold_over_all_processes(tmp_path: Path) -> None:
 async def test_requests_of_a_process_that_was_killed_are_in_flight_no_longer_than_a_request_takes() -> None:
     store, clock = LocalStore(), Clock()
     killed, other = (
-        QuotaUse("client", Quotas(in_flight=2), store, most_seconds=10, clock=clock) for _ in range(2)
+        QuotaUse("client", Quotas(in_flight=2), store, max_seconds=10, clock=clock) for _ in range(2)
     )
     for _ in range(2):
         await killed.begin()

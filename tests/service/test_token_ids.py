@@ -24,8 +24,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> PrefillEngine:
     return PrefillEngine.load(checkpoint, dtype="float32", max_tokens=12)
 
 
-def made(engine: PrefillEngine, source: Any, prompt: Any = None, most_tokens: int = 10**6) -> list[list[int]]:
-    parts = source.tokenize(engine, prompt or engine.default_prompt, b"", most_tokens)
+def made(
+    engine: PrefillEngine, source: Any, prompt: Any = None, max_total_tokens: int = 10**6
+) -> list[list[int]]:
+    parts = source.tokenize(engine, prompt or engine.default_prompt, b"", max_total_tokens)
     return [list(ids) for part in parts for ids in part.sequences]
 
 
@@ -90,7 +92,7 @@ def test_text_cut_at_its_beginning_keeps_its_end_and_the_template(engine: Prefil
 
 def test_left_cut_obeys_the_same_limits(engine: PrefillEngine) -> None:
     with pytest.raises(InputTooLong, match="a request may have 20"):
-        made(engine, Texts(["where is my card " * 9] * 2, True, "left"), most_tokens=20)
+        made(engine, Texts(["where is my card " * 9] * 2, True, "left"), max_total_tokens=20)
     with pytest.raises(InputTooLong) as caught:
         made(engine, Texts(["card", "where is my card " * 9], False, "left"))
     assert caught.value.field == "inputs[1]"

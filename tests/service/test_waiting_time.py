@@ -21,16 +21,16 @@ from service.errors import QueueFull
 
 BATCH = 40  # tokens; a token of the fake engine is a character
 SPEED = 8.0  # tokens per second
-MOST_SECONDS = 20.0
+MAX_SECONDS = 20.0
 MANY = 10**6
 
 
 class SimulatedQueue:
     """A queue whose one engine thread computes 8 tokens per second of a clock that the test turns."""
 
-    def __init__(self, most_seconds: float = MOST_SECONDS, sequences: int = MANY, tokens: int = MANY) -> None:
+    def __init__(self, max_seconds: float = MAX_SECONDS, sequences: int = MANY, tokens: int = MANY) -> None:
         self.now = 0.0
-        limits = Limits(BATCH, MANY, sequences, MANY, tokens, most_seconds)
+        limits = Limits(BATCH, MANY, sequences, MANY, tokens, max_seconds)
         self.queue = RequestQueue(
             limits, self._tokenize, lambda _: None, lambda *_: None, clock=lambda: self.now
         )
@@ -124,7 +124,7 @@ def test_admitted_request_waits_about_as_long_as_allowed_at_most(
     simulated.run_until_begun(request)
     # Beside what is ahead: the batch that is being computed, and what a batch leaves empty, because a text
     # that does not fit waits for the next turn of its flow.
-    assert simulated.now - since <= (MOST_SECONDS + BATCH / SPEED) * BATCH / (BATCH - 14)
+    assert simulated.now - since <= (MAX_SECONDS + BATCH / SPEED) * BATCH / (BATCH - 14)
 
 
 @given(
@@ -133,7 +133,7 @@ def test_admitted_request_waits_about_as_long_as_allowed_at_most(
 def test_request_that_comes_again_after_retry_after_is_admitted(
     requests: list[tuple[str, list[int]]], client: str, lengths: list[int]
 ) -> None:
-    simulated = measured_queue(most_seconds=1.0)
+    simulated = measured_queue(max_seconds=1.0)
     for name, own in requests:
         try:
             simulated.add(name, *("t" * length for length in own))
@@ -156,7 +156,7 @@ def test_flood_of_one_client_is_refused_and_another_client_is_served_next() -> N
 
 
 def test_retry_after_is_the_time_until_enough_has_left_the_queue() -> None:
-    simulated = measured_queue(most_seconds=0.0)
+    simulated = measured_queue(max_seconds=0.0)
     simulated.add("a", "x" * BATCH)  # is computed
     simulated.add("a", *["x" * BATCH] * 9)
     with pytest.raises(QueueFull) as refused:
@@ -183,7 +183,7 @@ def test_retry_after_of_a_queue_without_room_is_the_time_until_there_is_room() -
 
 
 def test_nothing_is_refused_before_the_speed_is_known() -> None:
-    simulated = SimulatedQueue(most_seconds=0.0)
+    simulated = SimulatedQueue(max_seconds=0.0)
     for _ in range(50):
         simulated.add("a", "x" * BATCH)
     simulated.run()
@@ -194,7 +194,7 @@ def test_nothing_is_refused_before_the_speed_is_known() -> None:
 
 
 def test_request_of_any_size_is_admitted_to_an_empty_queue() -> None:
-    simulated = measured_queue(most_seconds=0.0)
+    simulated = measured_queue(max_seconds=0.0)
     simulated.add("a", *["x" * BATCH] * 50)
     simulated.run()
     simulated.add("a", *["x" * BATCH] * 50)
@@ -219,7 +219,7 @@ def test_texts_whose_results_are_known_make_the_queue_faster() -> None:
         except QueueFull:
             break
         added += 10
-    assert added > 2 * MOST_SECONDS * SPEED
+    assert added > 2 * MAX_SECONDS * SPEED
 
 
 async def measured_batcher(batcher: Batcher, engine: FakeEngine) -> asyncio.Future[Any]:

@@ -61,19 +61,19 @@ def test_template_with_too_many_characters_for_the_number_of_texts_is_refused(to
     prompt = tokenizer.prompt(Template("my card " * 2500, " is"))
     before = given_to(tokenizer)
     with pytest.raises(InputTooLong, match=r"20003 characters.*256 inputs at most 6250.*shorter") as refused:
-        tokenizer.tokenize(["card"] * 256, truncate=True, prompt=prompt, most_tokens=100_000)
+        tokenizer.tokenize(["card"] * 256, truncate=True, prompt=prompt, max_total_tokens=100_000)
     assert refused.value.field == "inputs"
     with pytest.raises(InputTooLong) as refused:
-        tokenizer.tokenize(["card"], truncate=True, prompt=prompt, most_tokens=1000)
+        tokenizer.tokenize(["card"], truncate=True, prompt=prompt, max_total_tokens=1000)
     assert refused.value.field == "template"
     assert given_to(tokenizer) == before
-    assert len(tokenizer.tokenize(["card"] * 5, truncate=True, prompt=prompt, most_tokens=100_000)) == 5
+    assert len(tokenizer.tokenize(["card"] * 5, truncate=True, prompt=prompt, max_total_tokens=100_000)) == 5
 
 
 def test_tokenising_stops_at_the_first_text_that_exceeds_the_limit(tokenizer):
     texts = ["money " * 40_000] * 100  # each has 240,000 characters and more tokens than the model accepts
     with pytest.raises(InputTooLong, match="may have 100000") as refused:
-        tokenizer.tokenize(texts, truncate=True, most_tokens=100_000)
+        tokenizer.tokenize(texts, truncate=True, max_total_tokens=100_000)
     assert refused.value.field == "inputs"
     # Each text is tokenised twice, the second time to cut it.
     assert given_to(tokenizer) == 4 * 2 * 240_000

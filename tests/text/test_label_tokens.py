@@ -344,11 +344,11 @@ def test_texts_whose_sequences_have_too_many_tokens_are_refused(engine):
     for prompt, field in ((engine.labels_in(None, SEVERAL).prompt, "labels"), (None, "inputs")):
         sequences = engine.tokenize(texts, prompt=prompt)
         tokens = sum(map(len, sequences))
-        assert engine.tokenize(texts, prompt=prompt, most_tokens=tokens) == sequences
+        assert engine.tokenize(texts, prompt=prompt, max_total_tokens=tokens) == sequences
         with pytest.raises(
             InputTooLong, match=rf"{tokens} tokens.*may have {tokens - 1}: send fewer"
         ) as refused:
-            engine.tokenize(texts, prompt=prompt, most_tokens=tokens - 1)
+            engine.tokenize(texts, prompt=prompt, max_total_tokens=tokens - 1)
         assert refused.value.field == field
 
 

@@ -117,9 +117,9 @@ def test_pairs_stand_beside_texts_and_count_with_them(checkpoint):
     assert list(found) == alone
     assert [isinstance(ids, PairTokens) for ids in found] == [False, True, True, False]
     tokens = sum(map(len, found))
-    tokenizer.tokenize(texts, truncate=False, most_tokens=tokens)
+    tokenizer.tokenize(texts, truncate=False, max_total_tokens=tokens)
     with pytest.raises(InputTooLong, match="inputs make sequences with"):
-        tokenizer.tokenize(texts, truncate=False, most_tokens=tokens - 1)
+        tokenizer.tokenize(texts, truncate=False, max_total_tokens=tokens - 1)
 
 
 def test_only_the_first_text_is_cut_if_the_prompt_says_so(checkpoint):

@@ -21,7 +21,7 @@ NESTED = [[1] * length for length in (3, 1, 6, 3, 2)]
 
 def shared_wherever_possible(sequences):
     """Pack sequences, sharing every common prefix."""
-    with mock.patch.object(prefix_tree, "_LEAST_SAVING", 10**9):
+    with mock.patch.object(prefix_tree, "_MIN_SAVING", 10**9):
         return pack_shared(sequences)
 
 
@@ -73,7 +73,7 @@ def test_parents_come_first_and_the_rows_of_all_descendants_follow_their_run(seq
 
 @given(tries, st.sampled_from([None, 0, 2]), st.sampled_from([1, 3, 256]))
 @example(NESTED, None, 3)
-def test_a_row_sees_the_rows_of_the_tokens_before_it_and_no_other(sequences, before, most_rows):
+def test_a_row_sees_the_rows_of_the_tokens_before_it_and_no_other(sequences, before, max_rows):
     batch = shared_wherever_possible(sequences)
     if batch.tree is None:
         return
@@ -83,7 +83,7 @@ def test_a_row_sees_the_rows_of_the_tokens_before_it_and_no_other(sequences, bef
     for rows in rows_of(batch, sequences):
         expected[np.ix_(rows, rows)] = np.tril(np.ones((len(rows), len(rows)), dtype=int))
     expected *= positions[:, None] - positions <= reach
-    with mock.patch.object(prefix_tree, "_BLOCK_ROWS", most_rows):
+    with mock.patch.object(prefix_tree, "_BLOCK_ROWS", max_rows):
         for make in (batch.tree.blocks, batch.tree.single_rows):
             found = np.zeros_like(expected)
             for offsets in batch.tree.alone:

@@ -18,7 +18,7 @@ from published_tokenizers import (
 from tokenizers import Tokenizer
 
 from attncache_core.errors import InputTooLong
-from attncache_core.text.shortening import most_characters, shortened
+from attncache_core.text.shortening import max_characters, shortened
 
 WRITERS = {
     "bert": write_tokenizer,
@@ -61,7 +61,7 @@ def test_first_tokens_are_those_of_the_whole_text(tokenizer: Tokenizer, text: st
     try:
         part = shortened(tokenizer, text, TOKENS, "inputs[0]")
     except InputTooLong:
-        assert len(text) > most_characters(TOKENS)
+        assert len(text) > max_characters(TOKENS)
         return
     whole = tokenizer.encode(text, add_special_tokens=False).ids
     own = tokenizer.encode(part, add_special_tokens=False).ids

@@ -22,7 +22,7 @@ from attncache_core.runtime.files import locked_within, write_whole
 
 FORMAT = 1
 # A ratio pays if a blended answer takes at most this share of the time of an exact one, alone and under load.
-MOST_SECONDS = 0.95
+MAX_SECONDS = 0.95
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MeasuredRatio:
     @property
     def serves(self) -> bool:
         """Whether this ratio may be served."""
-        return self.keeps_budget and max(self.seconds, self.loaded_seconds) <= MOST_SECONDS
+        return self.keeps_budget and max(self.seconds, self.loaded_seconds) <= MAX_SECONDS
 
 
 @dataclass(frozen=True)

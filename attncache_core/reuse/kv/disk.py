@@ -41,7 +41,7 @@ _LOW_WATERMARK = 0.95
 # An opened block is marked as used at most this often.
 _TOUCH_SECONDS = 1.0
 # Another process holds the lock for the time of a scan at most, unless it hangs.
-_MOST_LOCK_SECONDS = 5.0
+_MAX_LOCK_SECONDS = 5.0
 _LOCK_POLL_SECONDS = 0.002
 _USAGE = struct.Struct("<q")
 _UNFINISHED = ".unfinished"
@@ -103,7 +103,7 @@ class DiskTier:
     ) -> None:
         self._folder, self._format = folder, BlockFormat(tuple(part_sizes))
         self.most_bytes = most_bytes
-        self._most_bytes = most_bytes - _USAGE.size
+        self._max_bytes = most_bytes - _USAGE.size
         self._touches, self._protected = eviction == "lru", protected
         self._counting = threading.Lock()
         self.counts = DiskCounts()
@@ -118,7 +118,7 @@ class DiskTier:
         with self._locked() as usage:
             usage.set(self._scan())
             # An earlier start may have had a higher limit.
-            self._evict(usage, self._most_bytes, ())
+            self._evict(usage, self._max_bytes, ())
 
     @property
     def bytes_used(self) -> int:
@@ -140,7 +140,7 @@ class DiskTier:
     @property
     def free_bytes(self) -> int:
         """Bytes that can be written before a block must be evicted."""
-        return max(0, self._most_bytes - self.bytes_used)
+        return max(0, self._max_bytes - self.bytes_used)
 
     def contains(self, key: bytes) -> bool:
         """Return whether there is a file for this block, of whichever process. The file is not checked."""
@@ -304,16 +304,16 @@ class DiskTier:
 
     def _make_room(self, usage: _Usage, size: int, protected: Container[bytes]) -> None:
         """Evict blocks if a file of `size` bytes does not fit. Raises OSError if it still does not fit."""
-        if usage.used + size <= self._most_bytes:
+        if usage.used + size <= self._max_bytes:
             return
-        goal = min(self._most_bytes - size, int(self._most_bytes * _LOW_WATERMARK))
+        goal = min(self._max_bytes - size, int(self._max_bytes * _LOW_WATERMARK))
         if goal >= 0:
             self._evict(usage, goal, protected)
             # If the list accounts for all bytes, a scan would find nothing that could be evicted.
             if usage.used > goal and usage.used != sum(block.size for block in self._oldest):
                 usage.set(self._scan())
                 self._evict(usage, goal, protected)
-        if usage.used + size > self._most_bytes:
+        if usage.used + size > self._max_bytes:
             raise OSError(errno.ENOSPC, "no space under the limit of the tier")
 
     def _evict(self, usage: _Usage, goal: int, protected: Container[bytes]) -> None:
@@ -361,7 +361,7 @@ class DiskTier:
 
 def _lock(file: FileIO) -> None:
     """Lock an open file. Raises OSError if another process holds the lock for long: it may be stopped."""
-    last_try = time.monotonic() + _MOST_LOCK_SECONDS
+    last_try = time.monotonic() + _MAX_LOCK_SECONDS
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

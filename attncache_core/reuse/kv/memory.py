@@ -28,18 +28,18 @@ class Wanted(NamedTuple):
 
     root: bytes  # see blocks.root_key
     tokens: bytes  # the tokens whose blocks are kept; see blocks.token_bytes
-    most_given: int  # tokens at the front that may be given
+    max_given: int  # tokens at the front that may be given
     names: list[BlockName]  # of all blocks of `tokens`
 
     @classmethod
-    def of(cls, root: bytes, ids: Sequence[int], most_given: int) -> Wanted:
+    def of(cls, root: bytes, ids: Sequence[int], max_given: int) -> Wanted:
         """Return how a sequence of token ids is looked up behind a root."""
         tokens = token_bytes(ids)
-        return cls(root, tokens, min(most_given, len(ids)), chain(root, tokens))
+        return cls(root, tokens, min(max_given, len(ids)), chain(root, tokens))
 
     def short_block(self, parent: bytes, first: int, length: int) -> BlockName | None:
         """Return the name of the block of `length` tokens from token `first`, if it may be given."""
-        if first + length > self.most_given:
+        if first + length > self.max_given:
             return None
         return child(parent, self.tokens[first * TOKEN_BYTES : (first + length) * TOKEN_BYTES])
 
@@ -90,7 +90,7 @@ class MemoryTier:
         more = more or {}
         blocks: list[Block] = []
         following = None
-        for name in wanted.names[: wanted.most_given // BLOCK_TOKENS]:
+        for name in wanted.names[: wanted.max_given // BLOCK_TOKENS]:
             block = self._blocks.get(name.key) or more.get(name.key)
             if block is None or block.name != name:
                 following = name

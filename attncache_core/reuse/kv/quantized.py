@@ -12,7 +12,7 @@ import torch
 
 _SCALE_BYTES = 4  # float32
 # A row is a part of one head's key or value: its numbers are of one size.
-_MOST_ROW_NUMBERS = 64
+_MAX_ROW_NUMBERS = 64
 
 
 class Int8Slots:
@@ -21,7 +21,7 @@ class Int8Slots:
     def __init__(self, part_bytes: Sequence[int], slot_bytes: int, dtype: torch.dtype) -> None:
         """part_bytes: of blocks in memory, the pooled state last. dtype: of the numbers in a slot."""
         self._dtype = dtype
-        self._row = math.gcd(slot_bytes // dtype.itemsize, _MOST_ROW_NUMBERS)
+        self._row = math.gcd(slot_bytes // dtype.itemsize, _MAX_ROW_NUMBERS)
         *layers, state = part_bytes
         numbers = [size // dtype.itemsize for size in layers]
         sizes = [count + count // self._row * _SCALE_BYTES for count in numbers]

@@ -26,7 +26,7 @@ from attncache_core.reuse.kv.memory import Block, Known, MemoryTier, Wanted
 from attncache_core.reuse.kv.transfer import Loading, Transfers
 
 # `begin` computes blocks itself if the batch that computes them takes longer.
-_MOST_WAITING_SECONDS = 30.0
+_MAX_WAITING_SECONDS = 30.0
 
 
 class NewBlock(NamedTuple):
@@ -164,14 +164,14 @@ class KeyValueStore:
             tokens = self.memory.known(wanted).tokens
         saved, transfers = 0, self.transfers
         if transfers:
-            behind = wanted.names[tokens // BLOCK_TOKENS : wanted.most_given // BLOCK_TOKENS]
+            behind = wanted.names[tokens // BLOCK_TOKENS : wanted.max_given // BLOCK_TOKENS]
             for name in behind:
                 if not (transfers.disk.contains(name.key) or name.key in self.memory):
                     break
                 saved += BLOCK_TOKENS
             end = len(wanted.tokens) // TOKEN_BYTES
             short = end - tokens // BLOCK_TOKENS * BLOCK_TOKENS - saved
-            if 0 < short < BLOCK_TOKENS and end <= wanted.most_given:
+            if 0 < short < BLOCK_TOKENS and end <= wanted.max_given:
                 saved += short if transfers.disk.contains(wanted.names[-1].key) else 0
         return StoredTokens(tokens, max(0, saved - tokens % BLOCK_TOKENS))
 
@@ -281,7 +281,7 @@ class KeyValueStore:
 
     def _known_after_waiting(self, sequences: Sequence[Wanted]) -> list[Known]:
         """Return what is known of sequences, once no other batch computes or loads what comes next."""
-        deadline = time.monotonic() + _MOST_WAITING_SECONDS
+        deadline = time.monotonic() + _MAX_WAITING_SECONDS
         while True:
             known = [self.memory.known(own) for own in sequences]
             awaited = any(own.following and own.following.key in self._claimed for own in known)
@@ -312,7 +312,7 @@ class KeyValueStore:
         opened: dict[bytes, tuple[OpenBlock, Block]] = {}
         for own in sequences:
             parent, walked = own.root, 0
-            for name in own.names[: own.most_given // BLOCK_TOKENS]:
+            for name in own.names[: own.max_given // BLOCK_TOKENS]:
                 if name.key not in opened and name.key not in self.memory:
                     block = claimed.get(name.key)
                     file = transfers.disk.open(name) if block else None

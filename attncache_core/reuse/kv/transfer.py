@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # The speed of loading is measured with about so many bytes, in so many blocks.
 _MEASURED_BYTES = 16 << 20
-_LEAST_MEASURED, _MOST_MEASURED = 4, 32
+_MIN_MEASURED, _MAX_MEASURED = 4, 32
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 
@@ -117,7 +117,7 @@ class Transfers:
         there is no free room for them, the speed stays unknown, because no block is evicted to measure it.
         """
         parts = [memoryview(bytearray(secrets.token_bytes(size))) for size in part_bytes]
-        count = max(_LEAST_MEASURED, min(_MOST_MEASURED, _MEASURED_BYTES // sum(part_bytes)))
+        count = max(_MIN_MEASURED, min(_MAX_MEASURED, _MEASURED_BYTES // sum(part_bytes)))
         if self.disk.free_bytes < count * self.disk.file_bytes:
             return
         names = [BlockName(secrets.token_bytes(32), bytes(32), bytes(TOKEN_BYTES)) for _ in range(count)]

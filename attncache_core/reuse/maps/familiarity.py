@@ -90,8 +90,8 @@ def sequence_statistics(weights: np.ndarray, ids: np.ndarray, lengths: np.ndarra
     neighbouring tokens that occurred before in the sequence; share of tokens equal to their predecessor;
     maximum of the weights; log of the length; mean of the weights divided by the length.
     """
-    if len(lengths) > _MOST_SEQUENCES:
-        first, rest = lengths[:_MOST_SEQUENCES], lengths[_MOST_SEQUENCES:]
+    if len(lengths) > _MAX_SEQUENCES:
+        first, rest = lengths[:_MAX_SEQUENCES], lengths[_MAX_SEQUENCES:]
         end = int(first.sum())
         parts = (weights[:end], ids[:end], first), (weights[end:], ids[end:], rest)
         return np.concatenate([sequence_statistics(*part) for part in parts])
@@ -124,4 +124,4 @@ def sequence_statistics(weights: np.ndarray, ids: np.ndarray, lengths: np.ndarra
 
 # A key holds two token ids below 2^24 and the index of a sequence, and must fit into 63 bits.
 _ID_BITS = 24
-_MOST_SEQUENCES = 2**15
+_MAX_SEQUENCES = 2**15

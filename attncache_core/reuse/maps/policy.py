@@ -142,7 +142,7 @@ class LengthGroup:
             for kind, policy in self.kinds.items()
         }
         tighter = replace(self, kinds=kinds, tightened=self.tightened + 1)
-        return tighter if tighter.tightened < MOST_STEPS else tighter.with_threshold(math.inf)
+        return tighter if tighter.tightened < MAX_STEPS else tighter.with_threshold(math.inf)
 
     def choose(self, similarities: Mapping[RecordKind, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Choose the kind of record that serves each sequence, and decide whether the record serves.
@@ -177,7 +177,7 @@ class LengthGroup:
 
 # One step halves 1 - θ of a length group, or the distance of the limit from the usual strangeness.
 KEPT_SHARE = 0.5
-MOST_STEPS = 6  # from this step on, nothing hits any more
+MAX_STEPS = 6  # from this step on, nothing hits any more
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class StrangenessLimit:
     def one_step_tighter(self) -> StrangenessLimit:
         """Return the limit half as far from the usual strangeness; from the sixth step on, no text passes."""
         tightened = self.tightened + 1
-        if tightened >= MOST_STEPS:
+        if tightened >= MAX_STEPS:
             return replace(self, strangest=-1.0, tightened=tightened)
         strangest = self.usual + (self.strangest - self.usual) * KEPT_SHARE
         return replace(self, strangest=min(self.strangest, strangest), tightened=tightened)

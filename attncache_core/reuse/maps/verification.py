@@ -21,9 +21,9 @@ from scipy import special
 from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps
 
 WINDOW_HITS = 200  # number of verified hits in a full window
-_LEAST_FOR_A_MEAN = 50  # hits; the mean of fewer hits says little
+_MIN_FOR_A_MEAN = 50  # hits; the mean of fewer hits says little
 # The budget allows one harmed hit in a hundred, and this hit may be among the first five hits of a window.
-_LEAST_HARMED = 2
+_MIN_HARMED = 2
 _CONFIDENCE = 0.95
 
 
@@ -103,12 +103,12 @@ def find_shortfall(fidelities: Sequence[float], budget: Budget) -> Shortfall | N
 
 
 def _mean_fails(hits: int, mean: float, budget: Budget) -> bool:
-    return hits >= _LEAST_FOR_A_MEAN and not mean >= budget.least
+    return hits >= _MIN_FOR_A_MEAN and not mean >= budget.least
 
 
 def _floor_fails(hits: int, harmed: int, budget: Budget) -> bool:
     # A budget of decisions has no floor: the mean of agreement already is the share of unharmed hits.
-    if not budget.floor or harmed < _LEAST_HARMED:
+    if not budget.floor or harmed < _MIN_HARMED:
         return False
     share = float(special.betaincinv(harmed, hits - harmed + 1, 1 - _CONFIDENCE))
     return share > budget.allowed_harm

@@ -20,17 +20,17 @@ from service.web.call import Answer, CurrentCall
 from service.web.endpoint import InferenceRoute
 
 # Of one response, which has some 12 bytes per number.
-_MOST_NUMBERS = 2**23
+_MAX_NUMBERS = 2**23
 # Tokens are written as JSON in parts, because other requests wait for the interpreter meanwhile.
 _PART_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Limited:
-    """A source of at most `most_tokens` tokens."""
+    """A source of at most `max_total_tokens` tokens."""
 
     source: Source
-    most_tokens: int
+    max_total_tokens: int
 
     @property
     def count(self) -> int:
@@ -43,10 +43,10 @@ class _Limited:
         return self.source.characters
 
     def tokenize(
-        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, most_tokens: int
+        self, engine: PrefillEngine, prompt: Prompt, salt: bytes | None, max_total_tokens: int
     ) -> Iterator[Tokenized]:
         """Yield the sequences of the source; see Source."""
-        return self.source.tokenize(engine, prompt, salt, min(most_tokens, self.most_tokens))
+        return self.source.tokenize(engine, prompt, salt, min(max_total_tokens, self.max_total_tokens))
 
 
 async def embed_all(call: CurrentCall) -> Answer:
@@ -64,7 +64,7 @@ async def embed_all(call: CurrentCall) -> Answer:
     reading = replace(
         prompt, sequence_plans=tuple(replace(plan, states=True) for plan in prompt.sequence_plans)
     )
-    limited = _Limited(source, _MOST_NUMBERS // engine.hidden_size)
+    limited = _Limited(source, _MAX_NUMBERS // engine.hidden_size)
     result = await computed(call, serving, limited, reuse=reuse, prompt=reading, salt=call.salt())
     content = await asyncio.to_thread(_json, result.token_states)
     return answer(orjson.Fragment(content), result, call, source)

@@ -16,8 +16,8 @@ from service.web.call import Answer, CurrentCall
 from service.web.endpoint import InferenceRoute
 
 # Of one request. The response has some 60 bytes per token.
-_MOST_CHARACTERS = 2**18
-_MOST_TOKENS = 2**18
+_MAX_CHARACTERS = 2**18
+_MAX_TOKENS = 2**18
 
 
 async def tokenize(call: CurrentCall) -> Answer:
@@ -29,9 +29,9 @@ async def tokenize(call: CurrentCall) -> Answer:
     if prompt.template.is_for_pairs:
         raise InvalidInput("the server's template takes pairs, and /tokenize takes texts", field="inputs")
     characters = sum(map(len, body.inputs)) + prompt.template.characters * len(body.inputs)
-    if characters > _MOST_CHARACTERS:
+    if characters > _MAX_CHARACTERS:
         raise InputTooLong(
-            f"inputs have {characters} characters in the template, and at most {_MOST_CHARACTERS} are "
+            f"inputs have {characters} characters in the template, and at most {_MAX_CHARACTERS} are "
             "accepted; send fewer or shorter inputs",
             field="inputs",
         )
@@ -53,9 +53,9 @@ async def decode(call: CurrentCall) -> Answer:
     body = await call.read(DecodeRequest)
     check_count(body.ids, "ids", settings.max_request_inputs)
     tokens = sum(map(len, body.ids))
-    if tokens > _MOST_TOKENS:
+    if tokens > _MAX_TOKENS:
         raise InputTooLong(
-            f"ids has {tokens} token ids, and at most {_MOST_TOKENS} are accepted; send fewer", field="ids"
+            f"ids has {tokens} token ids, and at most {_MAX_TOKENS} are accepted; send fewer", field="ids"
         )
     for index, own in enumerate(body.ids):
         if max(own) >= engine.tokenizer.vocabulary:

@@ -64,7 +64,7 @@ def test_results_and_computed_tokens_are_those_of_the_tree(model, batches, mode,
     for batch in batches:
         sequences, salts = [ids for ids, _ in batch], [salt for _, salt in batch]
         # Every common prefix is shared, even if this saves little.
-        with mock.patch.object(prefix_tree, "_LEAST_SAVING", 10**9):
+        with mock.patch.object(prefix_tree, "_MIN_SAVING", 10**9):
             result = run(model, store, sequences, salts=salts, modes=(mode,), skipped=skipped)
             expected = plain(model, sequences, modes=(mode,), skipped=skipped)
         assert_same(model, result.outputs, expected.outputs)
@@ -214,7 +214,7 @@ def test_two_batches_with_the_same_new_prefix_compute_it_once(model):
 
 
 def test_a_batch_does_not_wait_for_ever(model, monkeypatch):
-    monkeypatch.setattr("attncache_core.reuse.kv.store._MOST_WAITING_SECONDS", 0.01)
+    monkeypatch.setattr("attncache_core.reuse.kv.store._MAX_WAITING_SECONDS", 0.01)
     store, ids = store_of(model), random_ids(40)
     stuck = store.begin([wanted(ids)])
     assert run(model, store, [ids]).tokens == 40

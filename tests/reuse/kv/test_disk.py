@@ -666,7 +666,7 @@ def test_remove_and_clear_remove_blocks_of_all_tiers_and_nothing_else(tier, fold
 
 
 def test_a_lock_that_is_never_released_delays_nothing_for_ever(tier, folder, monkeypatch):
-    monkeypatch.setattr(disk, "_MOST_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(disk, "_MAX_LOCK_SECONDS", 0.05)
     tier.write(block(0), content(0))
     with (folder / "usage").open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -205,7 +205,7 @@ def test_a_saved_block_at_the_end_that_is_short_counts_as_stored(model, open_sto
     assert found.memory >= in_memory
     assert sum(found) == 40
     # The last token may not be given, so nothing of its block is known.
-    assert sum(store.lookup(wanted(ids, most_given=39))) <= max(32, found.memory)
+    assert sum(store.lookup(wanted(ids, max_given=39))) <= max(32, found.memory)
     assert sum(store.lookup(wanted([*ids[:39], 2]))) <= max(32, found.memory)
 
 
