@@ -57,7 +57,7 @@ def reuse_of(engine: PrefillEngine) -> KeyValueReuse:
 
 def state(engine: PrefillEngine, ids: Sequence[int], salt: bytes | None) -> np.ndarray:
     """Return the last token's state, float32 [1, width]."""
-    request = PrefillRequest(ids, False, None, engine.wanted(ids, None, salt))
+    request = PrefillRequest(ids, False, None, engine.prefix_key(ids, None, salt))
     return engine.run([request]).outputs
 
 
@@ -65,7 +65,7 @@ def unrotated(engine: PrefillEngine, salt: bytes, ids: Sequence[int], positions:
     """Turn the keys of truncated blocks so that reading them gives the rotation of their old positions."""
     store, model = reuse_of(engine).store, engine.model
     pool, dtype = store.memory.pool, model.stack.dtype if model.stack else model.dtype
-    known = store.memory.known(reuse_of(engine).wanted(ids, None, salt))
+    known = store.memory.known(reuse_of(engine).prefix_key(ids, None, salt))
     for number, block in enumerate(known.blocks):
         new = np.arange(number * BLOCK_TOKENS, number * BLOCK_TOKENS + block.name.length)
         delta = torch.from_numpy(np.asarray(positions)[new] - new)
@@ -81,7 +81,7 @@ def rounded(engine: PrefillEngine, ids: Sequence[int], salt: bytes) -> None:
     store, model = reuse_of(engine).store, engine.model
     dtype = model.stack.dtype if model.stack else model.dtype
     quantized = Int8Slots(store.layout.part_bytes, store.layout.slot_bytes, dtype)
-    for block in store.memory.known(reuse_of(engine).wanted(ids, None, salt)).blocks:
+    for block in store.memory.known(reuse_of(engine).prefix_key(ids, None, salt)).blocks:
         parts = store.memory.pool.parts(block.place)
         for index, part in enumerate(quantized.encode(parts)):
             quantized.decode(index, part, parts[index])

@@ -9,7 +9,7 @@ from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import PackedModel
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, root_key
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.opening import block_layout
 from attncache_core.reuse.kv.store import KeyValueStore
 
@@ -20,8 +20,8 @@ def store_of(model: PackedModel, memory=MEMORY, **more) -> KeyValueStore:
     return KeyValueStore(block_layout(model), memory, **more)
 
 
-def wanted(ids, salt=b"", *, skipped=0, max_given=None):
-    return Wanted.of(root_key(b"model", salt, skipped), ids, len(ids) if max_given is None else max_given)
+def prefix_key(ids, salt=b"", *, skipped=0, max_given=None):
+    return PrefixKey.of(root_key(b"model", salt, skipped), ids, len(ids) if max_given is None else max_given)
 
 
 @torch.inference_mode()
@@ -29,7 +29,7 @@ def run(model, store, sequences, *, salts=None, modes=("mean",), skipped=0):
     """Run sequences of given salts; salt None: nothing is given and nothing is stored."""
     salts = [b""] * len(sequences) if salts is None else salts
     requests = [
-        PrefillRequest(ids, False, None, None if salt is None else wanted(ids, salt, skipped=skipped))
+        PrefillRequest(ids, False, None, None if salt is None else prefix_key(ids, salt, skipped=skipped))
         for ids, salt in zip(sequences, salts, strict=True)
     ]
     return run_continued(model, store, requests, [skipped] * len(sequences), modes)

@@ -263,15 +263,17 @@ class _Measuring:
 
     def _request(self, sequence: Segmented, ratio: float | None) -> PrefillRequest:
         """Return a request with a ratio; None: exactly, behind the first chunk, as without a gate."""
-        engine, wanted, blend = self._engine, None, None
+        engine, prefix_key, blend = self._engine, None, None
         if ratio is None:
             behind = len(sequence.ids) - sequence.spans[0][1]
-            wanted = engine.blending.require(self._listwise).wanted(sequence.ids, None, b"", passing=behind)
+            prefix_key = engine.blending.require(self._listwise).prefix_key(
+                sequence.ids, None, b"", passing=behind
+            )
         else:
             again = Recomputation(ratio, self._check_layer)
             blend = engine.blending.blend_with(sequence, sequence.ids, b"", again)
         plan = engine.default_prompt.sequence_plans[0]
-        return PrefillRequest(sequence.ids, False, plan, wanted, blend=blend)
+        return PrefillRequest(sequence.ids, False, plan, prefix_key, blend=blend)
 
 
 def _batches(sequences: Sequence[Segmented]) -> Iterator[list[Segmented]]:

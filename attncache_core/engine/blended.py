@@ -49,25 +49,27 @@ def run_blended(model: PackedModel, store: KeyValueStore, request: PrefillReques
     started = time.perf_counter()
     blend = request.blend
     assert blend is not None
-    cached = [store.givable_tokens(chunk.wanted) for chunk in blend.chunks]
+    cached = [store.givable_tokens(chunk.prefix_key) for chunk in blend.chunks]
     missing = [
-        PrefillRequest(np.frombuffer(chunk.wanted.tokens, dtype="<i4").tolist(), wanted=chunk.wanted)
+        PrefillRequest(
+            np.frombuffer(chunk.prefix_key.tokens, dtype="<i4").tolist(), prefix_key=chunk.prefix_key
+        )
         for chunk, tokens in zip(blend.chunks, cached, strict=True)
         if tokens < chunk.skipped + chunk.length
     ]
     computed = 0
     if missing:
         # Otherwise the missing chunks could push out the others.
-        with store.holding([chunk.wanted for chunk in blend.chunks]):
+        with store.holding([chunk.prefix_key for chunk in blend.chunks]):
             computed = run_continued(model, store, missing, [0] * len(missing), ["lasttoken"]).tokens
     found: BlendedPass | None = None
     with (
         suppress(DamagedBlock),
-        GivenChunks(store, blend, request.wanted, len(request.ids)) as given,
+        GivenChunks(store, blend, request.prefix_key, len(request.ids)) as given,
     ):
         found = BlendedPass(model, store, request.ids, blend, given)
     if found is None:
-        with GivenChunks(store, blend, request.wanted, len(request.ids), load=False) as given:
+        with GivenChunks(store, blend, request.prefix_key, len(request.ids), load=False) as given:
             found = BlendedPass(model, store, request.ids, blend, given)
     return _result(model, request, blend, found, cached, computed, started)
 

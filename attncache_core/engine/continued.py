@@ -38,7 +38,7 @@ def run_continued(
     """
     started = time.perf_counter()
     sequences = [
-        Continued(request.ids, request.wanted, count, request.group)
+        Continued(request.ids, request.prefix_key, count, request.group)
         for request, count in zip(requests, skipped, strict=True)
     ]
     with suppress(DamagedBlock), Continuation(store, sequences) as plan:

@@ -88,7 +88,7 @@ def explain(
     if reuse:
         with engine.deciding:
             found = _search(reuse.search, batch, engine.model.search_input(hidden))
-    wanted = engine.wanted(ids, engine.default_prompt.sequence_plan(0), salt)
+    prefix_key = engine.prefix_key(ids, engine.default_prompt.sequence_plan(0), salt)
     cosine, given = _with_record(engine, batch, found)
     if given is None:
         found = replace(found, chosen=None)
@@ -110,7 +110,7 @@ def explain(
         candidates=found.candidates,
         chosen=found.chosen,
         cosine=cosine,
-        cached_tokens=engine.stored_tokens(wanted) if engine.key_values else None,
+        cached_tokens=engine.stored_tokens(prefix_key) if engine.key_values else None,
         layers=layers,
     )
 

@@ -40,7 +40,7 @@ from attncache_core.models.refitted import with_refitted
 from attncache_core.reuse.blend.gate import BlendGate
 from attncache_core.reuse.kv.info import key_value_info
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.opening import KeyValueOptions, NotReusable, open_key_values
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
@@ -428,14 +428,14 @@ class PrefillEngine:
         prompt = prompt or self.default_prompt
         maps = reuse and self.may_reuse(prompt, labels)
         return [
-            PrefillRequest(ids, maps, plan, self.wanted(ids, plan, salt if reuse else None))
+            PrefillRequest(ids, maps, plan, self.prefix_key(ids, plan, salt if reuse else None))
             for index, ids in enumerate(sequences)
             for plan in [prompt.sequence_plan(index)]
         ]
 
-    def wanted(
+    def prefix_key(
         self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes | None, *, passing: int = 0
-    ) -> Wanted | None:
+    ) -> PrefixKey | None:
         """Return how stored keys and values of a sequence are looked up; None if nothing may be stored.
 
         salt: sequences of one salt share what is stored; None: nothing is given, and nothing is stored.
@@ -443,9 +443,9 @@ class PrefillEngine:
         """
         if self.key_values is None or salt is None:
             return None
-        return self.key_values.wanted(ids, plan, salt, passing=passing)
+        return self.key_values.prefix_key(ids, plan, salt, passing=passing)
 
-    def expect(self, waiting: Callable[[], Sequence[Wanted]]) -> None:
+    def expect(self, waiting: Callable[[], Sequence[PrefixKey]]) -> None:
         """Prepare stored keys and values for the sequences that wait for a batch.
 
         waiting: returns them, soonest first. Called only if it matters.
@@ -467,9 +467,9 @@ class PrefillEngine:
             self.run(text)  # the first pass also prepares what later passes share
             transfers.prefill_speed = tokens / self.run(text).forward_seconds
 
-    def stored_tokens(self, wanted: Wanted | None) -> int:
+    def stored_tokens(self, prefix_key: PrefixKey | None) -> int:
         """Return how many tokens at the front of a sequence would be given to a batch now."""
-        return self.key_values.store.givable_tokens(wanted) if self.key_values and wanted else 0
+        return self.key_values.store.givable_tokens(prefix_key) if self.key_values and prefix_key else 0
 
     def may_reuse(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
         """Return whether the quality budget covers sequences of this prompt.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from attncache_core.reuse.blend.chunks import Blend, BlendReport
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.plan import Outcome
 from attncache_core.text.pairs import PairTokens
 from attncache_core.text.prompts import SequencePlan
@@ -24,7 +24,7 @@ class PrefillRequest:
     # Which outputs to read from this sequence; None: the outputs of the default prompt.
     sequence_plan: SequencePlan | None = None
     # How stored keys and values are looked up; None: none are used, and none are stored.
-    wanted: Wanted | None = None
+    prefix_key: PrefixKey | None = None
     # Sequences share prefixes inside a batch only with sequences of their group.
     group: Hashable = None
     # The chunks whose keys and values are blended; None: everything is computed exactly.

@@ -153,8 +153,8 @@ class TextTokenizer:
         prompt: by default the checkpoint's template.
         max_total_tokens: a limit for all sequences together.
         Raises InputTooLong, which names the text, if a text is too long and `truncate` is False. Raises
-        InputTooLong also if all sequences have more than `max_total_tokens` tokens together. The error is raised
-        before tokenisation if the template alone has too many characters for this many texts. Raises
+        InputTooLong also if all sequences have more than `max_total_tokens` tokens together. The error is
+        raised before tokenisation if the template alone has too many characters for this many texts. Raises
         InvalidInput if the template takes no pair, or a pair is needed, or a part that is not cut leaves no
         room. A text of more characters than shortening.max_characters is refused too, as InputTooLong, if it
         has fewer tokens than a sequence may have.
@@ -384,8 +384,8 @@ def continued(
 ) -> Sequence[Sequence[int]]:
     """Return each sequence of token ids once per plan, followed by the plan's continuation.
 
-    Raises InputTooLong, before the following sequences are read, if the result has more than `max_total_tokens`
-    tokens.
+    Raises InputTooLong, before the following sequences are read, if the result has more than
+    `max_total_tokens` tokens.
     """
     continuation_tokens = sum(len(plan.continuation) for plan in plans)
     read: list[Sequence[int]] = []

@@ -18,7 +18,7 @@ from attncache_core import PrefillEngine, Progress
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.memory import PrefixKey
 from benchmarks.measuring.conversations import Turn, arrived_until, max_at_once
 from benchmarks.measuring.prefix import RECOMPUTED
 from benchmarks.measuring.stores import Exactness, alternating, layout_of, open_store, settle, timed
@@ -97,10 +97,10 @@ class Runner:
         self.key_values.store.expect(others)
         return stored
 
-    def _wanted(self, ids: list[int]) -> Wanted:
-        wanted = self.engine.wanted(ids, None, b"")
-        assert wanted
-        return wanted
+    def _wanted(self, ids: list[int]) -> PrefixKey:
+        prefix_key = self.engine.prefix_key(ids, None, b"")
+        assert prefix_key
+        return prefix_key
 
 
 def runners(

@@ -160,8 +160,8 @@ class Ways:
 
     def _behind_prefix(self, ids: Sequence[int], behind: int) -> PrefillRequest:
         """Return the request of a sequence of which all but the last `behind` tokens are worth keeping."""
-        wanted = self._key_values.wanted(ids, None, b"", passing=behind)
-        return PrefillRequest(ids, False, wanted=wanted)
+        prefix_key = self._key_values.prefix_key(ids, None, b"", passing=behind)
+        return PrefillRequest(ids, False, prefix_key=prefix_key)
 
     def _run(self, *requests: PrefillRequest) -> PrefillResult:
         result = self._engine.run(requests)

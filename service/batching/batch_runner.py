@@ -128,7 +128,7 @@ class BatchRunner:
         engine, verifier = self._serving
         # Hits belong to the policy before the batch, because another thread may tighten it meanwhile.
         policy = verifier.policy if verifier else None
-        requests = [own.asked for own in batch]
+        requests = [own.prefill for own in batch]
         engine.expect(self._queue.upcoming)
         try:
             result = engine.run(requests)
@@ -164,7 +164,7 @@ class BatchRunner:
                 own.append(sequence)
                 continue
             is_kept = isinstance(found, SequenceResult)
-            self._metrics.observe_repeated("kept" if is_kept else "in_flight", len(sequence.asked.ids))
+            self._metrics.observe_repeated("kept" if is_kept else "in_flight", len(sequence.prefill.ids))
             if isinstance(found, SequenceResult):
                 answer = request.add(found, sequence.place)
         if answer is not None:
@@ -191,7 +191,7 @@ class BatchRunner:
         failed: dict[PendingRequest, AttnCacheError] = {}
         computed = zip(
             batch,
-            self._of_sequences(result, (len(own.asked.ids) for own in batch)),
+            self._of_sequences(result, (len(own.prefill.ids) for own in batch)),
             result.finite.tolist(),
             strict=True,
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from attncache_core import InputTooLong, InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Template
 from attncache_core.engine.request import PrefillRequest
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.text.prompts import Prompt, SequencePlan
 from service.batching.sources import Tokenized
@@ -99,11 +99,11 @@ class Chosen:
         """Return the engine's requests for the sequences."""
         return engine.requests(self.sequences, self.prompt, salt=self.salt)
 
-    def wanted(self, engine: PrefillEngine) -> list[Wanted]:
+    def prefix_key(self, engine: PrefillEngine) -> list[PrefixKey]:
         """Return how the store is asked for the sequences. Raises NoKeyValues if there is no store."""
         if self.whole and engine.key_values:
             return [engine.key_values.whole(ids, self.salt) for ids in self.sequences]
-        found = [request.wanted for request in self.requests(engine)]
+        found = [request.prefix_key for request in self.requests(engine)]
         return [own for own in found if own is not None]
 
 

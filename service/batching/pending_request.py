@@ -17,7 +17,7 @@ import numpy as np
 
 from attncache_core import InvalidInput, Outcome, PrefillEngine, PrefillRequest
 from attncache_core.reuse.blend.chunks import Blend, BlendReport
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.text.pairs import token_types
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
@@ -72,17 +72,17 @@ class PendingSequence(NamedTuple):
 
     request: PendingRequest
     place: int  # among the sequences of its request
-    asked: PrefillRequest  # of the engine
+    prefill: PrefillRequest
     tokens: int  # that a batch computes
     added: int  # that it adds to a batch which holds the sequence of its request before it
     name: bytes | None  # of its result, if others may wait for the result
 
     @property
-    def stored_as(self) -> list[Wanted]:
+    def stored_as(self) -> list[PrefixKey]:
         """How the keys and values are looked up that a batch will use."""
-        if self.asked.blend is not None:
-            return [chunk.wanted for chunk in self.asked.blend.chunks]
-        return [] if self.asked.wanted is None else [self.asked.wanted]
+        if self.prefill.blend is not None:
+            return [chunk.prefix_key for chunk in self.prefill.blend.chunks]
+        return [] if self.prefill.prefix_key is None else [self.prefill.prefix_key]
 
 
 @dataclass(eq=False, slots=True)
@@ -163,14 +163,14 @@ class PendingRequest:
         made = []
         for index, ids, own in zip(range(first, first + len(sequences)), sequences, added, strict=True):
             plan = self.prompt.sequence_plan(index)
-            wanted = engine.wanted(ids, plan, part.salt, passing=part.passing)
+            prefix_key = engine.prefix_key(ids, plan, part.salt, passing=part.passing)
             blend = self._blend(engine, part, ids, index - first)
             # A request without reuse shares its prefixes with itself only: the labels of a text.
             group = id(self) if self.salt is None else self.salt
-            asked = PrefillRequest(ids, self.reuse, plan, wanted, group, blend)
-            tokens = blend.tokens if blend else len(ids) - engine.stored_tokens(wanted)
+            prefill = PrefillRequest(ids, self.reuse, plan, prefix_key, group, blend)
+            tokens = blend.tokens if blend else len(ids) - engine.stored_tokens(prefix_key)
             name = self._name(ids, index, part.salt)
-            made.append(PendingSequence(self, index, asked, tokens, min(own, tokens), name))
+            made.append(PendingSequence(self, index, prefill, tokens, min(own, tokens), name))
         self._last_ids = sequences[-1]
         self.tokenized += len(sequences)
         return made

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.memory import PrefixKey
 from service.batching.admission import Admission, DrainSpeed, Limits
 from service.batching.fair_order import FairOrder
 from service.batching.pending_request import PendingRequest, PendingSequence
@@ -148,9 +148,9 @@ class RequestQueue:
                     self._computing -= 1
                     self._note_speed(sum(own.added for own in batch))
 
-    def upcoming(self) -> list[Wanted]:
+    def upcoming(self) -> list[PrefixKey]:
         """Return how stored keys and values of the sequences that wait are looked up, soonest first."""
-        found: list[Wanted] = []
+        found: list[PrefixKey] = []
         with self._forming:
             with self._lock:
                 requests = list(self._order)
@@ -331,7 +331,7 @@ class RequestQueue:
     def _note_length(self, request: PendingRequest) -> None:
         """Add a request to the mean of characters per token. The caller must hold the lock."""
         if request.sequences and request.is_tokenized:
-            tokens = max(1, sum(len(own.asked.ids) for own in request.sequences)) / len(request.sequences)
+            tokens = max(1, sum(len(own.prefill.ids) for own in request.sequences)) / len(request.sequences)
             own = max(0.1, request.source.characters / request.source.count / tokens)
             before = self._characters_per_token
             self._characters_per_token = own if before is None else before + 0.1 * (own - before)

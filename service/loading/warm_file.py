@@ -74,13 +74,13 @@ def warm(engine: PrefillEngine, lines: Sequence[tuple[int, WarmLine]], settings:
     for batch in _batches(chosen, settings.max_batch_tokens):
         engine.run([request for own in batch for request in own.requests(engine)])
         for own, (_, line) in zip(batch, lines[done:], strict=False):
-            for wanted in own.wanted(engine) if line.pin else ():
-                store.pin(wanted)
+            for prefix_key in own.prefix_key(engine) if line.pin else ():
+                store.pin(prefix_key)
         done += len(batch)
         if time.monotonic() - logged > _LOG_SECONDS:
             logged = time.monotonic()
             logger.info("computed %d of %d lines of %s", done, len(chosen), settings.warm)
-    stored = sum(sum(store.lookup(wanted)) for own in chosen for wanted in own.wanted(engine))
+    stored = sum(sum(store.lookup(prefix_key)) for own in chosen for prefix_key in own.prefix_key(engine))
     tokens, seconds = sum(own.tokens for own in chosen), time.monotonic() - started
     logger.info("%d of %d tokens of %s are stored, %.1f s", stored, tokens, settings.warm, seconds)
 

@@ -166,10 +166,10 @@ async def warm(call: CurrentCall) -> Response:
         raise NotFinite.of(error.index, "texts") from error
 
     def stored_tokens() -> int:
-        wanted = chosen.wanted(serving.engine)
-        for own in wanted if body.pin else ():
+        prefix_key = chosen.prefix_key(serving.engine)
+        for own in prefix_key if body.pin else ():
             store.pin(own)
-        return sum(sum(store.lookup(own)) for own in wanted)
+        return sum(sum(store.lookup(own)) for own in prefix_key)
 
     stored = await asyncio.to_thread(stored_tokens)
     warmed = Warmed(tokens=chosen.tokens, cached_tokens=result.cached_tokens, stored_tokens=stored)
@@ -192,7 +192,7 @@ async def pin(call: CurrentCall) -> Response:
 
     def pin_all() -> int:
         tokens = 0
-        for own in chosen.wanted(serving.engine):
+        for own in chosen.prefix_key(serving.engine):
             if body.pinned:
                 store.fetch(own)
             tokens += store.pin(own, body.pinned)
@@ -216,7 +216,7 @@ async def lookup(call: CurrentCall) -> Response:
     chosen = await _chosen(call, serving, body)
 
     def look_up() -> list[dict[str, Any]]:
-        found = [store.lookup(own) for own in chosen.wanted(serving.engine)]
+        found = [store.lookup(own) for own in chosen.prefix_key(serving.engine)]
         return [
             Found(tokens=len(ids), cached_tokens=sum(tokens), tiers=tokens._asdict()).model_dump()
             for ids, tokens in zip(chosen.sequences, found, strict=True)

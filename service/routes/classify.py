@@ -20,8 +20,8 @@ from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
 from attncache_core.heads.vectors import require_finite
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
-from service.routes.asked import asked
 from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count, computed
+from service.routes.inputs import input_source
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot
 from service.schemas import ClassifyRequest, LabelScore
 from service.state import Serving
@@ -61,7 +61,7 @@ async def scored(
     call: Call, serving: Serving, body: ClassifyRequest, reuse: bool, *, alone: bool = False
 ) -> Answer:
     """Answer with the labels of each input, best first. alone: answer with the labels of the first input."""
-    async with asked(call, body) as source:
+    async with input_source(call, body) as source:
         if serving.engine.task == "label-logits":
             scores = await _by_tokens(call, serving, body, source, reuse)
         else:

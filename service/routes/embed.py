@@ -6,8 +6,8 @@ import numpy as np
 
 from service.batching.sources import prompt_of
 from service.errors import NoEmbedding
-from service.routes.asked import asked
 from service.routes.common import ANSWER_HEADERS, ERRORS, answer, computed
+from service.routes.inputs import input_source
 from service.schemas import EmbedRequest
 from service.state import Serving
 from service.web.call import Answer, Call, CurrentCall
@@ -20,7 +20,7 @@ async def embed(call: CurrentCall) -> Answer:
     reuse = call.reuse_wanted()
     body = await call.read(EmbedRequest)
     serving.engine.require_dimensions(body.dimensions)
-    async with asked(call, body) as source:
+    async with input_source(call, body) as source:
         result = await computed(
             call,
             serving,

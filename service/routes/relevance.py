@@ -18,8 +18,8 @@ from attncache_core.text.prompts import Prompt
 from service.batching.pending_request import RequestResult
 from service.batching.sources import Source, Texts
 from service.errors import rename
-from service.routes.asked import segments_of
 from service.routes.common import computed, named
+from service.routes.inputs import segments_of
 from service.schemas import Side
 from service.state import Serving
 from service.web.call import Call

@@ -41,9 +41,9 @@ def test_states_are_the_token_embeddings_of_sentence_transformers(tmp_path, writ
     with attention_by(computing):
         engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
         found, result = read(engine, TEXTS)
-    for own, wanted in zip(found, expected, strict=True):
+    for own, prefix_key in zip(found, expected, strict=True):
         # Theirs are padded at the front or at the end, as the model's tokenizer pads.
-        tokens = wanted.numpy()
+        tokens = prefix_key.numpy()
         tokens = tokens[-len(own) :] if theirs.tokenizer.padding_side == "left" else tokens[: len(own)]
         np.testing.assert_allclose(own, tokens, atol=FLOAT32)
     outputs = engine.run(engine.requests(engine.tokenize(TEXTS))).outputs

@@ -32,7 +32,7 @@ from attncache_core.models.rotary import Rotary
 from attncache_core.native.stack_data import KeyValueSlots
 from attncache_core.reuse.execution.given_maps import HitRecords
 from attncache_core.reuse.kv.disk import DiskTier
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.opening import block_layout
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.reuse.kv.transfer import Transfers
@@ -476,7 +476,7 @@ def test_stored_keys_and_values_give_hugging_faces_pooled_vectors(any_family, co
     longer = [ids + own for ids, own in zip(first, random_sequences([3, 20, 1, 9], seed=37), strict=True)]
     branches = [prefix[:32] + own for own in random_sequences([1, 30], seed=38)]
     requests = [
-        PrefillRequest(ids, False, None, Wanted.of(bytes(32), ids, len(ids)))
+        PrefillRequest(ids, False, None, PrefixKey.of(bytes(32), ids, len(ids)))
         for ids in (*longer, *branches, *first)
     ]
     hidden = [any_family.reference.hidden(request.ids) for request in requests]

@@ -180,7 +180,7 @@ class FakeEngine:
     def shares_prefixes(self, reuse: bool) -> bool:  # noqa: ARG002
         return self.sharing
 
-    def wanted(
+    def prefix_key(
         self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes | None, *, passing: int = 0
     ) -> None:
         """Nothing is stored."""
@@ -191,7 +191,7 @@ class FakeEngine:
     def close(self) -> None:
         """Nothing waits to be saved."""
 
-    def stored_tokens(self, wanted: None) -> int:  # noqa: ARG002
+    def stored_tokens(self, prefix_key: None) -> int:  # noqa: ARG002
         return 0
 
     def tokenize(

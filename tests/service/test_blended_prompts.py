@@ -176,7 +176,7 @@ def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder: Path) -> No
     turns = engine.tokenizer.turns(SEGMENTS)
     assert np.frombuffer(first.tokens, "<i4").tolist() == [0, *turns[0]]
     assert [np.frombuffer(own.tokens, "<i4").tolist() for own in others] == [[0, *ids] for ids in turns[1:]]
-    assert sequence.tokens < len(sequence.asked.ids)
+    assert sequence.tokens < len(sequence.prefill.ids)
 
 
 async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exactly(folder: Path) -> None:

@@ -353,7 +353,7 @@ class TruncatingEngine(FakeEngine):
         self.kept: list[tuple[str, bytes]] = []  # the tokens, and the salt that they were stored under
         self.salts: list[tuple[bytes | None, int]] = []  # with the tokens that pass
 
-    def wanted(self, *sequence: Any, passing: int = 0) -> None:
+    def prefix_key(self, *sequence: Any, passing: int = 0) -> None:
         _, _, salt = sequence
         self.salts.append((salt, passing))
 

@@ -77,7 +77,7 @@ class SimulatedQueue:
     def _begin_batch(self) -> None:
         batch: list[PendingSequence] = next(self._turn, [])
         self._taken = [own.request for own in batch]
-        self._tokens = sum(len(own.asked.ids) for own in batch)
+        self._tokens = sum(len(own.prefill.ids) for own in batch)
 
     def _end_batch(self) -> None:
         self.now += self._tokens / SPEED
@@ -85,7 +85,7 @@ class SimulatedQueue:
 
     def _tokenize(self, request: PendingRequest) -> list[PendingSequence]:
         made = request.next_part(self._engine, MANY)
-        return [own for own in made if "".join(map(chr, own.asked.ids)) not in self._known]
+        return [own for own in made if "".join(map(chr, own.prefill.ids)) not in self._known]
 
 
 def future_of_nobody() -> Any:

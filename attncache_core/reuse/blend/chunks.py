@@ -20,7 +20,7 @@ import torch
 
 from attncache_core.reuse.kv.blocks import TOKEN_BYTES
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.memory import PrefixKey
 
 # A step of layers computes the same tokens in one run of the model's layers. With one layer a step, the small
 # operations between runs took half of the time of a model with 8 layers of width 256.
@@ -32,12 +32,12 @@ class Chunk(NamedTuple):
 
     first: int  # position of its first token in the sequence
     skipped: int  # tokens in front of it in its stored sequence; 0 if it begins the sequence
-    wanted: Wanted  # its stored sequence
+    prefix_key: PrefixKey  # its stored sequence
 
     @property
     def length(self) -> int:
         """The number of its tokens in the sequence."""
-        return len(self.wanted.tokens) // TOKEN_BYTES - self.skipped
+        return len(self.prefix_key.tokens) // TOKEN_BYTES - self.skipped
 
 
 @dataclass(frozen=True)

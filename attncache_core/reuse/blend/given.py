@@ -1,6 +1,6 @@
 """The keys and values that the store gives to a sequence of chunks, gathered layer by layer.
 
-Wanted of each chunk -> KeyValueStore.begin -> blocks -> slots of one layer, at the chunks' positions
+PrefixKey of each chunk -> KeyValueStore.begin -> blocks -> slots of one layer, at the chunks' positions
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from attncache_core.reuse.blend.chunks import Blend
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.store import KeyValueStore
 
 _SECONDS_BETWEEN_LOOKS = 50e-6  # at the number of layers that are loaded
@@ -22,19 +22,19 @@ class GivenChunks:
     """What is given to one sequence. Used in a `with` block, in which the blocks stay in memory."""
 
     def __init__(
-        self, store: KeyValueStore, blend: Blend, whole: Wanted | None, length: int, load: bool = True
+        self, store: KeyValueStore, blend: Blend, whole: PrefixKey | None, length: int, load: bool = True
     ) -> None:
         """whole: how the sequence itself is looked up, for what is stored of its beginning.
 
         length: the tokens of the sequence. load: whether saved blocks may be loaded.
         """
         self._store = store
-        parts = [(chunk.first, chunk.skipped, chunk.wanted) for chunk in blend.chunks]
+        parts = [(chunk.first, chunk.skipped, chunk.prefix_key) for chunk in blend.chunks]
         if whole:
             parts.append((0, 0, whole))
         # Only for what is stored, because places that are reserved for the rest would push out other blocks.
-        parts = [(first, skipped, _stored(store, wanted)) for first, skipped, wanted in parts]
-        self._reservation = store.begin([wanted for _, _, wanted in parts], load)
+        parts = [(first, skipped, _stored(store, prefix_key)) for first, skipped, prefix_key in parts]
+        self._reservation = store.begin([prefix_key for _, _, prefix_key in parts], load)
         self.is_given = np.zeros(length, dtype=bool)
         self.exact_tokens = 0  # at the front
         self.loaded_tokens = BLOCK_TOKENS * len(self._reservation.loaded)
@@ -81,9 +81,11 @@ class GivenChunks:
         self._store.abandon(self._reservation)
 
 
-def _stored(store: KeyValueStore, wanted: Wanted) -> Wanted:
+def _stored(store: KeyValueStore, prefix_key: PrefixKey) -> PrefixKey:
     """Return how the stored tokens at the front of a sequence are looked up."""
-    tokens = store.givable_tokens(wanted)
-    if tokens * TOKEN_BYTES == len(wanted.tokens):
-        return wanted
-    return Wanted.of(wanted.root, np.frombuffer(wanted.tokens, dtype="<i4")[:tokens].tolist(), tokens)
+    tokens = store.givable_tokens(prefix_key)
+    if tokens * TOKEN_BYTES == len(prefix_key.tokens):
+        return prefix_key
+    return PrefixKey.of(
+        prefix_key.root, np.frombuffer(prefix_key.tokens, dtype="<i4")[:tokens].tolist(), tokens
+    )

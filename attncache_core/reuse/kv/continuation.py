@@ -16,7 +16,7 @@ import torch
 from attncache_core.heads.running import empty_states, running_states
 from attncache_core.native.stack_data import KeyValueSlots
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
-from attncache_core.reuse.kv.memory import Block, Wanted
+from attncache_core.reuse.kv.memory import Block, PrefixKey
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.text.prefix_tree import PrefixTree, continued_prefixes
 from attncache_core.text.token_batch import TokenBatch
@@ -26,7 +26,7 @@ class Continued(NamedTuple):
     """A sequence of a batch."""
 
     ids: Sequence[int]  # at least one token id
-    wanted: Wanted | None  # None: nothing is given, and nothing is kept
+    prefix_key: PrefixKey | None  # None: nothing is given, and nothing is kept
     skipped: int = 0  # tokens at the front that pooling leaves out
     group: Hashable = None  # sequences share prefixes only inside a group
 
@@ -41,8 +41,8 @@ class Continuation:
         """
         if not all(own.ids for own in sequences):
             raise ValueError("a sequence needs at least one token")
-        asked = [index for index, own in enumerate(sequences) if own.wanted]
-        reservation = store.begin([own.wanted for own in sequences if own.wanted], load)
+        asked = [index for index, own in enumerate(sequences) if own.prefix_key]
+        reservation = store.begin([own.prefix_key for own in sequences if own.prefix_key], load)
         self._store, self._reservation = store, reservation
         self.lengths = np.array([len(own.ids) for own in sequences], dtype=np.int64)
         self.skipped = np.array([own.skipped for own in sequences], dtype=np.int64)
@@ -67,7 +67,7 @@ class Continuation:
         groups: list[Hashable] = []
         for index, count in zip(chosen, given, strict=True):
             own = sequences[index]
-            end = self._given[index][-1].name.key if count else own.wanted and own.wanted.root
+            end = self._given[index][-1].name.key if count else own.prefix_key and own.prefix_key.root
             groups.append((own.group, own.skipped, end))
         rest = [sequences[index].ids[count:] for index, count in zip(chosen, given, strict=True)]
         found = continued_prefixes(rest, groups, given)

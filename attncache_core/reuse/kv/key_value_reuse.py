@@ -1,6 +1,6 @@
 """KeyValueReuse: the reuse of keys and values for one model, as an engine uses it.
 
-a sequence, and what is read from it -> Wanted: its blocks behind a root, and how many may be given
+a sequence, and what is read from it -> PrefixKey: its blocks behind a root, and how many may be given
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from attncache_core.checkpoints.checkpoint import Pooling
 from attncache_core.reuse.kv.blocks import root_key
-from attncache_core.reuse.kv.memory import Wanted
+from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.reuse.kv.truncation import store_truncated, truncated_salt
 from attncache_core.text.prompts import SequencePlan
@@ -33,9 +33,9 @@ class KeyValueReuse:
         self._skips = not pooling.include_prompt and not self._reads_last
         self._prompt_tokens = prompt_tokens
 
-    def wanted(
+    def prefix_key(
         self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes, *, passing: int = 0
-    ) -> Wanted:
+    ) -> PrefixKey:
         """Return how the store is asked for a sequence.
 
         salt: sequences of one salt share blocks. passing: tokens before the plan's continuation that are not
@@ -45,16 +45,16 @@ class KeyValueReuse:
         passing += len(plan.continuation) if plan else 0
         root = root_key(self._fingerprint, salt, self.skipped(plan))
         # The hidden states at the targets are read, so these tokens must be computed.
-        return Wanted.of(root, ids[: len(ids) - passing], len(ids) - 1 - back)
+        return PrefixKey.of(root, ids[: len(ids) - passing], len(ids) - 1 - back)
 
     @property
     def reads_last(self) -> bool:
         """Whether outputs read the last token only."""
         return self._reads_last
 
-    def whole(self, ids: Sequence[int], salt: bytes) -> Wanted:
+    def whole(self, ids: Sequence[int], salt: bytes) -> PrefixKey:
         """Return how token ids are looked up that may all be given. Only if outputs read the last token."""
-        return Wanted.of(root_key(self._fingerprint, salt), ids, len(ids))
+        return PrefixKey.of(root_key(self._fingerprint, salt), ids, len(ids))
 
     def skipped(self, plan: SequencePlan | None) -> int:
         """Return the tokens at the front of a sequence that pooling leaves out."""
@@ -75,9 +75,9 @@ class KeyValueReuse:
 
         Returns the salt under which they are found, for an approximate continuation of these tokens. Returns
         None if not all of them are stored, or if pooling reads other tokens than the last one: what it reads
-        of the kept tokens is not stored. ids, plan, salt, passing: as for `wanted`.
+        of the kept tokens is not stored. ids, plan, salt, passing: as for `prefix_key`.
         """
-        source = self.wanted(ids, plan, salt, passing=passing)
+        source = self.prefix_key(ids, plan, salt, passing=passing)
         if not kept or not self._reads_last:
             return None
         own = truncated_salt(source, kept)

@@ -23,7 +23,7 @@ from attncache_core.reuse.kv.eviction import EvictionPolicy
 from attncache_core.reuse.kv.pool import BlockPool
 
 
-class Wanted(NamedTuple):
+class PrefixKey(NamedTuple):
     """A sequence whose blocks are looked up and kept."""
 
     root: bytes  # see blocks.root_key
@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
     names: list[BlockName]  # of all blocks of `tokens`
 
     @classmethod
-    def of(cls, root: bytes, ids: Sequence[int], max_given: int) -> Wanted:
+    def of(cls, root: bytes, ids: Sequence[int], max_given: int) -> PrefixKey:
         """Return how a sequence of token ids is looked up behind a root."""
         tokens = token_bytes(ids)
         return cls(root, tokens, min(max_given, len(ids)), chain(root, tokens))
@@ -85,31 +85,31 @@ class MemoryTier:
         """The number of blocks that the operator has pinned."""
         return sum(block.is_pinned for block in self._blocks.values())
 
-    def known(self, wanted: Wanted, more: Mapping[bytes, Block] | None = None) -> Known:
+    def known(self, prefix_key: PrefixKey, more: Mapping[bytes, Block] | None = None) -> Known:
         """Return the beginning of a sequence that may be given. more: blocks that count as found, by key."""
         more = more or {}
         blocks: list[Block] = []
         following = None
-        for name in wanted.names[: wanted.max_given // BLOCK_TOKENS]:
+        for name in prefix_key.names[: prefix_key.max_given // BLOCK_TOKENS]:
             block = self._blocks.get(name.key) or more.get(name.key)
             if block is None or block.name != name:
                 following = name
                 break
             blocks.append(block)
         tokens = BLOCK_TOKENS * len(blocks)
-        parent = blocks[-1].name.key if blocks else wanted.root
+        parent = blocks[-1].name.key if blocks else prefix_key.root
         lengths = {*self._short.get(parent, ())}
         lengths.update(block.name.length for block in more.values() if block.name.parent == parent)
         for length in sorted(lengths - {BLOCK_TOKENS}, reverse=True):
-            short = wanted.short_block(parent, tokens, length)
+            short = prefix_key.short_block(parent, tokens, length)
             block = short and (self._blocks.get(short.key) or more.get(short.key))
             if block and block.name == short:
                 return Known([*blocks, block], tokens + length, following)
         return Known(blocks, tokens, following)
 
-    def touch(self, wanted: Wanted, known: Known) -> None:
+    def touch(self, prefix_key: PrefixKey, known: Known) -> None:
         """Note that a sequence was used. Its last block becomes the oldest, so that it leaves first."""
-        found = [name.key for name in wanted.names if name.key in self._blocks]
+        found = [name.key for name in prefix_key.names if name.key in self._blocks]
         for key in reversed(dict.fromkeys([*found, *(block.name.key for block in known.blocks)])):
             if not self._blocks[key].is_pinned:
                 self._policy.used(key)

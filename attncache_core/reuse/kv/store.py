@@ -22,7 +22,7 @@ from attncache_core.reuse.kv.block_file import DamagedBlock, OpenBlock
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES, BlockLayout, BlockName
 from attncache_core.reuse.kv.capacity import window_length
 from attncache_core.reuse.kv.eviction import EvictionPolicy, LookAhead
-from attncache_core.reuse.kv.memory import Block, Known, MemoryTier, Wanted
+from attncache_core.reuse.kv.memory import Block, Known, MemoryTier, PrefixKey
 from attncache_core.reuse.kv.transfer import Loading, Transfers
 
 # `begin` computes blocks itself if the batch that computes them takes longer.
@@ -94,7 +94,7 @@ class KeyValueStore:
         self._claimed: set[bytes] = set()  # blocks that are being computed or loaded
         self._changed = threading.Condition()
 
-    def begin(self, sequences: Sequence[Wanted], load: bool = True) -> Reservation:
+    def begin(self, sequences: Sequence[PrefixKey], load: bool = True) -> Reservation:
         """Look sequences up, and reserve places for the blocks that are not known yet.
 
         load: load blocks that are saved but not in memory, if this is faster than computing them.
@@ -158,30 +158,30 @@ class KeyValueStore:
         with self._changed:
             self._close(reservation)
 
-    def lookup(self, wanted: Wanted) -> StoredTokens:
+    def lookup(self, prefix_key: PrefixKey) -> StoredTokens:
         """Return how many tokens of a sequence are stored. Changes nothing."""
         with self._changed:
-            tokens = self.memory.known(wanted).tokens
+            tokens = self.memory.known(prefix_key).tokens
         saved, transfers = 0, self.transfers
         if transfers:
-            behind = wanted.names[tokens // BLOCK_TOKENS : wanted.max_given // BLOCK_TOKENS]
+            behind = prefix_key.names[tokens // BLOCK_TOKENS : prefix_key.max_given // BLOCK_TOKENS]
             for name in behind:
                 if not (transfers.disk.contains(name.key) or name.key in self.memory):
                     break
                 saved += BLOCK_TOKENS
-            end = len(wanted.tokens) // TOKEN_BYTES
+            end = len(prefix_key.tokens) // TOKEN_BYTES
             short = end - tokens // BLOCK_TOKENS * BLOCK_TOKENS - saved
-            if 0 < short < BLOCK_TOKENS and end <= wanted.max_given:
-                saved += short if transfers.disk.contains(wanted.names[-1].key) else 0
+            if 0 < short < BLOCK_TOKENS and end <= prefix_key.max_given:
+                saved += short if transfers.disk.contains(prefix_key.names[-1].key) else 0
         return StoredTokens(tokens, max(0, saved - tokens % BLOCK_TOKENS))
 
-    def givable_tokens(self, wanted: Wanted) -> int:
+    def givable_tokens(self, prefix_key: PrefixKey) -> int:
         """Return how many tokens of a sequence would be given to a batch now."""
-        stored = self.lookup(wanted)
+        stored = self.lookup(prefix_key)
         return stored.memory + (stored.disk if self._loading_tier else 0)
 
     @contextmanager
-    def holding(self, sequences: Sequence[Wanted]) -> Iterator[None]:
+    def holding(self, sequences: Sequence[PrefixKey]) -> Iterator[None]:
         """Keep what memory has of some sequences in memory while the `with` block runs."""
         with self._changed:
             held = [block for own in sequences for block in self.memory.known(own).blocks]
@@ -192,10 +192,10 @@ class KeyValueStore:
             with self._changed:
                 self.memory.release(held)
 
-    def pin(self, wanted: Wanted, pinned: bool = True) -> int:
+    def pin(self, prefix_key: PrefixKey, pinned: bool = True) -> int:
         """Keep the blocks of a sequence in memory, or let them go. Returns how many tokens they hold."""
         with self._changed:
-            known = self.memory.known(wanted)
+            known = self.memory.known(prefix_key)
             for block in known.blocks:
                 self.memory.pin(block, pinned)
         return known.tokens
@@ -219,7 +219,7 @@ class KeyValueStore:
         """Whether it matters which sequences wait: blocks must leave memory, or can be fetched into it."""
         return self.transfers is not None or not self.memory.pool.free
 
-    def expect(self, sequences: Sequence[Wanted]) -> None:
+    def expect(self, sequences: Sequence[PrefixKey]) -> None:
         """Take note of the sequences that wait for a batch, soonest first.
 
         Their blocks leave last, and saved blocks of the first sequences are fetched into memory, as far as
@@ -237,18 +237,18 @@ class KeyValueStore:
             saved = [own for own in sequences[: window_length(memory, size)] if self.lookup(own).disk]
             self.transfers.prefetch([partial(self.fetch, own) for own in saved])
 
-    def fetch(self, wanted: Wanted) -> None:
+    def fetch(self, prefix_key: PrefixKey) -> None:
         """Load the saved blocks of a sequence into memory, and return when they are loaded."""
-        found = sum(self.lookup(wanted)) // BLOCK_TOKENS
+        found = sum(self.lookup(prefix_key)) // BLOCK_TOKENS
         with self._changed:
-            known = self.memory.known(wanted)
+            known = self.memory.known(prefix_key)
             if self.transfers is None or known.following is None or known.following.key in self._claimed:
                 return
             reservation = Reservation([known.blocks], [known.tokens], generation=self._generation)
             self.memory.use(known.blocks)
-            self._reserve(reservation, 0, wanted.names[:found])
+            self._reserve(reservation, 0, prefix_key.names[:found])
         try:
-            loading = self._open_saved(self.transfers, reservation, [wanted])
+            loading = self._open_saved(self.transfers, reservation, [prefix_key])
             if loading:
                 self.transfers.run(loading)
             if loading and not loading.is_damaged:
@@ -279,7 +279,7 @@ class KeyValueStore:
 
     # The caller of the methods below holds the lock, unless they say otherwise.
 
-    def _known_after_waiting(self, sequences: Sequence[Wanted]) -> list[Known]:
+    def _known_after_waiting(self, sequences: Sequence[PrefixKey]) -> list[Known]:
         """Return what is known of sequences, once no other batch computes or loads what comes next."""
         deadline = time.monotonic() + _MAX_WAITING_SECONDS
         while True:
@@ -305,7 +305,7 @@ class KeyValueStore:
         return block
 
     def _open_saved(
-        self, transfers: Transfers, reservation: Reservation, sequences: Sequence[Wanted]
+        self, transfers: Transfers, reservation: Reservation, sequences: Sequence[PrefixKey]
     ) -> Loading | None:
         """Give the saved blocks of sequences to a reservation. The caller does not hold the lock."""
         claimed = {new.block.name.key: new.block for new in reservation.new}
@@ -335,7 +335,7 @@ class KeyValueStore:
         self,
         transfers: Transfers,
         reservation: Reservation,
-        own: Wanted,
+        own: PrefixKey,
         parent: bytes,
         first: int,
         claimed: dict[bytes, Block],
@@ -362,7 +362,7 @@ class KeyValueStore:
             return
 
     def _give_opened(
-        self, reservation: Reservation, sequences: Sequence[Wanted], opened: Mapping[bytes, Block]
+        self, reservation: Reservation, sequences: Sequence[PrefixKey], opened: Mapping[bytes, Block]
     ) -> None:
         """Move opened blocks from the new blocks of a reservation to the given ones."""
         reservation.new = [new for new in reservation.new if new.block.name.key not in opened]

@@ -16,37 +16,37 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
-from attncache_core.reuse.kv.memory import Block, Wanted
+from attncache_core.reuse.kv.memory import Block, PrefixKey
 from attncache_core.reuse.kv.store import KeyValueStore
 
 
-def truncated_salt(wanted: Wanted, positions: Sequence[int]) -> bytes:
+def truncated_salt(prefix_key: PrefixKey, positions: Sequence[int]) -> bytes:
     """Return the salt of the tokens of a sequence at these positions."""
     kept = np.asarray(positions, dtype="<i8").tobytes()
     # No salt of a client begins with this byte, because clients send UTF-8.
-    return b"\xff" + hashlib.sha256(wanted.root + wanted.tokens + kept).digest()
+    return b"\xff" + hashlib.sha256(prefix_key.root + prefix_key.tokens + kept).digest()
 
 
 def store_truncated(
     store: KeyValueStore,
-    wanted: Wanted,
+    prefix_key: PrefixKey,
     positions: Sequence[int],
-    wanted_with: Callable[[Sequence[int]], Wanted],
+    prefix_key_with: Callable[[Sequence[int]], PrefixKey],
 ) -> bool:
     """Store the keys and values of the tokens of a sequence at `positions` (rising) as another sequence.
 
-    wanted_with: returns how a sequence of token ids is looked up under the salt of `truncated_salt`. Returns
-    False, and stores nothing, unless all the tokens are stored.
+    prefix_key_with: returns how a sequence of token ids is looked up under the salt of `truncated_salt`.
+    Returns False, and stores nothing, unless all the tokens are stored.
     """
-    store.fetch(wanted)
-    if store.lookup(wanted).memory <= positions[-1]:
+    store.fetch(prefix_key)
+    if store.lookup(prefix_key).memory <= positions[-1]:
         return False  # before places are reserved for what is not stored
-    source = store.begin([wanted], load=False)
+    source = store.begin([prefix_key], load=False)
     try:
         if source.given_tokens[0] <= positions[-1]:
             return False
-        ids = np.frombuffer(wanted.tokens, dtype="<i4")[positions].tolist()
-        target = store.begin([wanted_with(ids)], load=False)
+        ids = np.frombuffer(prefix_key.tokens, dtype="<i4")[positions].tolist()
+        target = store.begin([prefix_key_with(ids)], load=False)
         try:
             for block, _, first in target.new:
                 kept = positions[first : first + block.name.length]

@@ -50,8 +50,8 @@ def run_chunks(model, store, chunks, query, recomputation, *, salt=b"", whole=Fa
     ids, spans = joined(chunks, query)
     reuse = key_values(store)
     blend = Blend.of(reuse, ids, spans, OPENING, salt, recomputation)
-    wanted = reuse.whole(ids[:-1], salt) if whole else None
-    return run_blended(model, store, PrefillRequest(ids, False, plan, wanted, blend=blend))
+    prefix_key = reuse.whole(ids[:-1], salt) if whole else None
+    return run_blended(model, store, PrefillRequest(ids, False, plan, prefix_key, blend=blend))
 
 
 @torch.inference_mode()

@@ -133,7 +133,7 @@ def test_tokens_that_deviate_most_are_picked_among_tokens_that_are_computed_in_a
 @given(found=prompts, ratio=st.floats(0, 1))
 def test_chunks_are_stored_behind_the_opening_as_the_tokens_they_have_in_the_sequence(found, ratio):
     blend = Blend.of(key_values(None), *found, b"", Recomputation(ratio))
-    stored = [np.frombuffer(chunk.wanted.tokens, "<i4").tolist() for chunk in blend.chunks]
+    stored = [np.frombuffer(chunk.prefix_key.tokens, "<i4").tolist() for chunk in blend.chunks]
     first, *others = [found.ids[start:end] for start, end in found.spans]
     assert stored[0] == found.ids[: found.spans[0][1]]
     assert stored[0][-len(first) :] == first
@@ -197,11 +197,11 @@ def test_targets_are_read_behind_an_exact_beginning_that_ends_behind_the_chunks(
     reuse = key_values(store)
     beginning = reuse.whole(ids[: spans[-1][1] + stored], b"")
     with torch.inference_mode():
-        request = PrefillRequest(ids[: spans[-1][1] + stored], False, wanted=beginning)
+        request = PrefillRequest(ids[: spans[-1][1] + stored], False, prefix_key=beginning)
         run_continued(model, store, [request], [0], ["lasttoken"])
         blend = Blend.of(reuse, ids, spans, OPENING, b"", Recomputation(ratio))
-        wanted = reuse.wanted(ids, plan, b"")
-        found = run_blended(model, store, PrefillRequest(ids, False, plan, wanted, blend=blend))
+        prefix_key = reuse.prefix_key(ids, plan, b"")
+        found = run_blended(model, store, PrefillRequest(ids, False, plan, prefix_key, blend=blend))
     assert found.blends[0].exact_tokens == spans[-1][1] + stored
     assert found.blends[0].rows == (30 - stored,) * LAYERS
     expected = log_probabilities(folder, ids, plan.targets)

@@ -54,7 +54,7 @@ def store(model):
 @torch.inference_mode()
 def run_exactly(model, store, ids):
     """Run a sequence behind what is stored of it, and store it, as an exact request does."""
-    request = PrefillRequest(ids, False, wanted=key_values(store).whole(ids[:-1], b""))
+    request = PrefillRequest(ids, False, prefix_key=key_values(store).whole(ids[:-1], b""))
     return run_continued(model, store, [request], [0], ["lasttoken"])
 
 
@@ -180,7 +180,7 @@ def test_where_the_whole_sequence_is_stored_exactly_only_the_last_token_is_compu
     stored = ids[: len(ids) - 1 + kept]
     run_exactly(model, store, [*stored, 5])
     blend = Blend.of(key_values(store), ids, spans, OPENING, b"", Recomputation(0.2))
-    request = PrefillRequest(ids, False, wanted=key_values(store).whole(stored, b""), blend=blend)
+    request = PrefillRequest(ids, False, prefix_key=key_values(store).whole(stored, b""), blend=blend)
     with torch.inference_mode():
         found = blended.run_blended(model, store, request)
     assert found.blends[0].exact_tokens == len(stored)

@@ -9,7 +9,7 @@ import torch
 from core_decoders import write_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_models import Remembered, assert_nothing_is_in_use, assert_same, run, store_of, wanted
+from kv_models import Remembered, assert_nothing_is_in_use, assert_same, prefix_key, run, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import continued
@@ -116,10 +116,10 @@ def test_what_pooling_leaves_out_is_part_of_the_key(model):
 def test_tokens_are_compared_not_only_keys(model):
     store, ids = store_of(model), random_ids(BLOCK_TOKENS)
     run(model, store, [ids])
-    other = wanted(random_ids(BLOCK_TOKENS, 1))
-    key = wanted(ids).names[0].key
+    other = prefix_key(random_ids(BLOCK_TOKENS, 1))
+    key = prefix_key(ids).names[0].key
     forged = other._replace(names=[other.names[0]._replace(key=key)])  # as if the hash collided
-    assert store.lookup(wanted(ids)).memory == BLOCK_TOKENS
+    assert store.lookup(prefix_key(ids)).memory == BLOCK_TOKENS
     assert store.lookup(forged).memory == 0
 
 
@@ -130,7 +130,7 @@ def test_sequences_that_are_not_finite_are_not_stored(model):
         finite = run(model, store, sequences).finite.tolist()
     assert sorted(finite) == [False, True]
     for ids, is_finite in zip(sequences, finite, strict=True):
-        assert store.lookup(wanted(ids)).memory == (len(ids) if is_finite else 0)
+        assert store.lookup(prefix_key(ids)).memory == (len(ids) if is_finite else 0)
     assert_nothing_is_in_use(store)
 
 
@@ -162,20 +162,20 @@ def test_pinned_blocks_stay(model):
     store = store_of(model, memory=4 * store_of(model).layout.block_bytes)
     ids = random_ids(32)
     run(model, store, [ids])
-    assert store.pin(wanted(ids)) == 32
+    assert store.pin(prefix_key(ids)) == 32
     for seed in range(1, 5):
         run(model, store, [random_ids(60, seed)])
-    assert store.lookup(wanted(ids)).memory == 32
-    store.pin(wanted(ids), pinned=False)
+    assert store.lookup(prefix_key(ids)).memory == 32
+    store.pin(prefix_key(ids), pinned=False)
     for seed in range(1, 5):
         run(model, store, [random_ids(60, seed)])
-    assert store.lookup(wanted(ids)).memory == 0
+    assert store.lookup(prefix_key(ids)).memory == 0
 
 
 def test_clearing_frees_all_places_even_of_blocks_in_use(model):
     store, ids = store_of(model), random_ids(40)
     run(model, store, [ids])
-    reservation = store.begin([wanted(ids)])
+    reservation = store.begin([prefix_key(ids)])
     assert store.clear() == 3
     assert store.memory.pool.used == 3
     store.finish(reservation)
@@ -216,7 +216,7 @@ def test_two_batches_with_the_same_new_prefix_compute_it_once(model):
 def test_a_batch_does_not_wait_for_ever(model, monkeypatch):
     monkeypatch.setattr("attncache_core.reuse.kv.store._MAX_WAITING_SECONDS", 0.01)
     store, ids = store_of(model), random_ids(40)
-    stuck = store.begin([wanted(ids)])
+    stuck = store.begin([prefix_key(ids)])
     assert run(model, store, [ids]).tokens == 40
     store.abandon(stuck)
     assert_nothing_is_in_use(store)
@@ -246,8 +246,8 @@ def test_a_sequence_without_tokens_is_refused(model):
 
 def test_what_runs_while_the_store_is_cleared_is_not_stored(model):
     store, ids = store_of(model), random_ids(40)
-    reservation = store.begin([wanted(ids)])
+    reservation = store.begin([prefix_key(ids)])
     store.clear()
     store.finish(reservation)
-    assert store.lookup(wanted(ids)).memory == 0
+    assert store.lookup(prefix_key(ids)).memory == 0
     assert_nothing_is_in_use(store)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from core_decoders import write_llama
-from kv_models import assert_nothing_is_in_use, assert_same, run, store_of, wanted
+from kv_models import assert_nothing_is_in_use, assert_same, prefix_key, run, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import continued
@@ -116,10 +116,10 @@ def test_the_answer_leaves_before_the_save_ends(model, open_store, monkeypatch):
     )
     ids = random_ids(50)
     run(model, store, [ids])  # is the answer
-    assert not store.transfers.disk.contains(wanted(ids).names[0].key)
+    assert not store.transfers.disk.contains(prefix_key(ids).names[0].key)
     may_write.set()
     settled(store)
-    assert all(store.transfers.disk.contains(name.key) for name in wanted(ids).names)
+    assert all(store.transfers.disk.contains(name.key) for name in prefix_key(ids).names)
 
 
 def test_what_does_not_fit_into_the_write_buffer_is_dropped_and_counted(model, open_store, monkeypatch):
@@ -141,7 +141,7 @@ def test_a_changed_byte_is_recomputed_counted_and_never_used(model, open_store, 
     store, ids = open_store(), random_ids(64)
     expected = run(model, store, [[*ids, 5]]).outputs
     settled(store)
-    layout, names = store.layout, wanted(ids).names
+    layout, names = store.layout, prefix_key(ids).names
     store = open_store()
     key = names[1].key.hex()
     path = tmp_path / "kv" / key[:2] / f"{key}.kv"
@@ -187,10 +187,10 @@ def test_memory_comes_first_and_the_rest_of_a_sequence_from_disk(model, open_sto
     run(model, open_store(), [ids])
     store = open_store()
     run(model, store, [ids[:32]])
-    assert store.lookup(wanted(ids)) == (32, 64)
+    assert store.lookup(prefix_key(ids)) == (32, 64)
     result = run(model, store, [[*ids, 4]])
     assert result.cached_tokens.tolist() == [96]
-    assert store.lookup(wanted(ids)) == (96, 0)
+    assert store.lookup(prefix_key(ids)) == (96, 0)
     settled(store)
 
 
@@ -201,23 +201,23 @@ def test_a_saved_block_at_the_end_that_is_short_counts_as_stored(model, open_sto
     store = open_store()
     if in_memory:
         run(model, store, [ids[:in_memory]])
-    found = store.lookup(wanted(ids))
+    found = store.lookup(prefix_key(ids))
     assert found.memory >= in_memory
     assert sum(found) == 40
     # The last token may not be given, so nothing of its block is known.
-    assert sum(store.lookup(wanted(ids, max_given=39))) <= max(32, found.memory)
-    assert sum(store.lookup(wanted([*ids[:39], 2]))) <= max(32, found.memory)
+    assert sum(store.lookup(prefix_key(ids, max_given=39))) <= max(32, found.memory)
+    assert sum(store.lookup(prefix_key([*ids[:39], 2]))) <= max(32, found.memory)
 
 
 def test_waiting_sequences_are_fetched_into_memory(model, open_store):
     sequences = [random_ids(40, seed) for seed in range(3)]
     run(model, open_store(), sequences)
     store = open_store()
-    store.expect([wanted(ids) for ids in sequences[:2]])
+    store.expect([prefix_key(ids) for ids in sequences[:2]])
     settled(store)
     # A short block at the end is fetched too.
-    assert [store.lookup(wanted(ids)).memory for ids in sequences] == [40, 40, 0]
-    assert store.expected == {name.key for ids in sequences[:2] for name in wanted(ids).names}
+    assert [store.lookup(prefix_key(ids)).memory for ids in sequences] == [40, 40, 0]
+    assert store.expected == {name.key for ids in sequences[:2] for name in prefix_key(ids).names}
 
 
 def test_fetching_evicts_no_more_than_it_brings(model, open_store):
@@ -225,10 +225,10 @@ def test_fetching_evicts_no_more_than_it_brings(model, open_store):
     run(model, open_store(), [long[:16]])
     store = open_store(memory=12 * layout.block_bytes)
     run(model, store, [hot])
-    store.expect([wanted(long)])
+    store.expect([prefix_key(long)])
     settled(store)
-    assert store.lookup(wanted(long)).memory == 16
-    assert store.lookup(wanted(hot)).memory == 160
+    assert store.lookup(prefix_key(long)).memory == 16
+    assert store.lookup(prefix_key(hot)).memory == 160
     assert not store.memory.evicted["full"]
 
 
@@ -263,8 +263,8 @@ def test_a_damaged_block_is_not_fetched(model, open_store):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    store.fetch(wanted(ids))
-    assert store.lookup(wanted(ids)).memory == 0
+    store.fetch(prefix_key(ids))
+    assert store.lookup(prefix_key(ids)).memory == 0
     settled(store)
     assert_same(model, run(model, store, [ids]).outputs, plain(model, [ids]))
 
@@ -313,7 +313,7 @@ def test_what_waits_is_saved_before_the_threads_end(model, open_store):
     run(model, store, [ids])
     store.close()
     store.transfers.flush()  # has nothing to wait for
-    assert all(store.transfers.disk.contains(name.key) for name in wanted(ids).names)
+    assert all(store.transfers.disk.contains(name.key) for name in prefix_key(ids).names)
 
 
 @pytest.mark.parametrize("error", [ValueError, MemoryError])
@@ -343,5 +343,5 @@ def test_speed_of_loading_is_not_measured_where_blocks_would_be_evicted(model, o
     store.transfers.flush()
     store.transfers.measure(store.layout.part_bytes)
     assert store.transfers.load_speed == 0
-    assert store.lookup(wanted(ids)).disk == 0
-    assert all(store.transfers.disk.contains(name.key) for name in wanted(ids).names)
+    assert store.lookup(prefix_key(ids)).disk == 0
+    assert all(store.transfers.disk.contains(name.key) for name in prefix_key(ids).names)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from core_decoders import write_llama
-from kv_models import assert_nothing_is_in_use, run, store_of, wanted
+from kv_models import assert_nothing_is_in_use, prefix_key, run, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models import load_model
@@ -28,8 +28,8 @@ def slots_of(store, sequence):
 
 
 def truncate(store, ids, positions):
-    salt = truncated_salt(wanted(ids), positions)
-    stored = store_truncated(store, wanted(ids), positions, lambda own: wanted(own, salt))
+    salt = truncated_salt(prefix_key(ids), positions)
+    stored = store_truncated(store, prefix_key(ids), positions, lambda own: prefix_key(own, salt))
     return salt if stored else None
 
 
@@ -41,11 +41,11 @@ def test_slots_are_those_of_the_kept_tokens_and_exact_in_the_first_layer(model, 
     run(model, store, [ids])
     kept = [ids[position] for position in positions]
     salt = truncate(store, ids, positions)
-    found = slots_of(store, wanted(kept, salt))
-    assert np.array_equal(found, slots_of(store, wanted(ids))[:, positions])
+    found = slots_of(store, prefix_key(kept, salt))
+    assert np.array_equal(found, slots_of(store, prefix_key(ids))[:, positions])
     other = store_of(model)
     run(model, other, [kept])
-    recomputed = slots_of(other, wanted(kept))
+    recomputed = slots_of(other, prefix_key(kept))
     assert np.array_equal(found[0], recomputed[0])
     whole = positions == list(range(100))
     assert np.array_equal(found[1:], recomputed[1:]) == whole

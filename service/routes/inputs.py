@@ -21,7 +21,7 @@ _Field = Literal["append", "transcript"]
 
 
 @asynccontextmanager
-async def asked(call: Call, body: InferenceRequest) -> AsyncIterator[Source]:
+async def input_source(call: Call, body: InferenceRequest) -> AsyncIterator[Source]:
     """Yield what the body asks for. For a session, wait until no earlier request of the session runs.
 
     If the block ends without an error, the session's history has become what the conversation says. After an
