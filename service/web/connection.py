@@ -64,20 +64,20 @@ class ConnectionLimits:
 
 
 @dataclass(slots=True, eq=False)
-class Gate:
+class Connections:
     """What the connections of one listener share. Used on the event loop."""
 
     name: ListenerName
     limits: ConnectionLimits
     on_cut: Callable[[str], None]  # called with one of metrics.CUT_REASONS
-    connections: set[Connection] = field(default_factory=set)
+    open: set[Connection] = field(default_factory=set)
     # Connections beyond the limit, the oldest first: they may only ask for HEALTH_PATHS.
     excess: dict[Connection, None] = field(default_factory=dict)
     draining: bool = False  # responses close their connections
 
     def count(self) -> int:
         """Return the number of connections."""
-        return len(self.connections) + len(self.excess)
+        return len(self.open) + len(self.excess)
 
 
 class _Receiving(IntEnum):
@@ -87,18 +87,18 @@ class _Receiving(IntEnum):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol within the limits of a gate. `check` must be called from time to time."""
+    """uvicorn's protocol within the limits of its listener. `check` must be called from time to time."""
 
     def __init__(
         self,
-        gate: Gate,
+        connections: Connections,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._gate = gate
+        self._of_listener = connections
         self._receiving = _Receiving.NOTHING
         self._since = 0.0  # when the client was last expected to send something, by the loop's clock
         self._has_served = False
@@ -121,18 +121,18 @@ class Connection(HttpToolsProtocol):
         """Begin. If there are too many connections, the oldest one that is too many makes room."""
         super().connection_made(transport)
         self._since = self.loop.time()
-        gate = self._gate
-        if len(gate.connections) < gate.limits.connections:
-            gate.connections.add(self)
+        connections = self._of_listener
+        if len(connections.open) < connections.limits.connections:
+            connections.open.add(self)
             return
-        gate.excess[self] = None
-        if len(gate.excess) > _MAX_EXCESS_CONNECTIONS:
-            next(iter(gate.excess)).cut(_too_many_connections(gate.limits.connections))
+        connections.excess[self] = None
+        if len(connections.excess) > _MAX_EXCESS_CONNECTIONS:
+            next(iter(connections.excess)).cut(_too_many_connections(connections.limits.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every request of the connection."""
-        self._gate.connections.discard(self)
-        self._gate.excess.pop(self, None)
+        self._of_listener.open.discard(self)
+        self._of_listener.excess.pop(self, None)
         if running := self._answering():
             # With pipelined requests behind it, uvicorn would only tell the last of them.
             running.disconnected = True
@@ -175,7 +175,7 @@ class Connection(HttpToolsProtocol):
             raise OverflowError
         super().on_message_begin()
         scope = cast(dict[str, Any], self.scope)
-        scope[LISTENER], scope[CONNECTION] = self._gate.name, id(self)
+        scope[LISTENER], scope[CONNECTION] = self._of_listener.name, id(self)
         self._receiving = _Receiving.HEADERS
         self._since = self.loop.time()
         self._header_bytes = 0
@@ -216,14 +216,14 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        gate = self._gate
-        if gate.draining:
+        connections = self._of_listener
+        if connections.draining:
             cycle.keep_alive = False
-        if self in gate.excess:
+        if self in connections.excess:
             cycle.keep_alive = False
             if cycle.scope["path"] not in HEALTH_PATHS:
-                gate.on_cut(TooManyConnections.code)
-                response = error_response(_too_many_connections(gate.limits.connections))
+                connections.on_cut(TooManyConnections.code)
+                response = error_response(_too_many_connections(connections.limits.connections))
                 app = response
         super()._start_asgi_task(cycle, app)
 
@@ -242,9 +242,9 @@ class Connection(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         """Cut the connection if the client is overdue. now: by the loop's clock."""
-        limits = self._gate.limits
+        limits = self._of_listener.limits
         if self._write_paused_since is not None and now - self._write_paused_since > limits.write_seconds:
-            self._gate.on_cut(SLOW_READER)
+            self._of_listener.on_cut(SLOW_READER)
             self.transport.abort()
         elif self.transport.is_closing() or self._closing_since is not None:
             self._closing_since = self._closing_since or now
@@ -265,8 +265,8 @@ class Connection(HttpToolsProtocol):
 
     def cut(self, error: AttnCacheError) -> None:
         """Close the connection, with this error as the response to what was not answered yet."""
-        self._gate.excess.pop(self, None)
-        self._gate.on_cut(error.code)
+        self._of_listener.excess.pop(self, None)
+        self._of_listener.on_cut(error.code)
         self._refusal = error
         self._end_with(error)
 
@@ -277,7 +277,7 @@ class Connection(HttpToolsProtocol):
         return None if running is None or running.response_complete else running
 
     def _check_receiving(self, waited: float) -> None:
-        limits = self._gate.limits
+        limits = self._of_listener.limits
         if self._receiving is _Receiving.HEADERS and waited > limits.header_seconds:
             self._refuse(_late("headers", limits.header_seconds))
         elif self._receiving is _Receiving.BODY and self.cycle.response_complete:
@@ -317,7 +317,7 @@ class Connection(HttpToolsProtocol):
         responses instead: the client would take the error for the response to the first of them.
         """
         self._refusal = error
-        self._gate.on_cut(error.code)
+        self._of_listener.on_cut(error.code)
         incomplete = self.cycle if self._receiving is _Receiving.BODY else None
         answering = self._answering()
         if answering is None or answering is incomplete:

@@ -31,7 +31,7 @@ from service.settings import Settings
 from service.state import Loaded, ServiceState
 from service.upkeep.garbage import look_at_requests_only
 from service.upkeep.group import Worker
-from service.web.connection import Connection, ConnectionLimits, Gate
+from service.web.connection import Connection, ConnectionLimits, Connections
 from service.web.listeners import Listener, load_certificate
 from service.workers.acceptor import Acceptor
 
@@ -144,9 +144,11 @@ class Server(uvicorn.Server):
         self._listeners = listeners
         self._is_alone = is_alone
         self._on_ready: Callable[[], None] | None = on_ready
-        self._gates = [Gate(listener.name, limits, state.metrics.observe_cut) for listener in listeners]
-        for gate in self._gates:
-            state.metrics.watch_connections(gate.name, gate.count)
+        self._of_listeners = [
+            Connections(listener.name, limits, state.metrics.observe_cut) for listener in listeners
+        ]
+        for connections in self._of_listeners:
+            state.metrics.watch_connections(connections.name, connections.count)
         self._state = state
         self._drain_seconds = settings.drain_seconds
         self._between_checks = min(_SECONDS_BETWEEN_CHECKS, *(seconds / 2 for seconds in limits.seconds()))
@@ -191,7 +193,8 @@ class Server(uvicorn.Server):
         if self.lifespan.should_exit:
             sys.exit(_STARTUP_FAILURE)
         self.servers = [
-            self._accept(gate, listener) for gate, listener in zip(self._gates, self._listeners, strict=True)
+            self._accept(connections, listener)
+            for connections, listener in zip(self._of_listeners, self._listeners, strict=True)
         ]
         self.started = True
 
@@ -228,20 +231,20 @@ class Server(uvicorn.Server):
 
     # Inside.
 
-    def _accept(self, gate: Gate, listener: Listener) -> asyncio.base_events.Server:
+    def _accept(self, connections: Connections, listener: Listener) -> asyncio.base_events.Server:
         loop = asyncio.get_running_loop()
 
         def connection() -> Connection:
-            return Connection(gate, self.config, self.server_state, self.lifespan.state, loop)
+            return Connection(connections, self.config, self.server_state, self.lifespan.state, loop)
 
         turn = [] if self._is_alone else [self._turn_to_accept]
-        acceptor = Acceptor(listener, connection, gate.limits.header_seconds, *turn)
+        acceptor = Acceptor(listener, connection, connections.limits.header_seconds, *turn)
         # uvicorn only closes it.
         return cast(asyncio.base_events.Server, acceptor)
 
     def _turn_to_accept(self) -> tuple[float, int]:
         """Return for how long connections are left to other workers, and how many are taken then."""
-        count = sum(gate.count() for gate in self._gates)
+        count = sum(connections.count() for connections in self._of_listeners)
         if not self._state.is_ready and not self._state.draining:
             return _UNREADY_SECONDS, 1
         return min(_MAX_DELAY_SECONDS, _DELAY_SECONDS * count), 1 + count // _AT_ONCE
@@ -249,8 +252,8 @@ class Server(uvicorn.Server):
     async def _drain(self, seconds: float) -> None:
         """Answer what arrives, and close each connection after its response, until nothing is in flight."""
         self._state.draining = True
-        for gate in self._gates:
-            gate.draining = True
+        for connections in self._of_listeners:
+            connections.draining = True
         for connection in self._connections():
             connection.drain()
         loop = asyncio.get_running_loop()
