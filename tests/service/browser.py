@@ -1,26 +1,21 @@
 """Drive Debian's chromium, without a window, by the DevTools protocol."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
 
 PATIENCE_SECONDS = 30
 
 
 @contextmanager
-def chromium(folder: Path) -> Iterator[Browser]:
+def chromium(folder):
     """Yield a browser whose profile is in `folder`. Skips the test if chromium is not installed."""
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     if program is None:
@@ -41,7 +36,7 @@ def chromium(folder: Path) -> Iterator[Browser]:
             process.terminate()
 
 
-def _devtools(file: Path, process: subprocess.Popen[bytes]) -> list[str]:
+def _devtools(file, process):
     """Return the port and the path of DevTools, which chromium writes to a file."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not file.exists() or len(file.read_text().split()) < 2:
@@ -54,12 +49,12 @@ def _devtools(file: Path, process: subprocess.Popen[bytes]) -> list[str]:
 class Browser:
     """A browser. Pages are opened one after the other."""
 
-    def __init__(self, socket: ClientConnection) -> None:
+    def __init__(self, socket):
         self._socket = socket
         self._sent = 0
-        self.events: deque[dict[str, Any]] = deque()
+        self.events = deque()
 
-    def call(self, method: str, session: str | None = None, **parameters: Any) -> Any:
+    def call(self, method, session=None, **parameters):
         """Call a method of the protocol and return its result."""
         self._sent += 1
         message = {"id": self._sent, "method": method, "params": parameters}
@@ -72,7 +67,7 @@ class Browser:
             self.events.append(received)
 
     @contextmanager
-    def page(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Page]:
+    def page(self, *, width=1280, height=900, dark=False):
         """Yield an empty page of this width and height in CSS pixels."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         page = Page(self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
@@ -96,23 +91,23 @@ class Browser:
 class Page:
     """A page of the browser."""
 
-    def __init__(self, browser: Browser, session: str) -> None:
+    def __init__(self, browser, session):
         self._browser, self._session = browser, session
 
-    def call(self, method: str, **parameters: Any) -> Any:
+    def call(self, method, **parameters):
         return self._browser.call(method, self._session, **parameters)
 
-    def open(self, url: str) -> None:
+    def open(self, url):
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
-    def run(self, expression: str) -> Any:
+    def run(self, expression):
         """Return the value of a JavaScript expression; of a promise, what it comes to."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait(self, condition: str) -> Any:
+    def wait(self, condition):
         """Wait until a JavaScript expression is true, and return its value."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not (value := self.run(condition)):
@@ -120,27 +115,27 @@ class Page:
             time.sleep(0.05)
         return value
 
-    def text(self, selector: str) -> str:
+    def text(self, selector):
         return str(self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
 
-    def click(self, selector: str) -> None:
+    def click(self, selector):
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
-    def type(self, selector: str, text: str) -> None:
+    def type(self, selector, text):
         """Put the focus on a field and type a text into it, in place of its content."""
         self.run(f"document.querySelector({json.dumps(selector)}).select()")
         self.call("Input.insertText", text=text)
 
-    def press(self, key: str) -> None:
+    def press(self, key):
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
-    def screenshot(self, *, whole: bool = False) -> bytes:
+    def screenshot(self, *, whole=False):
         """Return a picture of the page in PNG. whole: also what lies below the window."""
         taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(taken["data"])
 
-    def problems(self) -> list[str]:
+    def problems(self):
         """Return the errors and warnings of the console, and what policies have blocked, since the start."""
         self.run("1")  # the events before its answer have arrived then
         found = []
@@ -156,7 +151,7 @@ class Page:
                     found.append(json.dumps(called["args"]))
         return found
 
-    def requested(self) -> list[str]:
+    def requested(self):
         """Return the addresses that the page has asked for."""
         self.run("1")
         return [

@@ -6,43 +6,28 @@ and the output of a hit has cosine 1 - `damage` to the full output. There are tw
 tokens, and more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import numpy as np
 
-from attncache_core import (
-    InputTooLong,
-    InvalidInput,
-    NoClassifier,
-    Outcome,
-    PrefillEngine,
-    PrefillRequest,
-    PrefillResult,
-)
+from attncache_core import InputTooLong, InvalidInput, NoClassifier, Outcome, PrefillResult
 from attncache_core import normalize as unit_length
 from attncache_core.checkpoints.template import Template
 from attncache_core.engine.info import EngineInfo
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.embedding import require_dimensions
 from attncache_core.reuse.maps.info import DatabaseInfo
-from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy, StrangenessLimit
-from attncache_core.reuse.maps.policy_state import ServedPolicy, Tightened
-from attncache_core.reuse.maps.verification import Window
+from attncache_core.reuse.maps.policy import Budget, KindPolicy, LengthGroup, ReusePolicy
+from attncache_core.reuse.maps.policy_state import ServedPolicy
 from attncache_core.reuse.storage.layout import RecordKind
-from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Frame, Piece, Prompt, SequencePlan
 from service.app import create_app
 from service.settings import Settings
-from service.upkeep.group import Worker
 
 DIMENSIONS = 128
 FAILING = "the engine must fail on this text"
@@ -52,13 +37,11 @@ SIMILARITY = 0.999  # of every hit
 OWN_PROMPT = Prompt(Template(), (SequencePlan(0),))
 
 
-def embedding_of(ids: Sequence[int]) -> np.ndarray:
+def embedding_of(ids):
     return np.bincount([code % DIMENSIONS for code in ids], minlength=DIMENSIONS).astype(np.float32)
 
 
-def policy_of(
-    measure: Measure = Measure.COSINE, floor: float = 0.0, limit: StrangenessLimit | None = None
-) -> ReusePolicy:
+def policy_of(measure=Measure.COSINE, floor=0.0, limit=None):
     kinds = {RecordKind.STORED: KindPolicy(0.9), RecordKind.PROTOTYPE: KindPolicy(0.95)}
     groups = (LengthGroup(8, kinds), LengthGroup(9, kinds))
     return ReusePolicy(Budget(measure, least=0.985, floor=floor), groups, limit)
@@ -69,51 +52,49 @@ class FakeMapReuse:
 
     gain = None
 
-    def __init__(self, policy: ReusePolicy, folder: Path | None) -> None:
+    def __init__(self, policy, folder):
         self._served = ServedPolicy(folder, policy) if folder else None
         self._policy = self._served.policy if self._served else policy
 
     @property
-    def policy(self) -> ReusePolicy:
+    def policy(self):
         return self._policy
 
     @property
-    def reuse_off(self) -> list[str]:
+    def reuse_off(self):
         return self._served.reuse_off if self._served else []
 
-    def tighten(self, index: int | None) -> None:
+    def tighten(self, index):
         self._policy = self._served.tighten(index) if self._served else self._policy.tightened(index)
 
-    def keep_verified(
-        self, new: Mapping[Window, Sequence[float]], patience_seconds: float = 0.0
-    ) -> Tightened | None:
+    def keep_verified(self, new, patience_seconds=0.0):
         if self._served is None:
             return None
         kept = self._served.keep(new, patience_seconds)
         self._policy = self._served.policy
         return kept
 
-    def info(self) -> DatabaseInfo:
+    def info(self):
         return DatabaseInfo(7, 0, 4096, [1, 64], [], "float32", [1], 1, False, self.policy.info(), {})
 
 
 class FakeTokenizer:
     vocabulary = 0x110000
 
-    def pieces(self, texts: Sequence[str], *, special: bool = True) -> list[list[Piece]]:  # noqa: ARG002
+    def pieces(self, texts, *, special=True):  # noqa: ARG002
         return [
             [Piece(ord(own), own, False, place, place + 1) for place, own in enumerate(text)]
             for text in texts
         ]
 
-    def decode(self, sequences: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:  # noqa: ARG002
+    def decode(self, sequences, *, skip_special=True):  # noqa: ARG002
         # Surrogates are no characters.
         return ["".join(map(chr, ids)).encode(errors="replace").decode() for ids in sequences]
 
-    def turns(self, texts: Sequence[str], field: str = "inputs") -> list[list[int]]:  # noqa: ARG002
+    def turns(self, texts, field="inputs"):  # noqa: ARG002
         return [[ord(character) for character in text] for text in texts]
 
-    def frame(self, prompt: Prompt) -> Frame:
+    def frame(self, prompt):
         before, after = self.turns([prompt.template.prefix, prompt.template.suffix])
         return Frame(before, after, FakeEngine.max_tokens - len(before) - len(after))
 
@@ -136,16 +117,16 @@ class FakeEngine:
     def __init__(
         self,
         *,
-        task: str = "embed",
-        labels: tuple[str, ...] | None = None,
-        stored: Collection[str] = (),
-        prototypes: Collection[str] = (),
-        damage: float | Callable[[str], float] = 0.0,
-        policy: ReusePolicy | None = None,
-        strangeness: Callable[[str], float] = lambda _: np.nan,
-        folder: Path | None = None,
-        failure: type[BaseException] = RuntimeError,
-    ) -> None:
+        task="embed",
+        labels=None,
+        stored=(),
+        prototypes=(),
+        damage=0.0,
+        policy=None,
+        strangeness=lambda _: np.nan,
+        folder=None,
+        failure=RuntimeError,
+    ):
         """damage, strangeness: of each text. folder: where the findings of verification are kept."""
         self.task = task
         self.labels = labels
@@ -153,54 +134,52 @@ class FakeEngine:
         self.prototypes = prototypes
         self.damage = damage
         self.strangeness = strangeness
-        self.map_reuse: FakeMapReuse | None = FakeMapReuse(policy or policy_of(), folder)
+        self.map_reuse = FakeMapReuse(policy or policy_of(), folder)
         self.failure = failure
         self.sharing = False  # whether prefixes are shared, which changes only the number of tokens
-        self.before_failing: Callable[[], None] = lambda: None
-        self.batches: list[list[str]] = []
-        self.verified: list[list[str]] = []  # the batches that were computed without reuse
+        self.before_failing = lambda: None
+        self.batches = []
+        self.verified = []  # the batches that were computed without reuse
         self.may_run = threading.Event()  # cleared: the engine is busy
         self.may_run.set()
         self.pair_scores = SimpleNamespace(supported=False, require=self._refuse_pairs)
         self.runs = threading.Semaphore(0)  # released when a batch begins that must wait for `may_run`
 
     @property
-    def policy(self) -> ReusePolicy | None:
+    def policy(self):
         return self.map_reuse.policy if self.map_reuse else None
 
-    def named_prompt(self, name: str) -> Prompt:
+    def named_prompt(self, name):
         return Prompt(Template(prefix=f"{name}: "), (SequencePlan(len(name) + 2),))
 
-    def may_blend(self, *_: object) -> bool:
+    def may_blend(self, *_):
         return False
 
-    def may_reuse(self, prompt: Prompt, labels: LabelTokens | None = None) -> bool:
+    def may_reuse(self, prompt, labels=None):
         return labels is None and prompt == self.default_prompt
 
-    def shares_prefixes(self, reuse: bool) -> bool:  # noqa: ARG002
+    def shares_prefixes(self, reuse):  # noqa: ARG002
         return self.sharing
 
-    def prefix_key(
-        self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes | None, *, passing: int = 0
-    ) -> None:
+    def prefix_key(self, ids, plan, salt, *, passing=0):
         """Nothing is stored."""
 
-    def expect(self, waiting: Callable[[], Sequence[object]]) -> None:
+    def expect(self, waiting):
         """Nothing is stored."""
 
-    def close(self) -> None:
+    def close(self):
         """Nothing waits to be saved."""
 
-    def stored_tokens(self, prefix_key: None) -> int:  # noqa: ARG002
+    def stored_tokens(self, prefix_key):  # noqa: ARG002
         return 0
 
     def tokenize(
         self,
-        texts: list[str],
-        truncate: bool,
-        prompt: Prompt = OWN_PROMPT,
-        max_total_tokens: int | None = None,  # noqa: ARG002
-    ) -> list[list[int]]:
+        texts,
+        truncate,
+        prompt=OWN_PROMPT,
+        max_total_tokens=None,  # noqa: ARG002
+    ):
         texts = [prompt.template.around(text) for text in texts]
         for index, text in enumerate(texts):
             if len(text) > self.max_tokens and not truncate:
@@ -209,7 +188,7 @@ class FakeEngine:
                 )
         return [[ord(character) for character in text[: self.max_tokens]] for text in texts]
 
-    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+    def run(self, requests):
         assert all(request.sequence_plan for request in requests)
         texts = texts_of(requests)
         self.batches.append(texts)
@@ -244,30 +223,28 @@ class FakeEngine:
             token_states=[np.stack([embedding_of([own]) for own in request.ids]) for request in requests],
         )
 
-    def embeddings(
-        self, outputs: np.ndarray, *, normalize: bool | None = None, dimensions: int | None = None
-    ) -> np.ndarray:
+    def embeddings(self, outputs, *, normalize=None, dimensions=None):
         kept = outputs[:, :dimensions]
         return kept if normalize is False else unit_length(kept)
 
-    def require_dimensions(self, dimensions: int | None) -> None:
+    def require_dimensions(self, dimensions):
         if dimensions is not None:
             require_dimensions(dimensions, DIMENSIONS, ())
 
-    def class_logits(self, outputs: np.ndarray) -> np.ndarray:
+    def class_logits(self, outputs):
         """The winner is the label whose index is the text's length modulo the number of labels."""
         assert self.labels is not None
         winners = outputs.sum(axis=1).astype(int) % len(self.labels)
         return np.eye(len(self.labels), dtype=np.float32)[winners] * 3 - np.arange(len(self.labels)) / 10
 
-    def comparator(self, measure: Measure) -> OutputComparator:
+    def comparator(self, measure):
         if measure is Measure.COSINE:
             return OutputComparator(measure, None)
         if self.labels is None:
             raise NoClassifier("there are no decisions to agree on")
         return OutputComparator(measure, self.class_logits)
 
-    def info(self) -> EngineInfo:
+    def info(self):
         return EngineInfo(
             model="fake",
             model_source="folder",
@@ -295,10 +272,10 @@ class FakeEngine:
             key_values_off=self.key_values_off,
         )
 
-    def _refuse_pairs(self) -> None:
+    def _refuse_pairs(self):
         raise InvalidInput("the model scores no pairs", field="model")
 
-    def _outcome(self, text: str, reuse: bool) -> Outcome:
+    def _outcome(self, text, reuse):
         if not reuse or self.policy is None:
             return Outcome.NOT_SEARCHED
         limit = self.policy.limit
@@ -311,7 +288,7 @@ class FakeEngine:
             return Outcome.PROTOTYPE_HIT
         return Outcome.MISS
 
-    def _damaged(self, text: str) -> np.ndarray:
+    def _damaged(self, text):
         """The embedding, turned to a cosine of 1 - damage by a character that no text has."""
         damage = self.damage(text) if callable(self.damage) else self.damage
         row = embedding_of([ord(character) for character in text])
@@ -320,7 +297,7 @@ class FakeEngine:
         return row + sideways
 
 
-def texts_of(requests: Sequence[PrefillRequest]) -> list[str]:
+def texts_of(requests):
     return ["".join(map(chr, request.ids)) for request in requests]
 
 
@@ -334,9 +311,7 @@ _SIMILARITY = {
 
 
 @asynccontextmanager
-async def serving(
-    engine: FakeEngine | PrefillEngine | None = None, **settings: Any
-) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(engine=None, **settings):
     """Yield a client of the real app, in this process, once the engine is loaded.
 
     By default nothing is verified, so the engine computes only what clients request.
@@ -356,12 +331,10 @@ async def serving(
 
 
 @asynccontextmanager
-async def starting(
-    load_engine: Any, on_failure: Any = None, worker: Worker | None = None, **settings: Any
-) -> AsyncIterator[httpx.AsyncClient]:
+async def starting(load_engine, on_failure=None, worker=None, **settings):
     """Yield a client of the real app while it loads; `load_engine` returns one engine or an iterator."""
 
-    def load_engines() -> Iterator[Any]:
+    def load_engines():
         loaded = load_engine()
         yield from loaded if isinstance(loaded, Iterator) else [loaded]
 
@@ -380,23 +353,23 @@ SECRET = "Sesam"
 class BrokenEngine(FakeEngine):
     """Fails in the method `breaks`, with an exception that quotes the input."""
 
-    def __init__(self, breaks: str) -> None:
+    def __init__(self, breaks):
         super().__init__(labels=("a", "b"))
         self.breaks = breaks
 
-    def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
+    def tokenize(self, texts, *arguments):
         self._break("tokenize", texts)
         return super().tokenize(texts, *arguments)
 
-    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+    def run(self, requests):
         self._break("run", texts_of(requests))
         return super().run(requests)
 
-    def class_logits(self, outputs: np.ndarray) -> np.ndarray:
+    def class_logits(self, outputs):
         self._break("class_logits", [SECRET])
         return super().class_logits(outputs)
 
-    def _break(self, where: str, texts: list[str]) -> None:
+    def _break(self, where, texts):
         if where == self.breaks:
             try:
                 raise KeyError(f"cause: {texts}")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import promql_parser as promql
 
@@ -23,10 +21,10 @@ class Matcher:
     is_pattern: bool
     is_negative: bool
 
-    def accepts(self, value: str) -> bool:
+    def accepts(self, value):
         return any(self.names(pattern, value) for pattern in self.values) != self.is_negative
 
-    def names(self, pattern: str, value: str) -> bool:
+    def names(self, pattern, value):
         return bool(re.fullmatch(pattern, value)) if self.is_pattern else pattern == value
 
 
@@ -38,18 +36,18 @@ class Selector:
     matchers: tuple[Matcher, ...]
     grouped_by: frozenset[str] | None  # None: no aggregation round it
 
-    def selects(self, labels: Mapping[str, str]) -> bool:
+    def selects(self, labels):
         return all(matcher.accepts(labels.get(matcher.label, "")) for matcher in self.matchers)
 
 
-def selectors_of(expression: str) -> list[Selector]:
+def selectors_of(expression):
     """Return the selectors of an expression. Raises ValueError if it is no PromQL."""
     for name, value in VARIABLES.items():
         expression = expression.replace(name, value)
     return list(_selectors(promql.parse(expression), None))
 
 
-def _selectors(node: Any, grouped_by: frozenset[str] | None) -> Iterator[Selector]:
+def _selectors(node, grouped_by):
     if isinstance(node, promql.VectorSelector):
         yield Selector(node.name, tuple(map(_matcher, node.matchers.matchers)), grouped_by)
         return
@@ -59,7 +57,7 @@ def _selectors(node: Any, grouped_by: frozenset[str] | None) -> Iterator[Selecto
         yield from _selectors(child, grouped_by)
 
 
-def _children(node: Any) -> list[Any]:
+def _children(node):
     match node:
         case promql.AggregateExpr() | promql.ParenExpr() | promql.UnaryExpr():
             return [node.expr]
@@ -74,7 +72,7 @@ def _children(node: Any) -> list[Any]:
             return []
 
 
-def _matcher(matcher: Any) -> Matcher:
+def _matcher(matcher):
     operator = str(matcher.op).removeprefix("MatchOp.")  # Equal, NotEqual, Re or NotRe
     is_pattern = operator in ("Re", "NotRe")
     values = tuple(matcher.value.split("|")) if is_pattern else (matcher.value,)

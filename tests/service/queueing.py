@@ -1,12 +1,8 @@
 """A batcher with a fake engine: texts that wait, and what they are answered."""
 
-from __future__ import annotations
-
 import asyncio
 import math
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import numpy as np
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of
@@ -16,22 +12,21 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.text.prompts import Prompt, SequencePlan
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
-from service.batching.pending_request import RequestResult
 from service.batching.sources import Texts
 from service.observability.metrics import Metrics
 
 
 @asynccontextmanager
 async def batching(
-    engine: FakeEngine,
-    tokens: int = 1000,
-    sequences: int = 100,
-    queue: int = 1000,
-    metrics: Metrics | None = None,
-    queue_seconds: float = math.inf,
-    queue_tokens: int = 2**20,
-    **more: Any,
-) -> AsyncIterator[Batcher]:
+    engine,
+    tokens=1000,
+    sequences=100,
+    queue=1000,
+    metrics=None,
+    queue_seconds=math.inf,
+    queue_tokens=2**20,
+    **more,
+):
     """Yield a batcher for the engine. At the end, assert that nothing waits any more."""
     limits = Limits(tokens, sequences, queue, 10**6, queue_tokens, queue_seconds)
     batcher = Batcher(engine, limits, metrics or Metrics(), **more)
@@ -43,11 +38,11 @@ async def batching(
     assert (batcher.waiting_sequences, batcher.waiting_tokens) == (0, 0)
 
 
-def submit(batcher: Batcher, texts: list[str], reuse: bool = True) -> asyncio.Future[RequestResult]:
+def submit(batcher, texts, reuse=True):
     return batcher.submit(Texts(texts, truncate=True), reuse=reuse)
 
 
-async def hold(engine: FakeEngine, batcher: Batcher) -> asyncio.Future[RequestResult]:
+async def hold(engine, batcher):
     """Keep the engine busy with another text, so that the next submitted requests have to wait."""
     engine.may_run.clear()
     busy = submit(batcher, ["busy"])
@@ -55,13 +50,13 @@ async def hold(engine: FakeEngine, batcher: Batcher) -> asyncio.Future[RequestRe
     return busy
 
 
-async def queued(batcher: Batcher, count: int) -> None:
+async def queued(batcher, count):
     """Wait until `count` requests have been tokenised and wait for the engine."""
     while batcher.waiting_requests < count:
         await asyncio.sleep(0.0005)
 
 
-def assert_result_of(texts: list[str], result: RequestResult) -> None:
+def assert_result_of(texts, result):
     expected = np.stack([embedding_of([ord(character) for character in text]) for text in texts])
     np.testing.assert_array_equal(result.outputs, expected)
     assert len(result.outcomes) == len(texts)
@@ -79,7 +74,7 @@ LABELLED = Prompt(Template(), tuple(SequencePlan(0, continuation=(ord(end),)) fo
 class LabelledEngine(FakeEngine):
     """A fake engine that makes a sequence of each text and each label."""
 
-    def tokenize(self, texts: list[str], truncate: bool, prompt: Prompt, *more: Any) -> list[list[int]]:
+    def tokenize(self, texts, truncate, prompt, *more):
         ends = ["".join(map(chr, plan.continuation)) for plan in prompt.sequence_plans]
         return super().tokenize([text + end for text in texts for end in ends], truncate, prompt, *more)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,6 @@ from fake_engine import FakeEngine
 from attncache_core import PrefillEngine
 from service.app import create_app
 from service.settings import Settings
-from service.web.connection import Connection
 from service.web.listeners import open_listeners
 from service.workers.server import Server
 
@@ -35,7 +32,7 @@ class Served:
     server: Server
     addresses: list[Any]
 
-    def connect(self, listener: int = 0, receive_buffer: int | None = None) -> socket.socket:
+    def connect(self, listener=0, receive_buffer=None):
         address = self.addresses[listener]
         family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
         client = socket.socket(family, socket.SOCK_STREAM)
@@ -45,15 +42,15 @@ class Served:
         client.connect(address)
         return client
 
-    def ask(self, request: bytes, listener: int = 0) -> Response:
+    def ask(self, request, listener=0):
         with self.connect(listener) as client:
             client.sendall(request)
             return read_response(client)
 
-    def connections(self) -> list[Connection]:
-        return list(self.server.server_state.connections)  # type: ignore[arg-type]
+    def connections(self):
+        return list(self.server.server_state.connections)
 
-    def metric(self, name: str) -> float:
+    def metric(self, name):
         body = self.ask(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n", len(self.addresses) - 1).body
         (line,) = [line for line in body.decode().splitlines() if line.startswith(f"attncache_{name} ")]
         return float(line.split()[-1])
@@ -66,13 +63,13 @@ class Response:
     body: bytes
 
     @property
-    def code(self) -> str:
+    def code(self):
         """The code of an error."""
         return json.loads(self.body)["error"]["code"]
 
 
 @contextmanager
-def served(engine: FakeEngine | PrefillEngine | None = None, **settings: Any) -> Iterator[Served]:
+def served(engine=None, **settings):
     """Yield the real server with an engine that is loaded, by default a fake one, on free ports."""
     engine = engine or FakeEngine()
     if "unix_socket" not in settings:
@@ -80,7 +77,7 @@ def served(engine: FakeEngine | PrefillEngine | None = None, **settings: Any) ->
     read = Settings(verify_rate=0, **settings)
     listeners = open_listeners(read)
     addresses = [listener.socket.getsockname() for listener in listeners]
-    server = Server(create_app(read, lambda: iter([engine])), read, listeners)  # type: ignore[list-item]
+    server = Server(create_app(read, lambda: iter([engine])), read, listeners)
     thread = threading.Thread(target=server.run)
     thread.start()
     running = Served(engine, server, addresses)
@@ -98,25 +95,25 @@ def served(engine: FakeEngine | PrefillEngine | None = None, **settings: Any) ->
     assert not thread.is_alive()
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
+def wait_until(holds):
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not holds():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
 
 
-def post(body: bytes, *headers: bytes, path: bytes = b"/embed") -> bytes:
+def post(body, *headers, path=b"/embed"):
     lines = [b"POST %s HTTP/1.1" % path, b"Host: test", b"Content-Length: %d" % len(body), *headers]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-def post_chunked(*chunks: bytes) -> bytes:
+def post_chunked(*chunks):
     """Return the headers and the given chunks of a body, without its end."""
     head = b"POST /embed HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n"
     return head + b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
 
 
-def read_response(client: socket.socket) -> Response:
+def read_response(client):
     """Read one response with a Content-Length."""
     received = b""
     while b"\r\n\r\n" not in received:
@@ -130,7 +127,7 @@ def read_response(client: socket.socket) -> Response:
     return Response(int(first.split()[1]), headers, body)
 
 
-def read_to_end(client: socket.socket) -> bytes:
+def read_to_end(client):
     """Read until the server closes the connection."""
     received = b""
     try:
@@ -141,24 +138,24 @@ def read_to_end(client: socket.socket) -> bytes:
     return received
 
 
-def _some_of(client: socket.socket) -> bytes:
+def _some_of(client):
     part = client.recv(65536)
     assert part, "the server closed the connection before its response"
     return part
 
 
-async def request_and_leave(app: Any, content: dict[str, Any], leave: asyncio.Event) -> list[dict[str, Any]]:
+async def request_and_leave(app, content, leave):
     """Send POST /embed to the app as a server does; the client disconnects when `leave` is set."""
     messages = [{"type": "http.request", "body": orjson.dumps(content), "more_body": False}]
-    answered: list[dict[str, Any]] = []
+    answered = []
 
-    async def receive() -> dict[str, Any]:
+    async def receive():
         if messages:
             return messages.pop()
         await leave.wait()
         return {"type": "http.disconnect"}
 
-    async def send(message: Any) -> None:
+    async def send(message):
         answered.append(message)
 
     scope = {

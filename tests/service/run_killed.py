@@ -3,13 +3,10 @@
 python run_killed.py ROWS_PER_CHUNK CHUNK ARGUMENTS...
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
@@ -20,7 +17,7 @@ chunks.CHUNK_ROWS, last = map(int, sys.argv[1:3])
 append, saved = spool.Spool.append, 0
 
 
-def append_until_killed(self: Any, numbers: Any, done: Any) -> None:
+def append_until_killed(self, numbers, done):
     global saved
     saved += 1
     if saved == last:
@@ -31,5 +28,5 @@ def append_until_killed(self: Any, numbers: Any, done: Any) -> None:
     append(self, numbers, done)
 
 
-spool.Spool.append = append_until_killed  # type: ignore[method-assign]
+spool.Spool.append = append_until_killed
 main(sys.argv[3:])

@@ -1,19 +1,13 @@
 """The real server around a tiny model, in a thread of this process, for clients that need a URL."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from attncache_core import KeyValueOptions, PrefillEngine
-from attncache_core.checkpoints.checkpoint import Checkpoint
+from attncache_core import PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 from service.app import create_app
 from service.observability.finished import FinishedRequest
@@ -23,16 +17,11 @@ from service.workers.server import Server
 
 
 @contextmanager
-def running(
-    folder: Path,
-    adapted: Callable[[Checkpoint], Checkpoint] = lambda own: own,
-    key_values: KeyValueOptions | None = None,
-    **settings: Any,
-) -> Iterator[str]:
+def running(folder, adapted=lambda own: own, key_values=None, **settings):
     """Serve the model of a folder, in float32, and yield the server's URL once it is ready."""
     own = Settings(**{"model": str(folder), "port": 0, **settings})
 
-    def load_engines() -> Iterator[PrefillEngine]:
+    def load_engines():
         checkpoint = adapted(read_checkpoint(folder))
         yield PrefillEngine.load(checkpoint, dtype="float32", key_values=key_values)
 
@@ -52,7 +41,7 @@ def running(
             listener.close()
 
 
-def samples(text: str) -> dict[tuple[str, ...], float]:
+def samples(text):
     """Return a dictionary: (name, label value, ...) -> value."""
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -75,11 +64,11 @@ ops   {OPS}   admin requests_per_minute=6 tokens_per_minute=600 in_flight=2
 """
 
 
-def bearer(key: str) -> dict[str, str]:
+def bearer(key):
     return {"Authorization": f"Bearer {key}"}
 
 
-def keys_file(folder: Path, text: str = FILE) -> Path:
+def keys_file(folder, text=FILE):
     path = folder / "keys"
     path.write_text(text, encoding="utf-8")
     return path

@@ -1,59 +1,106 @@
-"""Run several servers around the fake engine: `python serve_fakes.py FOLDER`.
+"""Run servers in forks of one process, which alone imports everything: `python serve_fakes.py FOLDER`.
 
-FOLDER/servers.json: name -> [manner, settings], as serve_fake.py takes them. Each server is a fork of this
-process, so that only one process imports everything. Its log is in NAME.log, its process id in NAME.pid, and
-its exit code, once it has ended, in NAME.code. Its temporary files are in FOLDER/NAME.
+Each line of the standard input is a JSON list [NAME, MANNER, SETTINGS]. The log of the server is in
+FOLDER/NAME.log, its process id in NAME.pid, and its exit code, once it has ended, in NAME.code. Its temporary
+files are in FOLDER/NAME.
+
+The manner "command" runs `attncache` with SETTINGS["arguments"] in SETTINGS["folder"]. All other manners
+serve the fake engine. Their SETTINGS are by field name, and by default the port is free. A batch takes 0.3 s,
+and a batch with the text "hang" hangs. SIGUSR1 hangs the event loop. SIGUSR2 hangs all threads that need the
+interpreter.
 """
 
+import atexit
+import ctypes
 import json
 import os
+import signal
 import sys
 import tempfile
-import traceback
+import time
 from pathlib import Path
-from typing import Any
 
-from serve_fake import serve
+from fake_engine import FakeEngine, texts_of
+
+import service
+from attncache_core import ModelNotFound
+from service.cli import main as attncache
+from service.commands.serve import configure_logging
+from service.settings import Settings
+from service.web.listeners import open_listeners
+from service.workers.supervisor import serve_with_workers
+
+HANG_SECONDS = 600
 
 
-def run(folder: Path, name: str, manner: str, settings: dict[str, Any]) -> None:
+class SlowEngine(FakeEngine):
+    def run(self, requests):
+        time.sleep(HANG_SECONDS if "hang" in texts_of(requests) else 0.3)
+        return super().run(requests)
+
+
+def serve(manner, given):
+    def load_engines(*_):
+        match manner:
+            case "never-loads":
+                time.sleep(60)
+            case "refuses":
+                raise ModelNotFound("there is no such model")
+            case "fails":
+                raise RuntimeError("a bug")
+        yield SlowEngine()
+
+    if manner == "never-cleans-up":
+        atexit.register(time.sleep, HANG_SECONDS)
+    signal.signal(signal.SIGUSR1, hang_loop)
+    signal.signal(signal.SIGUSR2, hang_interpreter)
+    settings = Settings(**({} if "unix_socket" in given else {"port": 0}) | given)
+    configure_logging("info")
+    failure = serve_with_workers(settings, load_engines, open_listeners(settings))
+    print(failure, file=sys.stderr)
+    sys.exit(f"failed with {type(failure).__name__}")
+
+
+def hang_loop(*_):
+    time.sleep(HANG_SECONDS)
+
+
+def hang_interpreter(*_):
+    ctypes.PyDLL(None).sleep(HANG_SECONDS)  # keeps the interpreter's lock
+
+
+def run(folder, name, manner, settings):
     os.setsid()
-    log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 2)
+    os.dup2(os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    (folder / name).mkdir()
     tempfile.tempdir = str(folder / name)
-    code = 1
-    try:
-        serve(manner, settings)
-        code = 0
-    except SystemExit as ended:
-        if isinstance(ended.code, str):
-            print(ended.code, file=sys.stderr)
-        else:
-            code = ended.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+    if manner == "command":
+        os.chdir(settings["folder"])
+        os.environ["PYTHONPATH"] = str(Path(service.__file__).parents[1])
+        attncache(settings["arguments"])
+    serve(manner, settings)
 
 
-def main(folder: Path) -> None:
-    names: dict[int, str] = {}
-    for name, (manner, settings) in json.loads((folder / "servers.json").read_text()).items():
-        (folder / name).mkdir()
-        process = os.fork()
-        if process == 0:
-            run(folder, name, manner, settings)
-        names[process] = name
-        write(folder / f"{name}.pid", process)
-    while names:
-        process, status = os.wait()
-        write(folder / f"{names.pop(process)}.code", os.waitstatus_to_exitcode(status))
-
-
-def write(path: Path, number: int) -> None:
+def write(path, number):
     beside = path.with_suffix(".new")
     beside.write_text(str(number))
     beside.replace(path)
+
+
+def main(folder):
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        name, manner, settings = json.loads(line)
+        if os.fork():
+            continue
+        # This process waits for the server.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        process = os.fork()
+        if process == 0:
+            return run(folder, name, manner, settings)
+        write(folder / f"{name}.pid", process)
+        write(folder / f"{name}.code", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+        os._exit(0)
 
 
 if __name__ == "__main__":

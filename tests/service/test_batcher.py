@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import asyncio
 import time
-from typing import Any
 
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine
@@ -20,7 +17,7 @@ from queueing import (
     texts_of_all_kinds,
 )
 
-from attncache_core import InputTooLong, InvalidInput, NotFinite, Outcome
+from attncache_core import InvalidInput, NotFinite, Outcome
 from attncache_core.checkpoints.template import Template
 from attncache_core.text.prompts import Prompt, SequencePlan
 from service.batching.sources import Texts
@@ -31,10 +28,8 @@ pytestmark = pytest.mark.anyio
 
 
 @given(requests=requests_of_texts, tokens=st.integers(1, 60), sequences=st.integers(1, 10))
-def test_every_request_gets_its_own_result_in_order_and_no_batch_is_over_budget(
-    requests: list[list[str]], tokens: int, sequences: int
-) -> None:
-    async def scenario(engine: FakeEngine) -> None:
+def test_every_request_gets_its_own_result_in_order_and_no_batch_is_over_budget(requests, tokens, sequences):
+    async def scenario(engine):
         async with batching(engine, tokens, sequences) as batcher:
             await hold(engine, batcher)
             pending = [submit(batcher, texts) for texts in requests]
@@ -52,7 +47,7 @@ def test_every_request_gets_its_own_result_in_order_and_no_batch_is_over_budget(
     assert served == sorted(text for texts in requests for text in texts)
 
 
-async def test_oldest_goes_first_and_the_batch_is_filled() -> None:
+async def test_oldest_goes_first_and_the_batch_is_filled():
     engine = FakeEngine()
     async with batching(engine, tokens=10) as batcher:
         await hold(engine, batcher)
@@ -77,8 +72,8 @@ async def test_oldest_goes_first_and_the_batch_is_filled() -> None:
     ],
 )
 async def test_tokens_that_sequences_share_count_once_and_sequences_of_one_text_as_one_text(
-    sharing: bool, tokens: int, sequences: int, expected: list[list[str]]
-) -> None:
+    sharing, tokens, sequences, expected
+):
     engine = LabelledEngine()
     engine.sharing = sharing
     async with batching(engine, tokens, sequences) as batcher:
@@ -92,9 +87,9 @@ async def test_tokens_that_sequences_share_count_once_and_sequences_of_one_text_
     requests=requests_of_texts, tokens=st.integers(1, 60), sequences=st.integers(1, 4), sharing=st.booleans()
 )
 def test_every_text_gets_the_results_of_all_its_labels_however_batches_are_cut(
-    requests: list[list[str]], tokens: int, sequences: int, sharing: bool
-) -> None:
-    async def scenario() -> None:
+    requests, tokens, sequences, sharing
+):
+    async def scenario():
         engine = LabelledEngine()
         engine.sharing = sharing
         async with batching(engine, tokens, sequences) as batcher:
@@ -115,7 +110,7 @@ def test_every_text_gets_the_results_of_all_its_labels_however_batches_are_cut(
     asyncio.run(scenario())
 
 
-async def test_request_whose_prefixes_are_shared_reuses_nothing() -> None:
+async def test_request_whose_prefixes_are_shared_reuses_nothing():
     engine = FakeEngine(stored={"aa"})
     async with batching(engine) as batcher:
         assert (await submit(batcher, ["aa"])).outcomes == (Outcome.HIT,)
@@ -123,7 +118,7 @@ async def test_request_whose_prefixes_are_shared_reuses_nothing() -> None:
         assert (await submit(batcher, ["aa"])).outcomes == (Outcome.NOT_SEARCHED,)
 
 
-async def test_requests_of_one_batch_choose_reuse_separately() -> None:
+async def test_requests_of_one_batch_choose_reuse_separately():
     engine = FakeEngine(stored={"a"})
     async with batching(engine) as batcher:
         await hold(engine, batcher)
@@ -135,7 +130,7 @@ async def test_requests_of_one_batch_choose_reuse_separately() -> None:
     assert len(engine.batches) == 2
 
 
-async def test_cancelled_request_is_never_computed() -> None:
+async def test_cancelled_request_is_never_computed():
     engine = FakeEngine()
     async with batching(engine) as batcher:
         await hold(engine, batcher)
@@ -147,7 +142,7 @@ async def test_cancelled_request_is_never_computed() -> None:
     assert engine.batches == [["busy"], ["stays"]]
 
 
-async def test_cancelled_request_makes_room_for_the_next_at_once() -> None:
+async def test_cancelled_request_makes_room_for_the_next_at_once():
     engine = FakeEngine()
     async with batching(engine, queue=2) as batcher:
         await hold(engine, batcher)
@@ -161,19 +156,7 @@ async def test_cancelled_request_makes_room_for_the_next_at_once() -> None:
         assert_result_of(["third"], await third)
 
 
-async def test_rest_of_a_request_cancelled_half_way_is_not_computed() -> None:
-    engine = FakeEngine()
-    async with batching(engine, sequences=1) as batcher:
-        engine.may_run.clear()
-        gone = submit(batcher, ["first", "second", "third"])
-        await asyncio.to_thread(engine.runs.acquire)
-        gone.cancel()
-        engine.may_run.set()
-        assert_result_of(["next"], await submit(batcher, ["next"]))
-    assert engine.batches == [["first"], ["next"]]
-
-
-async def test_full_queue_refuses_at_once_and_serves_what_it_has() -> None:
+async def test_full_queue_refuses_at_once_and_serves_what_it_has():
     engine = FakeEngine()
     async with batching(engine, queue=4) as batcher:
         busy = await hold(engine, batcher)
@@ -193,9 +176,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, Panic])
-async def test_exception_of_the_engine_fails_only_the_request_that_causes_the_exception(
-    kind: type[BaseException],
-) -> None:
+async def test_exception_of_the_engine_fails_only_the_request_that_causes_the_exception(kind):
     engine = FakeEngine(failure=kind)
     async with batching(engine, sequences=3) as batcher:
         busy = await hold(engine, batcher)
@@ -216,7 +197,7 @@ async def test_exception_of_the_engine_fails_only_the_request_that_causes_the_ex
     ]
 
 
-async def test_requests_of_a_failed_batch_are_counted_once() -> None:
+async def test_requests_of_a_failed_batch_are_counted_once():
     engine, metrics = FakeEngine(stored={"hit"}), Metrics()
     async with batching(engine, metrics=metrics) as batcher:
         await hold(engine, batcher)
@@ -231,7 +212,7 @@ async def test_requests_of_a_failed_batch_are_counted_once() -> None:
     assert "attncache_batch_sequences_count 3.0" in shown
 
 
-async def test_cancelled_request_is_not_run_again() -> None:
+async def test_cancelled_request_is_not_run_again():
     engine = FakeEngine()
     async with batching(engine) as batcher:
         await hold(engine, batcher)
@@ -239,7 +220,7 @@ async def test_cancelled_request_is_not_run_again() -> None:
         await queued(batcher, 3)
 
         # Cancels the request while its batch is running.
-        def give_up() -> None:
+        def give_up():
             batcher._loop.call_soon_threadsafe(pending[1].cancel)
             while not pending[1].done():
                 time.sleep(0.0005)
@@ -252,48 +233,15 @@ async def test_cancelled_request_is_not_run_again() -> None:
     assert engine.batches[1:] == [[FAILING, "gone", "stays"], [FAILING], ["stays"]]
 
 
-async def test_text_that_comes_to_nan_fails_only_its_request_and_is_named() -> None:
-    engine = FakeEngine()
-    async with batching(engine) as batcher:
-        await hold(engine, batcher)
-        pending = [submit(batcher, texts) for texts in (["a", "b"], ["c", NOT_FINITE, NOT_FINITE], ["d"])]
-        await queued(batcher, 3)
-        engine.may_run.set()
-        first, damaged, last = await asyncio.gather(*pending, return_exceptions=True)
-    assert isinstance(damaged, NotFinite)
-    assert damaged.field == "inputs[1]"
-    assert_result_of(["a", "b"], first)
-    assert_result_of(["d"], last)
-    assert len(engine.batches) == 2
-
-
-@pytest.mark.parametrize("sequences", [1, 3, 100])
-async def test_error_names_the_index_of_a_text_of_several_sequences(sequences: int) -> None:
-    sequence_plans = (SequencePlan(0), SequencePlan(0), SequencePlan(0))
-
-    class Labelled(FakeEngine):
-        def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
-            return super().tokenize([text for text in texts for _ in sequence_plans], *arguments)
-
-    async with batching(Labelled(), sequences=sequences) as batcher:
-        with pytest.raises(NotFinite) as refused:
-            await batcher.submit(
-                Texts(["a", "b", NOT_FINITE, "c"], truncate=True),
-                reuse=True,
-                prompt=Prompt(Template(), sequence_plans),
-            )
-    assert refused.value.field == "inputs[2]"
-
-
 @given(
     requests=st.lists(st.lists(texts_of_all_kinds, min_size=1, max_size=5), min_size=1, max_size=9),
     tokens=st.integers(1, 200),
     sequences=st.integers(1, 10),
 )
 def test_requests_get_their_own_result_or_their_own_error_whatever_they_were_batched_with(
-    requests: list[list[str]], tokens: int, sequences: int
-) -> None:
-    async def scenario() -> list[Any]:
+    requests, tokens, sequences
+):
+    async def scenario():
         engine = FakeEngine()
         async with batching(engine, tokens, sequences) as batcher:
             await hold(engine, batcher)
@@ -312,26 +260,9 @@ def test_requests_get_their_own_result_or_their_own_error_whatever_they_were_bat
             assert_result_of(texts, answer)
 
 
-async def test_request_in_several_batches_fails_if_one_batch_fails() -> None:
-    engine = FakeEngine()
-    async with batching(engine, sequences=1) as batcher:
-        with pytest.raises(InternalError):
-            await submit(batcher, ["fine", FAILING, "never answered"])
-        assert_result_of(["next"], await submit(batcher, ["next"]))
-
-
-async def test_text_that_is_too_long_fails_its_request_before_the_queue() -> None:
-    engine = FakeEngine()
-    async with batching(engine) as batcher:
-        with pytest.raises(InputTooLong) as refused:
-            await batcher.submit(Texts(["a", "b" * 100], truncate=False), reuse=True)
-        assert refused.value.field == "inputs[1]"
-    assert engine.batches == []
-
-
-async def test_panic_of_the_tokenizer_fails_only_its_request() -> None:
+async def test_panic_of_the_tokenizer_fails_only_its_request():
     class PanickingEngine(FakeEngine):
-        def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
+        def tokenize(self, texts, *arguments):
             if texts == ["panic"]:
                 raise Panic
             return super().tokenize(texts, *arguments)
@@ -342,16 +273,7 @@ async def test_panic_of_the_tokenizer_fails_only_its_request() -> None:
         assert_result_of(["next"], await submit(batcher, ["next"]))
 
 
-async def test_closing_finishes_what_is_queued() -> None:
-    engine = FakeEngine()
-    async with batching(engine, sequences=1) as batcher:
-        await hold(engine, batcher)
-        pending = [submit(batcher, [text, text]) for text in "abc"]
-    for text, result in zip("abc", pending, strict=True):
-        assert_result_of([text, text], await result)
-
-
-async def test_request_after_the_end_is_refused() -> None:
+async def test_request_after_the_end_is_refused():
     async with batching(FakeEngine()) as batcher:
         pass
     with pytest.raises(ShuttingDown) as refused:
@@ -360,11 +282,11 @@ async def test_request_after_the_end_is_refused() -> None:
 
 
 @pytest.mark.parametrize("plans", [1, 3])
-async def test_text_without_a_token_is_refused_and_named(plans: int) -> None:
+async def test_text_without_a_token_is_refused_and_named(plans):
     class Forgetting(FakeEngine):
         """Its tokenizer knows no token of the text "unknown"."""
 
-        def tokenize(self, texts: list[str], *arguments: Any) -> list[list[int]]:
+        def tokenize(self, texts, *arguments):
             made = super().tokenize([text for text in texts for _ in range(plans)], *arguments)
             return [[] if "".join(map(chr, ids)) == "unknown" else ids for ids in made]
 

@@ -1,18 +1,13 @@
 """Prompts of segments and a query: answers, headers, refusals, listwise reranking and verification."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from core_decoders import write_decoder_tokenizer, write_llama
@@ -21,7 +16,6 @@ from fake_engine import serving
 from running import samples
 
 from attncache_core import InvalidInput, KeyValueOptions, PrefillEngine, PrefillRequest
-from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.comparator import Measure
@@ -40,51 +34,51 @@ SEGMENTS = [
     "my card is lost and the account too. " * 2,
     "where is it? " * 4,
 ]
-BODY: dict[str, Any] = {"segments": SEGMENTS, "query": "is the card here"}
+BODY = {"segments": SEGMENTS, "query": "is the card here"}
 _DIVIDING = {"divide_texts": True, "blend": Path("g")}
 LABELS = {"labels": ("card", "bank"), "label_logits": True, "template": Template.parse("{} Answer:")}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama", num_hidden_layers=4)
 
 
-def checkpoint_of(folder: Path, **use: Any) -> Checkpoint:
+def checkpoint_of(folder, **use):
     return read_checkpoint(folder).adapted(**use or {"pooling": "lasttoken"})
 
 
-def load(folder: Path, **use: Any) -> PrefillEngine:
+def load(folder, **use):
     options = KeyValueOptions(2**24)
     return PrefillEngine.load(checkpoint_of(folder, **use), dtype="float32", key_values=options)
 
 
-def gate_of(engine: PrefillEngine, *ratios: float, least: float = 0.0, **more: Any) -> BlendGate:
+def gate_of(engine, *ratios, least=0.0, **more):
     measured = tuple(MeasuredRatio(ratio, 0.99, 0.98, True, 0.3) for ratio in ratios)
     measure = more.pop("measure", Measure.COSINE)
     return BlendGate(engine.fingerprint, Budget(measure, least), "\n", 200, measured, **more)
 
 
-def blending(folder: Path, *ratios: float, **use: Any) -> PrefillEngine:
+def blending(folder, *ratios, **use):
     engine = load(folder, **use)
     engine.open_gate(gate_of(engine, *ratios))
     return engine
 
 
-async def asked(client: httpx.AsyncClient, path: str, body: dict[str, Any], **how: Any) -> httpx.Response:
+async def asked(client, path, body, **how):
     response = await client.post(path, json=body, **how)
     assert response.status_code == 200, response.text
     return response
 
 
-def joined(engine: PrefillEngine, body: dict[str, Any]) -> list[int]:
+def joined(engine, body):
     """The token ids of a prompt, each part tokenised by itself."""
     turns = engine.tokenizer.turns([part for own in body["segments"] for part in (own, "\n")])
     (query,) = engine.tokenizer.turns([body["query"]])
     return [0, *(token for turn in turns for token in turn), *query]
 
 
-def chunks_of(response: httpx.Response) -> list[dict[str, int]]:
+def chunks_of(response):
     found = []
     for chunk in response.headers["X-AttnCache-Segments"].split(", "):
         tokens, *named = chunk.split(";")
@@ -94,7 +88,7 @@ def chunks_of(response: httpx.Response) -> list[dict[str, int]]:
     return found
 
 
-async def test_segments_are_computed_exactly_without_a_gate(folder: Path) -> None:
+async def test_segments_are_computed_exactly_without_a_gate(folder):
     engine = load(folder)
     expected = engine.run([PrefillRequest(joined(engine, BODY), False)]).outputs
     async with serving(engine) as client:
@@ -104,7 +98,7 @@ async def test_segments_are_computed_exactly_without_a_gate(folder: Path) -> Non
     assert "X-AttnCache-Segments" not in response.headers
 
 
-async def test_ratio_of_one_gives_the_exact_answer_and_less_gives_another_one(folder: Path) -> None:
+async def test_ratio_of_one_gives_the_exact_answer_and_less_gives_another_one(folder):
     exact = load(folder)
     expected = exact.run([PrefillRequest(joined(exact, BODY), False)]).outputs
     found = {}
@@ -117,7 +111,7 @@ async def test_ratio_of_one_gives_the_exact_answer_and_less_gives_another_one(fo
     assert np.abs(found[0.0] - expected).max() > 1e-2 * np.abs(expected).max()
 
 
-async def test_headers_say_what_was_cached_and_recomputed_in_any_order(folder: Path) -> None:
+async def test_headers_say_what_was_cached_and_recomputed_in_any_order(folder):
     async with serving(blending(folder, 0.5)) as client:
         first = await asked(client, "/embed", BODY)
         again = await asked(client, "/embed", BODY)
@@ -142,14 +136,14 @@ async def test_headers_say_what_was_cached_and_recomputed_in_any_order(folder: P
     assert values["attncache_segment_tokens_total", "recomputed"] > 0
 
 
-async def test_header_of_many_chunks_stays_short(folder: Path) -> None:
+async def test_header_of_many_chunks_stays_short(folder):
     async with serving(blending(folder, 0.5)) as client:
         response = await asked(client, "/embed", {**BODY, "segments": ["a"] * 100})
     assert len(chunks_of(response)) == 64
     assert len(response.headers["X-AttnCache-Segments"]) < 4096
 
 
-async def test_blended_answers_are_not_kept_for_equal_texts(folder: Path) -> None:
+async def test_blended_answers_are_not_kept_for_equal_texts(folder):
     engine = blending(folder, 0.0)
     exact = load(folder)
     expected = exact.run([PrefillRequest(joined(exact, BODY), False)]).outputs
@@ -165,11 +159,11 @@ async def test_blended_answers_are_not_kept_for_equal_texts(folder: Path) -> Non
         np.testing.assert_allclose(response.json(), expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder: Path) -> None:
+def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder):
     engine = blending(folder, 0.5)
     source = Segments(SEGMENTS, BODY["query"], "\n")
     prompt = engine.default_prompt
-    future: Any = None
+    future = None
     request = PendingRequest(source, prompt, False, True, future, salt=b"a", may_blend=True)
     (sequence,) = request.next_part(engine, 10**6)
     first, *others = sequence.stored_as
@@ -179,7 +173,7 @@ def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder: Path) -> No
     assert sequence.tokens < len(sequence.prefill.ids)
 
 
-async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exactly(folder: Path) -> None:
+async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exactly(folder):
     async with serving(blending(folder, 0.0, **LABELS)) as client:
         own = await asked(client, "/classify", BODY)
         others = await asked(client, "/classify", {**BODY, "labels": ["lost", "here"]})
@@ -203,9 +197,7 @@ async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exa
         ({**BODY, "segments": ["a"] * 2000}, "segments", "fewer"),
     ],
 )
-async def test_bad_segments_are_refused_and_the_next_request_is_served(
-    folder: Path, body: dict[str, Any], field: str, message: str
-) -> None:
+async def test_bad_segments_are_refused_and_the_next_request_is_served(folder, body, field, message):
     async with serving(blending(folder, 0.0)) as client:
         response = await client.post("/embed", json=body)
         await asked(client, "/embed", BODY)
@@ -215,9 +207,7 @@ async def test_bad_segments_are_refused_and_the_next_request_is_served(
     assert message in error["message"]
 
 
-async def test_encoders_and_pooling_of_all_tokens_refuse_segments_with_the_reason(
-    folder: Path, tmp_path: Path
-) -> None:
+async def test_encoders_and_pooling_of_all_tokens_refuse_segments_with_the_reason(folder, tmp_path):
     encoder = PrefillEngine.load(
         read_checkpoint(write_sentence_transformer(tmp_path / "encoder")), key_values=KeyValueOptions(2**20)
     )
@@ -231,7 +221,7 @@ async def test_encoders_and_pooling_of_all_tokens_refuse_segments_with_the_reaso
         assert reason in response.json()["error"]["message"]
 
 
-async def test_texts_are_divided_at_the_separator_or_by_tokens(folder: Path) -> None:
+async def test_texts_are_divided_at_the_separator_or_by_tokens(folder):
     text = "\n".join([*SEGMENTS, BODY["query"]])
     async with serving(blending(folder, 0.5), divide_texts=True, blend=Path("g")) as client:
         divided = await asked(client, "/embed", {"inputs": [text, "a short one"]})
@@ -244,9 +234,9 @@ async def test_texts_are_divided_at_the_separator_or_by_tokens(folder: Path) -> 
     assert len(chunks_of(response)) == (tokens - 2) // 16
 
 
-async def test_divided_texts_keep_their_tokens_template_and_truncation(folder: Path) -> None:
+async def test_divided_texts_keep_their_tokens_template_and_truncation(folder):
     texts = ["\n".join([*SEGMENTS, BODY["query"]]), "\n".join(["the bank was closed today."] * 400)]
-    how: dict[str, Any] = {"truncate": True}
+    how = {"truncate": True}
     answers = []
     for engine, options in (
         (load(folder, **LABELS), how),
@@ -260,7 +250,7 @@ async def test_divided_texts_keep_their_tokens_template_and_truncation(folder: P
         np.testing.assert_allclose(*scores, atol=1e-5)
 
 
-async def test_documents_are_ranked_in_one_prompt(tmp_path: Path) -> None:
+async def test_documents_are_ranked_in_one_prompt(tmp_path):
     folder = write_llama(tmp_path / "llama")
     body = {"query": "where is the card", "segments": SEGMENTS, "return_documents": True, "top_n": 2}
     # Every letter is one token behind a space.
@@ -289,7 +279,7 @@ async def test_documents_are_ranked_in_one_prompt(tmp_path: Path) -> None:
     assert "X-AttnCache-Approximate" not in other_prompt.headers
 
 
-async def test_segments_can_be_computed_before_their_first_prompt_and_pinned(folder: Path) -> None:
+async def test_segments_can_be_computed_before_their_first_prompt_and_pinned(folder):
     async with serving(blending(folder, 0.5), admin=True) as client:
         warmed = (await asked(client, "/cache/warm", {"segments": SEGMENTS, "pin": True})).json()
         found = (await asked(client, "/cache/lookup", {"segments": SEGMENTS})).json()
@@ -303,9 +293,7 @@ async def test_segments_can_be_computed_before_their_first_prompt_and_pinned(fol
     assert long.status_code == 422
 
 
-async def test_segments_are_computed_again_after_they_were_dropped_though_their_results_are_kept(
-    folder: Path,
-) -> None:
+async def test_segments_are_computed_again_after_they_were_dropped_though_their_results_are_kept(folder):
     async with serving(blending(folder, 0.5), admin=True, result_memory_bytes=2**20) as client:
         answers = []
         for _ in range(2):
@@ -317,7 +305,7 @@ async def test_segments_are_computed_again_after_they_were_dropped_though_their_
     assert [own["cached_tokens"] for own in answers] == [0, tokens, 0, tokens]
 
 
-async def test_operators_see_which_tokens_deviate(folder: Path) -> None:
+async def test_operators_see_which_tokens_deviate(folder):
     async with serving(blending(folder, 0.5), admin=True) as client:
         found = (await asked(client, "/explain?debug=blend", BODY)).json()
         wrong = await client.post("/explain?debug=blend", json={"input": "a"})
@@ -331,7 +319,7 @@ async def test_operators_see_which_tokens_deviate(folder: Path) -> None:
     assert wrong.status_code == one.status_code == 400
 
 
-async def test_operators_see_deviations_also_where_nothing_is_computed_again(folder: Path) -> None:
+async def test_operators_see_deviations_also_where_nothing_is_computed_again(folder):
     engine = blending(folder, 0.0)
     async with serving(engine, admin=True) as client:
         found = (await asked(client, "/explain?debug=blend", BODY)).json()
@@ -344,14 +332,14 @@ async def test_operators_see_deviations_also_where_nothing_is_computed_again(fol
 
 
 @asynccontextmanager
-async def verified(engine: PrefillEngine) -> AsyncIterator[httpx.AsyncClient]:
+async def verified(engine):
     async with serving(engine, verify_rate=1.0) as client:
         yield client
 
 
 def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_file(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    folder, tmp_path, caplog
+):
     engine, path = load(folder), tmp_path / "blend.json"
     gate = gate_of(engine, 0.0, 0.1, least=0.9999)
     write_gate(path, gate)
@@ -386,7 +374,7 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     assert engine.info().blending.off == "verified answers did not keep the budget"
 
 
-async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(folder: Path) -> None:
+async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(folder):
     engine = load(folder)
     engine.open_gate(gate_of(engine, 1.0, least=0.99))
     async with verified(engine) as client:
@@ -405,7 +393,7 @@ async def test_answers_that_keep_the_budget_are_verified_and_change_nothing(fold
     assert engine.blending.gate.steps == 0
 
 
-def test_gate_file_of_another_model_or_that_is_damaged_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_gate_file_of_another_model_or_that_is_damaged_is_refused(folder, tmp_path):
     engine = load(folder)
     other = replace(gate_of(engine, 0.5), fingerprint="0" * 64)
     with pytest.raises(InvalidInput, match="another model"):

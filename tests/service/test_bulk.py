@@ -1,7 +1,5 @@
 """Files of texts to files of embeddings and classes, also if the run is stopped anywhere."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import json
@@ -9,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,15 +16,7 @@ from command_line import PRIVATE, model_arguments, run, succeeded
 from core_decoders import write_llama
 from core_models import damage_weights, random_text, write_model, write_sentence_transformer
 
-from attncache_core import (
-    Checkpoint,
-    LinearClassifier,
-    PrefillEngine,
-    PrefillRequest,
-    PrefillResult,
-    class_scores,
-    fit_classifier,
-)
+from attncache_core import LinearClassifier, PrefillEngine, class_scores, fit_classifier
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.runner import Runner
 from service.bulk import chunks, formats, spool
@@ -41,12 +29,12 @@ SCRIPT = Path(__file__).with_name("run_killed.py")
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_ROWS", ROWS_PER_CHUNK)
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[str]:
+def texts():
     """50 texts, some of them equal."""
     random = np.random.default_rng(0)
     distinct = [random_text(random, words) for words in random.integers(1, 12, size=40)]
@@ -54,18 +42,18 @@ def texts() -> list[str]:
 
 
 @pytest.fixture
-def source(tmp_path: Path, texts: list[str]) -> Path:
+def source(tmp_path, texts):
     path = tmp_path / "texts.txt"
     path.write_text("\n".join(texts) + "\n", encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_engine: PrefillEngine, texts: list[str]) -> np.ndarray:
+def expected(tiny_engine, texts):
     return tiny_engine.embed(texts)
 
 
-def write_texts(path: Path, texts: list[str]) -> Path:
+def write_texts(path, texts):
     """Write texts beside another column, in the format of the path's ending."""
     rows = list(enumerate(texts))
     if path.suffix == ".parquet":
@@ -84,11 +72,11 @@ def write_texts(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def embed_arguments(checkpoint: Checkpoint, source: Path, output: Path, *more: object) -> tuple[object, ...]:
+def embed_arguments(checkpoint, source, output, *more):
     return "embed", *model_arguments(checkpoint), "--input", source, "--output", output, *more
 
 
-def one_line(result: Any, *words: str, code: int = 2) -> str:
+def one_line(result, *words, code=2):
     """Check that a command failed in one line with these words, beside lines of progress; return the line."""
     assert result.exit_code == code, result.output
     assert PRIVATE not in result.stderr
@@ -99,14 +87,12 @@ def one_line(result: Any, *words: str, code: int = 2) -> str:
     return line
 
 
-def left_files(folder: Path) -> list[str]:
+def left_files(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("texts"))
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "tsv", "csv", "parquet"])
-def test_embeddings_are_in_the_order_of_the_input(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, texts: list[str], expected: np.ndarray, ending: str
-) -> None:
+def test_embeddings_are_in_the_order_of_the_input(tiny_checkpoint, tmp_path, texts, expected, ending):
     source, output = write_texts(tmp_path / f"texts.{ending}", texts), tmp_path / "out.npy"
     shown = succeeded(run(*embed_arguments(tiny_checkpoint, source, output, "--column", "body")))
     assert shown == f"{output}: 50 embeddings of 32 dimensions\n"
@@ -117,13 +103,8 @@ def test_embeddings_are_in_the_order_of_the_input(
 
 
 def test_embeddings_as_parquet_and_with_fewer_dimensions(
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    source: Path,
-    tiny_engine: PrefillEngine,
-    texts: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tiny_checkpoint, tmp_path, source, tiny_engine, texts, monkeypatch
+):
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(formats, "_NUMBERS_AT_ONCE", 16 * 20)
     output = tmp_path / "out.parquet"
@@ -136,7 +117,7 @@ def test_embeddings_as_parquet_and_with_fewer_dimensions(
     assert left_files(tmp_path) == ["out.parquet"]
 
 
-def test_prompt_of_the_model_is_used(tmp_path: Path, source: Path, texts: list[str]) -> None:
+def test_prompt_of_the_model_is_used(tmp_path, source, texts):
     folder = write_sentence_transformer(
         tmp_path / "texts-model", prompts={"prompts": {"query": "query : "}, "default_prompt_name": None}
     )
@@ -147,7 +128,7 @@ def test_prompt_of_the_model_is_used(tmp_path: Path, source: Path, texts: list[s
 
 
 @pytest.fixture(scope="module")
-def classes(tiny_classifier_checkpoint: Checkpoint, texts: list[str]) -> np.ndarray:
+def classes(tiny_classifier_checkpoint, texts):
     engine = PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
     return class_scores(engine.run(engine.requests(engine.tokenize(texts))).outputs)
 
@@ -156,9 +137,7 @@ LABELS = ("transfer", "card", "help")
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "tsv", "parquet"])
-def test_classes_are_in_the_order_of_the_input(
-    tiny_classifier_checkpoint: Checkpoint, tmp_path: Path, source: Path, classes: np.ndarray, ending: str
-) -> None:
+def test_classes_are_in_the_order_of_the_input(tiny_classifier_checkpoint, tmp_path, source, classes, ending):
     output = tmp_path / f"out.{ending}"
     arguments = model_arguments(tiny_classifier_checkpoint)
     shown = succeeded(run("classify", *arguments, "--input", source, "--output", output))
@@ -184,9 +163,7 @@ def test_classes_are_in_the_order_of_the_input(
     assert [row["score"] for row in rows] == [max(row) for row in scores]
 
 
-def test_labels_are_compared_by_embedding(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, texts: list[str]
-) -> None:
+def test_labels_are_compared_by_embedding(tiny_checkpoint, tmp_path, source, texts):
     output = tmp_path / "out.jsonl"
     given = ("--labels", "card, bank", "--input", source, "--output", output)
     succeeded(run("classify", *model_arguments(tiny_checkpoint), *given))
@@ -196,9 +173,7 @@ def test_labels_are_compared_by_embedding(
     np.testing.assert_allclose([list(row["scores"].values()) for row in rows], scores, atol=1e-5)
 
 
-def test_fitted_classifier_is_used(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, texts: list[str], expected: np.ndarray
-) -> None:
+def test_fitted_classifier_is_used(tiny_checkpoint, tmp_path, source, texts, expected):
     fitted = fit_classifier(
         expected,
         [text.split()[0] for text in texts],
@@ -215,9 +190,7 @@ def test_fitted_classifier_is_used(
 
 
 @pytest.mark.parametrize("labels", ["a,b", "lost card,lost bank,b"], ids=["one token", "several tokens"])
-def test_labels_are_scored_by_their_tokens(
-    tmp_path: Path, source: Path, texts: list[str], labels: str
-) -> None:
+def test_labels_are_scored_by_their_tokens(tmp_path, source, texts, labels):
     checkpoint, output = read_checkpoint(write_llama(tmp_path / "texts-llama")), tmp_path / "out.jsonl"
     options = ("--task", "label-logits", "--labels", labels, "--batch-tokens", 64)
     given = ("--input", source, "--output", output)
@@ -240,16 +213,14 @@ def test_labels_are_scored_by_their_tokens(
 
 
 @pytest.fixture
-def whole(tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path) -> bytes:
+def whole(tiny_checkpoint, tmp_path, source):
     """The output of a run that nobody stopped."""
     output = tmp_path / "texts-whole.npy"
     succeeded(run(*embed_arguments(tiny_checkpoint, source, output)))
     return output.read_bytes()
 
 
-def test_killed_run_continues_with_the_same_bytes(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, whole: bytes
-) -> None:
+def test_killed_run_continues_with_the_same_bytes(tiny_checkpoint, tmp_path, source, whole):
     output = tmp_path / "out.npy"
     arguments = embed_arguments(tiny_checkpoint, source, output)
     # Killed while the third chunk is half written.
@@ -270,16 +241,16 @@ class Killed(BaseException):
     """Ends a run as a signal would, except that handlers run."""
 
 
-def interrupted(*_: object) -> None:
+def interrupted(*_):
     raise KeyboardInterrupt
 
 
-def is_killed_before(step: int, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> bool:
+def is_killed_before(step, arguments, monkeypatch):
     """Run a command until it is about to take this step on the disk; return whether there was such a step."""
     steps = count()
 
-    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*values: Any, **named: Any) -> Any:
+    def counted(original):
+        def call(*values, **named):
             if next(steps) == step:
                 raise Killed
             return original(*values, **named)
@@ -297,17 +268,15 @@ def is_killed_before(step: int, arguments: tuple[object, ...], monkeypatch: pyte
     return False
 
 
-def stop_ever_later(
-    arguments: tuple[object, ...], output: Path, steps: Iterator[int], monkeypatch: pytest.MonkeyPatch
-) -> int:
+def stop_ever_later(arguments, output, steps, monkeypatch):
     """Run a command that is killed after one of these numbers of steps, until it ends; return the stops."""
     killed = (is_killed_before(step, arguments, monkeypatch) for step in steps)
     return sum(takewhile(lambda stopped: stopped and not output.exists(), killed))
 
 
 def test_run_that_is_killed_again_and_again_gives_the_same_bytes(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_checkpoint, tmp_path, source, whole, monkeypatch
+):
     output = tmp_path / "out.npy"
     arguments = embed_arguments(tiny_checkpoint, source, output)
     assert stop_ever_later(arguments, output, count(0, 3), monkeypatch) > 3
@@ -316,8 +285,8 @@ def test_run_that_is_killed_again_and_again_gives_the_same_bytes(
 
 @pytest.mark.parametrize("ending", ["npy", "parquet"])
 def test_run_that_is_killed_while_it_makes_the_output_gives_the_same_bytes(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+    tiny_checkpoint, tmp_path, source, monkeypatch, ending
+):
     whole, output = tmp_path / f"texts-whole.{ending}", tmp_path / f"out.{ending}"
     succeeded(run(*embed_arguments(tiny_checkpoint, source, whole)))
     arguments = embed_arguments(tiny_checkpoint, source, output)
@@ -328,11 +297,11 @@ def test_run_that_is_killed_while_it_makes_the_output_gives_the_same_bytes(
     assert output.read_bytes() == whole.read_bytes()
 
 
-def stop_after(chunk: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def stop_after(chunk, monkeypatch, error):
     """Let saving fail at this chunk, once."""
     saved, append = count(), spool.Spool.append
 
-    def failing(*values: Any) -> None:
+    def failing(*values):
         if next(saved) == chunk:
             raise error
         append(*values)
@@ -340,31 +309,28 @@ def stop_after(chunk: int, monkeypatch: pytest.MonkeyPatch, error: BaseException
     monkeypatch.setattr(spool.Spool, "append", failing)
 
 
-def test_interrupted_run_says_how_to_continue(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "error", "words", "code"),
+    [
+        (2, KeyboardInterrupt(), ("stopped; 16 rows are saved in", "run the same command again"), 130),
+        (3, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ("out.npy: No space", "24 rows are saved"), 2),
+    ],
+    ids=["interrupted", "disk full"],
+)
+def test_stopped_run_says_how_to_continue(
+    tiny_checkpoint, tmp_path, source, whole, monkeypatch, chunk, error, words, code
+):
     output = tmp_path / "out.npy"
     arguments = embed_arguments(tiny_checkpoint, source, output)
-    stop_after(2, monkeypatch, KeyboardInterrupt())
-    one_line(run(*arguments), "stopped; 16 rows are saved in", "run the same command again", code=130)
-    succeeded(run(*arguments))
-    assert output.read_bytes() == whole
-
-
-def test_full_disk_is_one_line_and_the_run_continues(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "out.npy"
-    arguments = embed_arguments(tiny_checkpoint, source, output)
-    stop_after(3, monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    one_line(run(*arguments), str(output), "No space left on device; 24 rows are saved", "again to continue")
+    stop_after(chunk, monkeypatch, error)
+    one_line(run(*arguments), *words, code=code)
     succeeded(run(*arguments))
     assert output.read_bytes() == whole
 
 
 def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, texts: list[str], whole: bytes
-) -> None:
+    tiny_checkpoint, tmp_path, source, texts, whole
+):
     output, good = tmp_path / "out.npy", source.read_bytes()
     arguments = embed_arguments(tiny_checkpoint, source, output)
     source.write_text("\n".join([*texts[:29], "", *texts[30:]]) + "\n", encoding="utf-8")
@@ -393,16 +359,14 @@ def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(
         ("a.parquet", "zanzibar", ["a.parquet is not a Parquet file"]),
     ],
 )
-def test_bad_rows_and_files_are_refused_in_one_line(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, name: str, content: str | bytes, words: list[str]
-) -> None:
+def test_bad_rows_and_files_are_refused_in_one_line(tiny_checkpoint, tmp_path, name, content, words):
     source = tmp_path / name
     source.write_bytes(content.encode() if isinstance(content, str) else content)
     one_line(run(*embed_arguments(tiny_checkpoint, source, tmp_path / "out.npy")), *words)
     assert not (tmp_path / "out.npy").exists()
 
 
-def test_row_of_a_parquet_file_without_a_text_is_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_row_of_a_parquet_file_without_a_text_is_refused(tiny_checkpoint, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -415,7 +379,7 @@ def test_row_of_a_parquet_file_without_a_text_is_refused(tiny_checkpoint: Checkp
     )
 
 
-def test_text_that_comes_to_nan_is_named_by_its_line(tmp_path: Path, texts: list[str]) -> None:
+def test_text_that_comes_to_nan_is_named_by_its_line(tmp_path, texts):
     folder = damage_weights(write_sentence_transformer(tmp_path / "texts-model"), [-1])  # "##ing"
     source, output = tmp_path / "texts.txt", tmp_path / "out.npy"
     source.write_text("\n".join([*texts[:20], "carding zanzibar", *texts[20:]]), encoding="utf-8")
@@ -424,12 +388,8 @@ def test_text_that_comes_to_nan_is_named_by_its_line(tmp_path: Path, texts: list
 
 
 def test_unfinished_output_is_continued_only_with_the_same_model_options_and_input(
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    source: Path,
-    texts: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tiny_checkpoint, tmp_path, source, texts, monkeypatch
+):
     output = tmp_path / "out.npy"
     arguments = embed_arguments(tiny_checkpoint, source, output)
     stop_after(2, monkeypatch, KeyboardInterrupt())
@@ -452,9 +412,7 @@ def test_unfinished_output_is_continued_only_with_the_same_model_options_and_inp
     assert len(np.load(output)) == 51
 
 
-def test_damaged_and_foreign_files_are_refused(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_and_foreign_files_are_refused(tiny_checkpoint, tmp_path, source, monkeypatch):
     output = tmp_path / "out.npy"
     arguments = embed_arguments(tiny_checkpoint, source, output)
     stop_after(2, monkeypatch, KeyboardInterrupt())
@@ -485,31 +443,25 @@ def test_damaged_and_foreign_files_are_refused(
         ("embed", "absent/out.npy", ["absent", "No such file"]),
     ],
 )
-def test_output_that_cannot_be_written_is_refused(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, command: str, output: str, words: list[str]
-) -> None:
+def test_output_that_cannot_be_written_is_refused(tiny_checkpoint, tmp_path, source, command, output, words):
     given = ("--input", source, "--output", tmp_path / output)
     one_line(run(command, *model_arguments(tiny_checkpoint), *given), *words)
 
 
-def test_model_without_the_task_is_refused(
-    tiny_checkpoint: Checkpoint, tiny_classifier_checkpoint: Checkpoint, tmp_path: Path, source: Path
-) -> None:
+def test_model_without_the_task_is_refused(tiny_checkpoint, tiny_classifier_checkpoint, tmp_path, source):
     arguments = embed_arguments(tiny_classifier_checkpoint, source, tmp_path / "out.npy")
     one_line(run(*arguments), "the model is a classifier and gives no embeddings")
     given = ("--input", source, "--output", tmp_path / "out.jsonl")
     one_line(run("classify", *model_arguments(tiny_checkpoint), *given), "give --labels or --classifier")
 
 
-def test_labels_that_no_table_can_hold_are_refused(tmp_path: Path, source: Path) -> None:
+def test_labels_that_no_table_can_hold_are_refused(tmp_path, source):
     checkpoint = read_checkpoint(write_model(tmp_path / "texts-model", labels=["a\tb", "c"]))
     given = ("--input", source, "--output", tmp_path / "out.tsv")
     one_line(run("classify", *model_arguments(checkpoint), *given), "a label holds a tab", ".jsonl")
 
 
-def test_missing_pyarrow_is_named(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_pyarrow_is_named(tiny_checkpoint, tmp_path, source, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for given in (
         embed_arguments(tiny_checkpoint, source, tmp_path / "out.parquet"),
@@ -526,19 +478,19 @@ class Endless:
 
     share = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.read = 0
 
-    def __iter__(self) -> Iterator[tuple[int, str]]:
+    def __iter__(self):
         for number in count(1):
             self.read = number
             yield number, f"card {'bank ' * (number % 5)}"
 
-    def place(self, number: int) -> str:
+    def place(self, number):
         return str(number)
 
 
-def test_at_most_one_chunk_is_read_ahead(tiny_engine: PrefillEngine) -> None:
+def test_at_most_one_chunk_is_read_ahead(tiny_engine):
     rows = Endless()
     task = embedding(tiny_engine, None, None)
     with Computing(tiny_engine, task, 64) as computing:
@@ -550,7 +502,7 @@ def test_at_most_one_chunk_is_read_ahead(tiny_engine: PrefillEngine) -> None:
         computed.close()
 
 
-def test_long_texts_make_chunks_of_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_make_chunks_of_fewer_rows(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_CHARACTERS", 40)
     read = ChunkReader(Endless()).chunks()
     sizes = [len(next(read).texts) for _ in range(4)]
@@ -559,7 +511,7 @@ def test_long_texts_make_chunks_of_fewer_rows(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("ending", ["txt", "tsv", "csv", "jsonl", "parquet"])
-def test_files_are_read_no_further_than_necessary(tmp_path: Path, ending: str) -> None:
+def test_files_are_read_no_further_than_necessary(tmp_path, ending):
     source = write_texts(tmp_path / f"texts.{ending}", ["my card is lost " * 4] * 20_000)
     with open_rows(source, "body") as rows:
         texts = iter(rows)
@@ -573,10 +525,8 @@ def test_files_are_read_no_further_than_necessary(tmp_path: Path, ending: str) -
     assert shares[-1] > 0.95
 
 
-def test_equal_texts_of_a_chunk_are_computed_once(
-    tiny_engine: PrefillEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[int] = []
+def test_equal_texts_of_a_chunk_are_computed_once(tiny_engine, monkeypatch):
+    ran = []
     run = Runner.run
     monkeypatch.setattr(
         Runner, "run", lambda runner, requests: ran.append(len(requests)) or run(runner, requests)
@@ -590,13 +540,11 @@ def test_equal_texts_of_a_chunk_are_computed_once(
     assert (numbers[1] != numbers[0]).any()
 
 
-def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(
-    tiny_engine: PrefillEngine, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches: list[list[int]] = []
+def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(tiny_engine, texts, monkeypatch):
+    batches = []
     run = Runner.run
 
-    def noting(runner: Runner, requests: Sequence[PrefillRequest]) -> PrefillResult:
+    def noting(runner, requests):
         batches.append([len(request.ids) for request in requests])
         return run(runner, requests)
 
@@ -611,7 +559,7 @@ def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_shared_prefix_counts_once_in_a_batch(tmp_path: Path) -> None:
+def test_shared_prefix_counts_once_in_a_batch(tmp_path):
     engine = PrefillEngine.load(read_checkpoint(write_llama(tmp_path / "llama")), dtype="float32")
     assert engine.shares_prefixes(reuse=False)
     front = "my card is lost and my bank is closed " * 4

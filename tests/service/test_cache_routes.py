@@ -1,13 +1,7 @@
 """The routes under /cache, `--warm` and the metrics of keys and values, with a tiny real decoder."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from core_decoders import write_llama
@@ -33,35 +27,33 @@ CACHED = "X-AttnCache-Cached-Tokens"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
-def load(folder: Path, memory_bytes: int = 2**24, disk: Path | None = None, **use: Any) -> PrefillEngine:
+def load(folder, memory_bytes=2**24, disk=None, **use):
     checkpoint, options = read_checkpoint(folder).adapted(**use), KeyValueOptions(memory_bytes, folder=disk)
     return PrefillEngine.load(checkpoint, dtype="float32", key_values=options)
 
 
-def cached(response: httpx.Response) -> tuple[int, int]:
+def cached(response):
     """Return the cached tokens of a response, and all tokens."""
     assert response.status_code == 200, response.text
     first, all_tokens = response.headers[CACHED].split("/")
     return int(first), int(all_tokens)
 
 
-async def succeeded(response: Any) -> Any:
+async def succeeded(response):
     answered = await response
     assert answered.status_code == 200, answered.text
     return answered.json()
 
 
-def tokens_of(engine: PrefillEngine, text: str) -> int:
+def tokens_of(engine, text):
     return len(engine.tokenize([text])[0])
 
 
-async def test_warmed_text_is_computed_before_its_first_request_and_has_the_same_embedding(
-    folder: Path,
-) -> None:
+async def test_warmed_text_is_computed_before_its_first_request_and_has_the_same_embedding(folder):
     engine = load(folder)
     tokens, computed = tokens_of(engine, TEXT), load(folder).embed([TEXT])
     async with serving(engine, admin=True) as client:
@@ -75,8 +67,8 @@ async def test_warmed_text_is_computed_before_its_first_request_and_has_the_same
 
 
 @pytest.mark.parametrize("template", [PREFIX + "{}", PREFIX + "ask:{}\nanswer:", "ask: {}"])
-async def test_warmed_template_gives_its_prefix_to_the_first_request(folder: Path, template: str) -> None:
-    use: dict[str, Any] = {"label_logits": True, "template": Template.parse("{} is a")}
+async def test_warmed_template_gives_its_prefix_to_the_first_request(folder, template):
+    use = {"label_logits": True, "template": Template.parse("{} is a")}
     engine, body = load(folder, **use), {"inputs": "card", "template": template, "labels": ["bank", "lost"]}
     async with serving(load(folder, **use)) as client:
         computed = (await succeeded(client.post("/classify", json=body)))[0]
@@ -95,7 +87,7 @@ async def test_warmed_template_gives_its_prefix_to_the_first_request(folder: Pat
     )
 
 
-async def test_template_in_which_the_text_comes_first_is_refused(folder: Path) -> None:
+async def test_template_in_which_the_text_comes_first_is_refused(folder):
     async with serving(load(folder), admin=True) as client:
         response = await client.post("/cache/warm", json={"template": "{} means:"})
     assert response.status_code == 400
@@ -106,7 +98,7 @@ async def test_template_in_which_the_text_comes_first_is_refused(folder: Path) -
     }
 
 
-async def test_lookup_tells_stored_tokens_of_each_text_and_stores_nothing(folder: Path) -> None:
+async def test_lookup_tells_stored_tokens_of_each_text_and_stores_nothing(folder):
     engine = load(folder)
     async with serving(engine, admin=True) as client:
         await client.post("/cache/warm", json={"texts": TEXT})
@@ -121,13 +113,13 @@ async def test_lookup_tells_stored_tokens_of_each_text_and_stores_nothing(folder
     assert all(each["tiers"] == {"memory": each["cached_tokens"], "disk": 0} for each in found)
 
 
-async def test_pinned_text_stays_under_pressure_until_it_is_unpinned(folder: Path) -> None:
-    block_bytes = load(folder).info().key_values.block_bytes  # type: ignore[union-attr]
+async def test_pinned_text_stays_under_pressure_until_it_is_unpinned(folder):
+    block_bytes = load(folder).info().key_values.block_bytes
     engine = load(folder, memory_bytes=12 * block_bytes)
     tokens = tokens_of(engine, TEXT)
     asked = {"texts": [TEXT]}
 
-    async def still_stored(client: httpx.AsyncClient) -> int:
+    async def still_stored(client):
         for number in range(20):
             await client.post("/embed", json={"inputs": f"{number} zebra " * 8})
         found = await succeeded(client.post("/cache/lookup", json=asked))
@@ -150,7 +142,7 @@ async def test_pinned_text_stays_under_pressure_until_it_is_unpinned(folder: Pat
     assert left["evicted_blocks"]["memory"]["full"] > 0
 
 
-async def test_pinning_keeps_what_is_stored_and_computes_nothing(folder: Path) -> None:
+async def test_pinning_keeps_what_is_stored_and_computes_nothing(folder):
     engine = load(folder)
     async with serving(engine, admin=True) as client:
         nothing = await succeeded(client.post("/cache/pin", json={"texts": [TEXT]}))
@@ -160,7 +152,7 @@ async def test_pinning_keeps_what_is_stored_and_computes_nothing(folder: Path) -
     assert pinned == {"tokens": tokens_of(engine, TEXT)}
 
 
-async def test_tiers_are_told_apart(folder: Path, tmp_path: Path) -> None:
+async def test_tiers_are_told_apart(folder, tmp_path):
     first = load(folder, disk=tmp_path)
     assert first.key_values
     assert first.key_values.store.transfers
@@ -186,7 +178,7 @@ async def test_tiers_are_told_apart(folder: Path, tmp_path: Path) -> None:
     assert capacity["cost"] == pytest.approx((capacity["memory_bytes"] + 0.1 * capacity["disk_bytes"]) / 1e9)
 
 
-async def test_deleted_keys_and_values_are_computed_again(folder: Path) -> None:
+async def test_deleted_keys_and_values_are_computed_again(folder):
     async with serving(load(folder), admin=True) as client:
         await client.post("/cache/warm", json={"texts": TEXT, "pin": True})
         before = await succeeded(client.get("/cache/stats"))
@@ -204,7 +196,7 @@ async def test_deleted_keys_and_values_are_computed_again(folder: Path) -> None:
     assert cached(response)[0] == 0
 
 
-async def test_salts_do_not_see_what_other_salts_have_stored(folder: Path) -> None:
+async def test_salts_do_not_see_what_other_salts_have_stored(folder):
     async with serving(load(folder), admin=True) as client:
         await client.post("/cache/warm", json={"texts": TEXT, "cache_salt": "a"})
         found = {
@@ -220,7 +212,7 @@ async def test_salts_do_not_see_what_other_salts_have_stored(folder: Path) -> No
     assert {salt: first for salt, (first, _) in served.items()} == stored
 
 
-async def test_capacity_is_that_of_the_paper(folder: Path) -> None:
+async def test_capacity_is_that_of_the_paper(folder):
     engine = load(folder)
     info = engine.info().key_values
     assert info
@@ -258,7 +250,7 @@ async def test_capacity_is_that_of_the_paper(folder: Path) -> None:
     assert planned["memory_cost"] == planned["cost"] == pytest.approx(0.5 * most / 1e9)
 
 
-async def test_capacity_counts_the_sessions_that_were_used(folder: Path) -> None:
+async def test_capacity_counts_the_sessions_that_were_used(folder):
     async with serving(load(folder), admin=True) as client:
         for name in ("one", "two", "one"):
             body = {"session_id": name, "transcript": [TEXT]}
@@ -270,62 +262,51 @@ async def test_capacity_counts_the_sessions_that_were_used(folder: Path) -> None
     assert metrics["attncache_sessions",] == 2
 
 
-@pytest.mark.parametrize(
-    ("query", "field"),
-    [
-        ("memory_price=cheap", "memory_price"),
-        ("memory_price=-1", "memory_price"),
-        ("disk_price=nan", "disk_price"),
-        ("disk_price=inf", "disk_price"),
-        ("secret=1", None),
-    ],
-)
-async def test_bad_query_of_capacity_is_refused(folder: Path, query: str, field: str | None) -> None:
+async def test_bad_query_of_capacity_is_refused(folder):
     async with serving(load(folder), admin=True) as client:
-        response = await client.get(f"/cache/capacity?{query}")
-    error = response.json()["error"]
-    assert (response.status_code, error["code"], error["field"]) == (400, "invalid_input", field)
-    assert "secret" not in error["message"]
+        for query, field in (
+            ("memory_price=cheap", "memory_price"),
+            ("memory_price=-1", "memory_price"),
+            ("disk_price=nan", "disk_price"),
+            ("disk_price=inf", "disk_price"),
+            ("secret=1", None),
+        ):
+            response = await client.get(f"/cache/capacity?{query}")
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["field"]) == (400, "invalid_input", field)
+            assert "secret" not in error["message"]
+
+
+BAD = [
+    ({}, 400, "texts"),
+    ({"texts": ["a"], "template": "b {}"}, 400, "texts"),
+    ({"texts": []}, 400, "texts"),
+    ({"texts": [""]}, 400, "texts[0]"),
+    ({"texts": ["secret", 1]}, 400, "texts[1]"),
+    ({"texts": ["secret"], "cache_salt": 5}, 400, "cache_salt"),
+    ({"texts": ["secret"], "surprise": 5}, 400, None),
+    ({"texts": ["a"] * 9}, 422, "texts"),
+    ({"texts": ["secret " * 400]}, 422, "texts[0]"),
+    ({"texts": ["secret " * 60] * 8}, 422, "texts"),
+    ({"template": "secret"}, 400, "template"),
+    ({"template": "secret " * 600 + "{}"}, 400, "template"),
+    ({"texts": "a" * 10_000}, 413, None),
+]
 
 
 @pytest.mark.parametrize("path", ["/cache/warm", "/cache/pin", "/cache/lookup"])
-@pytest.mark.parametrize(
-    ("body", "status", "field"),
-    [
-        ({}, 400, "texts"),
-        ({"texts": ["a"], "template": "b {}"}, 400, "texts"),
-        ({"texts": []}, 400, "texts"),
-        ({"texts": [""]}, 400, "texts[0]"),
-        ({"texts": ["secret", 1]}, 400, "texts[1]"),
-        ({"texts": ["secret"], "cache_salt": 5}, 400, "cache_salt"),
-        ({"texts": ["secret"], "surprise": 5}, 400, None),
-        ({"texts": ["a"] * 9}, 422, "texts"),
-        ({"texts": ["secret " * 400]}, 422, "texts[0]"),
-        ({"texts": ["secret " * 60] * 8}, 422, "texts"),
-        ({"template": "secret"}, 400, "template"),
-        ({"template": "secret " * 600 + "{}"}, 400, "template"),
-    ],
-)
-async def test_bad_body_is_refused_by_the_name_of_its_field(
-    folder: Path, path: str, body: dict[str, Any], status: int, field: str | None
-) -> None:
-    limits = {"max_request_inputs": 8, "max_request_tokens": 600, "truncate": False}
+async def test_bad_body_is_refused_by_the_name_of_its_field(folder, path):
+    limits = {"max_request_inputs": 8, "max_request_tokens": 600, "max_body_bytes": 9000, "truncate": False}
     async with serving(load(folder), admin=True, **limits) as client:
-        response = await client.post(path, json=body)
-    error = response.json()["error"]
-    assert (response.status_code, error["field"]) == (status, field)
-    assert "secret" not in error["message"]
-    assert "inputs" not in error["message"].replace("--max-request-inputs", "")
+        for body, status, field in BAD:
+            response = await client.post(path, json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["field"]) == (status, field), body
+            assert "secret" not in error["message"]
+            assert "inputs" not in error["message"].replace("--max-request-inputs", "")
 
 
-async def test_body_of_too_many_bytes_is_refused(folder: Path) -> None:
-    async with serving(load(folder), admin=True, max_body_bytes=100) as client:
-        response = await client.post("/cache/warm", json={"texts": "a" * 101})
-    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
-
-
-Ask = Callable[[httpx.AsyncClient], Any]
-ASKED: dict[str, Ask] = {
+ASKED = {
     "stats": lambda client: client.get("/cache/stats"),
     "capacity": lambda client: client.get("/cache/capacity"),
     "warm": lambda client: client.post("/cache/warm", json={"texts": "a"}),
@@ -335,16 +316,16 @@ ASKED: dict[str, Ask] = {
 }
 
 
-@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
-async def test_without_admin_the_routes_do_not_exist(ask: Ask) -> None:
+async def test_without_admin_the_routes_do_not_exist():
     async with serving(FakeEngine()) as client:
-        response = await ask(client)
+        for ask in ASKED.values():
+            response = await ask(client)
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
         described = (await client.get("/openapi.json")).json()
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
     assert not [path for path in described["paths"] if path.startswith("/cache")]
 
 
-async def test_with_admin_the_routes_are_described_and_counted_by_their_paths() -> None:
+async def test_with_admin_the_routes_are_described_and_counted_by_their_paths():
     async with serving(FakeEngine(), admin=True) as client:
         described = (await client.get("/openapi.json")).json()
         await client.get("/cache/stats")
@@ -358,20 +339,19 @@ async def test_with_admin_the_routes_are_described_and_counted_by_their_paths() 
     assert values["attncache_requests_total", "/cache/stats", "409"] == 1
 
 
-@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
-async def test_bidirectional_model_says_why_it_stores_nothing(tmp_path: Path, ask: Ask) -> None:
-    engine = load(write_sentence_transformer(tmp_path))
-    async with serving(engine, admin=True) as client:
-        response = await ask(client)
+async def test_bidirectional_model_says_why_it_stores_nothing(tmp_path):
+    async with serving(load(write_sentence_transformer(tmp_path)), admin=True) as client:
+        for ask in ASKED.values():
+            response = await ask(client)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (409, "no_key_values")
+            assert "attention is bidirectional" in error["message"]
         info = (await client.get("/info")).json()
-    error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (409, "no_key_values")
-    assert "attention is bidirectional" in error["message"]
     assert info["key_values"] is None
     assert "attention is bidirectional" in info["key_values_off"]
 
 
-async def test_info_shows_the_store_of_a_causal_model(folder: Path) -> None:
+async def test_info_shows_the_store_of_a_causal_model(folder):
     async with serving(load(folder)) as client:
         await client.post("/embed", json={"inputs": [TEXT, OTHER]})
         info = (await client.get("/info")).json()
@@ -396,7 +376,7 @@ NEW_METRICS = [
 ]
 
 
-async def test_metrics_follow_a_scripted_trace(folder: Path) -> None:
+async def test_metrics_follow_a_scripted_trace(folder):
     engine = load(folder)
     first, second = engine.tokenize([TEXT, OTHER])
     shared = next(index for index, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1)
@@ -431,14 +411,12 @@ async def test_metrics_follow_a_scripted_trace(folder: Path) -> None:
     assert cleared["attncache_kv_bytes", "memory"] == 0
 
 
-def warmed(folder: Path, file: Path, **more: Any) -> PrefillEngine:
+def warmed(folder, file, **more):
     values = {"dtype": "float32", "kv_memory_bytes": 2**24, "warm": str(file), **more}
     return load_engine(read_settings(values), read_checkpoint(folder))
 
 
-async def test_texts_of_the_warm_file_are_stored_when_the_server_gets_ready(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_texts_of_the_warm_file_are_stored_when_the_server_gets_ready(folder, tmp_path, caplog):
     (tmp_path / "texts.txt").write_text(f"{TEXT}\n\nmy card\n", encoding="utf-8")
     with caplog.at_level(logging.INFO):
         engine = warmed(folder, tmp_path / "texts.txt")
@@ -452,7 +430,7 @@ async def test_texts_of_the_warm_file_are_stored_when_the_server_gets_ready(
     assert engine.key_values.store.pinned_blocks == 0
 
 
-async def test_lines_of_a_jsonl_file_have_salts_templates_and_pins(folder: Path, tmp_path: Path) -> None:
+async def test_lines_of_a_jsonl_file_have_salts_templates_and_pins(folder, tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text(
         f'{{"text": "{TEXT}", "salt": "a", "pin": true}}\n{{"template": "{OTHER} {{}}"}}\n', encoding="utf-8"
@@ -471,6 +449,7 @@ async def test_lines_of_a_jsonl_file_have_salts_templates_and_pins(folder: Path,
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
+        ("none.txt", None, "none.txt cannot be read: No such file"),
         ("a.csv", b"a", "a.csv must end in .txt or .jsonl"),
         ("a.txt", b"\xff", "a.txt is not UTF-8 (at byte 0)"),
         ("a.txt", b"a\n\0", "a.txt, line 2: must not hold null bytes"),
@@ -481,10 +460,9 @@ async def test_lines_of_a_jsonl_file_have_salts_templates_and_pins(folder: Path,
         ("a.jsonl", b'{"text": "secret", "pinned": true}', "a.jsonl, line 1: a line is"),
     ],
 )
-def test_bad_warm_file_is_refused_by_file_and_line(
-    tmp_path: Path, name: str, content: bytes, sentence: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
+def test_bad_warm_file_is_refused_by_file_and_line(tmp_path, name, content, sentence):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(InvalidSettings) as refused:
         read_warm_file(tmp_path / name)
     assert str(refused.value).startswith("--warm ")
@@ -492,14 +470,7 @@ def test_bad_warm_file_is_refused_by_file_and_line(
     assert "secret" not in str(refused.value)
 
 
-def test_missing_warm_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettings, match=r"--warm .*none\.txt cannot be read: No such file"):
-        read_warm_file(tmp_path / "none.txt")
-
-
-def test_template_of_the_warm_file_that_does_not_fit_is_refused_by_its_line(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_template_of_the_warm_file_that_does_not_fit_is_refused_by_its_line(folder, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}\n{"template": "secret"}\n', encoding="utf-8")
     with pytest.raises(InvalidSettings, match=r"a\.jsonl, line 2: template must hold \{\}") as refused:
@@ -507,7 +478,7 @@ def test_template_of_the_warm_file_that_does_not_fit_is_refused_by_its_line(
     assert "secret" not in str(refused.value)
 
 
-def test_warm_file_for_a_model_that_stores_nothing_is_refused(tmp_path: Path) -> None:
+def test_warm_file_for_a_model_that_stores_nothing_is_refused(tmp_path):
     model = write_sentence_transformer(tmp_path / "model")
     (tmp_path / "a.txt").write_text("a\n", encoding="utf-8")
     with pytest.raises(InvalidSettings, match=r"--warm has no effect: .* attention is bidirectional"):

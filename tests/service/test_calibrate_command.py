@@ -29,12 +29,12 @@ def calibratable(tiny_engine, tiny_corpus, tmp_path_factory):
 
 
 @pytest.fixture
-def database(calibratable, tmp_path) -> Path:
+def database(calibratable, tmp_path):
     return Path(shutil.copytree(calibratable, tmp_path / "a.db"))
 
 
 @pytest.fixture(scope="module")
-def unseen(tiny_corpus) -> list[str]:
+def unseen(tiny_corpus):
     """90 texts of 3 to 8 words that are not recorded."""
     random = np.random.default_rng(92)
     texts = [random_text(random, words) for words in np.repeat(np.arange(3, 9), 15)]
@@ -43,7 +43,7 @@ def unseen(tiny_corpus) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def files(tiny_corpus, unseen, tmp_path_factory) -> Path:
+def files(tiny_corpus, unseen, tmp_path_factory):
     """texts.txt: 90 unseen and 30 recorded texts. some.csv: 10 of the unseen texts, in two columns."""
     folder = tmp_path_factory.mktemp("calibration")
     recorded = [sentence.text for sentence in tiny_corpus[::8]]
@@ -53,7 +53,7 @@ def files(tiny_corpus, unseen, tmp_path_factory) -> Path:
     return folder
 
 
-def calibrate(checkpoint, database: Path, *arguments: object):
+def calibrate(checkpoint, database, *arguments):
     return run("calibrate", *model_arguments(checkpoint), "--database", database, *arguments)
 
 
@@ -138,14 +138,6 @@ def test_excluded_texts_are_not_measured_whatever_their_spelling(tiny_checkpoint
     assert AttentionDatabase.open(database).manifest.quality["measured"] == 80
 
 
-def test_several_sources_are_one_corpus(tiny_checkpoint, database, files, tmp_path, unseen):
-    half = tmp_path / "half.txt"
-    half.write_text("\n".join(unseen[30:]), encoding="utf-8")
-    given = ("--texts", half, "--texts", f"{files / 'some.csv'}:query")
-    succeeded(calibrate(tiny_checkpoint, database, *given))
-    assert AttentionDatabase.open(database).manifest.quality["measured"] == 65
-
-
 def test_budget_may_be_the_decisions_among_labels(tiny_checkpoint, tiny_engine, database, files, unseen):
     given = ("--texts", files / "texts.txt", "--labels", "my card, the bank,help", "--min-agreement", "0.3")
     text = succeeded(calibrate(tiny_checkpoint, database, *given))
@@ -165,7 +157,7 @@ def test_budget_may_be_the_decisions_among_labels(tiny_checkpoint, tiny_engine, 
     assert (full == reusing)[hits].mean() == pytest.approx(manifest.quality["mean"], abs=0.03)
 
 
-def fitted(engine, texts: list[str], folder: Path) -> Path:
+def fitted(engine, texts, folder):
     labels = ["card" if "card" in text else "other" for text in texts]
     fingerprint = engine.checkpoint.embedding_fingerprint()
     fit_classifier(engine.embed(texts), labels, fingerprint=fingerprint, model=engine.checkpoint.name).save(
@@ -189,7 +181,7 @@ def test_budget_may_be_the_decisions_of_a_classifier(
     assert not (database / "decisions").exists()
 
 
-def assert_refused(result, database: Path, calibratable: Path, *words: str) -> None:
+def assert_refused(result, database, calibratable, *words):
     assert_one_line(result, *words)
     assert (database / "manifest.json").read_bytes() == (calibratable / "manifest.json").read_bytes()
 
@@ -250,11 +242,6 @@ def test_bad_option_is_one_line(
 ):
     monkeypatch.chdir(tmp_path)
     assert_refused(calibrate(tiny_checkpoint, database, *options), database, calibratable, *words)
-
-
-def test_database_that_is_not_there_is_one_line(tiny_checkpoint, files, tmp_path):
-    result = calibrate(tiny_checkpoint, tmp_path / "absent.db", "--texts", files / "texts.txt")
-    assert_one_line(result, "there is no database", "absent.db")
 
 
 def test_longest_text_is_what_the_option_says(tiny_checkpoint, calibratable, database, files):

@@ -1,9 +1,6 @@
 """`attncache calibrate --segments`, from a file of prompts to a server that blends."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,12 +16,12 @@ from service.settings import read_settings
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompts(tmp_path_factory):
     random, path = np.random.default_rng(0), tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     pool = [random_text(random, words) for words in range(5, 15)]
     lines = [
@@ -35,12 +32,12 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def calibrate(folder: Path, *arguments: object):
+def calibrate(folder, *arguments):
     model = ("--model", folder, "--dtype", "float32", "--pooling", "lasttoken", "--threads", 2)
     return run("calibrate", *model, *arguments)
 
 
-def test_calibrated_file_is_shown_written_and_served(folder: Path, prompts: Path, tmp_path: Path) -> None:
+def test_calibrated_file_is_shown_written_and_served(folder, prompts, tmp_path):
     output = tmp_path / "blend.json"
     budget = ("--min-cosine", 0.01, "--min-text-cosine", 0)
     shown = succeeded(calibrate(folder, "--segments", prompts, "--output", output, *budget))
@@ -60,7 +57,7 @@ def test_calibrated_file_is_shown_written_and_served(folder: Path, prompts: Path
         load_engine(other, checkpoint_of(other))
 
 
-def test_options_that_do_not_fit_are_refused_in_one_line(folder: Path, prompts: Path, tmp_path: Path) -> None:
+def test_options_that_do_not_fit_are_refused_in_one_line(folder, prompts, tmp_path):
     assert_one_line(calibrate(folder, "--segments", prompts), "--output")
     assert_one_line(calibrate(folder), "--segments", "--texts")
     both = calibrate(folder, "--segments", prompts, "--output", tmp_path / "a", "--texts", "b")
@@ -79,6 +76,6 @@ def test_options_that_do_not_fit_are_refused_in_one_line(folder: Path, prompts: 
         ({"blend": "a", "divide_texts": True, "segment_separator": ""}, "needs a --segment-separator"),
     ],
 )
-def test_settings_that_exclude_each_other_are_refused(settings: dict[str, object], message: str) -> None:
+def test_settings_that_exclude_each_other_are_refused(settings, message):
     with pytest.raises(InvalidSettings, match=message):
         read_settings(settings)

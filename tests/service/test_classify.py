@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, embedding_of, serving
@@ -10,12 +8,12 @@ pytestmark = pytest.mark.anyio
 KNOWN = ("refund", "parcel", "account")
 
 
-def cosine(left: str, right: str) -> float:
+def cosine(left, right):
     a, b = (embedding_of([ord(character) for character in text]) for text in (left, right))
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-async def test_given_labels_are_scored_by_similarity_and_sorted() -> None:
+async def test_given_labels_are_scored_by_similarity_and_sorted():
     labels = ["zzz", "refund", "funder"]
     async with serving() as client:
         response = await client.post("/classify", json={"inputs": ["refunds", "zz"], "labels": labels})
@@ -28,7 +26,7 @@ async def test_given_labels_are_scored_by_similarity_and_sorted() -> None:
     assert second[0]["label"] == "zzz"
 
 
-async def test_temperature_flattens_the_scores() -> None:
+async def test_temperature_flattens_the_scores():
     best = []
     async with serving() as client:
         for temperature in (0.01, 1, 1e300):
@@ -37,7 +35,7 @@ async def test_temperature_flattens_the_scores() -> None:
     assert best[0] > best[1] > best[2] == pytest.approx(0.5)
 
 
-async def test_labels_are_embedded_once_without_reuse_and_not_counted() -> None:
+async def test_labels_are_embedded_once_without_reuse_and_not_counted():
     engine = FakeEngine(stored={"refund", "hello"})
     async with serving(engine) as client:
         for _ in range(3):
@@ -49,7 +47,7 @@ async def test_labels_are_embedded_once_without_reuse_and_not_counted() -> None:
     assert 'attncache_sequences_total{outcome="not_searched"} 0.0' in metrics
 
 
-async def test_headers_count_inputs_by_kind_of_record_and_no_labels() -> None:
+async def test_headers_count_inputs_by_kind_of_record_and_no_labels():
     engine = FakeEngine(stored={"refund", "a"}, prototypes={"other", "b"})
     async with serving(engine) as client:
         body = {"inputs": ["a", "b", "new"], "labels": ["refund", "other"]}
@@ -57,7 +55,7 @@ async def test_headers_count_inputs_by_kind_of_record_and_no_labels() -> None:
     assert (headers["X-AttnCache-Hits"], headers["X-AttnCache-Prototype-Hits"]) == ("2/3", "1/3")
 
 
-async def test_only_labels_that_are_not_cached_are_computed() -> None:
+async def test_only_labels_that_are_not_cached_are_computed():
     engine = FakeEngine()
     async with serving(engine) as client:
         await client.post("/classify", json={"inputs": "x", "labels": ["a", "b"]})
@@ -66,7 +64,7 @@ async def test_only_labels_that_are_not_cached_are_computed() -> None:
 
 
 @pytest.mark.parametrize("task", ["embed", "classify"])
-async def test_classifier_needs_no_labels(task: str) -> None:
+async def test_classifier_needs_no_labels(task):
     async with serving(FakeEngine(task=task, labels=KNOWN)) as client:
         response = await client.post("/classify", json={"inputs": ["a", "aa"]})
     first, second = response.json()
@@ -76,7 +74,7 @@ async def test_classifier_needs_no_labels(task: str) -> None:
     assert second[0]["label"] == "account"
 
 
-async def test_labels_too_long_to_be_repeated_for_each_input_are_refused() -> None:
+async def test_labels_too_long_to_be_repeated_for_each_input_are_refused():
     labels = [character * 100_000 for character in "ab"]
     async with serving() as client:
         for inputs, status in ((84, 422), (83, 200)):
@@ -88,7 +86,7 @@ async def test_labels_too_long_to_be_repeated_for_each_input_are_refused() -> No
                 assert "fewer inputs or shorter labels" in error["message"]
 
 
-async def test_labels_restrict_a_classifier_and_its_scores_sum_to_one_again() -> None:
+async def test_labels_restrict_a_classifier_and_its_scores_sum_to_one_again():
     async with serving(FakeEngine(labels=KNOWN)) as client:
         response = await client.post("/classify", json={"inputs": "a", "labels": ["account", "refund"]})
     (row,) = response.json()
@@ -96,21 +94,8 @@ async def test_labels_restrict_a_classifier_and_its_scores_sum_to_one_again() ->
     assert [score["score"] for score in row] == pytest.approx(softmax([0.0, -0.2]))
 
 
-async def test_label_unknown_to_the_classifier_is_named_by_its_index() -> None:
+async def test_label_unknown_to_the_classifier_is_named_by_its_index():
     async with serving(FakeEngine(labels=KNOWN)) as client:
         response = await client.post("/classify", json={"inputs": "a", "labels": ["refund", "Sesam"]})
     assert (response.status_code, response.json()["error"]["field"]) == (400, "labels[1]")
     assert "Sesam" not in response.text
-
-
-async def test_without_labels_and_classifier_there_is_nothing_to_choose_from() -> None:
-    async with serving() as client:
-        response = await client.post("/classify", json={"inputs": "a"})
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "no_classifier")
-
-
-async def test_header_switches_reuse_of_the_inputs() -> None:
-    async with serving(FakeEngine(labels=KNOWN, stored={"a"})) as client:
-        on = await client.post("/classify", json={"inputs": "a"})
-        off = await client.post("/classify", json={"inputs": "a"}, headers={"X-AttnCache-Reuse": "off"})
-    assert (on.headers["X-AttnCache-Hits"], off.headers["X-AttnCache-Hits"]) == ("1/1", "0/1")

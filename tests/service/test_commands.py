@@ -25,7 +25,7 @@ def few_steps():
 
 
 @pytest.fixture(scope="module")
-def files(tiny_corpus, tmp_path_factory) -> Path:
+def files(tiny_corpus, tmp_path_factory):
     """corpus.tsv, with a source (mould) of four texts each; train.tsv and test.tsv, with labels."""
     folder = tmp_path_factory.mktemp("files")
     texts = [sentence.text for sentence in tiny_corpus]
@@ -38,7 +38,7 @@ def files(tiny_corpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(tiny_checkpoint, files, tmp_path_factory) -> tuple[Path, str]:
+def built(tiny_checkpoint, files, tmp_path_factory):
     """A database that the command built from a .tsv file, and the output of the command."""
     folder = tmp_path_factory.mktemp("built") / "cards.db"
     arguments = (
@@ -56,18 +56,14 @@ def built(tiny_checkpoint, files, tmp_path_factory) -> tuple[Path, str]:
     return folder, succeeded(run("build", *model_arguments(tiny_checkpoint), *arguments))
 
 
-def test_build_from_a_table_makes_a_sound_database(built):
+def test_build_from_a_table_makes_a_sound_database_and_shows_it(built):
     database = AttentionDatabase.open(built[0])
-    assert database.verify() == []
-    assert database.info().records == 240
-    assert database.info().prototypes == 30
+    assert succeeded(run("verify", built[0])) == "270 records, all sound\n"
+    assert (database.info().records, database.info().prototypes) == (240, 30)
     (group,) = database.search.policy.groups
     assert {kind.threshold for kind in group.kinds.values()} == {0.9}
     assert database.mask.total == 12
     assert database.manifest.build["texts"] == 240
-
-
-def test_build_ends_by_showing_the_database(built):
     assert built[1] == succeeded(run("inspect", built[0]))
 
 
@@ -104,7 +100,7 @@ def test_build_from_standard_input_records_its_lines(tiny_checkpoint, tmp_path):
     assert AttentionDatabase.open(tmp_path / "a.db").manifest.records == {5: 2, 6: 2}
 
 
-def recorded(engine, folder, texts) -> list[bool]:
+def recorded(engine, folder, texts):
     store = AttentionDatabase.open(folder).search.store
     return [store.record_of(ids) is not None for ids in engine.tokenize(texts)]
 
@@ -207,10 +203,6 @@ def test_inspect_as_json_is_the_manifest(built):
     assert group["kinds"]["0"]["threshold"] == 0.9
 
 
-def test_verify_says_that_a_sound_database_is_sound(built):
-    assert succeeded(run("verify", built[0])) == "270 records, all sound\n"
-
-
 def test_verify_ends_with_exit_code_1_and_names_the_damage(built, tmp_path):
     folder = tmp_path / "a.db"
     subprocess.run(["cp", "-r", built[0], folder], check=True)
@@ -289,15 +281,51 @@ def test_report_without_hits_is_json_too(tiny_checkpoint, built, files, tmp_path
     command = ("evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0])
     succeeded(run(*command, *arguments, *override))
 
-    def refuse(name: str) -> None:
+    def refuse(name):
         raise ValueError(name)
 
     json.loads((tmp_path / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
 
 
-def test_build_into_a_folder_that_is_there_is_one_line(tiny_checkpoint, built, files):
-    arguments = ("--corpus", files / "corpus.tsv", "--database", built[0])
-    assert_one_line(run("build", *model_arguments(tiny_checkpoint), *arguments), "exists already")
+BUILD = "build --corpus {files}/corpus.tsv --database"
+EVALUATE = "evaluate classification --train {files}/train.tsv --data {files}/test.tsv --database {built}"
+CALIBRATE = "calibrate --database {built} --texts {files}/test.tsv:text"
+
+
+@pytest.mark.parametrize(
+    ("command", "model", "words"),
+    [
+        (f"{BUILD} {{built}}", "tiny", ("exists already",)),
+        (f"{BUILD} a.db", "absent", ("not found", "absent")),
+        ("fit-classifier --data {files}/train.tsv --output out", "absent", ("not found", "absent")),
+        ("fit-classifier --data one.tsv --output out", "tiny", ("two labels",)),
+        ("fit-classifier --data {files}/train.tsv --output out", "classifier", ("gives no embeddings",)),
+        ("fit-classifier --data {files}/train.tsv --output one.tsv", "tiny", ("one.tsv",)),
+        ("inspect .", None, ("there is no database",)),
+        ("inspect one.tsv", None, ("there is no database",)),
+        ("verify .", None, ("there is no database",)),
+        ("verify one.tsv", None, ("there is no database",)),
+        (CALIBRATE, "classifier", ("fingerprint", "build a database")),
+        (CALIBRATE, "tiny", ("0 of the texts are not in the database",)),
+        (EVALUATE, "classifier", ("fingerprint", "build a database")),
+        (f"{EVALUATE} --rounds 1 --json absent/report.json", "tiny", ("report.json",)),
+    ],
+)
+def test_mistake_is_one_line(
+    tiny_checkpoint, tiny_classifier_checkpoint, built, files, tmp_path, monkeypatch, command, model, words
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.tsv").write_text(f"text\tlabel\n{PRIVATE}\tx\ncard\tx\n", encoding="utf-8")
+    known = {"tiny": tiny_checkpoint, "classifier": tiny_classifier_checkpoint}
+    named = {None: (), "absent": ("--model", "absent")}
+    options = model_arguments(known[model]) if model in known else named[model]
+    result = run(*(own.format(built=built[0], files=files) for own in command.split()), *options)
+    assert result.exit_code == 2
+    line = without_progress(result.stderr)[-1]
+    assert line.startswith("attncache: ")
+    assert all(word in line for word in words)
+    assert PRIVATE not in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["one.tsv"]
 
 
 @pytest.mark.parametrize(
@@ -322,71 +350,6 @@ def test_bad_corpus_or_option_of_build_is_one_line(tiny_checkpoint, tmp_path, co
     arguments = ("--corpus", tmp_path / "a.tsv", "--database", tmp_path / "a.db", *options)
     assert_one_line(run("build", *model_arguments(tiny_checkpoint), *arguments), *words)
     assert not (tmp_path / "a.db").exists()
-
-
-@pytest.mark.parametrize("command", ["build", "fit-classifier"])
-def test_model_that_is_not_there_is_one_line(command, files, tmp_path):
-    given = {
-        "build": ("--corpus", files / "corpus.tsv", "--database", tmp_path / "a.db"),
-        "fit-classifier": ("--data", files / "train.tsv", "--output", tmp_path / "a"),
-    }
-    assert_one_line(run(command, "--model", tmp_path / "absent", *given[command]), "not found", "absent")
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_folder_that_is_no_database_is_one_line(command, tmp_path):
-    assert_one_line(run(command, tmp_path), "there is no database")
-    (tmp_path / "file").touch()
-    assert_one_line(run(command, tmp_path / "file"), "there is no database")
-
-
-def test_classifier_of_one_label_is_one_line(tiny_checkpoint, tmp_path):
-    (tmp_path / "a.tsv").write_text(f"text\tlabel\n{PRIVATE}\tx\ncard\tx\n", encoding="utf-8")
-    arguments = ("--data", tmp_path / "a.tsv", "--output", tmp_path / "out")
-    assert_one_line(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments), "two labels")
-    assert not (tmp_path / "out").exists()
-
-
-def test_classification_model_gives_no_embeddings_to_fit_on(tiny_classifier_checkpoint, files, tmp_path):
-    arguments = ("--data", files / "train.tsv", "--output", tmp_path / "out")
-    result = run("fit-classifier", *model_arguments(tiny_classifier_checkpoint), *arguments)
-    assert_one_line(result, "gives no embeddings")
-
-
-def test_output_that_cannot_be_written_is_one_line(tiny_checkpoint, files, tmp_path):
-    (tmp_path / "file").touch()
-    arguments = ("--data", files / "train.tsv", "--output", tmp_path / "file")
-    assert_one_line(run("fit-classifier", *model_arguments(tiny_checkpoint), *arguments), "file")
-
-
-def test_report_that_cannot_be_written_is_one_line(tiny_checkpoint, built, files, tmp_path):
-    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv", "--rounds", "1")
-    command = ("evaluate", "classification", *model_arguments(tiny_checkpoint), "--database", built[0])
-    result = run(*command, *arguments, "--json", tmp_path / "absent" / "report.json")
-    assert result.exit_code == 2
-    assert "report.json" in without_progress(result.stderr)[-1]
-
-
-def test_calibrating_for_another_model_is_one_line(tiny_classifier_checkpoint, built, files):
-    arguments = ("--database", built[0], "--texts", f"{files / 'test.tsv'}:text")
-    result = run("calibrate", *model_arguments(tiny_classifier_checkpoint), *arguments)
-    assert_one_line(result, "fingerprint", "build a database")
-
-
-def test_calibrating_on_recorded_texts_alone_is_one_line(tiny_checkpoint, built, files):
-    arguments = ("--database", built[0], "--texts", f"{files / 'test.tsv'}:text")
-    result = run("calibrate", *model_arguments(tiny_checkpoint), *arguments)
-    assert_one_line(result, "0 of the texts are not in the database")
-
-
-def test_database_of_another_model_is_one_line(tiny_classifier_checkpoint, built, files):
-    arguments = ("--train", files / "train.tsv", "--data", files / "test.tsv")
-    command = ("evaluate", "classification", *model_arguments(tiny_classifier_checkpoint))
-    result = run(*command, "--database", built[0], *arguments)
-    assert result.exit_code == 2
-    (line,) = without_progress(result.stderr)
-    assert "fingerprint" in line
-    assert "build a database" in line
 
 
 def test_real_process_reads_its_standard_input_and_ends_with_two_on_an_error(tiny_checkpoint, tmp_path):

@@ -1,18 +1,13 @@
 """Clients that take long, send much or read nothing, over raw sockets to the real server."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
 from raw_http import (
     HEALTH,
     PATIENCE_SECONDS,
-    Served,
     post,
     post_chunked,
     read_response,
@@ -27,14 +22,14 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def server():
     """A server with usual limits."""
     with served() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def hasty() -> Iterator[Served]:
+def hasty():
     """A server that waits for clients only shortly."""
     with served(
         header_seconds=0.3,
@@ -48,7 +43,7 @@ def hasty() -> Iterator[Served]:
 
 
 @contextlib.contextmanager
-def counted(server: Served, reason: str, cuts: int = 1) -> Iterator[None]:
+def counted(server, reason, cuts=1):
     """Check that the metric of cut connections grows by `cuts`."""
     name = f'connections_cut_total{{reason="{reason}"}}'
     before = server.metric(name)
@@ -60,7 +55,7 @@ def counted(server: Served, reason: str, cuts: int = 1) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("sent", [b"GET /hea", b"POST /embed HTTP/1.1\r\nHost: test\r\nX-Endless: "])
-def test_headers_that_do_not_end_are_answered_408(hasty: Served, sent: bytes) -> None:
+def test_headers_that_do_not_end_are_answered_408(hasty, sent):
     with counted(hasty, "request_timeout"), hasty.connect() as client:
         client.sendall(sent)
         response = read_response(client)
@@ -69,7 +64,7 @@ def test_headers_that_do_not_end_are_answered_408(hasty: Served, sent: bytes) ->
         assert read_to_end(client) == b""
 
 
-def test_headers_that_trickle_in_are_answered_408(hasty: Served) -> None:
+def test_headers_that_trickle_in_are_answered_408(hasty):
     with hasty.connect() as client:
         client.settimeout(0.05)
         client.sendall(b"GET /health HTTP/1.1\r\n")
@@ -81,12 +76,12 @@ def test_headers_that_trickle_in_are_answered_408(hasty: Served) -> None:
         assert received.startswith(b"HTTP/1.1 408 ")
 
 
-def test_connection_without_a_request_is_closed_without_a_word(hasty: Served) -> None:
+def test_connection_without_a_request_is_closed_without_a_word(hasty):
     with hasty.connect() as client:
         assert read_to_end(client) == b""
 
 
-def test_connection_that_only_sends_empty_lines_is_closed(hasty: Served) -> None:
+def test_connection_that_only_sends_empty_lines_is_closed(hasty):
     with hasty.connect() as client:
         client.settimeout(0.05)
         closed = False
@@ -100,7 +95,7 @@ def test_connection_that_only_sends_empty_lines_is_closed(hasty: Served) -> None
                 closed = True
 
 
-def test_idle_connection_is_closed_after_its_last_response(hasty: Served) -> None:
+def test_idle_connection_is_closed_after_its_last_response(hasty):
     with hasty.connect() as client:
         for _ in range(2):
             client.sendall(HEALTH)
@@ -117,7 +112,7 @@ def test_idle_connection_is_closed_after_its_last_response(hasty: Served) -> Non
         pytest.param(post_chunked(b"{}") + b"5;extension=", id="a chunk extension without an end"),
     ],
 )
-def test_body_that_does_not_end_is_answered_408(hasty: Served, sent: bytes) -> None:
+def test_body_that_does_not_end_is_answered_408(hasty, sent):
     with counted(hasty, "request_timeout"), hasty.connect() as client:
         client.sendall(sent)
         response = read_response(client)
@@ -125,7 +120,7 @@ def test_body_that_does_not_end_is_answered_408(hasty: Served, sent: bytes) -> N
         assert read_to_end(client) == b""
 
 
-def test_request_that_is_computed_is_not_cut(hasty: Served) -> None:
+def test_request_that_is_computed_is_not_cut(hasty):
     engine = hasty.engine
     with counted(hasty, "request_timeout"), hasty.connect() as client:
         engine.may_run.clear()
@@ -139,7 +134,7 @@ def test_request_that_is_computed_is_not_cut(hasty: Served) -> None:
         assert read_response(client).status == 200
 
 
-def test_client_that_reads_nothing_is_cut(hasty: Served) -> None:
+def test_client_that_reads_nothing_is_cut(hasty):
     # Eight responses of 2 MB, which the buffers of both sockets do not hold.
     request = post(json.dumps({"inputs": ["a"] * 4096}).encode())
     with hasty.connect(receive_buffer=4096) as client, counted(hasty, "slow_reader"):
@@ -157,7 +152,7 @@ def test_client_that_reads_nothing_is_cut(hasty: Served) -> None:
         pytest.param(b"x" * MIB, id="one name"),
     ],
 )
-def test_endless_headers_are_answered_431(server: Served, sent: bytes) -> None:
+def test_endless_headers_are_answered_431(server, sent):
     with counted(server, "headers_too_large"), server.connect() as client:
         with contextlib.suppress(OSError):
             client.sendall(b"GET /health HTTP/1.1\r\n" + sent)
@@ -165,14 +160,14 @@ def test_endless_headers_are_answered_431(server: Served, sent: bytes) -> None:
         assert (response.status, response.code) == (431, "headers_too_large")
 
 
-def test_endless_url_is_refused(server: Served) -> None:
+def test_endless_url_is_refused(server):
     with server.connect() as client:
         with contextlib.suppress(OSError):
             client.sendall(b"GET /" + b"x" * MIB)
         assert read_response(client).status == 431
 
 
-def test_headers_within_the_limit_are_served(server: Served) -> None:
+def test_headers_within_the_limit_are_served(server):
     request = HEALTH[:-2] + b"X: " + b"x" * 50_000 + b"\r\n\r\n"
     assert server.ask(request).status == 200
 
@@ -186,7 +181,7 @@ def test_headers_within_the_limit_are_served(server: Served) -> None:
         pytest.param(b"1;a=b\r\nx\r\n1" + b";a=b" * MIB, id="many chunk extensions"),
     ],
 )
-def test_endless_trailers_and_extensions_are_answered_431(server: Served, endless: bytes) -> None:
+def test_endless_trailers_and_extensions_are_answered_431(server, endless):
     with counted(server, "headers_too_large"), server.connect() as client:
         with contextlib.suppress(OSError):
             client.sendall(post_chunked(b"{") + endless)
@@ -194,7 +189,7 @@ def test_endless_trailers_and_extensions_are_answered_431(server: Served, endles
         assert (response.status, response.code) == (431, "headers_too_large")
 
 
-def test_trailers_do_not_become_headers_of_the_next_request(server: Served) -> None:
+def test_trailers_do_not_become_headers_of_the_next_request(server):
     first = post_chunked(b'{"inputs": "a"}') + b"0\r\nX-AttnCache-Reuse: neither\r\n\r\n"
     with server.connect() as client:
         client.sendall(first)
@@ -203,13 +198,13 @@ def test_trailers_do_not_become_headers_of_the_next_request(server: Served) -> N
         assert read_response(client).status == 200
 
 
-def test_body_in_chunks_of_one_byte_is_served(server: Served) -> None:
+def test_body_in_chunks_of_one_byte_is_served(server):
     body = b'{"inputs": "' + b"a" * 50_000 + b'"}'
     chunks = [body[index : index + 1] for index in range(len(body))]
     assert server.ask(post_chunked(*chunks) + b"0\r\n\r\n").status == 200
 
 
-def test_body_that_is_not_read_is_held_back_in_the_client(server: Served) -> None:
+def test_body_that_is_not_read_is_held_back_in_the_client(server):
     """The app does not read the body of GET /health, and the client could send it for ever."""
     request = post(b"", path=b"/health").replace(b"Content-Length: 0", b"Content-Length: %d" % (64 * MIB))
     with server.connect() as client:
@@ -218,7 +213,7 @@ def test_body_that_is_not_read_is_held_back_in_the_client(server: Served) -> Non
         assert read_to_end(client) == b""
 
 
-def test_unread_body_holds_a_bounded_number_of_bytes(server: Served) -> None:
+def test_unread_body_holds_a_bounded_number_of_bytes(server):
     """While a request waits behind another one, nobody reads its body."""
     engine = server.engine
     engine.may_run.clear()
@@ -241,14 +236,7 @@ def test_unread_body_holds_a_bounded_number_of_bytes(server: Served) -> None:
 # Requests one after the other.
 
 
-def test_pipelined_requests_are_answered_in_order(server: Served) -> None:
-    with server.connect() as client:
-        client.sendall(HEALTH * 3 + HEALTH.replace(b"Host", b"Connection: close\r\nHost"))
-        received = read_to_end(client)
-    assert received.count(b"HTTP/1.1 200 ") == 4
-
-
-def test_pipeline_is_bounded_and_what_was_accepted_is_answered(server: Served) -> None:
+def test_pipeline_is_bounded_and_what_was_accepted_is_answered(server):
     engine = server.engine
     engine.may_run.clear()
     with server.connect() as client:
@@ -265,7 +253,7 @@ def test_pipeline_is_bounded_and_what_was_accepted_is_answered(server: Served) -
 @pytest.mark.parametrize(
     "garbage", [b"\x16\x03\x01\x02\x00\x01\x00\x01", b"GET nonsense\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"]
 )
-def test_what_is_not_http_is_answered_400(server: Served, garbage: bytes) -> None:
+def test_what_is_not_http_is_answered_400(server, garbage):
     with counted(server, "malformed_request"), server.connect() as client:
         client.sendall(garbage)
         response = read_response(client)
@@ -273,14 +261,14 @@ def test_what_is_not_http_is_answered_400(server: Served, garbage: bytes) -> Non
         assert read_to_end(client) == b""
 
 
-def test_garbage_behind_a_request_does_not_take_its_response(server: Served) -> None:
+def test_garbage_behind_a_request_does_not_take_its_response(server):
     with server.connect() as client:
         client.sendall(EMBED + b"nonsense\r\n\r\n")
         assert read_response(client).status == 200
         assert read_to_end(client) == b""
 
 
-def test_broken_body_behind_a_request_does_not_take_its_response(server: Served) -> None:
+def test_broken_body_behind_a_request_does_not_take_its_response(server):
     engine = server.engine
     engine.may_run.clear()
     with server.connect() as client:
@@ -291,7 +279,7 @@ def test_broken_body_behind_a_request_does_not_take_its_response(server: Served)
         assert read_to_end(client) == b""
 
 
-def test_client_that_leaves_with_pipelined_requests_is_not_computed(server: Served) -> None:
+def test_client_that_leaves_with_pipelined_requests_is_not_computed(server):
     engine = server.engine
     gone = 'requests_total{route="/embed",status="499"}'
     before = server.metric(gone)
@@ -308,7 +296,7 @@ def test_client_that_leaves_with_pipelined_requests_is_not_computed(server: Serv
     assert ["left"] not in engine.batches
 
 
-def test_body_that_is_refused_early_after_expect_closes_the_connection(server: Served) -> None:
+def test_body_that_is_refused_early_after_expect_closes_the_connection(server):
     head = post(b"", b"Expect: 100-continue").replace(b"Length: 0", b"Length: %d" % (64 * MIB))
     with server.connect() as client:
         client.sendall(head)
@@ -317,7 +305,7 @@ def test_body_that_is_refused_early_after_expect_closes_the_connection(server: S
         assert read_to_end(client) == b""
 
 
-def test_upgrade_is_ignored(server: Served) -> None:
+def test_upgrade_is_ignored(server):
     request = HEALTH.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: websocket\r\nHost")
     assert server.ask(request).status == 200
 
@@ -326,12 +314,12 @@ def test_upgrade_is_ignored(server: Served) -> None:
 
 
 @pytest.fixture
-def small() -> Iterator[Served]:
+def small():
     with served(FakeEngine(), max_connections=3) as running:
         yield running
 
 
-def test_connections_beyond_the_limit_get_503_and_health_is_answered(small: Served) -> None:
+def test_connections_beyond_the_limit_get_503_and_health_is_answered(small):
     with contextlib.ExitStack() as connections:
         for _ in range(3):
             client = connections.enter_context(small.connect())
@@ -346,7 +334,7 @@ def test_connections_beyond_the_limit_get_503_and_health_is_answered(small: Serv
     wait_until(lambda: small.ask(EMBED).status == 200)
 
 
-def test_health_is_answered_while_many_connections_say_nothing(small: Served) -> None:
+def test_health_is_answered_while_many_connections_say_nothing(small):
     with contextlib.ExitStack() as connections:
         silent = [connections.enter_context(small.connect()) for _ in range(40)]
         wait_until(lambda: len(small.connections()) >= 19)
@@ -361,7 +349,7 @@ def test_health_is_answered_while_many_connections_say_nothing(small: Served) ->
 # Who waits for whom.
 
 
-def test_connections_of_a_unix_socket_take_turns(tmp_path: Path) -> None:
+def test_connections_of_a_unix_socket_take_turns(tmp_path):
     engine = FakeEngine()
     settings = {"max_batch_tokens": 64, "max_request_inputs": 64, "result_memory_bytes": 0}
     with served(engine, unix_socket=tmp_path / "a.sock", **settings) as server, server.connect() as busy:

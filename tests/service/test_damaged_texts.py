@@ -1,15 +1,9 @@
 """Texts that come to NaN beside other texts in the real app, with a tiny real model with a damaged word."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from core_decoders import write_llama
@@ -29,15 +23,7 @@ from fake_engine import NOT_FINITE, FakeEngine, serving
 from running import samples
 from verifying import FAILURES, VERIFIED, AnyText, serve, verifier_of, verify_all
 
-from attncache_core import (
-    AttentionDatabase,
-    BuildOptions,
-    CorpusSentence,
-    PrefillEngine,
-    PrefillRequest,
-    PrefillResult,
-    build_database,
-)
+from attncache_core import AttentionDatabase, BuildOptions, CorpusSentence, PrefillEngine, build_database
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.decisions import class_scores
@@ -54,14 +40,12 @@ LONG = "card " * 480
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "damaged"
     return damage_weights(write_sentence_transformer(folder), VOCABULARY.index(WORD))
 
 
-async def ask_together(
-    client: httpx.AsyncClient, path: str, requests: Sequence[list[str]], **body: Any
-) -> list[httpx.Response]:
+async def ask_together(client, path, requests, **body):
     """Return the responses to requests that wait together while the engine is busy."""
     busy = [asyncio.ensure_future(client.post(path, json={"inputs": [LONG] * 16, **body})) for _ in range(2)]
     await asyncio.sleep(0.02)
@@ -71,7 +55,7 @@ async def ask_together(
     return answers
 
 
-def assert_refused(answer: httpx.Response, field: str) -> None:
+def assert_refused(answer, field):
     assert answer.status_code == 500
     error = answer.json()["error"]
     assert (error["code"], error["field"]) == ("not_finite", field)
@@ -81,9 +65,7 @@ def assert_refused(answer: httpx.Response, field: str) -> None:
 @pytest.mark.parametrize("computing", COMPUTING)
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_only_requests_with_a_damaged_text_fail(
-    folder: Path, dtype: Any, kind: Any, computing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_requests_with_a_damaged_text_fail(folder, dtype, kind, computing, monkeypatch):
     with attention_by(computing):
         if computing == "operators":
             monkeypatch.setattr(rows, "kernel", lambda: None)
@@ -98,14 +80,14 @@ async def test_only_requests_with_a_damaged_text_fail(
     assert_refused(answers[3], "inputs[0]")
 
 
-async def test_response_without_normalisation_has_neither_null_nor_nan(folder: Path) -> None:
+async def test_response_without_normalisation_has_neither_null_nor_nan(folder):
     async with serving(PrefillEngine.load(read_checkpoint(folder))) as client:
         answers = await ask_together(client, "/embed", [*SOUND, *DAMAGED], normalize=False)
     assert [answer.status_code for answer in answers] == [200, 200, 200, 500, 500]
     assert not any("null" in answer.text or "NaN" in answer.text for answer in answers[:3])
 
 
-async def test_log_reports_nan_and_no_text(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_reports_nan_and_no_text(folder, caplog):
     with caplog.at_level(logging.ERROR):
         async with serving(PrefillEngine.load(read_checkpoint(folder))) as client:
             await client.post("/embed", json={"inputs": "my stolen card ?"})
@@ -113,7 +95,7 @@ async def test_log_reports_nan_and_no_text(folder: Path, caplog: pytest.LogCaptu
     assert "stolen" not in caplog.text
 
 
-async def test_damaged_label_is_named_and_no_label_is_cached(folder: Path) -> None:
+async def test_damaged_label_is_named_and_no_label_is_cached(folder):
     async with serving(PrefillEngine.load(read_checkpoint(folder), dtype="float32")) as client:
         for labels, at in ((["card", "lost ?", "bank"], 1), (["card", "bank", "? late"], 2)):
             for _ in range(2):
@@ -126,7 +108,7 @@ async def test_damaged_label_is_named_and_no_label_is_cached(folder: Path) -> No
 
 
 @pytest.mark.parametrize("problem", ["multi_label_classification", "single_label_classification"])
-async def test_classifier_gives_no_scores_for_a_damaged_text(tmp_path: Path, problem: str) -> None:
+async def test_classifier_gives_no_scores_for_a_damaged_text(tmp_path, problem):
     write_model(tmp_path, ["transfer", "card", "help"], problem_type=problem)
     damage_weights(tmp_path, VOCABULARY.index(WORD))
     engine = PrefillEngine.load(read_checkpoint(tmp_path), dtype="float32")
@@ -142,7 +124,7 @@ async def test_classifier_gives_no_scores_for_a_damaged_text(tmp_path: Path, pro
 # A decoder that scores labels by their tokens.
 
 
-def scoring(folder: Path, labels: Sequence[str]) -> PrefillEngine:
+def scoring(folder, labels):
     adapted = read_checkpoint(folder).adapted(
         template=Template.parse("ask: {}\nanswer:"), label_logits=True, labels=labels
     )
@@ -150,9 +132,7 @@ def scoring(folder: Path, labels: Sequence[str]) -> PrefillEngine:
 
 
 @pytest.mark.parametrize("labels", [["bank", "card"], ["bank account lost", "bank account", "zebra"]])
-async def test_damaged_text_of_several_sequences_is_named_by_its_index(
-    tmp_path: Path, labels: list[str]
-) -> None:
+async def test_damaged_text_of_several_sequences_is_named_by_its_index(tmp_path, labels):
     write_llama(tmp_path)
     (money,) = scoring(tmp_path, labels).labels_in(Template("", ""), ["money", "card"]).tokens[0]
     damage_weights(tmp_path, money)
@@ -171,10 +151,10 @@ async def test_damaged_text_of_several_sequences_is_named_by_its_index(
             )
 
 
-async def test_label_whose_row_of_the_language_head_is_damaged_is_named(tmp_path: Path) -> None:
+async def test_label_whose_row_of_the_language_head_is_damaged_is_named(tmp_path):
     write_llama(tmp_path)
     labels = ["bank", "card", "lost"]
-    (card,) = scoring(tmp_path, labels).label_tokens.tokens[1]  # type: ignore[union-attr]
+    (card,) = scoring(tmp_path, labels).label_tokens.tokens[1]
     damage_weights(tmp_path, card, names=("lm_head.weight",))
     async with serving(scoring(tmp_path, labels)) as client:
         damaged = await client.post("/classify", json={"inputs": "money"})
@@ -186,9 +166,7 @@ async def test_label_whose_row_of_the_language_head_is_damaged_is_named(tmp_path
 # With a database.
 
 
-async def test_damaged_texts_spoil_no_hits_of_their_batch_and_are_not_verified(
-    folder: Path, tmp_path: Path
-) -> None:
+async def test_damaged_texts_spoil_no_hits_of_their_batch_and_are_not_verified(folder, tmp_path):
     random = np.random.default_rng(7)
     texts = [random_text(random, words) for words in np.repeat(np.arange(2, 7), 20)]
     # Recorded texts are not used, because exact hits are not verified.
@@ -224,12 +202,12 @@ async def test_damaged_texts_spoil_no_hits_of_their_batch_and_are_not_verified(
 class HidingEngine(FakeEngine):
     """Makes NaN of one text in full, in a token outside the output; with reuse the text is finite."""
 
-    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+    def run(self, requests):
         result = super().run(requests)
         return replace(result, finite=np.array([request.reuse for request in requests]) | result.finite)
 
 
-def test_hit_that_comes_to_nan_when_computed_in_full_does_not_agree() -> None:
+def test_hit_that_comes_to_nan_when_computed_in_full_does_not_agree():
     engine, metrics = HidingEngine(stored=AnyText()), Metrics()
     verifier = verifier_of(engine, metrics)
     serve(engine, verifier, ["fine", NOT_FINITE])
@@ -243,7 +221,7 @@ def test_hit_that_comes_to_nan_when_computed_in_full_does_not_agree() -> None:
     assert samples(metrics.render().decode())[FAILURES,] > 0
 
 
-def test_hit_that_came_to_nan_is_not_verified() -> None:
+def test_hit_that_came_to_nan_is_not_verified():
     engine = FakeEngine(stored=AnyText())
     verifier = verifier_of(engine, Metrics())
     serve(engine, verifier, ["fine", NOT_FINITE])

@@ -1,15 +1,11 @@
 """An engine is replaced by another engine of the same model, and clients notice nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
 
-import httpx
 import pytest
 from fake_engine import FakeEngine, policy_of, starting
 
@@ -19,34 +15,34 @@ pytestmark = pytest.mark.anyio
 class Successor:
     """Loads an engine without a database at once, and `engine` when `may_come` is set."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine):
         self.engine = engine
         self.may_come = threading.Event()
         self.before = FakeEngine()
         self.before.map_reuse = None
 
-    def __call__(self) -> Iterator[FakeEngine]:
+    def __call__(self):
         yield self.before
         self.may_come.wait()
         yield self.engine
 
 
-async def ready(client: httpx.AsyncClient) -> None:
+async def ready(client):
     while (await client.get("/ready")).status_code == 503:
         await asyncio.sleep(0.001)
 
 
-async def replaced(client: httpx.AsyncClient, successor: Successor) -> None:
+async def replaced(client, successor):
     successor.may_come.set()
     while (await client.get("/info")).json()["database"] is None:
         await asyncio.sleep(0.001)
 
 
-async def embed(client: httpx.AsyncClient, *texts: str) -> httpx.Response:
+async def embed(client, *texts):
     return await client.post("/embed", json={"inputs": list(texts)})
 
 
-async def test_requests_are_answered_before_and_after_and_metrics_continue() -> None:
+async def test_requests_are_answered_before_and_after_and_metrics_continue():
     successor = Successor(FakeEngine(stored={"a"}))
     async with starting(successor, verify_rate=0) as client:
         await ready(client)
@@ -61,7 +57,7 @@ async def test_requests_are_answered_before_and_after_and_metrics_continue() -> 
     assert "attncache_database_records 7.0" in metrics
 
 
-async def test_requests_queued_for_the_first_engine_are_answered_by_the_next() -> None:
+async def test_requests_queued_for_the_first_engine_are_answered_by_the_next():
     successor = Successor(FakeEngine(stored={"waits"}))
     async with starting(successor, verify_rate=0) as client:
         await ready(client)
@@ -80,7 +76,7 @@ async def test_requests_queued_for_the_first_engine_are_answered_by_the_next() -
     assert (successor.before.batches, successor.engine.batches) == ([["runs"]], [["waits"]])
 
 
-async def test_hits_of_the_next_engine_are_verified_by_it() -> None:
+async def test_hits_of_the_next_engine_are_verified_by_it():
     successor = Successor(FakeEngine(stored={"a"}, policy=policy_of()))
     async with starting(successor, verify_rate=1) as client:
         await ready(client)
@@ -91,7 +87,7 @@ async def test_hits_of_the_next_engine_are_verified_by_it() -> None:
     assert successor.engine.verified == [["a"]]
 
 
-async def test_memory_of_the_first_engine_is_freed() -> None:
+async def test_memory_of_the_first_engine_is_freed():
     successor = Successor(FakeEngine())
     before = weakref.ref(successor.before)
     async with starting(successor, verify_rate=0) as client:
@@ -105,10 +101,10 @@ async def test_memory_of_the_first_engine_is_freed() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_first_engine_serves_on_if_the_next_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
-    failed: list[BaseException] = []
+async def test_first_engine_serves_on_if_the_next_cannot_be_loaded(caplog):
+    failed = []
 
-    def load_engines() -> Iterator[FakeEngine]:
+    def load_engines():
         yield FakeEngine()
         raise ValueError("broken file")
 
@@ -121,11 +117,11 @@ async def test_first_engine_serves_on_if_the_next_cannot_be_loaded(caplog: pytes
     assert caplog.text.count("Traceback") == 1
 
 
-async def test_info_says_what_is_prepared_behind_the_requests(caplog: pytest.LogCaptureFixture) -> None:
+async def test_info_says_what_is_prepared_behind_the_requests(caplog):
     caplog.set_level(logging.INFO)
     may_end = threading.Event()
 
-    def load_engines() -> Iterator[FakeEngine | str]:
+    def load_engines():
         yield FakeEngine()
         yield "building: 10%"
         may_end.wait()

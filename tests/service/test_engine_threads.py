@@ -1,16 +1,11 @@
 """Several engine threads: batches that run at once, and requests whose parts are computed side by side."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
 
 import pytest
 from fake_engine import FAILING, NOT_FINITE, FakeEngine
@@ -28,7 +23,7 @@ from queueing import (
 )
 from verifying import AnyText, requests_of, verify_all
 
-from attncache_core import NotFinite, PrefillRequest, PrefillResult
+from attncache_core import NotFinite
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
 from service.batching.request_queue import RequestQueue
@@ -41,14 +36,14 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def few_tokens_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_tokens_are_divided(monkeypatch):
     monkeypatch.setattr(RequestQueue, "least_part", 1)
 
 
 class ParallelEngine(FakeEngine):
     """An engine for several threads, which counts the batches that run at once."""
 
-    def __init__(self, threads: int, before: Callable[[list[str]], object] = lambda _: None, **more: Any):
+    def __init__(self, threads, before=lambda _: None, **more):
         """before: called with the texts of each batch before the batch is computed."""
         super().__init__(**more)
         self.parallel_runs = threads
@@ -56,7 +51,7 @@ class ParallelEngine(FakeEngine):
         self.running, self.most_running = 0, 0
         self._lock = threading.Lock()
 
-    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+    def run(self, requests):
         with self._lock:
             self.running += 1
             self.most_running = max(self.most_running, self.running)
@@ -68,14 +63,14 @@ class ParallelEngine(FakeEngine):
                 self.running -= 1
 
 
-async def running(engine: ParallelEngine, batches: int) -> None:
+async def running(engine, batches):
     """Wait until this number of batches run at once."""
     async with asyncio.timeout(10):
         while engine.running < batches:
             await asyncio.sleep(0.0005)
 
 
-def shortly(_texts: list[str]) -> None:
+def shortly(_texts):
     time.sleep(random.uniform(0, 0.001))
 
 
@@ -87,9 +82,9 @@ def shortly(_texts: list[str]) -> None:
     several=st.integers(1, 4),
 )
 def test_every_request_gets_its_own_result_in_order_from_any_number_of_threads(
-    requests: list[list[str]], threads: int, tokens: int, several: int
-) -> None:
-    async def scenario() -> None:
+    requests, threads, tokens, several
+):
+    async def scenario():
         engine = ParallelEngine(threads, shortly)
         async with batching(engine, tokens, several) as batcher:
             pending = [submit(batcher, texts) for texts in requests]
@@ -108,8 +103,8 @@ def test_every_request_gets_its_own_result_in_order_from_any_number_of_threads(
     requests=st.lists(st.lists(texts_of_all_kinds, min_size=1, max_size=5), min_size=1, max_size=9),
     several=st.integers(1, 4),
 )
-def test_failing_texts_fail_their_own_requests_only(requests: list[list[str]], several: int) -> None:
-    async def scenario() -> list[Any]:
+def test_failing_texts_fail_their_own_requests_only(requests, several):
+    async def scenario():
         async with batching(ParallelEngine(3, shortly), sequences=several) as batcher:
             pending = [submit(batcher, texts) for texts in requests]
             return await asyncio.gather(*pending, return_exceptions=True)
@@ -125,7 +120,7 @@ def test_failing_texts_fail_their_own_requests_only(requests: list[list[str]], s
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-async def test_as_many_batches_run_at_once_as_the_engine_allows(threads: int) -> None:
+async def test_as_many_batches_run_at_once_as_the_engine_allows(threads):
     engine = ParallelEngine(threads)
     async with batching(engine) as batcher:
         engine.may_run.clear()
@@ -138,7 +133,7 @@ async def test_as_many_batches_run_at_once_as_the_engine_allows(threads: int) ->
     assert engine.most_running == threads
 
 
-async def test_few_tokens_of_one_request_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_few_tokens_of_one_request_are_one_batch(monkeypatch):
     monkeypatch.undo()
     engine = ParallelEngine(2)
     texts = ["x" * (RequestQueue.least_part // 50)] * 50
@@ -147,7 +142,7 @@ async def test_few_tokens_of_one_request_are_one_batch(monkeypatch: pytest.Monke
     assert engine.batches == [texts]
 
 
-async def test_few_tokens_wait_for_the_batch_that_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_few_tokens_wait_for_the_batch_that_is_computed(monkeypatch):
     monkeypatch.undo()
     engine = ParallelEngine(2)
     async with batching(engine, tokens=10**6) as batcher:
@@ -165,7 +160,7 @@ async def test_few_tokens_wait_for_the_batch_that_is_computed(monkeypatch: pytes
     assert engine.most_running == 2
 
 
-async def test_texts_of_one_request_are_divided_among_the_free_threads() -> None:
+async def test_texts_of_one_request_are_divided_among_the_free_threads():
     meeting = threading.Barrier(2)
     engine = ParallelEngine(2, lambda _: meeting.wait(timeout=10))
     texts = [f"text {number:02}" for number in range(40)]
@@ -174,7 +169,7 @@ async def test_texts_of_one_request_are_divided_among_the_free_threads() -> None
     assert sorted(engine.batches) == [texts[:20], texts[20:]]
 
 
-async def test_last_free_thread_takes_everything_that_waits() -> None:
+async def test_last_free_thread_takes_everything_that_waits():
     may_end = {text: threading.Event() for text in ("first", "second")}
     engine = ParallelEngine(2, lambda texts: may_end[texts[0]].wait(timeout=10) if texts[0] in may_end else 0)
     texts = [f"text {number:02}" for number in range(40)]
@@ -190,7 +185,7 @@ async def test_last_free_thread_takes_everything_that_waits() -> None:
     assert texts in engine.batches
 
 
-async def test_labels_of_one_text_that_share_a_prefix_stay_in_one_batch() -> None:
+async def test_labels_of_one_text_that_share_a_prefix_stay_in_one_batch():
     engine = LabelledEngine()
     engine.sharing, engine.parallel_runs = True, 4
     async with batching(engine) as batcher:
@@ -200,12 +195,10 @@ async def test_labels_of_one_text_that_share_a_prefix_stay_in_one_batch() -> Non
 
 @pytest.mark.parametrize("failure", [FAILING, NOT_FINITE])
 @pytest.mark.parametrize("failing_first", [True, False])
-async def test_request_that_fails_in_one_thread_gets_no_result_from_another(
-    failure: str, failing_first: bool
-) -> None:
+async def test_request_that_fails_in_one_thread_gets_no_result_from_another(failure, failing_first):
     meeting, first_done = threading.Barrier(2), threading.Event()
 
-    def ordered(texts: list[str]) -> None:
+    def ordered(texts):
         if texts != ["next"]:
             meeting.wait(timeout=10)
             if (texts == [failure]) is not failing_first:
@@ -225,7 +218,7 @@ async def test_request_that_fails_in_one_thread_gets_no_result_from_another(
     assert [failure] in engine.batches
 
 
-async def test_rest_of_a_request_cancelled_in_two_threads_is_not_computed() -> None:
+async def test_rest_of_a_request_cancelled_in_two_threads_is_not_computed():
     engine = ParallelEngine(2)
     async with batching(engine, sequences=1) as batcher:
         engine.may_run.clear()
@@ -238,7 +231,7 @@ async def test_rest_of_a_request_cancelled_in_two_threads_is_not_computed() -> N
     assert engine.batches[2:] == [["next"]]
 
 
-async def test_closing_finishes_what_all_threads_have_queued() -> None:
+async def test_closing_finishes_what_all_threads_have_queued():
     engine = ParallelEngine(3, shortly)
     async with batching(engine, sequences=1) as batcher:
         pending = [submit(batcher, [text, text]) for text in "abcdefgh"]
@@ -247,7 +240,7 @@ async def test_closing_finishes_what_all_threads_have_queued() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 2)])
-async def test_number_of_threads_follows_the_engine(before: int, after: int) -> None:
+async def test_number_of_threads_follows_the_engine(before, after):
     first, second = ParallelEngine(before), ParallelEngine(after)
     async with batching(first) as batcher:
         first.may_run.clear()
@@ -271,20 +264,20 @@ async def test_number_of_threads_follows_the_engine(before: int, after: int) -> 
     assert second.most_running == after
 
 
-async def test_nothing_is_verified_while_a_batch_runs_and_by_one_thread_at_a_time() -> None:
+async def test_nothing_is_verified_while_a_batch_runs_and_by_one_thread_at_a_time():
     engine = ParallelEngine(3, shortly, stored=AnyText())
-    verifying: list[int] = []
+    verifying = []
     run = engine.run
 
-    def noting(requests: Sequence[PrefillRequest]) -> PrefillResult:
+    def noting(requests):
         if not any(request.reuse for request in requests):
             verifying.append(engine.running)
         return run(requests)
 
-    engine.run = noting  # type: ignore[method-assign]
+    engine.run = noting
     metrics = Metrics()
-    verifier = Verifier(engine, 1.0, metrics, random.Random(0))  # type: ignore[arg-type]
-    batcher = Batcher(engine, Limits(1000, 100, 1000, 10**6), metrics, verifier)  # type: ignore[arg-type]
+    verifier = Verifier(engine, 1.0, metrics, random.Random(0))
+    batcher = Batcher(engine, Limits(1000, 100, 1000, 10**6), metrics, verifier)
     for _ in range(10):
         await asyncio.gather(*(submit(batcher, [text]) for text in "abcde"))
     while verifier.has_work:
@@ -295,10 +288,10 @@ async def test_nothing_is_verified_while_a_batch_runs_and_by_one_thread_at_a_tim
     assert set(verifying) == {0}
 
 
-def test_hits_of_a_policy_that_was_tightened_meanwhile_do_not_count() -> None:
+def test_hits_of_a_policy_that_was_tightened_meanwhile_do_not_count():
     engine = FakeEngine(stored=AnyText(), damage=0.5)
     assert engine.map_reuse
-    verifier = Verifier(engine, 1.0, Metrics())  # type: ignore[arg-type]
+    verifier = Verifier(engine, 1.0, Metrics())
     before, requests = verifier.policy, requests_of(engine, ["bad"] * 50)
     result = engine.run(requests)
     engine.map_reuse.tighten(0)
@@ -325,13 +318,13 @@ FAULTLESS = {"_run_until_empty", "end_idle_work", "_resolve", "reject"}
 class FaultyCalls:
     """Raises at one call of one function on an engine thread."""
 
-    def __init__(self, function: str | None, call: int = 1) -> None:
+    def __init__(self, function, call=1):
         """function: its qualified name; None: none raises. call: which of its calls, from 1."""
         self._function, self._call = function, call
-        self.calls: Counter[str] = Counter()
+        self.calls = Counter()
         self.is_over = False  # nothing raises any more
 
-    def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
+    def __call__(self, frame, event, _argument):
         code = frame.f_code
         if self.is_over or event != "call" or not any(part in code.co_filename for part in FAULTY):
             return
@@ -346,12 +339,12 @@ class FaultyCalls:
             raise Fault
 
 
-async def answers_despite(faults: FaultyCalls, engine: FakeEngine, requests: list[list[str]]) -> list[Any]:
+async def answers_despite(faults, engine, requests):
     """Return the answers to these requests, and to one more after all faults."""
     metrics = Metrics()
-    verifier = Verifier(engine, 1.0, metrics, random.Random(0))  # type: ignore[arg-type]
+    verifier = Verifier(engine, 1.0, metrics, random.Random(0))
     limits = Limits(1000, 3, 1000, 10**6)
-    batcher = Batcher(engine, limits, metrics, verifier, result_bytes=2**20)  # type: ignore[arg-type]
+    batcher = Batcher(engine, limits, metrics, verifier, result_bytes=2**20)
     async with asyncio.timeout(30):
         pending = [submit(batcher, texts) for texts in requests]
         answers = await asyncio.gather(*pending, return_exceptions=True)
@@ -368,10 +361,10 @@ async def answers_despite(faults: FaultyCalls, engine: FakeEngine, requests: lis
     return answers
 
 
-def test_whatever_raises_on_an_engine_thread_each_request_is_answered_and_the_next_one_served() -> None:
+def test_whatever_raises_on_an_engine_thread_each_request_is_answered_and_the_next_one_served():
     requests = [["a", "same", "hits", "b"], ["same"], ["hits"]]
 
-    def answers_of(faults: FaultyCalls) -> list[Any]:
+    def answers_of(faults):
         engine = FakeEngine(stored={"hits"})
         threading.setprofile(faults)
         try:

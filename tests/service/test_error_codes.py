@@ -1,19 +1,14 @@
 """Every error code is in the table of docs/api.md, and every one can be met: each is provoked here."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import anyio.to_thread
-import httpx
 import numpy as np
 import orjson
 import pytest
@@ -52,12 +47,10 @@ NO_RESPONSES = {
     "unsupported_model",
 }
 
-# Returns the response of a server, or raises the error.
-Provocation = Callable[[Path], Awaitable[httpx.Response | Response]]
-PROVOCATIONS: dict[str, Provocation] = {}
+PROVOCATIONS = {}
 
 
-def kinds_below(base: type[AttnCacheError]) -> Iterator[type[AttnCacheError]]:
+def kinds_below(base):
     """Yield the classes of errors, without those of the benchmarks."""
     for kind in base.__subclasses__():
         if kind.__module__.startswith(("attncache_core.", "service.")):
@@ -70,8 +63,8 @@ KINDS = sorted(
 )
 
 
-def provokes(code: str) -> Callable[[Provocation], Provocation]:
-    def register(provocation: Provocation) -> Provocation:
+def provokes(code):
+    def register(provocation):
         assert code not in PROVOCATIONS
         PROVOCATIONS[code] = provocation
         return provocation
@@ -79,22 +72,20 @@ def provokes(code: str) -> Callable[[Provocation], Provocation]:
     return register
 
 
-def provoked_by(
-    code: str, path: str, body: Any, engine: dict[str, Any] | None = None, **settings: Any
-) -> None:
+def provoked_by(code, path, body, engine=None, **settings):
     """Register a POST request with this body, in JSON unless it is bytes, to a server with these settings."""
 
     @provokes(code)
-    async def answer(_folder: Path) -> httpx.Response:
+    async def answer(_folder):
         async with serving(FakeEngine(**(engine or {})), **settings) as client:
             content = body if isinstance(body, bytes) else orjson.dumps(body)
             return await client.post(path, content=content)
 
 
-def documented() -> dict[str, str]:
+def documented():
     """Return the status of each code in the table of the page; "" for errors that are no response."""
     section = API_PAGE.read_text(encoding="utf-8").split("\n## Errors\n", 1)[1].split("\n## ", 1)[0]
-    found: dict[str, str] = {}
+    found = {}
     for row in re.findall(r"^\| ([\d, ]*) ?\| (`.*?`) \| ", section, re.MULTILINE):
         codes = re.findall(r"`(\w+)`", row[1])
         statuses = row[0].strip().split(", ")
@@ -104,22 +95,22 @@ def documented() -> dict[str, str]:
     return found
 
 
-def test_table_has_every_code_with_its_status_and_no_other() -> None:
+def test_table_has_every_code_with_its_status_and_no_other():
     expected = {kind.code: "" if kind.code in NO_RESPONSES else str(kind.status) for kind in KINDS}
     assert documented() == expected
 
 
-def test_every_class_has_a_code_of_its_own_and_stands_in_the_two_modules_of_errors() -> None:
+def test_every_class_has_a_code_of_its_own_and_stands_in_the_two_modules_of_errors():
     assert len({kind.code for kind in KINDS}) == len(KINDS)
     assert {kind.__module__ for kind in KINDS} == {attncache_core.errors.__name__, service.errors.__name__}
 
 
-def test_every_code_is_provoked() -> None:
+def test_every_code_is_provoked():
     assert set(PROVOCATIONS) == {kind.code for kind in KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.code)
-async def test_code_and_status_are_met(kind: type[AttnCacheError], tmp_path: Path) -> None:
+async def test_code_and_status_are_met(kind, tmp_path):
     async with asyncio.timeout(60):
         try:
             response = await PROVOCATIONS[kind.code](tmp_path)
@@ -153,13 +144,13 @@ provoked_by("unauthorized", "/embed", {"inputs": "a"}, api_key="a-key-0123456789
 
 
 @provokes("forbidden")
-async def _(_folder: Path) -> httpx.Response:
+async def _(_folder):
     async with serving(api_key="client a-key-0123456789abc") as client:
         return await client.get("/metrics", headers={"X-API-Key": "a-key-0123456789abc"})
 
 
 @provokes("quota_exceeded")
-async def _(_folder: Path) -> httpx.Response:
+async def _(_folder):
     key = "a-key-0123456789abc"
     async with serving(api_key=f"client {key} requests_per_minute=1") as client:
         for _ in range(2):
@@ -168,21 +159,21 @@ async def _(_folder: Path) -> httpx.Response:
 
 
 @provokes("model_mismatch")
-async def _(_folder: Path) -> httpx.Response:
+async def _(_folder):
     async with serving() as client:
         headers = {"X-AttnCache-Require-Model": "f" * 64}
         return await client.post("/embed", json={"inputs": "a"}, headers=headers)
 
 
 @provokes("unknown_model")
-async def _(_folder: Path) -> httpx.Response:
+async def _(_folder):
     # The routes that raise it answer with the codes of OpenAI.
     check_model_name("another", Settings())
     raise AssertionError
 
 
 @provokes("deadline_exceeded")
-async def _(_folder: Path) -> httpx.Response:
+async def _(_folder):
     engine = FakeEngine()
     async with serving(engine) as client:
         engine.may_run.clear()
@@ -190,7 +181,7 @@ async def _(_folder: Path) -> httpx.Response:
 
 
 @provokes("queue_full")
-async def _(_folder: Path) -> httpx.Response:
+async def _(_folder):
     engine = FakeEngine()
     async with serving(engine, max_queue_sequences=1, max_request_inputs=1) as client:
         engine.may_run.clear()
@@ -206,10 +197,10 @@ async def _(_folder: Path) -> httpx.Response:
 
 
 @provokes("not_ready")
-async def _(_folder: Path) -> httpx.Response:
+async def _(_folder):
     may_load = threading.Event()
 
-    def load_engine() -> FakeEngine:
+    def load_engine():
         assert may_load.wait(60)
         return FakeEngine()
 
@@ -221,9 +212,9 @@ async def _(_folder: Path) -> httpx.Response:
 
 
 @provokes("stuck")
-async def _(_folder: Path) -> httpx.Response:
+async def _(_folder):
     async with serving(stuck_seconds=3600) as client:
-        watchdog: Any = client._transport.app.state.service.watchdog  # type: ignore[attr-defined]
+        watchdog = client._transport.app.state.service.watchdog
         watchdog.begin()
         watchdog._began[threading.get_ident()] -= 5000
         try:
@@ -233,7 +224,7 @@ async def _(_folder: Path) -> httpx.Response:
 
 
 @provokes("shutting_down")
-async def _(_folder: Path) -> httpx.Response:
+async def _(_folder):
     async with batching(FakeEngine(), result_bytes=2**20) as batcher:
         pass
     await submit(batcher, ["a"])
@@ -241,31 +232,31 @@ async def _(_folder: Path) -> httpx.Response:
 
 
 @provokes("worker_unavailable")
-async def _(_folder: Path) -> httpx.Response:
-    group: Any = mock.AsyncMock(answers=mock.AsyncMock(return_value=[b""]))
-    state: Any = SimpleNamespace(group=group)
+async def _(_folder):
+    group = mock.AsyncMock(answers=mock.AsyncMock(return_value=[b""]))
+    state = SimpleNamespace(group=group)
     await _of_other_workers(Call({}, mock.AsyncMock(), state, {}, Client(()), "1"), "drop", Dropped)
     raise AssertionError
 
 
 @provokes("store_unavailable")
-async def _(folder: Path) -> httpx.Response:
+async def _(folder):
     SqliteStore(folder / "no folder" / "store.sqlite", "t")
     raise AssertionError
 
 
 @provokes("client_gone")
-async def _(_folder: Path) -> httpx.Response:
-    async def receive() -> dict[str, str]:
+async def _(_folder):
+    async def receive():
         return {"type": "http.disconnect"}
 
-    state: Any = SimpleNamespace(settings=Settings())
+    state = SimpleNamespace(settings=Settings())
     await Call({"type": "http"}, receive, state, {}, Client(()), "1").content()
     raise AssertionError
 
 
-async def _raw(request: bytes, **settings: Any) -> Response:
-    def ask() -> Response:
+async def _raw(request, **settings):
+    def ask():
         with served(**settings) as server:
             return server.ask(request)
 
@@ -273,23 +264,23 @@ async def _raw(request: bytes, **settings: Any) -> Response:
 
 
 @provokes("malformed_request")
-async def _(_folder: Path) -> Response:
+async def _(_folder):
     return await _raw(b"nonsense\r\n\r\n")
 
 
 @provokes("headers_too_large")
-async def _(_folder: Path) -> Response:
+async def _(_folder):
     return await _raw(HEALTH[:-2] + b"X: y\r\n" * 20_000)
 
 
 @provokes("request_timeout")
-async def _(_folder: Path) -> Response:
+async def _(_folder):
     return await _raw(post(b"{}")[:-1], body_seconds=0.2)
 
 
 @provokes("too_many_connections")
-async def _(_folder: Path) -> Response:
-    def ask() -> Response:
+async def _(_folder):
+    def ask():
         with served(max_connections=1) as server, server.connect() as only:
             only.sendall(HEALTH)
             read_response(only)
@@ -299,46 +290,46 @@ async def _(_folder: Path) -> Response:
 
 
 @provokes("invalid_settings")
-async def _(_folder: Path) -> Response:
+async def _(_folder):
     read_settings({"port": "many"})
     raise AssertionError
 
 
 @provokes("address_unavailable")
-async def _(_folder: Path) -> Response:
+async def _(_folder):
     with bind("127.0.0.1", 0) as taken:
         bind("127.0.0.1", taken.getsockname()[1])
     raise AssertionError
 
 
 @provokes("model_not_found")
-async def _(folder: Path) -> Response:
+async def _(folder):
     find_checkpoint(str(folder / "absent"))
     raise AssertionError
 
 
 @provokes("unsupported_model")
-async def _(folder: Path) -> Response:
+async def _(folder):
     (folder / "config.json").write_text('{"model_type": "sundial"}')
     read_checkpoint(folder)
     raise AssertionError
 
 
 @provokes("database_refused")
-async def _(folder: Path) -> Response:
+async def _(folder):
     AttentionDatabase.open(folder / "absent")
     raise AssertionError
 
 
 @provokes("corrupt_database")
-async def _(folder: Path) -> Response:
+async def _(folder):
     (folder / "manifest.json").write_text("{")
     AttentionDatabase.open(folder)
     raise AssertionError
 
 
 @provokes("machine_busy")
-async def _(_folder: Path) -> Response:
+async def _(_folder):
     seconds = itertools.count()  # every pair of passes waited for the processors
     with mock.patch("attncache_core.calibration.paired.waited_seconds", seconds.__next__):
         compare([(lambda: None, lambda: None)], limit=0.0)
@@ -346,6 +337,6 @@ async def _(_folder: Path) -> Response:
 
 
 @provokes("build_failed")
-async def _(_folder: Path) -> Response:
+async def _(_folder):
     fit_classifier(np.ones((2, 4)), ["a", "a"], fingerprint="", model="")
     raise AssertionError

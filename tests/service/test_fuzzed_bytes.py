@@ -6,23 +6,19 @@ for little time; every connection ends; the server logs no error; and the next r
 `make fuzz` sends thousands of connections.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging
 import re
 import socket
 import zlib
-from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from raw_http import Served, post, read_to_end, served
+from raw_http import post, read_to_end, served
 
-from attncache_core import PrefillEngine
 from service.web.call import TIMEOUT_HEADER
 
 # Examples are not shrunk, because each one waits for connections that never end.
@@ -82,7 +78,7 @@ json_values = st.recursive(
 
 
 @st.composite
-def damaged(draw: st.DrawFn, contents: st.SearchStrategy[bytes]) -> bytes:
+def damaged(draw, contents):
     """Cut, replace, insert and repeat parts."""
     content = draw(contents)
     for _ in range(draw(st.integers(0, 3))):
@@ -95,7 +91,7 @@ def damaged(draw: st.DrawFn, contents: st.SearchStrategy[bytes]) -> bytes:
     return content
 
 
-def bodies() -> st.SearchStrategy[bytes]:
+def bodies():
     known = st.sampled_from(BODIES)
     changed = st.builds(
         lambda own, name, value: own | {name: value}, known, st.sampled_from(FIELDS), json_values
@@ -105,23 +101,23 @@ def bodies() -> st.SearchStrategy[bytes]:
     return plain | damaged(plain) | st.binary(max_size=64) | st.sampled_from([b"", deep, controls])
 
 
-def mostly(usual: st.SearchStrategy[bytes], odd: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+def mostly(usual, odd):
     """Seldom odd, because a request with several odd parts is refused for the first of them."""
     return st.integers(0, 7).flatmap(lambda number: odd if number == 7 else usual)
 
 
-def one_of(*known: str) -> st.SearchStrategy[bytes]:
+def one_of(*known):
     return st.sampled_from(known).map(lambda own: own.encode("latin-1"))
 
 
-def headers() -> st.SearchStrategy[list[bytes]]:
+def headers():
     names = one_of(*NAMES[:4]) | one_of(*NAMES)
     values = one_of(*VALUES) | tokens | odd_bytes
     return st.lists(st.builds(b"%s: %s".__mod__, st.tuples(mostly(names, tokens), values)), max_size=4)
 
 
 @st.composite
-def chunked(draw: st.DrawFn, body: bytes) -> bytes:
+def chunked(draw, body):
     """Return the body in chunks; their sizes, extensions, trailers and end may be wrong."""
     sizes = mostly(one_of("%x", "%X", "0%x", "%x;a=b"), one_of("%x ", "-%x", "%xg", "ffffffff%x"))
     ends = mostly(st.just(b"\r\n"), one_of("\n", "", "\r\n\r\n"))
@@ -134,7 +130,7 @@ def chunked(draw: st.DrawFn, body: bytes) -> bytes:
 
 
 @st.composite
-def http_requests(draw: st.DrawFn) -> bytes:
+def http_requests(draw):
     """Return one request, of which anything may be wrong."""
     method = draw(mostly(st.just(b"POST"), one_of(*METHODS) | tokens))
     target = draw(mostly(one_of(*INFERENCE), one_of(*PATHS) | odd_bytes))
@@ -162,16 +158,16 @@ def http_requests(draw: st.DrawFn) -> bytes:
 class Errors(logging.Handler):
     """Keeps what is logged as an error."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.ERROR)
-        self.logged: list[str] = []
+        self.logged = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.logged.append(self.format(record))
 
 
 @pytest.fixture(scope="module")
-def errors() -> Iterator[Errors]:
+def errors():
     handler = Errors()
     logging.getLogger().addHandler(handler)
     yield handler
@@ -179,21 +175,19 @@ def errors() -> Iterator[Errors]:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_engine: PrefillEngine) -> Iterator[Served]:
+def server(tiny_engine):
     with served(tiny_engine, admin=True, result_memory_bytes=0, **LIMITS) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def embedding(server: Served) -> bytes:
+def embedding(server):
     response = server.ask(EMBED)
     assert response.status == 200
     return response.body
 
 
-def assert_survives(
-    server: Served, sent: Sequence[Sequence[bytes]], embedding: bytes, errors: Errors
-) -> None:
+def assert_survives(server, sent, embedding, errors):
     """Send each sequence of parts over its own connection, all at once, and read all answers."""
     errors.logged.clear()
     clients = [server.connect() for _ in sent]
@@ -215,15 +209,15 @@ def assert_survives(
     assert not errors.logged
 
 
-def streams(requests: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+def streams(requests):
     """Up to three requests that do not wait for a response."""
     return st.lists(requests, min_size=1, max_size=3).map(b"".join)
 
 
-def in_parts(streams: st.SearchStrategy[bytes]) -> st.SearchStrategy[list[list[bytes]]]:
+def in_parts(streams):
     """What several connections send, each in up to three parts."""
 
-    def split(stream: bytes, places: list[float]) -> list[bytes]:
+    def split(stream, places):
         cuts = [0, *sorted(int(place * len(stream)) for place in places), len(stream)]
         return [stream[first:last] for first, last in pairwise(cuts)]
 
@@ -233,13 +227,11 @@ def in_parts(streams: st.SearchStrategy[bytes]) -> st.SearchStrategy[list[list[b
 
 @given(sent=in_parts(streams(http_requests())))
 @FUZZED
-def test_odd_requests(server: Served, sent: list[list[bytes]], embedding: bytes, errors: Errors) -> None:
+def test_odd_requests(server, sent, embedding, errors):
     assert_survives(server, sent, embedding, errors)
 
 
 @given(sent=in_parts(damaged(streams(st.just(EMBED) | http_requests())) | st.binary(max_size=200)))
 @FUZZED
-def test_damaged_requests_and_noise(
-    server: Served, sent: list[list[bytes]], embedding: bytes, errors: Errors
-) -> None:
+def test_damaged_requests_and_noise(server, sent, embedding, errors):
     assert_survives(server, sent, embedding, errors)

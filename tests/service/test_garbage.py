@@ -1,7 +1,5 @@
 """What the garbage collector looks at while a server serves."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -24,6 +22,6 @@ print(loaded() is not None, new() is None, gc.get_threshold()[0] > 700)
 """
 
 
-def test_collector_looks_at_new_objects_only_and_less_often() -> None:
+def test_collector_looks_at_new_objects_only_and_less_often():
     done = subprocess.run([sys.executable, "-c", LOADED_AND_NEW], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True", "True"]

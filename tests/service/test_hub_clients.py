@@ -1,10 +1,5 @@
 """Clients of the Hugging Face Hub, text-embeddings-inference and Cohere against the running server."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import cohere
 import httpx
 import numpy as np
@@ -33,31 +28,29 @@ PROMPTS = {"prompts": {"query": "where is ", "document": "the card "}, "default_
 
 
 @pytest.fixture(autouse=True)
-def _online(monkeypatch: pytest.MonkeyPatch) -> None:
+def _online(monkeypatch):
     # Offline, the client of the Hub reaches no server at all, also not one on this machine.
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_sentence_transformer(tmp_path_factory.mktemp("models") / "tiny-bert", prompts=PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> SentenceTransformer:
+def oracle(folder):
     return SentenceTransformer(str(folder), device="cpu")
 
 
 @pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
+def url(folder):
     with running(folder) as url:
         yield url
 
 
 @pytest.mark.parametrize("path", ["", "/embed"])
-def test_feature_extraction_is_that_of_sentence_transformers(
-    url: str, path: str, oracle: SentenceTransformer
-) -> None:
+def test_feature_extraction_is_that_of_sentence_transformers(url, path, oracle):
     client = InferenceClient(base_url=url + path)
     np.testing.assert_allclose(client.feature_extraction(TEXTS), oracle.encode(TEXTS), atol=FLOAT32)
     raw = client.feature_extraction(
@@ -67,28 +60,26 @@ def test_feature_extraction_is_that_of_sentence_transformers(
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_text_that_is_too_long_is_cut_at_the_side_of_the_request(
-    url: str, side: str, oracle: SentenceTransformer
-) -> None:
+def test_text_that_is_too_long_is_cut_at_the_side_of_the_request(url, side, oracle):
     words = LONG.split()
     kept = words[-510:] if side == "left" else words[:510]
     found = InferenceClient(base_url=url).feature_extraction(LONG, truncate=True, truncation_direction=side)
     np.testing.assert_allclose(found, oracle.encode([" ".join(kept)]), atol=FLOAT32)
 
 
-def test_sentence_similarity_is_that_of_sentence_transformers(url: str, oracle: SentenceTransformer) -> None:
+def test_sentence_similarity_is_that_of_sentence_transformers(url, oracle):
     client = InferenceClient(base_url=url)
     found = client.sentence_similarity(TEXTS[0], other_sentences=TEXTS)
     expected = oracle.similarity(oracle.encode(TEXTS[:1]), oracle.encode(TEXTS))
     np.testing.assert_allclose(found, expected[0], atol=FLOAT32)
 
 
-def test_client_of_the_hub_shows_the_message_of_an_error(url: str) -> None:
+def test_client_of_the_hub_shows_the_message_of_an_error(url):
     with pytest.raises(BadRequestError, match=r"inputs\[1\] must not be empty"):
         InferenceClient(base_url=url).feature_extraction(["a", ""])
 
 
-def test_embedding_classes_of_langchain_and_llama_index(url: str, oracle: SentenceTransformer) -> None:
+def test_embedding_classes_of_langchain_and_llama_index(url, oracle):
     expected = oracle.encode(TEXTS)
     found = HuggingFaceEndpointEmbeddings(model=url).embed_documents(TEXTS)
     np.testing.assert_allclose(found, expected, atol=FLOAT32)
@@ -100,9 +91,7 @@ def test_embedding_classes_of_langchain_and_llama_index(url: str, oracle: Senten
         np.testing.assert_allclose(found, expected, atol=FLOAT32)
 
 
-def test_reranking_by_embedding_takes_the_prompts_for_queries_and_documents(
-    url: str, oracle: SentenceTransformer
-) -> None:
+def test_reranking_by_embedding_takes_the_prompts_for_queries_and_documents(url, oracle):
     expected = oracle.similarity(oracle.encode_query([TEXTS[1]]), oracle.encode_document(TEXTS))[0]
     found = httpx.post(f"{url}/rerank", json={"query": TEXTS[1], "texts": TEXTS}).json()
     assert [own["index"] for own in found] == expected.argsort(descending=True).tolist()
@@ -111,7 +100,7 @@ def test_reranking_by_embedding_takes_the_prompts_for_queries_and_documents(
     )
 
 
-def test_text_classification_is_that_of_transformers(tmp_path: Path) -> None:
+def test_text_classification_is_that_of_transformers(tmp_path):
     folder = write_model(tmp_path / "classifier", labels=["transfer", "card", "help"])
     expected = pipeline("text-classification", str(folder), dtype=torch.float32, device="cpu")
     with running(folder) as url:
@@ -125,7 +114,7 @@ def test_text_classification_is_that_of_transformers(tmp_path: Path) -> None:
             )
 
 
-def test_zero_shot_classification_is_that_of_transformers(tmp_path: Path) -> None:
+def test_zero_shot_classification_is_that_of_transformers(tmp_path):
     folder = write_deberta_v3(tmp_path / "nli", **NLI)
     expected = pipeline("zero-shot-classification", str(folder), dtype=torch.float32, device="cpu")
     with running(folder) as url:
@@ -137,7 +126,7 @@ def test_zero_shot_classification_is_that_of_transformers(tmp_path: Path) -> Non
             np.testing.assert_allclose([own.score for own in found], wanted["scores"], atol=FLOAT32)
 
 
-def test_rerank_clients_of_llama_index_and_cohere_get_the_scores_of_a_cross_encoder(tmp_path: Path) -> None:
+def test_rerank_clients_of_llama_index_and_cohere_get_the_scores_of_a_cross_encoder(tmp_path):
     folder = write_ms_marco_minilm(tmp_path / "reranker")
     oracle = CrossEncoder(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
     expected = oracle.predict([(QUERY, document) for document in DOCUMENTS], activation_fn=torch.nn.Sigmoid())

@@ -1,12 +1,7 @@
 """A server loads no evaluation."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
-
-from attncache_core import Checkpoint
 
 # For a fresh interpreter: loads the engine as the server does, without serving, and then `evaluate`.
 PROGRAM = """
@@ -34,7 +29,7 @@ show_loaded()
 """
 
 
-def test_server_imports_no_evaluation(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
+def test_server_imports_no_evaluation(tiny_checkpoint, tiny_database):
     arguments = [
         *("serve", "--model", str(tiny_checkpoint.folder), "--database", str(tiny_database), "--port", "0"),
         *("--dtype", "float32", "--min-gain", "0", "--verify-rate", "0"),

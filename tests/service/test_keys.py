@@ -1,18 +1,12 @@
 """API keys: the file, who gets in, what is kept apart, and quotas."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
 import os
 import resource
 import signal
-from contextlib import AbstractAsyncContextManager
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from core_decoders import write_llama
 from fake_engine import FakeEngine, serving
@@ -26,7 +20,7 @@ from service.access.quotas import Quotas, QuotaUse
 from service.errors import Forbidden, InvalidSettings, QuotaExceeded, Unauthorized
 from service.loading.warm_file import read_warm_file, warm
 from service.settings import gather_settings, read_settings
-from service.store import LocalStore, Store
+from service.store import LocalStore
 from service.web.front import check_admin, is_open
 from service.workers.server import reload_all
 
@@ -34,27 +28,27 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
-def headers(**named: str) -> dict[bytes, bytes]:
+def headers(**named):
     return {name.replace("_", "-").encode(): value.encode() for name, value in named.items()}
 
 
-def ring(text: str) -> KeyRing:
+def ring(text):
     return KeyRing(None, text, LocalStore())
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     return keys_file(tmp_path)
 
 
 # The file.
 
 
-def test_file_names_the_holders_and_what_they_may_do(file: Path) -> None:
+def test_file_names_the_holders_and_what_they_may_do(file):
     keys = KeyRing(file, None, LocalStore())
     assert keys.names == ["one", "ops", "two"]
     operator = keys.holder(headers(x_api_key=OPS))
@@ -65,21 +59,21 @@ def test_file_names_the_holders_and_what_they_may_do(file: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, headers(authorization=f"Basic {ONE}"), headers(x_request_id=ONE)])
-def test_request_without_a_key_is_told_how_to_send_one(file: Path, given: dict[bytes, bytes]) -> None:
+def test_request_without_a_key_is_told_how_to_send_one(file, given):
     with pytest.raises(Unauthorized, match="Authorization: Bearer KEY") as raised:
         KeyRing(file, None, LocalStore()).holder(given)
     assert raised.value.challenge == 'Bearer realm="attncache"'
 
 
 @pytest.mark.parametrize("key", ["", ONE[:-1], ONE + "0", ONE.upper(), "ö" * 20, "x" * 100_000, "one"])
-def test_unknown_key_is_refused_and_not_repeated(file: Path, key: str) -> None:
+def test_unknown_key_is_refused_and_not_repeated(file, key):
     with pytest.raises(Unauthorized) as raised:
         KeyRing(file, None, LocalStore()).holder(headers(x_api_key=key))
     assert str(raised.value) == "the API key is not known to this server"
     assert "invalid_token" in raised.value.challenge
 
 
-def test_keys_are_found_by_salted_digests_and_not_kept(file: Path) -> None:
+def test_keys_are_found_by_salted_digests_and_not_kept(file):
     keys, other = KeyRing(file, f"own {TWO}-of-variable", LocalStore()), KeyRing(file, None, LocalStore())
     assert all(len(digest) == 32 for digest in keys._holders)
     assert not set(keys._holders) & set(other._holders)
@@ -114,9 +108,7 @@ def test_keys_are_found_by_salted_digests_and_not_kept(file: Path) -> None:
         ("# nobody\n", "has no key"),
     ],
 )
-def test_malformed_file_is_refused_with_the_line_and_without_its_content(
-    tmp_path: Path, text: str, says: str
-) -> None:
+def test_malformed_file_is_refused_with_the_line_and_without_its_content(tmp_path, text, says):
     with pytest.raises(InvalidSettings) as raised:
         KeyRing(keys_file(tmp_path, text), None, LocalStore())
     assert says in str(raised.value)
@@ -124,7 +116,7 @@ def test_malformed_file_is_refused_with_the_line_and_without_its_content(
     assert not any(secret in str(raised.value) for secret in (ONE, TWO, "Secret", "x" * 100))
 
 
-def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(InvalidSettings, match="cannot be read: no such file"):
         KeyRing(tmp_path / "none", None, LocalStore())
     (tmp_path / "latin").write_bytes(b"one \xe4\xe4\xe4")
@@ -132,7 +124,7 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         KeyRing(tmp_path / "latin", None, LocalStore())
 
 
-def test_variable_holds_one_key_of_the_operator_or_lines_of_the_file() -> None:
+def test_variable_holds_one_key_of_the_operator_or_lines_of_the_file():
     alone = ring(ONE).holder(headers(x_api_key=ONE))
     assert (alone.name, alone.is_admin) == ("default", True)
     several = ring(f"one {ONE}; two {TWO} admin")
@@ -143,7 +135,7 @@ def test_variable_holds_one_key_of_the_operator_or_lines_of_the_file() -> None:
             ring(malformed)
 
 
-def test_no_error_and_no_description_of_the_settings_shows_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_error_and_no_description_of_the_settings_shows_a_key(monkeypatch):
     monkeypatch.setenv("ATTNCACHE_API_KEY", ONE)
     settings = gather_settings({})
     assert settings.api_key is not None
@@ -154,7 +146,7 @@ def test_no_error_and_no_description_of_the_settings_shows_a_key(monkeypatch: py
     assert "--api-key (ATTNCACHE_API_KEY, or api_key in the file) cannot be this value" in str(raised.value)
 
 
-def test_reload_takes_new_keys_drops_old_ones_and_keeps_what_was_used(file: Path) -> None:
+def test_reload_takes_new_keys_drops_old_ones_and_keeps_what_was_used(file):
     keys = KeyRing(file, None, LocalStore())
     use = keys.holder(headers(x_api_key=OPS)).use
     keys_file(file.parent, FILE.replace(ONE, "new-key-of-one-0123456789") + "three third-key-0123456789\n")
@@ -169,12 +161,12 @@ def test_reload_takes_new_keys_drops_old_ones_and_keeps_what_was_used(file: Path
     assert keys.holder(headers(x_api_key=OPS)).use is not use
 
 
-def test_two_keys_of_one_name_are_one_holder_while_a_key_is_replaced() -> None:
+def test_two_keys_of_one_name_are_one_holder_while_a_key_is_replaced():
     keys = ring(f"one {ONE}; one {TWO}")
     assert keys.holder(headers(x_api_key=ONE)) is keys.holder(headers(x_api_key=TWO))
 
 
-def test_malformed_file_changes_nothing_on_reload(file: Path) -> None:
+def test_malformed_file_changes_nothing_on_reload(file):
     keys = KeyRing(file, None, LocalStore())
     keys_file(file.parent, f"one {TWO}\noops\n")
     with pytest.raises(InvalidSettings, match="line 2"):
@@ -182,7 +174,7 @@ def test_malformed_file_changes_nothing_on_reload(file: Path) -> None:
     assert keys.holder(headers(x_api_key=ONE)).name == "one"
 
 
-def test_only_health_the_page_and_metrics_of_the_admin_listener_are_open(file: Path) -> None:
+def test_only_health_the_page_and_metrics_of_the_admin_listener_are_open(file):
     for method, path in (("GET", "/health"), ("HEAD", "/ready"), ("GET", "/"), ("GET", "/page/page.js")):
         assert is_open(method, path, "public")
     for path in ("/metrics", "/docs", "/openapi.json", "/info", "/embed", "/page", "/health/", "//health"):
@@ -206,21 +198,21 @@ def test_only_health_the_page_and_metrics_of_the_admin_listener_are_open(file: P
 class Clock:
     seconds = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.seconds
 
 
-async def refused(use: QuotaUse) -> tuple[str, int]:
+async def refused(use):
     with pytest.raises(QuotaExceeded) as raised:
         await use.begin()
     return raised.value.quota, raised.value.retry_after_seconds
 
 
-def use_of(quotas: Quotas, clock: Clock, store: Store | None = None) -> QuotaUse:
+def use_of(quotas, clock, store=None):
     return QuotaUse("client", quotas, store or LocalStore(), max_seconds=100, clock=clock)
 
 
-async def test_requests_are_refused_beyond_a_minute_s_worth_until_the_bucket_refills() -> None:
+async def test_requests_are_refused_beyond_a_minute_s_worth_until_the_bucket_refills():
     clock = Clock()
     use = use_of(Quotas(requests_per_minute=6), clock)
     for _ in range(6):
@@ -237,7 +229,7 @@ async def test_requests_are_refused_beyond_a_minute_s_worth_until_the_bucket_ref
     assert (await refused(use))[0] == quota
 
 
-async def test_tokens_are_charged_when_known_and_a_debt_is_paid_before_the_next_request() -> None:
+async def test_tokens_are_charged_when_known_and_a_debt_is_paid_before_the_next_request():
     clock = Clock()
     use = use_of(Quotas(tokens_per_minute=60), clock)
     for _ in range(2):
@@ -251,7 +243,7 @@ async def test_tokens_are_charged_when_known_and_a_debt_is_paid_before_the_next_
     await use.end(0)
 
 
-async def test_requests_in_flight_are_limited_and_a_refusal_uses_up_nothing() -> None:
+async def test_requests_in_flight_are_limited_and_a_refusal_uses_up_nothing():
     clock = Clock()
     use = use_of(Quotas(requests_per_minute=3, in_flight=1), clock)
     await use.begin()
@@ -267,15 +259,15 @@ async def test_requests_in_flight_are_limited_and_a_refusal_uses_up_nothing() ->
 # The server.
 
 
-def ask(client: httpx.AsyncClient, key: str, text: str = "a", **body: Any) -> Any:
+def ask(client, key, text="a", **body):
     body = body or {"inputs": text}
     return client.post("/embed", json=body, headers=bearer(key))
 
 
 @pytest.mark.parametrize("admin", [False, True])
-async def test_every_route_but_health_ready_and_the_page_is_closed(file: Path, admin: bool) -> None:
+async def test_every_route_but_health_ready_and_the_page_is_closed(file, admin):
     async with serving(api_keys=file, admin=admin) as client:
-        app = client._transport.app  # type: ignore[attr-defined]
+        app = client._transport.app
         paths = {(method, path) for path, own in app.openapi()["paths"].items() for method in own}
         paths |= {("get", path) for path in ("/docs", "/openapi.json", "/nowhere", "/embed/")}
         paths |= {("options", "/embed"), ("post", "/"), ("delete", "/cache")}
@@ -290,7 +282,7 @@ async def test_every_route_but_health_ready_and_the_page_is_closed(file: Path, a
         assert (await client.get("/")).status_code != 401
 
 
-async def test_key_opens_routes_and_the_operators_routes_need_an_admin_key(file: Path) -> None:
+async def test_key_opens_routes_and_the_operators_routes_need_an_admin_key(file):
     async with serving(api_keys=file, admin=True) as client:
         for given in (bearer(ONE), {"X-API-Key": ONE}, {**bearer("other"), "X-API-Key": ONE}):
             assert (await client.post("/embed", json={"inputs": "a"}, headers=given)).status_code == 200
@@ -310,9 +302,7 @@ async def test_key_opens_routes_and_the_operators_routes_need_an_admin_key(file:
             assert (await client.post(path)).json()["error"]["type"] == "authentication_error"
 
 
-async def test_keys_are_in_no_log_no_metric_and_no_description(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_keys_are_in_no_log_no_metric_and_no_description(file, caplog):
     caplog.set_level("ERROR", logger="httpx")
     caplog.set_level("DEBUG")
     async with serving(api_keys=file, access_log=True) as client:
@@ -327,7 +317,7 @@ async def test_keys_are_in_no_log_no_metric_and_no_description(
         assert secret not in "".join([*shown, caplog.text])
 
 
-async def test_quotas_hold_for_each_key_and_their_refusals_are_counted(tmp_path: Path) -> None:
+async def test_quotas_hold_for_each_key_and_their_refusals_are_counted(tmp_path):
     text = f"few {ONE} requests_per_minute=2\nshort {TWO} tokens_per_minute=10\nops {OPS} admin\n"
     async with serving(api_keys=keys_file(tmp_path, text)) as client:
         for key, sent in ((ONE, ["a", "b"]), (TWO, ["c" * 30])):
@@ -344,9 +334,7 @@ async def test_quotas_hold_for_each_key_and_their_refusals_are_counted(tmp_path:
     assert found["attncache_key_tokens_total", "short"] == 30
 
 
-async def test_requests_in_flight_of_a_key_end_also_when_they_fail_or_their_client_leaves(
-    tmp_path: Path,
-) -> None:
+async def test_requests_in_flight_of_a_key_end_also_when_they_fail_or_their_client_leaves(tmp_path):
     engine = FakeEngine()
     async with serving(engine, api_keys=keys_file(tmp_path, f"one {ONE} in_flight=1\n")) as client:
         for body in ({"inputs": []}, {"inputs": "a", "unknown": 1}):
@@ -362,7 +350,7 @@ async def test_requests_in_flight_of_a_key_end_also_when_they_fail_or_their_clie
         assert (await ask(client, ONE)).status_code == 200
 
 
-async def test_flow_of_a_key_holds_the_flows_of_its_connections(file: Path) -> None:
+async def test_flow_of_a_key_holds_the_flows_of_its_connections(file):
     """Many texts of one key delay a text of another key by at most a batch; see test_batcher."""
     engine = FakeEngine()
     async with serving(engine, api_keys=file, max_batch_tokens=16) as client:
@@ -371,7 +359,7 @@ async def test_flow_of_a_key_holds_the_flows_of_its_connections(file: Path) -> N
         await asyncio.to_thread(engine.runs.acquire)
         # The test's client has one address, so without keys all of these would be one flow.
         many = asyncio.create_task(ask(client, ONE, inputs=[f"many {number}" for number in range(40)]))
-        batcher = client._transport.app.state.service.serving().batcher  # type: ignore[attr-defined]
+        batcher = client._transport.app.state.service.serving().batcher
         while batcher.waiting_requests < 1:
             await asyncio.sleep(0.001)
         single = asyncio.create_task(ask(client, TWO, "single"))
@@ -382,10 +370,8 @@ async def test_flow_of_a_key_holds_the_flows_of_its_connections(file: Path) -> N
     assert any("single" in batch for batch in engine.batches[:4])
 
 
-def test_hangup_reads_the_file_again_and_keeps_the_keys_if_it_is_malformed(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def status(server: Any, key: str) -> int:
+def test_hangup_reads_the_file_again_and_keeps_the_keys_if_it_is_malformed(file, caplog):
+    def status(server, key):
         request = b"GET /info HTTP/1.1\r\nHost: test\r\nX-API-Key: %s\r\n\r\n" % key.encode()
         return server.ask(request).status
 
@@ -406,7 +392,7 @@ def test_hangup_reads_the_file_again_and_keeps_the_keys_if_it_is_malformed(
 # What is kept is kept apart.
 
 
-def deciding(folder: Path, **settings: Any) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+def deciding(folder, **settings):
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32", key_values=KeyValueOptions(2**24))
     return serving(engine, **settings)
 
@@ -415,7 +401,7 @@ TEXT = "the bank was closed today. " * 4 + "where is my card"
 CACHED = "X-AttnCache-Cached-Tokens"
 
 
-async def test_two_keys_share_no_stored_keys_and_values(folder: Path, file: Path) -> None:
+async def test_two_keys_share_no_stored_keys_and_values(folder, file):
     async with deciding(folder, api_keys=file, result_memory_bytes=0) as client:
         found = [(await ask(client, key, TEXT)).headers[CACHED] for key in (ONE, ONE, TWO, TWO)]
         tokens = found[0].removeprefix("0/")
@@ -424,7 +410,7 @@ async def test_two_keys_share_no_stored_keys_and_values(folder: Path, file: Path
         assert salted.headers[CACHED] == f"0/{tokens}"
 
 
-async def test_two_keys_share_no_results(file: Path) -> None:
+async def test_two_keys_share_no_results(file):
     engine = FakeEngine()
     async with serving(engine, api_keys=file, result_memory_bytes=2**20) as client:
         for key in (ONE, ONE, TWO, TWO):
@@ -436,7 +422,7 @@ async def test_two_keys_share_no_results(file: Path) -> None:
     assert engine.batches.count(["red", "blue"]) == 2
 
 
-async def test_two_keys_share_no_session(file: Path) -> None:
+async def test_two_keys_share_no_session(file):
     async with serving(api_keys=file) as client:
         begun = {"session_id": "42", "transcript": "first"}
         assert (await ask(client, ONE, **begun)).status_code == 200
@@ -445,7 +431,7 @@ async def test_two_keys_share_no_session(file: Path) -> None:
         assert (await ask(client, ONE, **turn)).status_code == 200
 
 
-async def test_operator_warms_for_a_key(folder: Path, file: Path) -> None:
+async def test_operator_warms_for_a_key(folder, file):
     async with deciding(folder, api_keys=file, admin=True) as client:
         body = {"texts": TEXT, "key": "two"}
         warmed = await client.post("/cache/warm", json=body, headers=bearer(OPS))
@@ -456,9 +442,7 @@ async def test_operator_warms_for_a_key(folder: Path, file: Path) -> None:
         assert (unknown.status_code, unknown.json()["error"]["field"]) == (400, "key")
 
 
-async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(
-    folder: Path, file: Path, tmp_path: Path
-) -> None:
+async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(folder, file, tmp_path):
     named, unnamed = tmp_path / "named.jsonl", tmp_path / "unnamed.txt"
     named.write_text('{"text": "the bank was closed today", "key": "two"}\n', encoding="utf-8")
     unnamed.write_text("the bank was closed today\n", encoding="utf-8")
@@ -472,9 +456,7 @@ async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(
     assert [int(own.split("/")[0]) > 0 for own in given] == [False, True]
 
 
-def test_reload_that_the_system_refuses_leaves_the_keys_as_they_are(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reload_that_the_system_refuses_leaves_the_keys_as_they_are(file, caplog):
     keys = KeyRing(file, None, LocalStore())
     new = "rotated-key-0123456789"
     keys_file(file.parent, FILE.replace(ONE, new))
@@ -494,12 +476,10 @@ def test_reload_that_the_system_refuses_leaves_the_keys_as_they_are(
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("a bug"), MemoryError()])
-def test_whatever_a_reload_raises_the_others_follow(
-    error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_a_reload_raises_the_others_follow(error, caplog):
     calls = []
 
-    def failing() -> None:
+    def failing():
         raise error
 
     with caplog.at_level(logging.INFO):

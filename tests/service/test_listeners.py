@@ -1,7 +1,5 @@
 """TCP, TLS and Unix sockets, and what the admin port serves."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import socket
@@ -10,7 +8,6 @@ import stat
 import struct
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -34,7 +31,7 @@ EMBED = post(b'{"inputs": "a"}')
 
 
 @pytest.mark.skipif(not Path("/proc/sys/net/core/somaxconn").exists(), reason="needs Linux")
-def test_system_keeps_many_connections_until_they_are_accepted() -> None:
+def test_system_keeps_many_connections_until_they_are_accepted():
     with served() as server:
         (listener,) = server.server._listeners
         # struct tcp_info: of a socket that listens, tcpi_sacked is the most connections that wait.
@@ -47,7 +44,7 @@ def test_system_keeps_many_connections_until_they_are_accepted() -> None:
 # Unix sockets.
 
 
-def test_unix_socket_is_served_and_removed(tmp_path: Path) -> None:
+def test_unix_socket_is_served_and_removed(tmp_path):
     path = tmp_path / "attncache.sock"
     with served(unix_socket=path) as server:
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
@@ -55,7 +52,7 @@ def test_unix_socket_is_served_and_removed(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_socket_of_a_server_that_has_ended_is_replaced(tmp_path: Path) -> None:
+def test_socket_of_a_server_that_has_ended_is_replaced(tmp_path):
     path = tmp_path / "attncache.sock"
     bind_unix(path).close()
     assert path.is_socket()
@@ -63,14 +60,14 @@ def test_socket_of_a_server_that_has_ended_is_replaced(tmp_path: Path) -> None:
         client.connect(str(path))
 
 
-def test_socket_of_a_living_server_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_socket_of_a_living_server_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "attncache.sock"
     with bind_unix(path), pytest.raises(AddressUnavailable, match="another server listens"):
         bind_unix(path)
     assert path.is_socket()
 
 
-def test_file_that_is_no_socket_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_file_that_is_no_socket_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("mine")
     with pytest.raises(AddressUnavailable, match="not a socket"):
@@ -78,7 +75,7 @@ def test_file_that_is_no_socket_is_refused_and_left_alone(tmp_path: Path) -> Non
     assert path.read_text() == "mine"
 
 
-def test_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_folder_that_is_missing_is_named(tmp_path):
     with pytest.raises(AddressUnavailable, match=r"absent/a\.sock: no such file"):
         bind_unix(tmp_path / "absent" / "a.sock")
 
@@ -93,7 +90,7 @@ def with_admin_port():
 
 
 @pytest.mark.parametrize("path", [*OPERATORS_PATHS, "/cache/stats", "/docs/oauth2-redirect"])
-def test_routes_for_operators_are_served_on_the_admin_port_only(with_admin_port: Any, path: str) -> None:
+def test_routes_for_operators_are_served_on_the_admin_port_only(with_admin_port, path):
     request = HEALTH.replace(b"/health", path.encode())
     public, admin = (with_admin_port.ask(request, listener) for listener in (0, 1))
     assert (public.status, public.code) == (404, "not_found")
@@ -101,13 +98,13 @@ def test_routes_for_operators_are_served_on_the_admin_port_only(with_admin_port:
     assert b"--admin-port" not in admin.body
 
 
-def test_both_listeners_serve_health_and_inference(with_admin_port: Any) -> None:
+def test_both_listeners_serve_health_and_inference(with_admin_port):
     for listener in (0, 1):
         for request in (HEALTH, HEALTH.replace(b"/health", b"/ready"), EMBED):
             assert with_admin_port.ask(request, listener).status == 200
 
 
-def test_metrics_count_the_connections_of_each_listener(with_admin_port: Any) -> None:
+def test_metrics_count_the_connections_of_each_listener(with_admin_port):
     with with_admin_port.connect() as client:
         client.sendall(HEALTH)
         client.recv(1)
@@ -115,7 +112,7 @@ def test_metrics_count_the_connections_of_each_listener(with_admin_port: Any) ->
         assert with_admin_port.metric('connections{listener="admin"}') == 1
 
 
-def test_paths_that_begin_alike_are_not_for_operators() -> None:
+def test_paths_that_begin_alike_are_not_for_operators():
     assert not any(map(is_for_operators, ("/information", "/cached", "/embed", "/docs2")))
 
 
@@ -123,12 +120,12 @@ def test_paths_that_begin_alike_are_not_for_operators() -> None:
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: Any) -> Path:
+def certificates(tmp_path_factory):
     """A folder with first.pem, first.key, second.pem, second.key and an encrypted.key of first.pem."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl is not installed, which makes the certificates")
-    folder: Path = tmp_path_factory.mktemp("certificates")
+    folder = tmp_path_factory.mktemp("certificates")
     for name in ("first", "second"):
         files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem"]
         names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "3650"]
@@ -139,7 +136,7 @@ def certificates(tmp_path_factory: Any) -> Path:
     return folder
 
 
-def common_name(server: Any, trusted: Path) -> str:
+def common_name(server, trusted):
     """Return the name in the certificate that a new connection gets."""
     context = ssl.create_default_context(cafile=trusted)
     with server.connect() as client, context.wrap_socket(client, server_hostname="127.0.0.1") as encrypted:
@@ -148,9 +145,7 @@ def common_name(server: Any, trusted: Path) -> str:
         return dict(pairs[0] for pairs in encrypted.getpeercert()["subject"])["commonName"]
 
 
-def test_https_is_served_and_the_certificate_read_again(
-    certificates: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_https_is_served_and_the_certificate_read_again(certificates, tmp_path, caplog):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     shutil.copy(certificates / "first.pem", cert)
     shutil.copy(certificates / "first.key", key)
@@ -169,7 +164,7 @@ def test_https_is_served_and_the_certificate_read_again(
             assert b"200" not in plain.recv(64)
 
 
-def test_responses_over_tls_close_and_drain(certificates: Path) -> None:
+def test_responses_over_tls_close_and_drain(certificates):
     cert, key = certificates / "first.pem", certificates / "first.key"
     with served(tls_cert=cert, tls_key=key, header_seconds=0.3) as server:
         with httpx.Client(verify=ssl.create_default_context(cafile=cert)) as client:
@@ -197,14 +192,12 @@ def test_responses_over_tls_close_and_drain(certificates: Path) -> None:
         ("first.pem", "first.pem", "in PEM"),
     ],
 )
-def test_certificate_that_cannot_be_used_is_refused_with_its_file(
-    certificates: Path, cert: str, key: str, says: str
-) -> None:
+def test_certificate_that_cannot_be_used_is_refused_with_its_file(certificates, cert, key, says):
     with pytest.raises(InvalidSettings, match=says):
         tls_context(certificates / cert, certificates / key)
 
 
-def test_refused_certificate_changes_nothing(certificates: Path) -> None:
+def test_refused_certificate_changes_nothing(certificates):
     context = tls_context(certificates / "first.pem", certificates / "first.key")
     with pytest.raises(AttnCacheError):
         load_certificate(context, certificates / "second.pem", certificates / "first.key")
@@ -220,7 +213,7 @@ def test_refused_certificate_changes_nothing(certificates: Path) -> None:
         ({"unix_socket": "a.sock", "tls_cert": "a", "tls_key": "b"}, "--tls-cert has no effect"),
     ],
 )
-def test_settings_without_effect_are_refused(settings: dict[str, Any], says: str) -> None:
+def test_settings_without_effect_are_refused(settings, says):
     with pytest.raises(InvalidSettings, match=says):
         read_settings(settings)
     assert read_settings({}) == Settings()
@@ -233,7 +226,7 @@ ORIGIN = {"Origin": "https://app.example"}
 
 
 @pytest.mark.anyio
-async def test_cors_is_off_by_default() -> None:
+async def test_cors_is_off_by_default():
     async with serving() as client:
         response = await client.post("/embed", json={"inputs": "a"}, headers=ORIGIN)
         assert not [name for name in response.headers if name.startswith("access-control")]
@@ -242,7 +235,7 @@ async def test_cors_is_off_by_default() -> None:
 
 
 @pytest.mark.anyio
-async def test_pages_of_allowed_origins_may_ask() -> None:
+async def test_pages_of_allowed_origins_may_ask():
     async with serving(cors_origin="https://other.example, https://app.example") as client:
         wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
         preflight = await client.options("/embed", headers={**ORIGIN, **wanted})
@@ -269,9 +262,7 @@ async def test_pages_of_allowed_origins_may_ask() -> None:
         (False, "gzip", 64, None),
     ],
 )
-async def test_only_large_responses_are_compressed_for_clients_that_ask(
-    gzip: bool, accepted: str, texts: int, encoding: str | None
-) -> None:
+async def test_only_large_responses_are_compressed_for_clients_that_ask(gzip, accepted, texts, encoding):
     inputs = [f"text {number}" for number in range(texts)]
     async with serving(gzip=gzip) as client:
         response = await client.post("/embed", json={"inputs": inputs}, headers={"Accept-Encoding": accepted})

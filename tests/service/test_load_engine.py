@@ -1,53 +1,39 @@
 """Load the engine that a server's settings describe, with a real database."""
 
-from __future__ import annotations
-
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from core_models import prefill, write_model
 
-from attncache_core import (
-    AttentionDatabase,
-    Checkpoint,
-    CorruptDatabase,
-    MachineBusy,
-    Outcome,
-    PrefillEngine,
-)
+from attncache_core import AttentionDatabase, CorruptDatabase, MachineBusy, Outcome, PrefillEngine
 from attncache_core.build.default import default_database_folder
 from attncache_core.checkpoints.description import read_checkpoint
-from attncache_core.corpus import CorpusSentence
 from service.loading import engines as loading
 from service.loading.engines import load_engine, load_engines
-from service.settings import Settings, read_settings
+from service.settings import read_settings
 
 
 @pytest.fixture(autouse=True)
-def required_gains(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def required_gains(monkeypatch):
     """Replace the measurement of gains, and return the gains that were required."""
-    required: list[float] = []
+    required = []
     monkeypatch.setattr(loading, "require_gain", lambda _, min_gain, **_how: required.append(min_gain))
     return required
 
 
-def engine_of(checkpoint: Checkpoint, database: Path | None, **values: Any) -> PrefillEngine:
+def engine_of(checkpoint, database, **values):
     given = values if database is None else {"database": str(database), **values}
     return load_engine(read_settings({"dtype": "float32", **given}), checkpoint)
 
 
-def thresholds(engine: PrefillEngine) -> set[float]:
+def thresholds(engine):
     assert engine.policy
     return {kind.threshold for group in engine.policy.groups for kind in group.kinds.values()}
 
 
-def test_more_tokens_than_the_model_takes_are_warned_of(
-    tiny_checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_tokens_than_the_model_takes_are_warned_of(tiny_checkpoint, caplog):
     most = engine_of(tiny_checkpoint, None, maps=False).max_tokens
     engine_of(tiny_checkpoint, None, maps=False, max_tokens=most)
     assert not caplog.records
@@ -55,16 +41,14 @@ def test_more_tokens_than_the_model_takes_are_warned_of(
     assert "--max-tokens is 100000" in caplog.text
 
 
-def test_given_threshold_keeps_no_budget(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
+def test_given_threshold_keeps_no_budget(tiny_checkpoint, tiny_database):
     engine = engine_of(tiny_checkpoint, tiny_database, threshold="0.95")
     assert thresholds(engine) == {0.95}
     assert engine.policy
     assert engine.policy.budget.least == 0
 
 
-def test_given_threshold_decides_what_hits(
-    tiny_checkpoint: Checkpoint, tiny_database: Path, tiny_corpus: list[CorpusSentence]
-) -> None:
+def test_given_threshold_decides_what_hits(tiny_checkpoint, tiny_database, tiny_corpus):
     texts = ["my card my card", "the bank was closed today", tiny_corpus[0].text]
     own, strict = (
         engine_of(tiny_checkpoint, tiny_database, **given) for given in ({}, {"threshold": "0.995"})
@@ -74,41 +58,19 @@ def test_given_threshold_decides_what_hits(
     assert prefill(strict, sequences).outcomes == (Outcome.MISS, Outcome.MISS, Outcome.HIT)
 
 
-def test_threshold_overrides_the_databases(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
-    assert thresholds(engine_of(tiny_checkpoint, tiny_database, threshold="0.7")) == {0.7}
-
-
-def test_without_an_override_the_databases_own_thresholds_hold(
-    tiny_checkpoint: Checkpoint, tiny_database: Path
-) -> None:
+def test_without_an_override_the_databases_own_thresholds_hold(tiny_checkpoint, tiny_database):
     engine = engine_of(tiny_checkpoint, tiny_database)
     assert engine.policy == AttentionDatabase.open(tiny_database).manifest.policy
 
 
-def test_longest_text_is_what_the_settings_say(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
-    engine = engine_of(tiny_checkpoint, tiny_database, max_tokens="7")
-    assert engine.max_tokens == 7
-    assert [len(ids) for ids in engine.tokenize(["card " * 30])] == [7]
-
-
-def test_gain_is_required(
-    tiny_checkpoint: Checkpoint, tiny_database: Path, required_gains: list[float]
-) -> None:
+def test_gain_is_required(tiny_checkpoint, tiny_database, required_gains):
     engine_of(tiny_checkpoint, tiny_database)
     assert required_gains == [0.05]
     engine_of(tiny_checkpoint, tiny_database, min_gain=0.2)
     assert required_gains[-1] == 0.2
 
 
-def test_without_reuse_no_database_is_opened(tiny_checkpoint: Checkpoint) -> None:
-    engine = engine_of(tiny_checkpoint, None, reuse=False)
-    assert engine.database is None
-    assert engine.policy is None
-
-
-def test_sound_database_gives_one_engine(
-    tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path
-) -> None:
+def test_sound_database_gives_one_engine(tiny_checkpoint, tiny_database, tmp_path):
     shutil.copytree(tiny_database, default_database_folder(tiny_checkpoint, tmp_path))
     for given in ({"database": str(tiny_database)}, {"cache_dir": str(tmp_path)}, {"reuse": "off"}):
         settings = read_settings({"dtype": "float32", **given})
@@ -120,8 +82,8 @@ def test_sound_database_gives_one_engine(
 
 @pytest.mark.parametrize("given", [{}, {"threshold": "0.7"}], ids=str)
 def test_engine_without_reuse_serves_first_where_the_default_database_is_damaged(
-    tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path, given: dict[str, str]
-) -> None:
+    tiny_checkpoint, tiny_database, tmp_path, given
+):
     folder = default_database_folder(tiny_checkpoint, tmp_path)
     shutil.copytree(tiny_database, folder)
     next(folder.glob("maps/*.maps")).unlink()
@@ -135,8 +97,8 @@ def test_engine_without_reuse_serves_first_where_the_default_database_is_damaged
 
 
 def test_damaged_database_of_the_option_ends_the_start_and_stays_unchanged(
-    tiny_checkpoint: Checkpoint, tiny_database: Path, tmp_path: Path
-) -> None:
+    tiny_checkpoint, tiny_database, tmp_path
+):
     folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
     next(folder.glob("maps/*.maps")).unlink()
     settings = read_settings({"dtype": "float32", "database": str(folder)})
@@ -145,7 +107,7 @@ def test_damaged_database_of_the_option_ends_the_start_and_stays_unchanged(
     assert folder.is_dir()
 
 
-def test_cross_encoder_gets_no_default_database_because_pairs_take_no_maps(tmp_path: Path) -> None:
+def test_cross_encoder_gets_no_default_database_because_pairs_take_no_maps(tmp_path):
     checkpoint = read_checkpoint(write_model(tmp_path / "reranker", ["relevance"]))
     engine = engine_of(checkpoint, None, cache_dir=str(tmp_path / "cache"))
     assert engine.database is None
@@ -153,17 +115,17 @@ def test_cross_encoder_gets_no_default_database_because_pairs_take_no_maps(tmp_p
     assert not (tmp_path / "cache").exists()
 
 
-def first_start(checkpoint: Checkpoint, cache: Path, **values: Any) -> Iterator[loading.Loaded]:
+def first_start(checkpoint, cache, **values):
     """Return what a first start loads: there is no default database yet."""
     return load_engines(read_settings({"dtype": "float32", "cache_dir": str(cache), **values}), checkpoint)
 
 
 @pytest.fixture
-def builds(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Checkpoint, tiny_database: Path) -> list[str]:
+def builds(monkeypatch, tiny_checkpoint, tiny_database):
     """Replace the building process by a copy of a database, and return what was built."""
-    built: list[str] = []
+    built = []
 
-    def build(settings: Settings) -> Iterator[str]:
+    def build(settings):
         yield "building: 50%"
         folder = default_database_folder(tiny_checkpoint, settings.cache_dir)
         shutil.copytree(tiny_database, folder)
@@ -174,8 +136,8 @@ def builds(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Checkpoint, tiny_da
 
 
 def test_first_start_serves_at_once_and_builds_the_database_behind_it(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, builds: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_checkpoint, tmp_path, builds, monkeypatch
+):
     monkeypatch.setattr(loading, "could_pay", lambda *_: True)
     loaded = first_start(tiny_checkpoint, tmp_path)
     first = next(loaded)
@@ -188,13 +150,7 @@ def test_first_start_serves_at_once_and_builds_the_database_behind_it(
     assert len(builds) == 1
 
 
-def test_nothing_is_built_where_reuse_cannot_pay(
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    builds: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nothing_is_built_where_reuse_cannot_pay(tiny_checkpoint, tmp_path, builds, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(loading, "could_pay", lambda *_: False)
     engine, line = first_start(tiny_checkpoint, tmp_path)
@@ -205,11 +161,8 @@ def test_nothing_is_built_where_reuse_cannot_pay(
 
 
 def test_operator_who_asks_for_reuse_at_any_speed_gets_a_database_without_a_measurement(
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    builds: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tiny_checkpoint, tmp_path, builds, monkeypatch
+):
     monkeypatch.setattr(loading, "could_pay", lambda *_: pytest.fail("measured"))
     loaded = list(first_start(tiny_checkpoint, tmp_path, min_gain="0"))
     assert len(builds) == 1
@@ -217,13 +170,13 @@ def test_operator_who_asks_for_reuse_at_any_speed_gets_a_database_without_a_meas
 
 
 def test_measurement_is_tried_again_later_and_later_while_the_machine_is_busy(
-    tiny_checkpoint: Checkpoint, tiny_database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept: list[float] = []
+    tiny_checkpoint, tiny_database, monkeypatch
+):
+    slept = []
     monkeypatch.setattr(loading.time, "sleep", slept.append)
     refusals = 8
 
-    def measure(engine: PrefillEngine, _min_gain: float, *, measure: bool = True, **_how: Any) -> None:
+    def measure(engine, _min_gain, *, measure=True, **_how):
         assert engine.map_reuse
         engine.map_reuse.reuse_in(())
         engine.map_reuse.awaits_gain = True

@@ -1,31 +1,18 @@
 """Request ids, log lines as text and as JSON, and the access log."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from datetime import datetime
-from pathlib import Path
-from typing import Any
 
-import httpx
 import orjson
 import pytest
 from fake_engine import FAILING, SECRET, BrokenEngine, FakeEngine, serving
 from running import ANSWERED, ONE, bearer, keys_file
 
-from service.observability.finished import FinishedRequest, FinishedRequests
-from service.observability.logs import (
-    REQUEST_ID,
-    JsonFormatter,
-    LogFormat,
-    TextFormatter,
-    configure_logging,
-    log_access,
-)
+from service.observability.finished import FinishedRequests
+from service.observability.logs import REQUEST_ID, JsonFormatter, TextFormatter, configure_logging, log_access
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +20,7 @@ ID = "X-Request-Id"
 
 
 @contextmanager
-def logging_to_stream(level: str, log_format: LogFormat = "text") -> Iterator[io.StringIO]:
+def logging_to_stream(level, log_format="text"):
     """Yield what the server logs to stderr. pytest's handlers are taken away, which would be in the way."""
     root, stream = logging.getLogger(), io.StringIO()
     handlers, before = root.handlers[:], root.level
@@ -48,7 +35,7 @@ def logging_to_stream(level: str, log_format: LogFormat = "text") -> Iterator[io
         logging.captureWarnings(False)
 
 
-def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+def lines(stream):
     return [orjson.loads(line) for line in stream.getvalue().splitlines()]
 
 
@@ -56,14 +43,14 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("given", ["a", "x" * 128, 'job/7:"äß"'.encode("ascii", "ignore").decode(), "0-1_~!"])
-async def test_request_id_of_the_client_comes_back(given: str) -> None:
+async def test_request_id_of_the_client_comes_back(given):
     async with serving() as client:
         for method, path in (("POST", "/embed"), ("GET", "/health"), ("GET", "/nowhere")):
             assert (await client.request(method, path, headers={ID: given})).headers[ID] == given
 
 
 @pytest.mark.parametrize("given", [b"", b"two words", b"x" * 129, "ö".encode(), b"\x7f", b"tab\tbed"])
-async def test_other_ids_are_replaced(given: bytes) -> None:
+async def test_other_ids_are_replaced(given):
     async with serving() as client:
         answered = [await client.get("/health", headers=[(ID.encode(), given)]) for _ in range(2)]
     ids = {response.headers[ID] for response in answered}
@@ -71,8 +58,8 @@ async def test_other_ids_are_replaced(given: bytes) -> None:
     assert all(re.fullmatch("[0-9a-f]{16,64}", own) for own in ids)
 
 
-async def test_every_response_has_one_request_id(tmp_path: Path) -> None:
-    def statuses(responses: list[httpx.Response]) -> list[int]:
+async def test_every_response_has_one_request_id(tmp_path):
+    def statuses(responses):
         assert all(len(response.headers.get_list(ID)) == 1 for response in responses)
         return [response.status_code for response in responses]
 
@@ -92,7 +79,7 @@ async def test_every_response_has_one_request_id(tmp_path: Path) -> None:
         assert statuses(closed) == [401, 401]
 
 
-async def test_lines_about_a_request_have_its_id() -> None:
+async def test_lines_about_a_request_have_its_id():
     with logging_to_stream("info", "json") as stream:
         async with serving(BrokenEngine("class_logits")) as client:
             await client.post("/classify", json={"inputs": SECRET}, headers={ID: "job-7"})
@@ -104,7 +91,7 @@ async def test_lines_about_a_request_have_its_id() -> None:
 # Formats.
 
 
-def test_json_lines_are_objects_with_time_level_logger_message_and_stack() -> None:
+def test_json_lines_are_objects_with_time_level_logger_message_and_stack():
     logger = logging.getLogger("service.test")
     with logging_to_stream("info", "json") as stream:
         logger.info("%d segments of\n%s", 3, "\udcff")
@@ -121,14 +108,14 @@ def test_json_lines_are_objects_with_time_level_logger_message_and_stack() -> No
     assert (warned["logger"], warned["level"]) == ("py.warnings", "warning")
 
 
-def test_messages_of_uvicorn_are_lines_of_the_same_format() -> None:
+def test_messages_of_uvicorn_are_lines_of_the_same_format():
     with logging_to_stream("info", "json") as stream:
         logging.getLogger("uvicorn.error").warning("careful")
         logging.getLogger("uvicorn.error").info("a step of the start")
     assert [(line["logger"], line["message"]) for line in lines(stream)] == [("uvicorn.error", "careful")]
 
 
-def test_text_lines_end_with_the_request_id() -> None:
+def test_text_lines_end_with_the_request_id():
     record = logging.LogRecord("service.test", logging.INFO, "", 0, "said %s", ("this",), None)
     assert TextFormatter().format(record).endswith("INFO service.test: said this")
     token = REQUEST_ID.set("job-7")
@@ -142,7 +129,7 @@ def test_text_lines_end_with_the_request_id() -> None:
 # The access log.
 
 
-def test_access_line_tells_route_status_time_tokens_and_key() -> None:
+def test_access_line_tells_route_status_time_tokens_and_key():
     with logging_to_stream("error", "json") as stream:
         log_access([ANSWERED])
     (line,) = lines(stream)
@@ -164,7 +151,7 @@ def test_access_line_tells_route_status_time_tokens_and_key() -> None:
     }
 
 
-def test_access_line_as_text_has_its_fields_behind_the_message() -> None:
+def test_access_line_as_text_has_its_fields_behind_the_message():
     with logging_to_stream("warning") as stream:
         log_access([ANSWERED, ANSWERED._replace(key=None)])
     assert stream.getvalue().endswith(
@@ -173,10 +160,8 @@ def test_access_line_as_text_has_its_fields_behind_the_message() -> None:
     )
 
 
-async def test_access_log_has_a_line_for_each_request_and_no_text_no_path_no_query(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings: Any = {"api_keys": keys_file(tmp_path), "access_log": True, "result_memory_bytes": 2**20}
+async def test_access_log_has_a_line_for_each_request_and_no_text_no_path_no_query(tmp_path, caplog):
+    settings = {"api_keys": keys_file(tmp_path), "access_log": True, "result_memory_bytes": 2**20}
     caplog.set_level("ERROR", logger="httpx")  # the client's own log has the texts
     with logging_to_stream("info", "json") as stream:
         async with serving(**settings) as client:
@@ -197,16 +182,16 @@ async def test_access_log_has_a_line_for_each_request_and_no_text_no_path_no_que
     assert FAILING not in stream.getvalue()
 
 
-async def test_without_the_access_log_nothing_is_collected() -> None:
+async def test_without_the_access_log_nothing_is_collected():
     async with serving(FakeEngine()) as client:
-        assert client._transport.app.state.service.finished is None  # type: ignore[attr-defined]
+        assert client._transport.app.state.service.finished is None
 
 
-def test_consumer_that_fails_is_logged_and_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(_: object) -> None:
+def test_consumer_that_fails_is_logged_and_the_others_are_told(caplog):
+    def fail(_):
         raise OSError(SECRET)
 
-    told: list[FinishedRequest] = []
+    told = []
     finished = FinishedRequests([fail, told.extend])
     finished.start()
     finished.add(ANSWERED)

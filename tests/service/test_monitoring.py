@@ -7,15 +7,14 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import yaml
 from fake_engine import serving
 from prometheus_client.parser import text_string_to_metric_families
-from promql import Selector, selectors_of
+from promql import selectors_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "docker/alerts.yml"
@@ -33,36 +32,36 @@ class Query(NamedTuple):
     shown: str  # the text that shows labels of the result
 
 
-def alerts() -> list[dict[str, Any]]:
+def alerts():
     [group] = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
     return group["rules"]
 
 
-def panels() -> list[dict[str, Any]]:
+def panels():
     return json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
 
 
-def queries() -> list[Query]:
+def queries():
     return [*queries_of_alerts(), *queries_of_panels()]
 
 
-def queries_of_alerts() -> Iterator[Query]:
+def queries_of_alerts():
     for alert in alerts():
         yield Query(alert["alert"], alert["expr"], alert["annotations"]["summary"])
 
 
-def queries_of_panels() -> Iterator[Query]:
+def queries_of_panels():
     for panel in panels():
         for target in panel.get("targets", ()):
             yield Query(panel["title"], target["expr"], target.get("legendFormat", ""))
 
 
 @pytest.fixture(scope="module")
-async def series(anyio_backend) -> dict[str, list[dict[str, str]]]:  # noqa: ARG001 - the async fixture needs it
+async def series(anyio_backend):  # noqa: ARG001 - the async fixture needs it
     """The labels of every series of the server, by the name of the metric, as Prometheus keeps them."""
     async with serving(api_key=f"operator {KEY} admin") as client:
         text = (await client.get("/metrics", headers={"Authorization": f"Bearer {KEY}"})).text
-    found: dict[str, list[dict[str, str]]] = dict(UP)
+    found = dict(UP)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample.labels | SCRAPED)
@@ -70,7 +69,7 @@ async def series(anyio_backend) -> dict[str, list[dict[str, str]]]:  # noqa: ARG
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
+def anyio_backend():
     return "asyncio"
 
 
@@ -98,15 +97,15 @@ async def test_labels_and_values_that_a_query_names_exist(query, series):
                 assert any(matcher.names(pattern, labels[matcher.label]) for labels in found), pattern
 
 
-def named_labels(selector: Selector) -> set[str]:
+def named_labels(selector):
     return {matcher.label for matcher in selector.matchers} | (selector.grouped_by or set())
 
 
-def labels_of_result(selector: Selector, series: dict[str, list[dict[str, str]]]) -> set[str]:
+def labels_of_result(selector, series):
     return set(series[selector.metric][0] if selector.grouped_by is None else selector.grouped_by)
 
 
-def labels_shown(text: str) -> set[str]:
+def labels_shown(text):
     """The labels in `{{label}}` of Grafana, or in `{{ $labels.label }}` of Prometheus."""
     return set(re.findall(r"\{\{(\w+)\}\}", text)) | set(re.findall(r"\$labels\.(\w+)", text))
 
@@ -126,7 +125,7 @@ def test_rate_is_asked_only_of_counters():
 
 def test_panels_have_distinct_numbers_fit_the_dashboard_and_do_not_overlap():
     assert len({panel["id"] for panel in panels()}) == len(panels())
-    covered: set[tuple[int, int]] = set()
+    covered = set()
     for panel in panels():
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= COLUMNS

@@ -1,7 +1,5 @@
 """Models with classes that do not exclude each other, in the real app with tiny real models."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from core_models import random_text, write_model

@@ -1,11 +1,6 @@
 """Clients of OpenAI's API, as their makers publish them, against the running server."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -27,43 +22,41 @@ FLOAT32 = 1e-5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_sentence_transformer(tmp_path_factory.mktemp("models") / "tiny-bert")
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> SentenceTransformer:
+def oracle(folder):
     return SentenceTransformer(str(folder), device="cpu")
 
 
 @pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
+def url(folder):
     with running(folder) as url:
         yield url
 
 
 @pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
+def client(url):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-def rows(response: Any) -> np.ndarray:
+def rows(response):
     assert [own.index for own in response.data] == list(range(len(response.data)))
     return np.array([own.embedding for own in response.data])
 
 
 @pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}], ids=["base64", "float"])
-def test_openai_client_gets_the_embeddings_of_sentence_transformers(
-    client: openai.OpenAI, oracle: SentenceTransformer, encoding: dict[str, Any]
-) -> None:
+def test_openai_client_gets_the_embeddings_of_sentence_transformers(client, oracle, encoding):
     response = client.embeddings.create(model="tiny-bert", input=TEXTS, **encoding)
     np.testing.assert_allclose(rows(response), oracle.encode(TEXTS), atol=FLOAT32)
     single = client.embeddings.create(model="tiny-bert", input=TEXTS[0], **encoding)
     np.testing.assert_allclose(rows(single), oracle.encode(TEXTS[:1]), atol=FLOAT32)
 
 
-def test_openai_client_gets_fewer_dimensions_at_unit_length(client: openai.OpenAI, folder: Path) -> None:
+def test_openai_client_gets_fewer_dimensions_at_unit_length(client, folder):
     expected = SentenceTransformer(str(folder), device="cpu", truncate_dim=8)
     response = client.embeddings.create(model="tiny-bert", input=TEXTS, dimensions=8)
     np.testing.assert_allclose(
@@ -71,9 +64,7 @@ def test_openai_client_gets_fewer_dimensions_at_unit_length(client: openai.OpenA
     )
 
 
-def test_token_ids_of_the_model_are_the_text(
-    client: openai.OpenAI, url: str, oracle: SentenceTransformer
-) -> None:
+def test_token_ids_of_the_model_are_the_text(client, url, oracle):
     tokenized = httpx.post(f"{url}/tokenize", json={"inputs": TEXTS}).json()
     ids = [[token["id"] for token in own] for own in tokenized]
     response = client.embeddings.create(model="tiny-bert", input=ids, user="somebody")
@@ -83,8 +74,8 @@ def test_token_ids_of_the_model_are_the_text(
     np.testing.assert_allclose(rows(single), oracle.encode(TEXTS[:1]), atol=FLOAT32)
 
 
-def test_async_client_gets_the_same_embeddings(url: str, oracle: SentenceTransformer) -> None:
-    async def ask() -> Any:
+def test_async_client_gets_the_same_embeddings(url, oracle):
+    async def ask():
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
             asked = [client.embeddings.create(model="tiny-bert", input=text) for text in TEXTS]
             return [rows(response)[0] for response in await asyncio.gather(*asked)]
@@ -92,7 +83,7 @@ def test_async_client_gets_the_same_embeddings(url: str, oracle: SentenceTransfo
     np.testing.assert_allclose(asyncio.run(ask()), oracle.encode(TEXTS), atol=FLOAT32)
 
 
-def test_openai_client_lists_the_model(client: openai.OpenAI) -> None:
+def test_openai_client_lists_the_model(client):
     [listed] = client.models.list().data
     assert (listed.id, listed.object) == ("tiny-bert", "model")
     assert client.models.retrieve("tiny-bert") == listed
@@ -117,20 +108,14 @@ def test_openai_client_lists_the_model(client: openai.OpenAI) -> None:
     ],
     ids=str,
 )
-def test_errors_are_the_exceptions_of_the_openai_client(
-    client: openai.OpenAI,
-    changes: dict[str, Any],
-    kind: type[openai.APIStatusError],
-    code: str,
-    param: str | None,
-) -> None:
+def test_errors_are_the_exceptions_of_the_openai_client(client, changes, kind, code, param):
     with pytest.raises(kind) as caught:
         client.embeddings.create(**{"model": "tiny-bert", "input": "a", **changes})
     assert (caught.value.code, caught.value.param) == (code, param)
     assert caught.value.type == "invalid_request_error"
 
 
-def test_usage_counts_the_tokens_whose_keys_and_values_were_stored(tmp_path: Path) -> None:
+def test_usage_counts_the_tokens_whose_keys_and_values_were_stored(tmp_path):
     folder = write_qwen3_embedding(tmp_path / "qwen3")
     front = "where is my parcel ? " * 40
     with (
@@ -139,31 +124,27 @@ def test_usage_counts_the_tokens_whose_keys_and_values_were_stored(tmp_path: Pat
     ):
         first = client.embeddings.create(model="qwen3", input=f"{front} a").usage
         second = client.embeddings.create(model="qwen3", input=f"{front} b").usage
-    assert first.prompt_tokens_details["cached_tokens"] == 0  # type: ignore[attr-defined]
-    cached = second.prompt_tokens_details["cached_tokens"]  # type: ignore[attr-defined]
+    assert first.prompt_tokens_details["cached_tokens"] == 0
+    cached = second.prompt_tokens_details["cached_tokens"]
     assert 0 < cached < second.prompt_tokens
 
 
-def langchain(url: str, **how: Any) -> OpenAIEmbeddings:
+def langchain(url, **how):
     return OpenAIEmbeddings(base_url=f"{url}/v1", api_key="none", max_retries=0, **how)
 
 
-def test_langchain_gets_the_embeddings_of_texts(url: str, oracle: SentenceTransformer) -> None:
+def test_langchain_gets_the_embeddings_of_texts(url, oracle):
     embeddings = langchain(url, model="tiny-bert", check_embedding_ctx_length=False)
     np.testing.assert_allclose(embeddings.embed_documents(TEXTS), oracle.encode(TEXTS), atol=FLOAT32)
     np.testing.assert_allclose(embeddings.embed_query(TEXTS[0]), oracle.encode(TEXTS[0]), atol=FLOAT32)
 
 
-def test_langchain_may_cut_texts_with_the_tokenizer_of_the_model(
-    url: str, folder: Path, oracle: SentenceTransformer
-) -> None:
+def test_langchain_may_cut_texts_with_the_tokenizer_of_the_model(url, folder, oracle):
     embeddings = langchain(url, model=str(folder), tiktoken_enabled=False)
     np.testing.assert_allclose(embeddings.embed_documents(TEXTS), oracle.encode(TEXTS), atol=FLOAT32)
 
 
-def test_token_ids_of_openai_s_tokenizer_are_refused_with_the_remedy(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_ids_of_openai_s_tokenizer_are_refused_with_the_remedy(url, monkeypatch):
     # The vocabulary of cl100k_base is not part of tiktoken.
     bytewise = tiktoken.Encoding(
         "bytewise", pat_str=".+", mergeable_ranks={bytes([own]): own for own in range(256)}, special_tokens={}
@@ -174,7 +155,7 @@ def test_token_ids_of_openai_s_tokenizer_are_refused_with_the_remedy(
     assert caught.value.param == "input[0]"
 
 
-def test_llama_index_gets_the_embeddings_of_texts(url: str, oracle: SentenceTransformer) -> None:
+def test_llama_index_gets_the_embeddings_of_texts(url, oracle):
     embeddings = OpenAILikeEmbedding(model_name="tiny-bert", api_base=f"{url}/v1", api_key="none")
     found = embeddings.get_text_embedding_batch(TEXTS)
     np.testing.assert_allclose(found, oracle.encode(TEXTS), atol=FLOAT32)

@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 from fake_engine import FakeEngine
 
@@ -18,7 +13,7 @@ OPENAI_PATHS = {"/v1/embeddings", "/v1/classify", "/v1/rerank", "/v2/rerank"}
 
 
 @pytest.fixture(scope="module")
-def description() -> dict[str, Any]:
+def description():
     return create_app(Settings(), lambda: iter([FakeEngine()])).openapi()
 
 
@@ -29,9 +24,7 @@ def description() -> dict[str, Any]:
         ("/classify", {"labels", "template", "temperature", "hypothesis_template", "multi_label"}),
     ],
 )
-def test_inference_routes_document_body_header_answer_and_errors(
-    description: dict[str, Any], path: str, fields: set[str]
-) -> None:
+def test_inference_routes_document_body_header_answer_and_errors(description, path, fields):
     route = description["paths"][path]["post"]
     body = route["requestBody"]["content"]["application/json"]["schema"]
     assert set(body["properties"]) == fields | OF_BOTH_ROUTES
@@ -57,7 +50,7 @@ def test_inference_routes_document_body_header_answer_and_errors(
         assert schema == {"$ref": "#/components/schemas/ErrorBody"}
 
 
-def test_all_routes_are_documented(description: dict[str, Any]) -> None:
+def test_all_routes_are_documented(description):
     assert set(description["paths"]) == {
         *("/embed", "/classify", "/health", "/ready", "/info", "/metrics"),
         *("/v1/models", "/v1/models/{model}"),
@@ -69,9 +62,7 @@ def test_all_routes_are_documented(description: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("paths", "body"), [(TEI_PATHS, "TeiErrorBody"), (OPENAI_PATHS, "OpenAIErrorBody")], ids=["TEI", "OpenAI"]
 )
-def test_routes_of_other_servers_document_the_errors_of_these_servers(
-    description: dict[str, Any], paths: set[str], body: str
-) -> None:
+def test_routes_of_other_servers_document_the_errors_of_these_servers(description, paths, body):
     for path in paths:
         route = description["paths"][path]["post"]
         assert {"200", "400", "409", "413", "422", "429", "500", "503", "504"} <= set(route["responses"])
@@ -80,8 +71,8 @@ def test_routes_of_other_servers_document_the_errors_of_these_servers(
             assert (schema == {"$ref": f"#/components/schemas/{body}"}) is (status != "200"), (path, status)
 
 
-def test_every_reference_leads_to_a_schema(description: dict[str, Any]) -> None:
-    def references(part: Any) -> Iterator[str]:
+def test_every_reference_leads_to_a_schema(description):
+    def references(part):
         if isinstance(part, list):
             for own in part:
                 yield from references(own)

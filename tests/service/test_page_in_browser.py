@@ -1,17 +1,12 @@
 """The page in a real browser, before the real server with a tiny model. Skipped without chromium."""
 
-from __future__ import annotations
-
 import re
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from browser import Browser, Page, chromium
+from browser import chromium
 from pydantic import SecretStr
 from raw_http import wait_until
 
@@ -27,19 +22,19 @@ EXPLAINED = "document.querySelector('.explanation') !== null"
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory):
     with chromium(tmp_path_factory.mktemp("chromium")) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_checkpoint: Any, tiny_database: Path) -> PrefillEngine:
+def engine(tiny_checkpoint, tiny_database):
     database = AttentionDatabase.open(tiny_database, threshold=1.0)
     return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
 
 
 @contextmanager
-def running(engine: PrefillEngine, **settings: Any) -> Iterator[str]:
+def running(engine, **settings):
     """Yield the address of the real server on a free port."""
     read = Settings(port=0, verify_rate=0, **settings)
     (listener,) = open_listeners(read)
@@ -56,22 +51,22 @@ def running(engine: PrefillEngine, **settings: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def url(engine: PrefillEngine) -> Iterator[str]:
+def url(engine):
     with running(engine, admin=True) as address:
         yield address
 
 
-def compute(page: Page, text: str) -> None:
+def compute(page, text):
     page.type("#text", text)
     page.click("#send")
     page.wait(EXPLAINED)
 
 
-def embed(url: str, *texts: str) -> None:
+def embed(url, *texts):
     assert httpx.post(f"{url}/embed", json={"inputs": texts}).status_code == 200
 
 
-def test_page_loads_without_problems_and_asks_nobody_else(browser: Browser, url: str) -> None:
+def test_page_loads_without_problems_and_asks_nobody_else(browser, url):
     with browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('state').textContent === 'live'")
@@ -81,9 +76,7 @@ def test_page_loads_without_problems_and_asks_nobody_else(browser: Browser, url:
 
 
 @pytest.mark.parametrize("reason", [None, "the compiler failed; install again"])
-def test_page_says_why_no_compiled_code_computes(
-    browser: Browser, engine: PrefillEngine, monkeypatch: pytest.MonkeyPatch, reason: str | None
-) -> None:
+def test_page_says_why_no_compiled_code_computes(browser, engine, monkeypatch, reason):
     monkeypatch.setattr(native, "compiled_off", lambda: reason)
     with running(engine) as url, browser.page() as page:
         page.open(url)
@@ -95,7 +88,7 @@ def test_page_says_why_no_compiled_code_computes(
         )
 
 
-def test_numbers_move_after_requests(browser: Browser, url: str) -> None:
+def test_numbers_move_after_requests(browser, url):
     with browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('texts').textContent === '0'")
@@ -111,7 +104,7 @@ def test_numbers_move_after_requests(browser: Browser, url: str) -> None:
         assert page.problems() == []
 
 
-def test_box_embeds_a_text_and_shows_both_maps_and_why(browser: Browser, url: str) -> None:
+def test_box_embeds_a_text_and_shows_both_maps_and_why(browser, url):
     with browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
@@ -135,7 +128,7 @@ COLOURS_OF_LARGE_MAPS = """
 """
 
 
-def test_recorded_text_is_shown_as_a_hit(browser: Browser, url: str, tiny_corpus: Any) -> None:
+def test_recorded_text_is_shown_as_a_hit(browser, url, tiny_corpus):
     with browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
@@ -144,7 +137,7 @@ def test_recorded_text_is_shown_as_a_hit(browser: Browser, url: str, tiny_corpus
         assert "This very text is recorded" in page.text(".checks")
 
 
-def test_maps_are_read_by_keyboard(browser: Browser, url: str) -> None:
+def test_maps_are_read_by_keyboard(browser, url):
     with browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
@@ -159,7 +152,7 @@ def test_maps_are_read_by_keyboard(browser: Browser, url: str) -> None:
         assert page.text(".readout").startswith("“where” attends to “[CLS]”: own 0.")
 
 
-def test_box_classifies_by_labels(browser: Browser, url: str) -> None:
+def test_box_classifies_by_labels(browser, url):
     with browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
@@ -168,13 +161,10 @@ def test_box_classifies_by_labels(browser: Browser, url: str) -> None:
         compute(page, TEXT)
         assert sorted(
             page.run("[...document.querySelectorAll('.scores th')].map((cell) => cell.textContent)")
-        ) == [
-            "card",
-            "transfer",
-        ]
+        ) == ["card", "transfer"]
 
 
-def test_text_is_shown_and_never_run(browser: Browser, url: str) -> None:
+def test_text_is_shown_and_never_run(browser, url):
     with browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
@@ -183,7 +173,7 @@ def test_text_is_shown_and_never_run(browser: Browser, url: str) -> None:
         assert page.problems() == []
 
 
-def test_error_of_the_server_is_shown(browser: Browser, url: str) -> None:
+def test_error_of_the_server_is_shown(browser, url):
     with browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
@@ -194,7 +184,7 @@ def test_error_of_the_server_is_shown(browser: Browser, url: str) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_text_stands_out_from_its_ground(browser: Browser, url: str, dark: bool) -> None:
+def test_text_stands_out_from_its_ground(browser, url, dark):
     with browser.page(dark=dark) as page:
         page.open(url)
         light, ground = (page.run(LUMINANCE % name) for name in ("--ink", "--surface"))
@@ -218,7 +208,7 @@ LUMINANCE = """
 
 
 @pytest.mark.parametrize("width", [360, 768])
-def test_narrow_page_does_not_scroll_sideways(browser: Browser, url: str, width: int) -> None:
+def test_narrow_page_does_not_scroll_sideways(browser, url, width):
     with browser.page(width=width, height=740) as page:
         page.open(url)
         page.wait("document.getElementById('state').textContent === 'live'")
@@ -227,7 +217,7 @@ def test_narrow_page_does_not_scroll_sideways(browser: Browser, url: str, width:
         assert page.run("document.documentElement.scrollWidth") <= width
 
 
-def test_every_field_and_button_has_a_name(browser: Browser, url: str) -> None:
+def test_every_field_and_button_has_a_name(browser, url):
     with browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
@@ -243,7 +233,7 @@ def test_every_field_and_button_has_a_name(browser: Browser, url: str) -> None:
         assert [node for node in found if not node.get("name", {}).get("value")] == []
 
 
-def test_hidden_or_paused_page_asks_for_nothing(browser: Browser, url: str) -> None:
+def test_hidden_or_paused_page_asks_for_nothing(browser, url):
     with browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('state').textContent === 'live'")
@@ -271,7 +261,7 @@ AFTER_THE_LAST_POLL = "new Promise((resolve) => setTimeout(resolve, 500))"
 AFTER_TWO_POLLS = "new Promise((resolve) => setTimeout(resolve, 1600))"
 
 
-def test_page_asks_for_a_key_and_forgets_it(browser: Browser, engine: PrefillEngine) -> None:
+def test_page_asks_for_a_key_and_forgets_it(browser, engine):
     with running(engine, admin=True, api_key=SecretStr(KEY)) as url, browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('key-dialog').open")
@@ -287,7 +277,7 @@ def test_page_asks_for_a_key_and_forgets_it(browser: Browser, engine: PrefillEng
         page.wait("document.getElementById('key-dialog').open")
 
 
-def test_without_admin_the_box_says_how_to_see_more(browser: Browser, engine: PrefillEngine) -> None:
+def test_without_admin_the_box_says_how_to_see_more(browser, engine):
     with running(engine) as url, browser.page() as page:
         page.open(url)
         page.wait("document.getElementById('model').textContent.includes('tiny-bert')")
@@ -298,7 +288,7 @@ def test_without_admin_the_box_says_how_to_see_more(browser: Browser, engine: Pr
         assert page.problems() == []
 
 
-def test_page_to_try_the_routes_shows_them_and_asks_nobody_else(browser: Browser, url: str) -> None:
+def test_page_to_try_the_routes_shows_them_and_asks_nobody_else(browser, url):
     with browser.page() as page:
         page.open(f"{url}/docs")
         page.wait("document.querySelectorAll('.opblock').length > 5")

@@ -1,14 +1,11 @@
 """docker/pair: an embedder and a reranker behind one address, by the shipped files."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +22,7 @@ NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
 DOCUMENTS = {"query": "my card", "texts": ["the bank was closed", "my new card"]}
 
 
-def configuration(embedder: str, reranker: str, port: int, folder: Path) -> str:
+def configuration(embedder, reranker, port, folder):
     """Return the shipped configuration with other addresses and another folder for temporary files."""
     text = (FOLDER / "nginx.conf").read_text(encoding="utf-8")
     for name, url in (("embedder", embedder), ("reranker", reranker)):
@@ -36,7 +33,7 @@ def configuration(embedder: str, reranker: str, port: int, folder: Path) -> str:
 
 
 @contextmanager
-def nginx(embedder: str, reranker: str, folder: Path) -> Iterator[str]:
+def nginx(embedder, reranker, folder):
     """Run nginx in front of two servers, and yield its URL once it passes requests to the embedder."""
     if NGINX is None:
         pytest.skip("nginx is not installed")
@@ -56,7 +53,7 @@ def nginx(embedder: str, reranker: str, folder: Path) -> Iterator[str]:
             process.terminate()
 
 
-def answers(url: str) -> bool:
+def answers(url):
     try:
         return httpx.get(f"{url}/health").status_code == 200
     except httpx.TransportError:
@@ -64,7 +61,7 @@ def answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str]]:
+def proxy(tmp_path_factory):
     """The URLs of the proxy, of the embedder and of the reranker."""
     folder = tmp_path_factory.mktemp("pair")
     with (
@@ -75,7 +72,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, 
         yield url, embedder, reranker
 
 
-def test_each_path_reaches_the_server_that_answers_it(proxy: tuple[str, str, str]) -> None:
+def test_each_path_reaches_the_server_that_answers_it(proxy):
     url, embedder, reranker = proxy
     embedded = httpx.post(f"{url}/embed", json={"inputs": "my card"}, headers={"X-Request-Id": "a1"})
     assert embedded.json() == httpx.post(f"{embedder}/embed", json={"inputs": "my card"}).json()
@@ -92,7 +89,7 @@ def test_each_path_reaches_the_server_that_answers_it(proxy: tuple[str, str, str
     assert 'route="/rerank",status="200"} 2.0' in httpx.get(f"{url}/reranker/metrics").text
 
 
-def test_errors_and_large_bodies_are_the_servers_own(proxy: tuple[str, str, str]) -> None:
+def test_errors_and_large_bodies_are_the_servers_own(proxy):
     url, *_ = proxy
     refused = httpx.post(f"{url}/rerank", json={"query": 1})
     assert (refused.status_code, refused.json()["error_type"]) == (400, "Validation")
@@ -102,7 +99,7 @@ def test_errors_and_large_bodies_are_the_servers_own(proxy: tuple[str, str, str]
     assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
 
 
-def test_pair_is_ready_if_both_servers_are(proxy: tuple[str, str, str], tmp_path: Path) -> None:
+def test_pair_is_ready_if_both_servers_are(proxy, tmp_path):
     url, embedder, _ = proxy
     assert httpx.get(f"{url}/ready").status_code == 200
     with nginx(embedder, "http://127.0.0.1:9", tmp_path) as alone:  # nobody listens on port 9
@@ -110,7 +107,7 @@ def test_pair_is_ready_if_both_servers_are(proxy: tuple[str, str, str], tmp_path
         assert httpx.get(f"{alone}/ready").status_code in (502, 503)
 
 
-def test_services_are_what_the_proxy_and_the_settings_name() -> None:
+def test_services_are_what_the_proxy_and_the_settings_name():
     services = yaml.safe_load((FOLDER / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
     text = (FOLDER / "nginx.conf").read_text(encoding="utf-8")
     upstreams = re.findall(r"^        server (\w+):(\d+);", text, re.MULTILINE)

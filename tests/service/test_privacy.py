@@ -1,21 +1,16 @@
 """No text of a user reaches a log line or a metric, even when the text causes a failure."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from fake_engine import FAILING, SECRET, BrokenEngine, FakeEngine, serving, texts_of
 
-from attncache_core import PrefillRequest, PrefillResult
 from service.errors import stack_without_values
 
 pytestmark = pytest.mark.anyio
 
 
-def watch_the_server_s_log(caplog: pytest.LogCaptureFixture) -> None:
+def watch_the_server_s_log(caplog):
     """Capture all levels of the server's log, but not the log of the test client, which contains texts."""
     # The order matters, because each call also sets the least level that is captured at all.
     caplog.set_level("ERROR", logger="httpx")
@@ -23,9 +18,7 @@ def watch_the_server_s_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("breaks", ["tokenize", "run", "class_logits"])
-async def test_exception_is_logged_with_its_stack_and_without_its_message(
-    breaks: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_exception_is_logged_with_its_stack_and_without_its_message(breaks, caplog):
     caplog.set_level("DEBUG")
     async with serving(BrokenEngine(breaks)) as client:
         response = await client.post("/classify", json={"inputs": f"{SECRET}, open"})
@@ -38,7 +31,7 @@ async def test_exception_is_logged_with_its_stack_and_without_its_message(
         assert SECRET not in visible
 
 
-async def test_texts_labels_and_queries_are_not_logged_at_any_level(caplog: pytest.LogCaptureFixture) -> None:
+async def test_texts_labels_and_queries_are_not_logged_at_any_level(caplog):
     watch_the_server_s_log(caplog)
     async with serving() as client:
         await client.post("/classify", json={"inputs": SECRET, "labels": [SECRET, "other"]})
@@ -53,27 +46,25 @@ async def test_texts_labels_and_queries_are_not_logged_at_any_level(caplog: pyte
 class EmbarrassedEngine(FakeEngine):
     """The secret text hits with damage. The first verifications fail and quote the text."""
 
-    def __init__(self, failures: int) -> None:
+    def __init__(self, failures):
         super().__init__(stored={SECRET}, damage=0.5)
         self.failures = failures
 
-    def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+    def run(self, requests):
         if not any(request.reuse for request in requests) and self.failures:
             self.failures -= 1
             raise RuntimeError(f"cannot compute {texts_of(requests)}")
         return super().run(requests)
 
 
-async def test_verification_logs_no_text_and_keeps_no_text(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_verification_logs_no_text_and_keeps_no_text(caplog):
     watch_the_server_s_log(caplog)
     async with serving(EmbarrassedEngine(failures=2), verify_rate=1) as client:
         metrics = ""
         while "attncache_verify_budget_failures_total 1.0" not in metrics:
             await client.post("/embed", json={"inputs": [SECRET] * 20})
             metrics = (await client.get("/metrics")).text
-        verifier = client._transport.app.state.service.serving().batcher.verifier  # type: ignore[attr-defined]
+        verifier = client._transport.app.state.service.serving().batcher.verifier
         while verifier._pending:
             await asyncio.sleep(0.001)
     # The failures and the tightening were logged without a text.
@@ -86,7 +77,7 @@ async def test_verification_logs_no_text_and_keeps_no_text(
 @pytest.mark.parametrize(
     ("path", "body"), [("/embed", {}), ("/classify", {"labels": ["a", "b"]})], ids=["embed", "classify"]
 )
-async def test_headers_about_reuse_are_sent_unless_the_server_withholds_them(path: str, body: Any) -> None:
+async def test_headers_about_reuse_are_sent_unless_the_server_withholds_them(path, body):
     hits = {"x-attncache-hits": "1/2", "x-attncache-prototype-hits": "0/2"}
     names = {}
     for sent in (True, False):
@@ -97,7 +88,7 @@ async def test_headers_about_reuse_are_sent_unless_the_server_withholds_them(pat
     assert names == {True: hits, False: {}}
 
 
-def test_stack_has_types_and_lines_of_the_whole_chain() -> None:
+def test_stack_has_types_and_lines_of_the_whole_chain():
     try:
         try:
             int(SECRET)

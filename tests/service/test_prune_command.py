@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("fixed_costs")
 
 
 @pytest.fixture(scope="module")
-def files(tiny_corpus, tmp_path_factory) -> Path:
+def files(tiny_corpus, tmp_path_factory):
     """corpus.tsv with every second text and unseen.tsv with the other texts, all with labels."""
     folder = tmp_path_factory.mktemp("files")
     texts = [sentence.text for sentence in tiny_corpus]
@@ -42,7 +41,7 @@ def files(tiny_corpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(tiny_checkpoint, files, tmp_path_factory) -> tuple[Path, str]:
+def built(tiny_checkpoint, files, tmp_path_factory):
     """A database of the tiny model with attention in one layer only, and the output of the build."""
     folder = tmp_path_factory.mktemp("built") / "pruned.db"
     options = ("--corpus", files / "corpus.tsv", "--database", folder, "--heads", "all", "--threshold", "0.5")

@@ -3,7 +3,6 @@
 import shutil
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ def quantized(tiny_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def files(tiny_corpus, tmp_path_factory) -> Path:
+def files(tiny_corpus, tmp_path_factory):
     """corpus.tsv with every second text and unseen.tsv with the other texts, all with labels."""
     folder = tmp_path_factory.mktemp("files")
     texts = [sentence.text for sentence in tiny_corpus]
@@ -48,7 +47,7 @@ def files(tiny_corpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(tiny_checkpoint, files, tmp_path_factory) -> Path:
+def built(tiny_checkpoint, files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("built") / "quantized.db"
     options = ("--corpus", files / "corpus.tsv", "--database", folder, "--heads", "all", "--threshold", "0.5")
     with pytest.MonkeyPatch.context() as patch:
@@ -90,12 +89,7 @@ def test_server_computes_with_the_quantisation_it_is_told(built, tiny_checkpoint
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        ("calibrate", "--texts"),
-        ("evaluate", "agreement", "--data"),
-    ],
-    ids=" ".join,
+    "command", [("calibrate", "--texts"), ("evaluate", "agreement", "--data")], ids=" ".join
 )
 def test_command_opens_the_database_only_with_its_quantisation(
     command, built, files, tiny_checkpoint, tmp_path
@@ -125,7 +119,7 @@ def test_classifier_is_bound_to_its_quantisation(files, tiny_checkpoint, quantiz
 TEXTS = tuple(f"text {number}" for number in range(20))
 
 
-def texts_file(folder: Path, content: bytes | None) -> Path:
+def texts_file(folder, content):
     if content is not None:
         (folder / "texts.txt").write_bytes(content)
     return folder / "texts.txt"

@@ -1,16 +1,12 @@
 """Tables of benchmarks and evaluations."""
 
-from __future__ import annotations
-
 import pytest
 
 from service.commands.report import show_table
 
 
 @pytest.mark.parametrize("columns", [20, 60, 200])
-def test_words_of_a_table_stay_whole_on_every_screen(
-    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_words_of_a_table_stay_whole_on_every_screen(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
     show_table(
         "title", ["method", "mean cosine", "bound"], [["prefix caching", "0.9999", "0.9998"], ["", 1, 2]]

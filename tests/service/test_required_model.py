@@ -1,16 +1,12 @@
 """Responses name the model, and a request that requires another model is not computed."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from typing import Any
 
-import httpx
 import pytest
 from fake_engine import FAILING, FakeEngine, serving, starting
 
-from attncache_core import Checkpoint, PrefillEngine
+from attncache_core import PrefillEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -19,12 +15,12 @@ OTHER = OWN[::-1]
 ROUTES = [("/embed", {"inputs": "a"}), ("/classify", {"inputs": "a", "labels": ["a", "b"]})]
 
 
-async def ask(client: httpx.AsyncClient, path: str, body: Any, required: str) -> httpx.Response:
+async def ask(client, path, body, required):
     return await client.post(path, json=body, headers={"X-AttnCache-Require-Model": required})
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-async def test_answer_names_the_model_as_info_does(path: str, body: Any) -> None:
+async def test_answer_names_the_model_as_info_does(path, body):
     async with serving() as client:
         answer = await client.post(path, json=body)
         info = (await client.get("/info")).json()
@@ -36,7 +32,7 @@ async def test_answer_names_the_model_as_info_does(path: str, body: Any) -> None
     [({"inputs": ""}, 400), ({"inputs": FAILING}, 500), ({"inputs": ["a"] * 257}, 422)],
     ids=["refused", "failed", "too many"],
 )
-async def test_error_names_the_model_too(body: Any, status: int) -> None:
+async def test_error_names_the_model_too(body, status):
     async with serving() as client:
         answer = await client.post("/embed", json=body)
     assert (answer.status_code, answer.headers["X-AttnCache-Model"]) == (status, OWN)
@@ -44,14 +40,14 @@ async def test_error_names_the_model_too(body: Any, status: int) -> None:
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 @pytest.mark.parametrize("required", [OWN, OWN[:8], OWN.upper(), f" {OWN[:12]} "])
-async def test_required_model_answers(path: str, body: Any, required: str) -> None:
+async def test_required_model_answers(path, body, required):
     async with serving() as client:
         assert (await ask(client, path, body, required)).status_code == 200
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 @pytest.mark.parametrize("required", [OTHER, OTHER[:8], OWN[:-1] + "0", OWN[1:]])
-async def test_other_model_refuses_with_409_and_computes_nothing(path: str, body: Any, required: str) -> None:
+async def test_other_model_refuses_with_409_and_computes_nothing(path, body, required):
     engine = FakeEngine()
     async with serving(engine) as client:
         answer = await ask(client, path, body, required)
@@ -67,7 +63,7 @@ async def test_other_model_refuses_with_409_and_computes_nothing(path: str, body
 
 
 @pytest.mark.parametrize("required", ["", OWN[:7], "all-MiniLM-L6-v2", OWN + "0", f"{OWN},{OTHER}"])
-async def test_malformed_fingerprint_is_a_400_that_says_where_to_find_one(required: str) -> None:
+async def test_malformed_fingerprint_is_a_400_that_says_where_to_find_one(required):
     async with serving() as client:
         answer = await ask(client, "/embed", {"inputs": "a"}, required)
     error = answer.json()["error"]
@@ -76,7 +72,7 @@ async def test_malformed_fingerprint_is_a_400_that_says_where_to_find_one(requir
     assert "/info" in error["message"]
 
 
-async def test_required_model_is_checked_before_the_body_and_before_the_task() -> None:
+async def test_required_model_is_checked_before_the_body_and_before_the_task():
     async with serving(FakeEngine(task="classify", labels=("a", "b"))) as client:
         assert (await client.post("/embed", content=b"{")).status_code == 400
         refused = await client.post(
@@ -85,10 +81,10 @@ async def test_required_model_is_checked_before_the_body_and_before_the_task() -
     assert refused.status_code == 409
 
 
-async def test_server_that_is_loading_does_not_know_its_model_yet() -> None:
+async def test_server_that_is_loading_does_not_know_its_model_yet():
     loaded = threading.Event()
 
-    def load_engine() -> FakeEngine:
+    def load_engine():
         loaded.wait()
         return FakeEngine()
 
@@ -101,7 +97,7 @@ async def test_server_that_is_loading_does_not_know_its_model_yet() -> None:
     assert "X-AttnCache-Model" not in answer.headers
 
 
-async def test_models_with_different_pooling_have_different_fingerprints(tiny_checkpoint: Checkpoint) -> None:
+async def test_models_with_different_pooling_have_different_fingerprints(tiny_checkpoint):
     """A required model also excludes other pooling, because such embeddings cannot be compared."""
     first, other = (
         PrefillEngine.load(tiny_checkpoint.adapted(pooling=pooling), dtype="float32")

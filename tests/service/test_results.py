@@ -1,14 +1,8 @@
 """Results of equal sequences: computed once, kept up to a number of bytes, and never shared across salts."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from contextlib import AbstractAsyncContextManager
-from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import queueing
@@ -34,19 +28,19 @@ from service.observability.metrics import Metrics
 pytestmark = pytest.mark.anyio
 
 
-def batching(engine: FakeEngine, sequences: int = 100, **more: Any) -> AbstractAsyncContextManager[Batcher]:
+def batching(engine, sequences=100, **more):
     return queueing.batching(engine, sequences=sequences, **{"result_bytes": 2**20, **more})
 
 
-def submit(batcher: Batcher, *texts: str, salt: bytes = b"", **more: Any) -> asyncio.Future[RequestResult]:
+def submit(batcher, *texts, salt=b"", **more):
     return batcher.submit(Texts(texts, truncate=True), **{"reuse": True, "salt": salt, **more})
 
 
-def result_of(number: int, size: int = 8) -> SequenceResult:
+def result_of(number, size=8):
     return SequenceResult(np.full(size, number, np.float32), Outcome.MISS, 3)
 
 
-async def test_text_that_was_computed_is_not_computed_again() -> None:
+async def test_text_that_was_computed_is_not_computed_again():
     engine = FakeEngine()
     async with batching(engine) as batcher:
         first = await submit(batcher, "a", "bb")
@@ -57,7 +51,7 @@ async def test_text_that_was_computed_is_not_computed_again() -> None:
     assert (first.repeated, second.repeated, second.asked_tokens) == (0, 2, 6)
 
 
-async def test_texts_in_flight_are_computed_once() -> None:
+async def test_texts_in_flight_are_computed_once():
     engine = FakeEngine()
     async with batching(engine) as batcher:
         engine.may_run.clear()
@@ -69,7 +63,7 @@ async def test_texts_in_flight_are_computed_once() -> None:
     assert sum(batch.count("same") for batch in engine.batches) == 1
 
 
-async def test_text_whose_client_left_is_computed_for_the_others_that_wait() -> None:
+async def test_text_whose_client_left_is_computed_for_the_others_that_wait():
     engine = FakeEngine()
     async with batching(engine) as batcher:
         engine.may_run.clear()
@@ -86,7 +80,7 @@ async def test_text_whose_client_left_is_computed_for_the_others_that_wait() -> 
     assert sum(batch.count("same") for batch in engine.batches) == 1
 
 
-async def test_text_whose_client_left_while_it_was_tokenised_is_computed_for_later_requests() -> None:
+async def test_text_whose_client_left_while_it_was_tokenised_is_computed_for_later_requests():
     engine = TokenisingSlowly()
     async with batching(engine) as batcher:
         gone = submit(batcher, "same")
@@ -100,17 +94,17 @@ async def test_text_whose_client_left_while_it_was_tokenised_is_computed_for_lat
 class TokenisingSlowly(FakeEngine):
     """Begins to tokenise, and ends when it may."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tokenising, self.may_tokenise = threading.Event(), threading.Event()
 
-    def tokenize(self, *arguments: Any, **more: Any) -> list[list[int]]:
+    def tokenize(self, *arguments, **more):
         self.tokenising.set()
         assert self.may_tokenise.wait(timeout=10)
         return super().tokenize(*arguments, **more)
 
 
-async def test_client_that_leaves_between_tokenising_and_its_batch_is_replaced_by_one_that_waits() -> None:
+async def test_client_that_leaves_between_tokenising_and_its_batch_is_replaced_by_one_that_waits():
     engine = FakeEngine()
     async with batching(engine, sequences=1) as batcher:
         engine.may_run.clear()
@@ -128,7 +122,7 @@ async def test_client_that_leaves_between_tokenising_and_its_batch_is_replaced_b
 
 
 @pytest.mark.parametrize(("failing", "error"), [(FAILING, InternalError), (NOT_FINITE, NotFinite)])
-async def test_failure_reaches_all_that_wait_and_is_not_kept(failing: str, error: type[Exception]) -> None:
+async def test_failure_reaches_all_that_wait_and_is_not_kept(failing, error):
     engine = FakeEngine()
     async with batching(engine) as batcher:
         engine.may_run.clear()
@@ -145,7 +139,7 @@ async def test_failure_reaches_all_that_wait_and_is_not_kept(failing: str, error
             await submit(batcher, failing)
 
 
-async def test_salts_share_nothing_and_reuse_off_neither_asks_nor_keeps() -> None:
+async def test_salts_share_nothing_and_reuse_off_neither_asks_nor_keeps():
     engine = FakeEngine()
     async with batching(engine) as batcher:
         for salt in (b"", b"x", b"y", b"x"):
@@ -156,7 +150,7 @@ async def test_salts_share_nothing_and_reuse_off_neither_asks_nor_keeps() -> Non
         assert (await submit(batcher, "new")).repeated == 0
 
 
-async def test_approximate_results_are_not_kept() -> None:
+async def test_approximate_results_are_not_kept():
     engine = FakeEngine(stored={"hits"}, damage=0.1)
     async with batching(engine) as batcher:
         for _ in range(3):
@@ -166,7 +160,7 @@ async def test_approximate_results_are_not_kept() -> None:
     assert sum(batch.count("full") for batch in engine.batches) == 1
 
 
-async def test_sequences_of_labels_are_kept_by_their_plans() -> None:
+async def test_sequences_of_labels_are_kept_by_their_plans():
     engine = LabelledEngine()
     async with batching(engine) as batcher:
         first = await submit(batcher, "aa", "b", prompt=LABELLED)
@@ -176,7 +170,7 @@ async def test_sequences_of_labels_are_kept_by_their_plans() -> None:
     assert len(engine.batches) == 1
 
 
-async def test_headers_and_metrics_tell_what_was_repeated() -> None:
+async def test_headers_and_metrics_tell_what_was_repeated():
     async with serving(FakeEngine(), result_memory_bytes=2**20) as client:
         await client.post("/embed", json={"inputs": ["a", "bb"]})
         response = await client.post("/embed", json={"inputs": ["bb", "ccc", "a"]})
@@ -189,14 +183,14 @@ async def test_headers_and_metrics_tell_what_was_repeated() -> None:
     assert 'attncache_tokens_total{state="repeated"} 3.0' in metrics
 
 
-def unit(vector: np.ndarray) -> np.ndarray:
+def unit(vector):
     return vector / np.linalg.norm(vector)
 
 
-async def test_kept_result_of_a_real_model_equals_the_computed_one(tmp_path: Path) -> None:
+async def test_kept_result_of_a_real_model_equals_the_computed_one(tmp_path):
     engine = PrefillEngine.load(read_checkpoint(write_llama(tmp_path)), dtype="float32")
 
-    async def ask(client: httpx.AsyncClient, **headers: str) -> httpx.Response:
+    async def ask(client, **headers):
         return await client.post("/embed", json={"inputs": "my bank account"}, headers=headers)
 
     async with serving(engine, result_memory_bytes=2**20) as client:
@@ -207,9 +201,9 @@ async def test_kept_result_of_a_real_model_equals_the_computed_one(tmp_path: Pat
     np.testing.assert_allclose(kept.json(), computed.json(), rtol=1e-5, atol=1e-6)
 
 
-def test_least_recently_used_results_leave() -> None:
+def test_least_recently_used_results_leave():
     each = result_of(0).bytes
-    results: Results[str] = Results(3 * each)
+    results = Results(3 * each)
     for number, name in enumerate([b"a", b"b", b"c"]):
         assert results.find(name, "") is Lookup.UNKNOWN
         results.settle(name, result_of(number), keep=True)
@@ -221,9 +215,9 @@ def test_least_recently_used_results_leave() -> None:
     assert (len(results), results.bytes) == (3, 3 * each)
 
 
-def test_kept_result_holds_no_other_rows_of_its_batch() -> None:
+def test_kept_result_holds_no_other_rows_of_its_batch():
     outputs = np.zeros((64, 8), np.float32)
-    results: Results[str] = Results(2**20)
+    results = Results(2**20)
     results.find(b"a", "")
     results.settle(b"a", SequenceResult(outputs[3], Outcome.MISS, 3), keep=True)
     kept = results.find(b"a", "")
@@ -235,13 +229,13 @@ sequences = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
 
 
 @given(first=sequences, second=sequences)
-def test_names_differ_if_tokens_salts_or_plans_differ(first: list[int], second: list[int]) -> None:
+def test_names_differ_if_tokens_salts_or_plans_differ(first, second):
     names = SequenceNames(b"", ())
     assert (names(first) == names(second)) is (first == second)
     assert len({names(first), SequenceNames(b"x", ())(first), names(first, 0), names(first, 1)}) == 4
 
 
-def plan_of(token: int, targets: tuple[Target, ...] = ()) -> SequencePlan:
+def plan_of(token, targets=()):
     return SequencePlan(0, (token,), targets)
 
 
@@ -260,7 +254,7 @@ def plan_of(token: int, targets: tuple[Target, ...] = ()) -> SequencePlan:
     ],
     ids=repr,
 )
-def test_names_differ_if_any_number_of_a_plan_differs(plans: tuple[SequencePlan, ...]) -> None:
+def test_names_differ_if_any_number_of_a_plan_differs(plans):
     assert SequenceNames(b"", plans)([1]) == SequenceNames(b"", [*plans])([1])
     others = [(), (plan_of(3),), (*plans, plan_of(1)), (SequencePlan(0, (1, 0)),)]
     assert len({SequenceNames(b"", own)([1]) for own in (plans, *others)}) == 1 + len(others)
@@ -271,16 +265,16 @@ class NotedTokens(tuple[int, ...]):
 
     readers: set[str] = set()  # noqa: RUF012
 
-    def __len__(self) -> int:
+    def __len__(self):
         self.readers.add(threading.current_thread().name)
         return super().__len__()
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         self.readers.add(threading.current_thread().name)
         return super().__repr__()
 
 
-async def test_event_loop_does_not_read_the_tokens_of_labels() -> None:
+async def test_event_loop_does_not_read_the_tokens_of_labels():
     tokens = NotedTokens([ord("x")])
     prompt = Prompt(Template(), (SequencePlan(0, tokens), SequencePlan(0, (ord("y"),))))
     async with batching(LabelledEngine()) as batcher:
@@ -293,7 +287,7 @@ async def test_event_loop_does_not_read_the_tokens_of_labels() -> None:
 # Results that are not as expected.
 
 
-async def test_hits_that_were_asked_for_together_are_computed_for_each_request() -> None:
+async def test_hits_that_were_asked_for_together_are_computed_for_each_request():
     engine = FakeEngine(stored={"hits"}, damage=0.1)
     async with batching(engine) as batcher:
         engine.may_run.clear()
@@ -308,12 +302,10 @@ async def test_hits_that_were_asked_for_together_are_computed_for_each_request()
     assert engine.batches[1:] == [["hits", "0", "1", "2"], ["hits", "hits"]]
 
 
-async def test_result_that_cannot_be_delivered_fails_its_request_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatch):
     of = RequestResult.of
 
-    def failing(results: list[SequenceResult], timing: Any) -> RequestResult:
+    def failing(results, timing):
         if results[0].tokens == len("too much"):
             raise MemoryError
         return of(results, timing)
@@ -336,10 +328,8 @@ async def test_result_that_cannot_be_delivered_fails_its_request_only(
     assert engine.batches[1:] == [["first", "same", "too much", "last"]]
 
 
-async def test_result_that_cannot_be_kept_is_computed_for_those_that_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def failing(_result: SequenceResult) -> SequenceResult:
+async def test_result_that_cannot_be_kept_is_computed_for_those_that_wait(monkeypatch):
+    def failing(_result):
         raise MemoryError
 
     monkeypatch.setattr(SequenceResult, "repeated", failing)
@@ -353,25 +343,25 @@ async def test_result_that_cannot_be_kept_is_computed_for_those_that_wait(
 class CountingEngine(FakeEngine):
     """Notes, for each batch, how many texts were tokenised before it was computed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tokenized = 0
-        self.tokenized_before: dict[str, int] = {}
+        self.tokenized_before = {}
 
-    def tokenize(self, texts: list[str], *arguments: Any, **more: Any) -> list[list[int]]:
+    def tokenize(self, texts, *arguments, **more):
         self.tokenized += len(texts)
         return super().tokenize(texts, *arguments, **more)
 
-    def run(self, requests: Any) -> Any:
+    def run(self, requests):
         self.tokenized_before.update(dict.fromkeys(texts_of(requests), self.tokenized))
         return super().run(requests)
 
 
 @pytest.mark.parametrize("first", ["known", "other"])
-async def test_client_whose_texts_are_all_known_delays_another_by_a_turn(first: str) -> None:
+async def test_client_whose_texts_are_all_known_delays_another_by_a_turn(first):
     engine = CountingEngine()
     limits = Limits(10**5, 100, 10**6, request_tokens=10**6)
-    batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)  # type: ignore[arg-type]
+    batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)
     await submit(batcher, "known")
     engine.may_run.clear()
     busy = submit(batcher, "busy")
@@ -387,10 +377,10 @@ async def test_client_whose_texts_are_all_known_delays_another_by_a_turn(first: 
     assert engine.tokenized_before["other"] - before <= _MAX_LOOKUPS + 2
 
 
-async def test_known_texts_end_the_turn_of_their_client() -> None:
+async def test_known_texts_end_the_turn_of_their_client():
     engine = CountingEngine()
     limits = Limits(100, 100, 10**6, request_tokens=10**6)
-    batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)  # type: ignore[arg-type]
+    batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)
     await submit(batcher, "known")
     engine.may_run.clear()
     busy = submit(batcher, "busy")

@@ -1,18 +1,15 @@
 """A server that cannot keep the findings of verification reuses nothing, and its summary says so."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command_line import run, succeeded
 from core_models import prefill
 
-from attncache_core import AttentionDatabase, Checkpoint, Outcome, PrefillEngine
+from attncache_core import AttentionDatabase, Outcome, PrefillEngine
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget
 from service.loading.engines import load_engine
@@ -21,7 +18,7 @@ from service.settings import read_settings
 
 
 @pytest.fixture
-def folder(tiny_database: Path, tmp_path: Path) -> Path:
+def folder(tiny_database, tmp_path):
     """A database with a budget in which every text hits, and in which no file can be written."""
     folder = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
     manifest = AttentionDatabase.open(folder).manifest
@@ -31,18 +28,16 @@ def folder(tiny_database: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def engine_of(checkpoint: Checkpoint, folder: Path, **values: Any) -> PrefillEngine:
+def engine_of(checkpoint, folder, **values):
     given = {"dtype": "float32", "database": str(folder), "min_gain": 0, **values}
     return load_engine(read_settings(given), checkpoint)
 
 
-def outcome(engine: PrefillEngine) -> Outcome:
+def outcome(engine):
     return prefill(engine, engine.tokenize(["my card my card"])).outcomes[0]
 
 
-def test_nothing_is_reused_if_findings_cannot_be_kept(
-    tiny_checkpoint: Checkpoint, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_reused_if_findings_cannot_be_kept(tiny_checkpoint, folder, caplog):
     caplog.set_level(logging.INFO)
     engine = engine_of(tiny_checkpoint, folder)
     assert outcome(engine) is Outcome.NOT_SEARCHED
@@ -54,14 +49,8 @@ def test_nothing_is_reused_if_findings_cannot_be_kept(
     assert expected_savings(engine) == f"serving exactly: {reason}"
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"verify_rate": 0}, {"threshold": 0.1}],
-    ids=["unverified", "own θ"],
-)
-def test_folder_may_be_read_only_if_nothing_needs_to_be_kept(
-    tiny_checkpoint: Checkpoint, folder: Path, values: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("values", [{"verify_rate": 0}, {"threshold": 0.1}], ids=["unverified", "own θ"])
+def test_folder_may_be_read_only_if_nothing_needs_to_be_kept(tiny_checkpoint, folder, values):
     before = sorted(folder.rglob("*"))
     engine = engine_of(tiny_checkpoint, folder, **values)
     assert outcome(engine) is Outcome.HIT
@@ -69,21 +58,19 @@ def test_folder_may_be_read_only_if_nothing_needs_to_be_kept(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_library_reuses_maps_from_a_read_only_folder(tiny_checkpoint: Checkpoint, folder: Path) -> None:
+def test_library_reuses_maps_from_a_read_only_folder(tiny_checkpoint, folder):
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
     assert outcome(engine) is Outcome.HIT
 
 
-def test_file_can_be_written_from_the_first_start_on(tiny_checkpoint: Checkpoint, folder: Path) -> None:
+def test_file_can_be_written_from_the_first_start_on(tiny_checkpoint, folder):
     (folder / ".tightened.json.lock").rmdir()
     engine = engine_of(tiny_checkpoint, folder)
     assert (folder / "tightened.json").is_file()
     assert outcome(engine) is Outcome.HIT
 
 
-def test_inspect_says_that_nothing_will_be_reused_and_shows_what_was_tightened(
-    tiny_checkpoint: Checkpoint, folder: Path
-) -> None:
+def test_inspect_says_that_nothing_will_be_reused_and_shows_what_was_tightened(tiny_checkpoint, folder):
     (folder / ".tightened.json.lock").rmdir()
     engine = engine_of(tiny_checkpoint, folder)
     assert "reuse off" not in succeeded(run("inspect", folder))

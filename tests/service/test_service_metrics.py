@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -45,30 +43,30 @@ EXPECTED = [
 ]
 
 
-def test_every_metric_exists_before_the_first_request() -> None:
+def test_every_metric_exists_before_the_first_request():
     values = samples(Metrics().render().decode())
     assert {name: values.get(name) for name in EXPECTED} == dict.fromkeys(EXPECTED, 0.0)
     assert any(name == "attncache_build_info" for name, *_ in values)
 
 
-def test_every_name_starts_with_attncache() -> None:
+def test_every_name_starts_with_attncache():
     assert all(name.startswith("attncache_") for name, *_ in samples(Metrics().render().decode()))
 
 
-def test_two_apps_count_apart() -> None:
+def test_two_apps_count_apart():
     first, second = Metrics(), Metrics()
     first.observe_request("/embed", 200, 0.1)
     assert samples(second.render().decode())["attncache_requests_total", "/embed", "200"] == 0
 
 
-def test_every_error_status_has_a_metric() -> None:
+def test_every_error_status_has_a_metric():
     assert QueueFull.status in STATUSES
     classes = [*vars(errors).values(), *vars(service_errors).values()]
     known = {own.status for own in classes if isinstance(own, type) and issubclass(own, AttnCacheError)}
     assert known <= set(STATUSES)
 
 
-async def test_requests_change_the_metrics() -> None:
+async def test_requests_change_the_metrics():
     async with serving(FakeEngine(stored={"a"}, prototypes={"b"})) as client:
         await client.post("/embed", json={"inputs": ["a", "bb", "b"]})
         await client.post("/embed", json={"inputs": [CORRUPT]}, headers={"X-AttnCache-Reuse": "off"})
@@ -110,7 +108,7 @@ async def test_requests_change_the_metrics() -> None:
     }
 
 
-async def test_thresholds_of_length_groups_are_there_once_the_engine_is_loaded() -> None:
+async def test_thresholds_of_length_groups_are_there_once_the_engine_is_loaded():
     assert not any(name == "attncache_threshold" for name, *_ in samples(Metrics().render().decode()))
     engine = FakeEngine()
     async with serving(engine) as client:
@@ -130,7 +128,7 @@ async def test_thresholds_of_length_groups_are_there_once_the_engine_is_loaded()
     assert tightened["attncache_threshold", "stored", "1-8"] == 0.9
 
 
-def test_cosine_that_rounding_takes_beyond_1_is_counted_as_1() -> None:
+def test_cosine_that_rounding_takes_beyond_1_is_counted_as_1():
     metrics = Metrics()
     metrics.observe_verified(np.array([1.0000001, 0.99995]))
     values = samples(metrics.render().decode())
@@ -140,7 +138,7 @@ def test_cosine_that_rounding_takes_beyond_1_is_counted_as_1() -> None:
     assert of_buckets == {"0.9999": 0, "1.0": 2, "+Inf": 2}
 
 
-async def test_clients_cannot_make_labels() -> None:
+async def test_clients_cannot_make_labels():
     async with serving() as client:
         before = len(samples((await client.get("/metrics")).text))
         for number in range(20):
@@ -151,7 +149,7 @@ async def test_clients_cannot_make_labels() -> None:
     assert not re.search("path|VERB", text)
 
 
-async def test_routes_beside_inference_are_counted_by_their_paths_without_names_of_clients() -> None:
+async def test_routes_beside_inference_are_counted_by_their_paths_without_names_of_clients():
     async with serving(FakeEngine(), model="fake") as client:
         for path in ("/docs", "/openapi.json", "/v1/models", "/v1/models/fake", "/v1/models/Sesam"):
             await client.get(path)

@@ -1,8 +1,4 @@
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,9 +38,7 @@ from service.settings import (
         ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
     ],
 )
-def test_bad_value_is_refused_with_the_option_and_what_is_accepted(
-    field: str, value: str, accepted: str
-) -> None:
+def test_bad_value_is_refused_with_the_option_and_what_is_accepted(field, value, accepted):
     with pytest.raises(InvalidSettings) as refused:
         read_settings({field: value})
     message = str(refused.value)
@@ -54,32 +48,26 @@ def test_bad_value_is_refused_with_the_option_and_what_is_accepted(
     assert "\n" not in message
 
 
-def test_values_are_read_from_text() -> None:
+def test_values_are_read_from_text():
     settings = read_settings({"port": "81", "truncate": "off", "threshold": "0.975", "cache_dir": "here"})
     assert settings == Settings(port=81, truncate=False, threshold=0.975, cache_dir=Path("here"))
 
 
-def test_request_that_could_never_be_queued_is_refused_at_start() -> None:
+def test_request_that_could_never_be_queued_is_refused_at_start():
     with pytest.raises(InvalidSettings, match="--max-request-inputs must be at most --max-queue-sequences"):
         read_settings({"max_request_inputs": 10, "max_queue_sequences": 9})
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("database", "/d"),
-        ("threshold", 0.9),
-        ("min_gain", 0.1),
-        ("verify_rate", 0.1),
-    ],
+    ("field", "value"), [("database", "/d"), ("threshold", 0.9), ("min_gain", 0.1), ("verify_rate", 0.1)]
 )
-def test_option_without_effect_is_refused(field: str, value: Any) -> None:
+def test_option_without_effect_is_refused(field, value):
     option = option_name(field)
     with pytest.raises(InvalidSettings, match=f"{option} has no effect with --no-reuse"):
         read_settings({"reuse": False, field: value})
 
 
-def test_labels_beside_a_classifier_are_refused() -> None:
+def test_labels_beside_a_classifier_are_refused():
     with pytest.raises(InvalidSettings, match="--classifier and --labels both set the labels"):
         read_settings({"classifier": "folder", "labels": "a,b"})
 
@@ -92,19 +80,19 @@ def test_labels_beside_a_classifier_are_refused() -> None:
         ("ATTNCACHE_TREADS", "ATTNCACHE_THREADS"),
     ],
 )
-def test_unknown_variable_is_refused_with_the_closest_known_one(unknown: str, closest: str) -> None:
+def test_unknown_variable_is_refused_with_the_closest_known_one(unknown, closest):
     with pytest.raises(InvalidSettings, match=f"{unknown} is not known; did you mean {closest}"):
         refuse_unknown_variables(["HOME", "ATTNCACHE_HOST", unknown])
 
 
-def test_name_that_resembles_no_known_one_gets_no_guess() -> None:
+def test_name_that_resembles_no_known_one_gets_no_guess():
     with pytest.raises(
         InvalidSettings, match="ATTNCACHE_ZZQX is not known; attncache serve --help lists all"
     ):
         refuse_unknown_variables(["ATTNCACHE_ZZQX"])
 
 
-def test_bad_value_of_a_file_names_the_file(tmp_path: Path) -> None:
+def test_bad_value_of_a_file_names_the_file(tmp_path):
     config = tmp_path / "attncache.toml"
     config.write_text('port = "abc"', encoding="utf-8")
     with pytest.raises(InvalidSettings) as refused:
@@ -114,24 +102,24 @@ def test_bad_value_of_a_file_names_the_file(tmp_path: Path) -> None:
         gather_settings({"port": "abc"}, config)
 
 
-def test_known_variables_and_foreign_variables_are_accepted() -> None:
+def test_known_variables_and_foreign_variables_are_accepted():
     refuse_unknown_variables(["PATH", "ATTN", *map(environment_name, Settings.model_fields)])
 
 
-def test_variable_of_a_removed_option_is_refused_with_what_to_use_instead() -> None:
+def test_variable_of_a_removed_option_is_refused_with_what_to_use_instead():
     with pytest.raises(InvalidSettings, match="ATTNCACHE_POLICY was removed; use --threshold"):
         refuse_unknown_variables(["ATTNCACHE_HOST", "ATTNCACHE_POLICY"])
 
 
-def test_every_field_belongs_to_one_group() -> None:
+def test_every_field_belongs_to_one_group():
     grouped = [name for group in GROUPS for name in group.model_fields]
     assert sorted(grouped) == sorted(Settings.model_fields)
     assert set(Settings.__bases__) == set(GROUPS)
     assert len({group.title for group in GROUPS}) == len(GROUPS)
 
 
-def test_every_field_is_an_option_with_variable_help_and_default() -> None:
-    options: dict[str | None, Any] = {option.name: option for option in settings_options()}
+def test_every_field_is_an_option_with_variable_help_and_default():
+    options = {option.name: option for option in settings_options()}
     assert list(options) == [name for group in GROUPS for name in group.model_fields]
     for name, field in Settings.model_fields.items():
         assert options[name].envvar == f"ATTNCACHE_{name.upper()}"
@@ -143,10 +131,10 @@ def test_every_field_is_an_option_with_variable_help_and_default() -> None:
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Callable[[str], Path]:
+def written(tmp_path):
     """Return a function that writes a configuration file and returns its path."""
 
-    def write(text: str) -> Path:
+    def write(text):
         path = tmp_path / "attncache.toml"
         path.write_text(text, encoding="utf-8")
         return path
@@ -154,12 +142,7 @@ def written(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-Written = Callable[[str], Path]
-
-
-def test_options_come_before_variables_before_the_file_before_defaults(
-    written: Written, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_come_before_variables_before_the_file_before_defaults(written, monkeypatch):
     config = written('port = 1\nthreads = 2\nmodel = "in-file"\nkv = false\nmin_gain = 0.5\n')
     monkeypatch.setenv("ATTNCACHE_PORT", "3")
     monkeypatch.setenv("ATTNCACHE_THREADS", "4")
@@ -180,12 +163,12 @@ def test_options_come_before_variables_before_the_file_before_defaults(
         ('port = "many"', "--config .*: port cannot be 'many': it must be a whole number"),
     ],
 )
-def test_bad_file_is_refused_with_the_key(written: Written, text: str, refusal: str) -> None:
+def test_bad_file_is_refused_with_the_key(written, text, refusal):
     with pytest.raises(InvalidSettings, match=refusal) as refused:
         gather_settings({}, written(text))
     assert "\n" not in str(refused.value)
 
 
-def test_missing_file_is_refused(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError):
         gather_settings({}, tmp_path / "absent.toml")

@@ -1,16 +1,12 @@
 """What processes share: both stores against a dictionary, two processes at once, and a file that fails."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import subprocess
 import sys
 from array import array
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from fake_engine import FakeEngine, embedding_of, serving
 from hypothesis import given, settings
@@ -20,7 +16,7 @@ from service.access.quotas import Quotas, QuotaUse
 from service.conversations.conversation import History
 from service.conversations.sessions import Sessions
 from service.errors import QuotaExceeded, StoreUnavailable
-from service.store import LocalStore, SqliteStore, Store
+from service.store import LocalStore, SqliteStore
 from service.upkeep.group import Worker
 
 pytestmark = pytest.mark.anyio
@@ -43,58 +39,56 @@ STEPS = st.lists(
 class Clock:
     seconds = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.seconds
 
 
 class Model:
     """The store as a dictionary: key -> (value, when it expires)."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock):
         self.clock = clock
-        self.known: dict[str, tuple[bytes, float]] = {}
+        self.known = {}
 
-    def get(self, key: str, seconds: float | None) -> bytes | None:
+    def get(self, key, seconds):
         value, expires = self.known.get(key, (None, 0.0))
         if value is None or expires <= self.clock():
             return None
         self.put(key, value, expires - self.clock() if seconds is None else seconds)
         return value
 
-    def put(self, key: str, value: bytes | None, seconds: float | None) -> None:
+    def put(self, key, value, seconds):
         self.known.pop(key, None)
         if value is not None:
             self.known[key] = value, self.clock() + (float("inf") if seconds is None else seconds)
 
-    def compare_and_set(
-        self, key: str, expected: bytes | None, value: bytes | None, seconds: float | None
-    ) -> bool:
+    def compare_and_set(self, key, expected, value, seconds):
         if self.get(key, None) != expected:
             return False
         self.put(key, value, seconds)
         return True
 
-    def count(self, prefix: str) -> int:
+    def count(self, prefix):
         return sum(
             key.startswith(prefix) and expires > self.clock() for key, (_, expires) in self.known.items()
         )
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("store")
 
 
 @pytest.mark.parametrize("kind", ["local", "sqlite"])
 @settings(max_examples=60)
 @given(steps=STEPS)
-def test_stores_do_what_a_dictionary_does(kind: str, folder: Path, steps: list[tuple[Any, ...]]) -> None:
+def test_stores_do_what_a_dictionary_does(kind, folder, steps):
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("service.store.time.monotonic", clock)
         path = folder / "model.sqlite"
         path.unlink(missing_ok=True)
-        stored: Any = LocalStore(clock=clock) if kind == "local" else SqliteStore(path, "t")
+        stored = LocalStore(clock=clock) if kind == "local" else SqliteStore(path, "t")
         model = Model(clock)
         for name, *arguments in steps:
             if name == "wait":
@@ -107,10 +101,10 @@ def test_stores_do_what_a_dictionary_does(kind: str, folder: Path, steps: list[t
 
 
 @pytest.mark.parametrize("kind", ["local", "sqlite"])
-async def test_least_recently_used_values_are_dropped_beyond_the_bounds(kind: str, tmp_path: Path) -> None:
+async def test_least_recently_used_values_are_dropped_beyond_the_bounds(kind, tmp_path):
     for bounds, most in (((10, float("inf")), 10), ((float("inf"), 10 * 402), 10)):
         path = tmp_path / f"{most}{bounds[0]}.sqlite"
-        store: Store = LocalStore(*bounds) if kind == "local" else SqliteStore(path, "t", *bounds)
+        store = LocalStore(*bounds) if kind == "local" else SqliteStore(path, "t", *bounds)
         for number in range(64):
             await store.get("00", 1000)
             await store.put(f"{number:02}", bytes(100), 1000)
@@ -137,10 +131,10 @@ if __name__ == "__main__":
 """
 
 
-async def test_two_processes_that_count_at_once_lose_no_count(tmp_path: Path) -> None:
+async def test_two_processes_that_count_at_once_lose_no_count(tmp_path):
     path, names = tmp_path / "counts.sqlite", {"__name__": "counting"}
     exec(COUNTING, names)
-    count_up: Any = names["count_up"]
+    count_up = names["count_up"]
     store = SqliteStore(path, "t")
     with subprocess.Popen([sys.executable, "-c", COUNTING, str(path), str(COUNTS)]) as other:
         while await store.get("n") is None:
@@ -150,7 +144,7 @@ async def test_two_processes_that_count_at_once_lose_no_count(tmp_path: Path) ->
     assert await store.get("n") == b"%d" % (2 * COUNTS)
 
 
-async def test_tables_of_one_file_have_keys_of_their_own(tmp_path: Path) -> None:
+async def test_tables_of_one_file_have_keys_of_their_own(tmp_path):
     first, second = (SqliteStore(tmp_path / "s.sqlite", name) for name in ("one", "two"))
     await first.put("a", b"1")
     assert (await second.get("a"), await second.count()) == (None, 0)
@@ -161,9 +155,7 @@ async def test_tables_of_one_file_have_keys_of_their_own(tmp_path: Path) -> None
     namespace=st.none() | st.binary(),
     cut=st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
-def test_history_is_the_same_after_it_was_stored(
-    turns: list[list[int]], namespace: bytes | None, cut: tuple[int, int]
-) -> None:
+def test_history_is_the_same_after_it_was_stored(turns, namespace, cut):
     history = History(tuple(array("i", turn) for turn in turns), *cut, namespace)
     assert History.read(history.written()) == history
 
@@ -171,7 +163,7 @@ def test_history_is_the_same_after_it_was_stored(
 # Quotas of several processes.
 
 
-async def test_quotas_hold_over_all_processes(tmp_path: Path) -> None:
+async def test_quotas_hold_over_all_processes(tmp_path):
     quotas = Quotas(requests_per_minute=5, tokens_per_minute=100, in_flight=3)
     stores = [SqliteStore(tmp_path / "s.sqlite", "t") for _ in range(2)]
     uses = [QuotaUse("client", quotas, store, max_seconds=100) for store in stores]
@@ -195,7 +187,7 @@ async def test_quotas_hold_over_all_processes(tmp_path: Path) -> None:
         await same.begin()
 
 
-async def test_requests_of_a_process_that_was_killed_are_in_flight_no_longer_than_a_request_takes() -> None:
+async def test_requests_of_a_process_that_was_killed_are_in_flight_no_longer_than_a_request_takes():
     store, clock = LocalStore(), Clock()
     killed, other = (
         QuotaUse("client", Quotas(in_flight=2), store, max_seconds=10, clock=clock) for _ in range(2)
@@ -214,14 +206,14 @@ async def test_requests_of_a_process_that_was_killed_are_in_flight_no_longer_tha
 # Sessions of several processes.
 
 
-def two_processes(folder: Path) -> list[Sessions]:
+def two_processes(folder):
     stores = [(SqliteStore(folder / "s.sqlite", "h"), SqliteStore(folder / "s.sqlite", "t")) for _ in "01"]
     return [
         Sessions(*own, name, ttl_seconds=60, most_waiting=9) for own, name in zip(stores, "01", strict=True)
     ]
 
 
-async def test_session_is_locked_for_one_process_until_it_unlocks_or_is_killed(tmp_path: Path) -> None:
+async def test_session_is_locked_for_one_process_until_it_unlocks_or_is_killed(tmp_path):
     first, second = two_processes(tmp_path)
     session = b"", "s"
     await first._locks.put("alive/0", b"", 60)
@@ -240,7 +232,7 @@ async def test_session_is_locked_for_one_process_until_it_unlocks_or_is_killed(t
     assert await second._locks.count("lock/") == 2
 
 
-async def test_history_that_another_process_has_changed_is_not_overwritten(tmp_path: Path) -> None:
+async def test_history_that_another_process_has_changed_is_not_overwritten(tmp_path):
     first, second = two_processes(tmp_path)
     session, history = (b"", "s"), History((array("i", [1]),))
     before = await first.history(session)
@@ -256,11 +248,11 @@ async def test_history_that_another_process_has_changed_is_not_overwritten(tmp_p
 class Full:
     """Lets the file of all workers of an app be full, and not full again."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        state: Any = client._transport.app.state.service  # type: ignore[attr-defined]
-        self.stores: list[SqliteStore] = [state.sessions._histories, state.sessions._locks]
+    def __init__(self, client):
+        state = client._transport.app.state.service
+        self.stores = [state.sessions._histories, state.sessions._locks]
 
-    def set(self, is_full: bool) -> None:
+    def set(self, is_full):
         for store in self.stores:
             pages = 1 if is_full else 2**20
             store._connection.execute(f"PRAGMA max_page_count = {pages}").fetchone()
@@ -268,17 +260,15 @@ class Full:
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Worker:
+def worker(tmp_path):
     return Worker(0, 1, tmp_path)
 
 
-async def ask(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+async def ask(client, **body):
     return await client.post("/embed", json={"normalize": False, **body}, headers={"X-API-Key": "k" * 20})
 
 
-async def test_full_disk_is_logged_and_requests_are_served_as_far_as_they_can_be(
-    worker: Worker, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_full_disk_is_logged_and_requests_are_served_as_far_as_they_can_be(worker, caplog):
     key = f"client {'k' * 20} requests_per_minute=1000"
     async with serving(FakeEngine(), worker=worker, api_key=key) as client:
         full = Full(client)
@@ -302,7 +292,7 @@ async def test_full_disk_is_logged_and_requests_are_served_as_far_as_they_can_be
     assert big not in caplog.text
 
 
-async def test_locked_file_holds_up_no_request_for_long(worker: Worker) -> None:
+async def test_locked_file_holds_up_no_request_for_long(worker):
     key = f"client {'k' * 20} requests_per_minute=1"
     async with serving(FakeEngine(), worker=worker, api_key=key) as client:
         locking = sqlite3.connect(worker.folder / "store.sqlite", isolation_level=None)
@@ -319,6 +309,6 @@ async def test_locked_file_holds_up_no_request_for_long(worker: Worker) -> None:
         assert (await ask(client, inputs="a")).status_code == 429
 
 
-async def test_folder_that_cannot_be_written_is_a_sentence() -> None:
+async def test_folder_that_cannot_be_written_is_a_sentence():
     with pytest.raises(StoreUnavailable, match="unable to open database file"):
         SqliteStore(Path("/nonexistent/s.sqlite"), "t")

@@ -1,19 +1,16 @@
 """The server drains, within its time, and ends, whatever hangs."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
 from fake_engine import FakeEngine
-from raw_http import HEALTH, PATIENCE_SECONDS, post, read_response, read_to_end, served
-from server_process import address, connect, process, wait_until_computed, wait_until_ready
+from raw_http import HEALTH, PATIENCE_SECONDS, post, read_response, read_to_end, served, wait_until
 
 READY = HEALTH.replace(b"/health", b"/ready")
 EMBED = post(b'{"inputs": "a"}', b"X-AttnCache-Reuse: off")
 
 
-def test_drain_answers_what_arrives_and_closes_connections() -> None:
+def test_drain_answers_what_arrives_and_closes_connections():
     engine = FakeEngine()
     with served(engine) as server:
         idle, open_before = server.connect(), server.connect()
@@ -36,7 +33,7 @@ def test_drain_answers_what_arrives_and_closes_connections() -> None:
             client.close()
 
 
-def test_requests_that_do_not_end_in_time_get_503() -> None:
+def test_requests_that_do_not_end_in_time_get_503():
     engine = FakeEngine()
     with served(engine, drain_seconds=1) as server, server.connect() as computed, server.connect() as stalled:
         engine.may_run.clear()
@@ -50,77 +47,64 @@ def test_requests_that_do_not_end_in_time_get_503() -> None:
             assert response.headers["connection"] == "close"
 
 
-def test_process_ends_with_0_though_a_batch_hangs_and_a_client_stalls() -> None:
-    with process("loads", drain_seconds=2) as server:
-        url = address(server)
-        wait_until_ready(url)
-        with connect(url) as hangs, connect(url) as stalls:
-            stalls.sendall(EMBED[:-1])
-            hangs.sendall(post(b'{"inputs": "hang"}'))
-            wait_until_computed(url)
-            # There is no file to read again, so the signal ends the server like SIGTERM.
-            server.send_signal(signal.SIGHUP)
-            assert read_response(hangs).code == "shutting_down"
-        _, logged = server.communicate(timeout=PATIENCE_SECONDS)
-        assert server.returncode == 0
-        assert "did not close in time" in logged
+HANG = post(b'{"inputs": ["hang", "Sesam"]}')
+
+
+def wait_until_computed(server):
+    """Wait until the first request with texts is tokenised."""
+    wait_until(lambda: server.metric("tokenize_seconds_count") == 1)
+
+
+def test_process_ends_with_0_though_a_batch_hangs_and_a_client_stalls(start):
+    server = start("loads", drain_seconds=2).wait_until_ready()
+    with server.connect() as hangs, server.connect() as stalls:
+        stalls.sendall(EMBED[:-1])
+        hangs.sendall(HANG)
+        wait_until_computed(server)
+        # There is no file to read again, so the signal ends the server like SIGTERM.
+        server.send(signal.SIGHUP)
+        assert read_response(hangs).code == "shutting_down"
+    assert server.number("code") == 0
+    assert "did not close in time" in server.log
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_process_ends_with_0_though_the_interpreters_clean_up_hangs(workers: int) -> None:
-    with process("never-cleans-up", drain_seconds=2, workers=workers) as server:
-        wait_until_ready(address(server))
-        server.send_signal(signal.SIGTERM)
-        _, logged = server.communicate(timeout=PATIENCE_SECONDS)
-        assert server.returncode == 0
-        assert "stopped" in logged
-        assert "did not close in time" not in logged
+def test_process_ends_with_0_though_the_interpreters_clean_up_hangs(start, workers):
+    server = start("never-cleans-up", drain_seconds=2, workers=workers).wait_until_ready()
+    server.send(signal.SIGTERM)
+    assert server.number("code") == 0
+    assert "stopped" in server.log
+    assert "did not close in time" not in server.log
 
 
-def test_process_ends_with_0_though_the_event_loop_hangs() -> None:
-    with process("loads", drain_seconds=2, stuck_seconds=0.2) as server:
-        wait_until_ready(address(server))
-        server.send_signal(signal.SIGUSR1)
-        assert server.stderr is not None
-        logged = ""
-        while "hang_loop" not in logged:  # the stack of the event loop's thread
-            logged += server.stderr.readline()
-        server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=PATIENCE_SECONDS)
-        assert server.returncode == 0
+def test_process_ends_with_0_though_the_event_loop_hangs(start):
+    server = start("loads", drain_seconds=2, stuck_seconds=0.2).wait_until_ready()
+    server.send(signal.SIGUSR1)
+    wait_until(lambda: "hang_loop" in server.log)  # the stack of the event loop's thread
+    server.send(signal.SIGTERM)
+    assert server.number("code") == 0
 
 
-def test_process_whose_interpreter_hangs_ends_itself_if_told_to() -> None:
-    with process("loads", stuck_seconds=1, exit_when_stuck=True) as server:
-        wait_until_ready(address(server))
-        server.send_signal(signal.SIGUSR2)
-        _, logged = server.communicate(timeout=PATIENCE_SECONDS)
-        assert server.returncode == 1
-        assert "in hang_interpreter" in logged
+def test_stuck_process_ends_itself_if_told_to(start):
+    told = {"stuck_seconds": 0.5, "exit_when_stuck": True}
+    computing, interpreter = start("loads", **told), start("loads", **told)
+    interpreter.wait_until_ready().send(signal.SIGUSR2)
+    with computing.wait_until_ready().connect() as hangs:
+        hangs.sendall(HANG)
+        assert computing.number("code") == 70
+    assert "time.sleep(HANG_SECONDS" in computing.log  # where the batch hangs
+    assert "Sesam" not in computing.log
+    assert interpreter.number("code") == 1
+    assert "in hang_interpreter" in interpreter.log
 
 
-def test_second_signal_ends_the_process_at_once() -> None:
-    with process("loads") as server:
-        url = address(server)
-        wait_until_ready(url)
-        with connect(url) as hangs, connect(url) as client:
-            hangs.sendall(post(b'{"inputs": "hang"}'))
-            wait_until_computed(url)
-            server.send_signal(signal.SIGTERM)
-            client.sendall(READY)
-            read_to_end(client)  # the first signal has arrived
-            server.send_signal(signal.SIGTERM)
-            server.communicate(timeout=PATIENCE_SECONDS)
-        assert server.returncode == 128 + signal.SIGTERM
-
-
-def test_stuck_process_ends_itself_if_told_to() -> None:
-    with process("loads", stuck_seconds=0.5, exit_when_stuck=True) as server:
-        url = address(server)
-        wait_until_ready(url)
-        with connect(url) as hangs:
-            hangs.sendall(post(b'{"inputs": ["hang", "Sesam"]}'))
-            _, logged = server.communicate(timeout=PATIENCE_SECONDS)
-        assert server.returncode == 70
-        assert "time.sleep(HANG_SECONDS" in logged  # where the batch hangs
-        assert "Sesam" not in logged
+def test_second_signal_ends_the_process_at_once(start):
+    server = start("loads").wait_until_ready()
+    with server.connect() as hangs, server.connect() as client:
+        hangs.sendall(HANG)
+        wait_until_computed(server)
+        server.send(signal.SIGTERM)
+        client.sendall(READY)
+        read_to_end(client)  # the first signal has arrived
+        server.send(signal.SIGTERM)
+        assert server.number("code") == 128 + signal.SIGTERM

@@ -1,23 +1,19 @@
 """Files of a real database fail while the real app serves: clients notice nothing, the log has a line."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import mmap
 import os
 import shutil
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, serving
 from running import samples
 
-from attncache_core import AttentionDatabase, Checkpoint, CorpusSentence, PrefillEngine
+from attncache_core import AttentionDatabase, PrefillEngine
 from attncache_core.native.guard import guard
 
 pytestmark = [
@@ -31,40 +27,40 @@ SIXTEEN_BITS = 1e-3
 
 
 @pytest.fixture
-def folder(tiny_database: Path, tmp_path: Path) -> Path:
+def folder(tiny_database, tmp_path):
     return Path(shutil.copytree(tiny_database, tmp_path / "tiny.db"))
 
 
 @pytest.fixture
-def engine(tiny_checkpoint: Checkpoint, folder: Path) -> PrefillEngine:
+def engine(tiny_checkpoint, folder):
     database = AttentionDatabase.open(folder, threshold=1.0)
     return PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
 
 
-def text_of(engine: PrefillEngine, corpus: list[CorpusSentence], length: int) -> str:
+def text_of(engine, corpus, length):
     texts = [sentence.text for sentence in corpus]
     return next(text for text, ids in zip(texts, engine.tokenize(texts), strict=True) if len(ids) == length)
 
 
-async def embedded(client: httpx.AsyncClient, text: str) -> tuple[str, np.ndarray]:
+async def embedded(client, text):
     """Embed a text and return the header of hits and the embedding."""
     response = await client.post("/embed", json={"inputs": text})
     assert response.status_code == 200
     return response.headers["X-AttnCache-Hits"], np.array(response.json()[0])
 
 
-async def metric(client: httpx.AsyncClient, name: str) -> float:
+async def metric(client, name):
     return samples((await client.get("/metrics")).text)[(name,)]
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+async def until(condition):
     while not await condition():
         await asyncio.sleep(0.02)
 
 
 async def test_segment_that_is_cut_under_the_server_is_computed_in_full_counted_and_logged_once(
-    engine: PrefillEngine, folder: Path, tiny_corpus: list[CorpusSentence], caplog: pytest.LogCaptureFixture
-) -> None:
+    engine, folder, tiny_corpus, caplog
+):
     text = text_of(engine, tiny_corpus, 7)
     async with serving(engine) as client:
         hits, before = await embedded(client, text)
@@ -82,8 +78,8 @@ async def test_segment_that_is_cut_under_the_server_is_computed_in_full_counted_
 
 
 async def test_byte_that_changes_without_a_write_is_found_and_its_record_used_no_more(
-    engine: PrefillEngine, folder: Path, tiny_corpus: list[CorpusSentence], caplog: pytest.LogCaptureFixture
-) -> None:
+    engine, folder, tiny_corpus, caplog
+):
     text = text_of(engine, tiny_corpus, 7)
     assert engine.database
     record = engine.database.search.store.record_of(engine.tokenize([text])[0])
@@ -94,7 +90,7 @@ async def test_byte_that_changes_without_a_write_is_found_and_its_record_used_no
         with (folder / "maps" / "00007.maps").open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
             content[RECORDS_START + record * RECORD_BYTES + 1] ^= 0x20
 
-        async def is_found() -> bool:
+        async def is_found():
             return await metric(client, "attncache_database_corrupt_records_total") == 1
 
         await until(is_found)
@@ -105,17 +101,17 @@ async def test_byte_that_changes_without_a_write_is_found_and_its_record_used_no
     assert text not in caplog.text
 
 
-def scrubbing() -> list[str]:
+def scrubbing():
     return [thread.name for thread in threading.enumerate() if thread.name == "scrub"]
 
 
-async def test_scrubber_starts_and_ends_with_the_server(engine: PrefillEngine) -> None:
+async def test_scrubber_starts_and_ends_with_the_server(engine):
     assert scrubbing() == []
     async with serving(engine):
         assert scrubbing() == ["scrub"]
     assert scrubbing() == []
 
 
-async def test_without_a_database_nothing_is_checked() -> None:
+async def test_without_a_database_nothing_is_checked():
     async with serving(FakeEngine()):
         assert scrubbing() == []

@@ -1,7 +1,5 @@
 """The summary that a server logs once it is loaded."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -12,14 +10,7 @@ from pathlib import Path
 import pytest
 from core_decoders import write_llama
 
-from attncache_core import (
-    AttentionDatabase,
-    Checkpoint,
-    KeyValueOptions,
-    PrefillEngine,
-    native,
-    require_gain,
-)
+from attncache_core import AttentionDatabase, KeyValueOptions, PrefillEngine, native, require_gain
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.reuse.maps.gain import Gain, MeasuredGain
 from service.loading.summary import slowness, summary
@@ -28,13 +19,13 @@ from service.settings import read_settings
 ROOT = Path(__file__).parents[2]
 
 
-def lines_of(engine: PrefillEngine, **settings: object) -> dict[str, str]:
+def lines_of(engine, **settings):
     """Return the lines of the summary by their first word."""
     lines = summary(engine, read_settings(settings), ["http://127.0.0.1:1", "unix:/run/a"])
     return {word: rest.strip() for word, _, rest in (line.partition(" ") for line in lines)}
 
 
-def test_summary_names_model_processor_limits_and_address(tiny_engine: PrefillEngine) -> None:
+def test_summary_names_model_processor_limits_and_address(tiny_engine):
     lines = lines_of(tiny_engine, max_batch_tokens=2048, max_body_bytes=2**19)
     assert lines["model"].startswith(f"tiny-bert (fingerprint {tiny_engine.fingerprint[:12]}): task embed")
     assert f"up to {tiny_engine.max_tokens} tokens" in lines["model"]
@@ -46,9 +37,7 @@ def test_summary_names_model_processor_limits_and_address(tiny_engine: PrefillEn
     assert lines["serves"] == "http://127.0.0.1:1, unix:/run/a"
 
 
-def test_summary_names_the_database_and_what_reuse_does(
-    tiny_checkpoint: Checkpoint, tiny_database: Path
-) -> None:
+def test_summary_names_the_database_and_what_reuse_does(tiny_checkpoint, tiny_database):
     database = AttentionDatabase.open(tiny_database)
     lines = lines_of(PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32"))
     assert lines["database"] == f"{tiny_database} (240 records)"
@@ -72,8 +61,8 @@ FASTER = Gain(one_text=-0.27, one_text_bound=-0.3, full_batch=0.08, full_batch_b
     ids=["none", "large", "all"],
 )
 def test_summary_says_what_reuse_saves_and_which_bound_was_compared_with_which_limit(
-    tiny_checkpoint: Checkpoint, tiny_database: Path, paying: tuple[int, ...], least_tokens: int, begins: str
-) -> None:
+    tiny_checkpoint, tiny_database, paying, least_tokens, begins
+):
     database = AttentionDatabase.open(tiny_database)
     engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
     assert engine.map_reuse
@@ -85,7 +74,7 @@ def test_summary_says_what_reuse_saves_and_which_bound_was_compared_with_which_l
     assert ("no length group reaches --min-gain alone" in line) == (not paying)
 
 
-def test_summary_says_that_no_gain_is_known_yet(tiny_checkpoint: Checkpoint, tiny_database: Path) -> None:
+def test_summary_says_that_no_gain_is_known_yet(tiny_checkpoint, tiny_database):
     database = AttentionDatabase.open(tiny_database)
     engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
     require_gain(engine, 0.05, measure=False)
@@ -94,9 +83,7 @@ def test_summary_says_that_no_gain_is_known_yet(tiny_checkpoint: Checkpoint, tin
     )
 
 
-def test_start_warns_that_nothing_compiled_computes_and_what_it_costs(
-    tiny_engine: PrefillEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_warns_that_nothing_compiled_computes_and_what_it_costs(tiny_engine, monkeypatch):
     monkeypatch.setattr(native, "compiled_off", lambda: None)
     assert slowness(tiny_engine.info()) is None
     monkeypatch.setattr(native, "compiled_off", lambda: "the reason; the remedy")
@@ -106,7 +93,7 @@ def test_start_warns_that_nothing_compiled_computes_and_what_it_costs(
     assert warning.endswith("the reason; the remedy")
 
 
-def test_page_that_the_warning_names_exists(tiny_engine: PrefillEngine) -> None:
+def test_page_that_the_warning_names_exists(tiny_engine):
     warning = slowness(replace(tiny_engine.info(), compiled_off="the reason"))
     assert warning
     page, _, anchor = warning.partition("(")[2].partition(")")[0].partition("#")
@@ -116,7 +103,7 @@ def test_page_that_the_warning_names_exists(tiny_engine: PrefillEngine) -> None:
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or native.level() is None, reason="nothing is switched off"
 )
-def test_start_without_compiled_code_logs_a_warning_that_names_the_cause(tiny_checkpoint: Checkpoint) -> None:
+def test_start_without_compiled_code_logs_a_warning_that_names_the_cause(tiny_checkpoint):
     program = "from service.cli import main; main()"
     options = ["--port", "0", "--no-maps", "--model", str(tiny_checkpoint.folder)]
     command = [sys.executable, "-c", program, "serve", *options]
@@ -134,7 +121,7 @@ def test_start_without_compiled_code_logs_a_warning_that_names_the_cause(tiny_ch
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_summary_says_how_many_keys_and_values_are_stored(tmp_path: Path, on_disk: bool) -> None:
+def test_summary_says_how_many_keys_and_values_are_stored(tmp_path, on_disk):
     folder = tmp_path / "kv" if on_disk else None
     checkpoint = read_checkpoint(write_llama(tmp_path / "llama"))
     engine = PrefillEngine.load(checkpoint, dtype="float32", key_values=KeyValueOptions(2**22, folder=folder))

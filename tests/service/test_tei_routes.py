@@ -1,12 +1,7 @@
 """The routes of text-embeddings-inference answer in its shapes, errors included."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from core_models import write_model, write_sentence_transformer
@@ -19,7 +14,7 @@ from attncache_core.checkpoints.description import read_checkpoint
 
 pytestmark = pytest.mark.anyio
 
-BODIES: dict[str, Any] = {
+BODIES = {
     "/": {"inputs": "a"},
     "/embed_all": {"inputs": "a"},
     "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["a"]}},
@@ -31,19 +26,19 @@ BODIES: dict[str, Any] = {
 COMPUTED = [path for path in BODIES if path not in ("/tokenize", "/decode")]
 
 
-def unit(text: str) -> np.ndarray:
+def unit(text):
     return normalize(embedding_of([ord(own) for own in text])[None])[0]
 
 
-def is_tei_error(response: httpx.Response) -> bool:
+def is_tei_error(response):
     return set(response.json()) == {"error", "error_type"} and isinstance(response.json()["error"], str)
 
 
-def tiny(folder: Path, **how: Any) -> PrefillEngine:
+def tiny(folder, **how):
     return PrefillEngine.load(read_checkpoint(write_sentence_transformer(folder, **how)), dtype="float32")
 
 
-async def test_similarity_is_the_cosine_to_each_sentence() -> None:
+async def test_similarity_is_the_cosine_to_each_sentence():
     body = {"inputs": {"source_sentence": "aab", "sentences": ["aab", "b", "c"]}}
     async with serving() as client:
         found = (await client.post("/similarity", json=body)).json()
@@ -54,7 +49,7 @@ async def test_similarity_is_the_cosine_to_each_sentence() -> None:
     np.testing.assert_allclose(with_prompt, expected, atol=1e-6)
 
 
-async def test_every_token_has_a_vector() -> None:
+async def test_every_token_has_a_vector():
     async with serving() as client:
         of_texts = (await client.post("/embed_all", json={"inputs": ["ab", "c"]})).json()
         of_ids = (await client.post("/embed_all", json={"inputs": [[97, 98], [99]]})).json()
@@ -63,7 +58,7 @@ async def test_every_token_has_a_vector() -> None:
     assert [row.index(1.0) for row in prompted[0]] == [ord(own) for own in "b: a"]
 
 
-async def test_vectors_of_many_tokens_are_refused_before_they_are_computed() -> None:
+async def test_vectors_of_many_tokens_are_refused_before_they_are_computed():
     engine = FakeEngine()
     engine.hidden_size = 2**23 // 100
     async with serving(engine) as client:
@@ -83,7 +78,7 @@ async def test_vectors_of_many_tokens_are_refused_before_they_are_computed() -> 
     ],
     ids=str,
 )
-async def test_predictions_have_the_shape_of_the_inputs(inputs: Any, texts: list[str], is_list: bool) -> None:
+async def test_predictions_have_the_shape_of_the_inputs(inputs, texts, is_list):
     engine = FakeEngine(labels=("x", "y", "z"))
     async with serving(engine) as client:
         found = (await client.post("/predict", json={"inputs": inputs})).json()
@@ -96,7 +91,7 @@ async def test_predictions_have_the_shape_of_the_inputs(inputs: Any, texts: list
             np.testing.assert_allclose([by_label[label] for label in "xyz"], row, rtol=1e-6)
 
 
-async def test_pair_of_a_classifier_is_two_texts_between_separators(tmp_path: Path) -> None:
+async def test_pair_of_a_classifier_is_two_texts_between_separators(tmp_path):
     folder = write_model(tmp_path / "classifier", labels=["x", "y", "z"])
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     [ids] = engine.tokenize([("where", "the card")])
@@ -109,7 +104,7 @@ async def test_pair_of_a_classifier_is_two_texts_between_separators(tmp_path: Pa
     assert {own["label"]: pytest.approx(own["score"], abs=1e-6) for own in listed[1]} == found
 
 
-async def test_text_with_the_token_ids_of_a_pair_is_another_text(tmp_path: Path) -> None:
+async def test_text_with_the_token_ids_of_a_pair_is_another_text(tmp_path):
     folder = write_ms_marco_minilm(tmp_path / "model")
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     async with serving(engine, result_memory_bytes=10**6) as client:
@@ -118,7 +113,7 @@ async def test_text_with_the_token_ids_of_a_pair_is_another_text(tmp_path: Path)
     assert abs(pair[0]["score"] - text[0]["score"]) > 1e-3
 
 
-async def test_rerank_orders_texts_and_documents_by_their_score() -> None:
+async def test_rerank_orders_texts_and_documents_by_their_score():
     texts = ["b", "aab", "ab"]
     async with serving(model="fake") as client:
         of_texts = (await client.post("/rerank", json={"query": "aab", "texts": texts})).json()
@@ -142,7 +137,7 @@ async def test_rerank_orders_texts_and_documents_by_their_score() -> None:
         assert {own["index"]: own["relevance_score"] for own in answer["results"]} == scores
 
 
-async def test_reranker_in_its_template_shares_instruction_and_query(tmp_path: Path) -> None:
+async def test_reranker_in_its_template_shares_instruction_and_query(tmp_path):
     query, documents = "where is my parcel", ["the parcel was sent", "reset my password"]
     checkpoint = read_checkpoint(write_qwen3_reranker(tmp_path / "reranker")).adapted(
         template=Template.named("qwen3-reranker"), label_logits=True, labels=["no", "yes"]
@@ -174,7 +169,7 @@ async def test_reranker_in_its_template_shares_instruction_and_query(tmp_path: P
     assert too_long.json()["error"].startswith("query: there is no room left")
 
 
-async def test_tokens_of_a_text_and_back(tmp_path: Path) -> None:
+async def test_tokens_of_a_text_and_back(tmp_path):
     engine = tiny(tmp_path / "model", prompts={"prompts": {"ask": "my "}, "default_prompt_name": None})
     theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
     text = "Where is  the card?"
@@ -201,7 +196,7 @@ async def test_tokens_of_a_text_and_back(tmp_path: Path) -> None:
     assert from_ids == from_text
 
 
-async def test_info_has_what_clients_of_tei_read(tmp_path: Path) -> None:
+async def test_info_has_what_clients_of_tei_read(tmp_path):
     async with serving(tiny(tmp_path / "tiny"), model=str(tmp_path / "tiny"), max_request_inputs=7) as client:
         info = (await client.get("/info")).json()
     assert info["model_type"] == {"embedding": {"pooling": "mean"}}
@@ -319,7 +314,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("path", "body", "message"), BAD, ids=range(len(BAD)))
-async def test_bad_body_is_refused_with_the_field_and_the_remedy(path: str, body: Any, message: str) -> None:
+async def test_bad_body_is_refused_with_the_field_and_the_remedy(path, body, message):
     async with serving() as client:
         response = await client.post(path, json=body)
     assert response.status_code in (400, 404, 422)
@@ -331,7 +326,7 @@ async def test_bad_body_is_refused_with_the_field_and_the_remedy(path: str, body
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"a"', b"7", b"\xff"], ids=str)
 @pytest.mark.parametrize("path", BODIES)
-async def test_body_that_is_no_object_is_refused(path: str, content: bytes) -> None:
+async def test_body_that_is_no_object_is_refused(path, content):
     async with serving() as client:
         response = await client.post(path, content=content)
     assert response.status_code == 400
@@ -339,7 +334,7 @@ async def test_body_that_is_no_object_is_refused(path: str, content: bytes) -> N
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_every_refusal_has_the_shape_of_tei(path: str) -> None:
+async def test_every_refusal_has_the_shape_of_tei(path):
     body = BODIES[path]
     async with serving(FakeEngine(labels=("a", "b")), max_body_bytes=1000, api_key="k" * 20) as client:
         unauthorized = await client.post(path, json=body)
@@ -360,7 +355,7 @@ async def test_every_refusal_has_the_shape_of_tei(path: str) -> None:
 
 @pytest.mark.parametrize(("text", "status"), [(NOT_FINITE, 500), (FAILING, 500)])
 @pytest.mark.parametrize("path", ["/similarity", "/rerank"])
-async def test_failures_name_the_text_of_the_request(path: str, text: str, status: int) -> None:
+async def test_failures_name_the_text_of_the_request(path, text, status):
     bodies = {
         "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b", text]}},
         "/rerank": {"query": "a", "texts": ["b", text]},
@@ -378,7 +373,7 @@ async def test_failures_name_the_text_of_the_request(path: str, text: str, statu
 
 
 @pytest.mark.parametrize("path", COMPUTED)
-async def test_full_queue_has_the_shape_of_tei(path: str) -> None:
+async def test_full_queue_has_the_shape_of_tei(path):
     engine = FakeEngine(labels=("a", "b"))
     engine.may_run.clear()
     limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_sequences": 1}
@@ -395,7 +390,7 @@ async def test_full_queue_has_the_shape_of_tei(path: str) -> None:
     assert int(full.headers["Retry-After"]) >= 1
 
 
-async def test_root_answers_as_the_route_for_the_body_and_the_model_does() -> None:
+async def test_root_answers_as_the_route_for_the_body_and_the_model_does():
     bodies = {
         "/embed": {"inputs": ["a", "b"], "normalize": True},
         "/similarity": {**BODIES["/similarity"], "parameters": {}},

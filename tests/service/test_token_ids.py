@@ -1,10 +1,5 @@
 """Token ids instead of texts, and texts that are cut at their beginning."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from core_models import write_sentence_transformer
@@ -18,20 +13,18 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> PrefillEngine:
+def engine(tmp_path_factory):
     folder = write_sentence_transformer(tmp_path_factory.mktemp("models") / "tiny")
     checkpoint = read_checkpoint(folder).adapted(template=Template("my ", " ?"))
     return PrefillEngine.load(checkpoint, dtype="float32", max_tokens=12)
 
 
-def made(
-    engine: PrefillEngine, source: Any, prompt: Any = None, max_total_tokens: int = 10**6
-) -> list[list[int]]:
+def made(engine, source, prompt=None, max_total_tokens=10**6):
     parts = source.tokenize(engine, prompt or engine.default_prompt, b"", max_total_tokens)
     return [list(ids) for part in parts for ids in part.sequences]
 
 
-async def test_token_ids_stand_in_no_template_and_get_no_special_tokens() -> None:
+async def test_token_ids_stand_in_no_template_and_get_no_special_tokens():
     engine = FakeEngine()
     async with serving(engine) as client:
         response = await client.post("/embed", json={"inputs": [97, 98]})
@@ -43,7 +36,7 @@ async def test_token_ids_stand_in_no_template_and_get_no_special_tokens() -> Non
     assert refused.json()["error"]["field"] == "prompt_name"
 
 
-async def test_token_ids_are_the_tokens_of_the_text_without_the_template(tmp_path: Path) -> None:
+async def test_token_ids_are_the_tokens_of_the_text_without_the_template(tmp_path):
     folder = write_sentence_transformer(tmp_path / "tiny")
     plain = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     [ids] = plain.tokenize(["where is my card"])
@@ -53,7 +46,7 @@ async def test_token_ids_are_the_tokens_of_the_text_without_the_template(tmp_pat
     np.testing.assert_allclose(found, plain.embed(["where is my card"]), atol=1e-6)
 
 
-def test_long_sequences_are_cut_at_a_side_or_refused(engine: PrefillEngine) -> None:
+def test_long_sequences_are_cut_at_a_side_or_refused(engine):
     prompt, ids = bare_prompt(engine), list(range(5, 25))
     for cut, kept in (("right", ids[:12]), ("left", ids[-12:])):
         assert made(engine, TokenSequences([[7], ids], True, cut), prompt) == [[7], kept]
@@ -62,7 +55,7 @@ def test_long_sequences_are_cut_at_a_side_or_refused(engine: PrefillEngine) -> N
     assert caught.value.field == "inputs[1]"
 
 
-def test_sequences_come_in_parts_and_are_limited_together(engine: PrefillEngine) -> None:
+def test_sequences_come_in_parts_and_are_limited_together(engine):
     source = TokenSequences([[5] * 10] * 250, True)
     parts = list(source.tokenize(engine, bare_prompt(engine), b"", 2500))
     assert [len(part.sequences) for part in parts] == [102, 102, 46]
@@ -71,14 +64,14 @@ def test_sequences_come_in_parts_and_are_limited_together(engine: PrefillEngine)
         made(engine, source, bare_prompt(engine), 2499)
 
 
-def test_number_that_is_no_token_id_is_refused_with_its_sequence(engine: PrefillEngine) -> None:
+def test_number_that_is_no_token_id_is_refused_with_its_sequence(engine):
     assert made(engine, TokenSequences([[engine.vocabulary - 1]], True), bare_prompt(engine))
     with pytest.raises(InvalidInput, match=f"0 to {engine.vocabulary - 1}") as caught:
         made(engine, TokenSequences([[7], [engine.vocabulary, 7]], True), bare_prompt(engine))
     assert caught.value.field == "inputs[1]"
 
 
-def test_text_cut_at_its_beginning_keeps_its_end_and_the_template(engine: PrefillEngine) -> None:
+def test_text_cut_at_its_beginning_keeps_its_end_and_the_template(engine):
     long, short = "the bank is where my card was lost when ?", "where is it ?"
     right, plain = made(engine, Texts([long, short], True))
     left, same = made(engine, Texts([long, short], True, "left"))
@@ -90,7 +83,7 @@ def test_text_cut_at_its_beginning_keeps_its_end_and_the_template(engine: Prefil
     assert left[2:-2] == turn[-8:]
 
 
-def test_left_cut_obeys_the_same_limits(engine: PrefillEngine) -> None:
+def test_left_cut_obeys_the_same_limits(engine):
     with pytest.raises(InputTooLong, match="a request may have 20"):
         made(engine, Texts(["where is my card " * 9] * 2, True, "left"), max_total_tokens=20)
     with pytest.raises(InputTooLong) as caught:
@@ -102,14 +95,14 @@ def test_left_cut_obeys_the_same_limits(engine: PrefillEngine) -> None:
 
 
 @pytest.mark.parametrize("front", ["where is my card ? " * 5000, "x" * 60_000 + " ", "x " * 9], ids=len)
-def test_end_of_a_text_fills_the_room_whatever_is_in_front_of_it(engine: PrefillEngine, front: str) -> None:
+def test_end_of_a_text_fills_the_room_whatever_is_in_front_of_it(engine, front):
     end = "when was the money sent to the bank"
     [ids] = made(engine, Texts([front + end], True, "left"))
     [expected] = engine.tokenizer.turns([end])
     assert ids[2:-2] == expected[-8:]
 
 
-def test_end_of_a_text_with_long_tokens_fills_the_room(engine: PrefillEngine) -> None:
+def test_end_of_a_text_with_long_tokens_fills_the_room(engine):
     # Unknown words are one token each, however long they are.
     text = " ".join("x" * 90 for _ in range(50))
     [ids] = made(engine, Texts([text], True, "left"))
@@ -120,7 +113,7 @@ def test_end_of_a_text_with_long_tokens_fills_the_room(engine: PrefillEngine) ->
 
 
 @pytest.mark.parametrize("given", ["left", "right"])
-async def test_direction_is_refused_for_a_conversation(given: str) -> None:
+async def test_direction_is_refused_for_a_conversation(given):
     body = {"session_id": "a", "transcript": "b", "truncation_direction": given}
     async with serving() as client:
         refused = await client.post("/embed", json=body)

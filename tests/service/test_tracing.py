@@ -1,13 +1,9 @@
 """Traces: what they tell, which variables ask for them, and how they leave the server."""
 
-from __future__ import annotations
-
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 from fake_engine import SECRET, FakeEngine, serving
@@ -28,12 +24,12 @@ TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 
 
 @pytest.fixture
-def exporter() -> Any:
+def exporter():
     return memory.InMemorySpanExporter()
 
 
 @pytest.fixture
-def tracing(exporter: Any) -> Tracing:
+def tracing(exporter):
     provider = sdk.TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
     return Tracing(provider)
@@ -42,11 +38,11 @@ def tracing(exporter: Any) -> Tracing:
 TIMING = Timing(10.01, 10.02, 0.03, 10.06, 10.2, batches=1, batch_sequences=5)
 
 
-def seconds_of(span: Any, start: int) -> tuple[float, float]:
+def seconds_of(span, start):
     return round((span.start_time - start) / 1e9, 6), round((span.end_time - start) / 1e9, 6)
 
 
-def test_request_has_spans_of_its_stages_with_their_times(tracing: Tracing, exporter: Any) -> None:
+def test_request_has_spans_of_its_stages_with_their_times(tracing, exporter):
     tracing.record([ANSWERED._replace(timings=[TIMING])])
     spans = {span.name: span for span in exporter.get_finished_spans()}
     request = spans["POST /embed"]
@@ -74,20 +70,20 @@ def test_request_has_spans_of_its_stages_with_their_times(tracing: Tracing, expo
     assert dict(spans["batch"].attributes) == {"attncache.batches": 1, "attncache.batch_sequences": 5}
 
 
-def test_request_whose_results_were_kept_has_no_batch(tracing: Tracing, exporter: Any) -> None:
+def test_request_whose_results_were_kept_has_no_batch(tracing, exporter):
     tracing.record([ANSWERED._replace(timings=[Timing(10.0, 10.1, 0.01, 0.0, 10.12)])])
     names = [span.name for span in exporter.get_finished_spans()]
     assert names == ["queue", "tokenize", "answer", "POST /embed"]
 
 
-def test_span_belongs_to_the_trace_of_the_client(tracing: Tracing, exporter: Any) -> None:
+def test_span_belongs_to_the_trace_of_the_client(tracing, exporter):
     tracing.record([ANSWERED._replace(trace={"traceparent": TRACEPARENT})])
     (span,) = exporter.get_finished_spans()
     assert f"{span.context.trace_id:032x}" == TRACE_ID
     assert f"{span.parent.span_id:016x}" == PARENT_ID
 
 
-def test_failed_request_is_an_error_and_probes_are_not_traced(tracing: Tracing, exporter: Any) -> None:
+def test_failed_request_is_an_error_and_probes_are_not_traced(tracing, exporter):
     probe = ANSWERED._replace(route="/health")
     tracing.record([ANSWERED._replace(route="other", status=503), probe, ANSWERED._replace(status=404)])
     failed, refused = exporter.get_finished_spans()
@@ -106,9 +102,7 @@ def test_failed_request_is_an_error_and_probes_are_not_traced(tracing: Tracing, 
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_TRACES_EXPORTER": "none"},
     ],
 )
-def test_nothing_is_traced_unless_variables_ask_for_it(
-    environment: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_traced_unless_variables_ask_for_it(environment, caplog):
     assert tracing_of(environment) is None
     assert not caplog.records
 
@@ -116,34 +110,30 @@ def test_nothing_is_traced_unless_variables_ask_for_it(
 @pytest.mark.parametrize(
     "more", [{"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, {"OTEL_TRACES_EXPORTER": "zipkin"}]
 )
-def test_exporter_that_there_is_not_is_named_in_a_warning(
-    more: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_exporter_that_there_is_not_is_named_in_a_warning(more, caplog):
     assert tracing_of({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", **more}) is None
     assert "only otlp, with the protocol http/protobuf" in caplog.text
 
 
-def test_missing_packages_are_named_in_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_packages_are_named_in_a_warning(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     assert tracing_of({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}) is None
     assert "pip install 'attncache[otel]'" in caplog.text
 
 
 @contextmanager
-def collector() -> Iterator[tuple[str, list[bytes]]]:
+def collector():
     """Yield the address of a collector, and the bodies that it gets."""
-    bodies: list[bytes] = []
+    bodies = []
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        def log_message(self, *arguments: Any) -> None:
+        def log_message(self, *arguments):
             """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -154,9 +144,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
         thread.join()
 
 
-async def test_server_sends_its_traces_to_the_collector_of_the_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_server_sends_its_traces_to_the_collector_of_the_variables(monkeypatch):
     with collector() as (url, bodies):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
@@ -182,7 +170,7 @@ async def test_server_sends_its_traces_to_the_collector_of_the_variables(
     assert spans["answer"].end_time_unix_nano <= spans["POST /embed"].end_time_unix_nano
 
 
-async def test_sampler_of_the_variables_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sampler_of_the_variables_decides(monkeypatch):
     with collector() as (url, bodies):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{url}/v1/traces")
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ def fixed_speeds(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory) -> Path:
+def texts(tmp_path_factory):
     """A table with 60 different texts and their labels; a text is twice in it."""
     random = np.random.default_rng(21)
     made = list(dict.fromkeys(random_text(random, words) for words in np.repeat(np.arange(3, 9), 11)))[:60]
@@ -43,14 +42,14 @@ def texts(tmp_path_factory) -> Path:
     return path
 
 
-def tune(checkpoint, texts: Path, output: Path, *arguments: object):
+def tune(checkpoint, texts, output, *arguments):
     given = ("--texts", f"{texts}:asked", "--min-text-cosine", "0", "--min-cosine", "0.99", "--rounds", "1")
     if "--ways" not in arguments:
         arguments = ("--ways", "int8-weight-only,int4", *arguments)
     return run("tune", *model_arguments(checkpoint), *given, "--output", output, *arguments)
 
 
-def served(path: Path) -> tuple[Settings, PrefillEngine]:
+def served(path):
     """Return what `serve --config` reads and runs."""
     settings = gather_settings({}, path)
     return settings, load_engine(settings, checkpoint_of(settings))

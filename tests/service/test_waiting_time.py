@@ -1,10 +1,7 @@
 """Requests are refused at once if too much work comes before them, and only then."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 from fake_engine import OWN_PROMPT, FakeEngine, serving
@@ -13,8 +10,7 @@ from hypothesis import strategies as st
 from queueing import batching, hold, submit
 
 from service.batching.admission import Limits
-from service.batching.batcher import Batcher
-from service.batching.pending_request import PendingRequest, PendingSequence
+from service.batching.pending_request import PendingRequest
 from service.batching.request_queue import RequestQueue
 from service.batching.sources import Texts
 from service.errors import QueueFull
@@ -28,18 +24,18 @@ MANY = 10**6
 class SimulatedQueue:
     """A queue whose one engine thread computes 8 tokens per second of a clock that the test turns."""
 
-    def __init__(self, max_seconds: float = MAX_SECONDS, sequences: int = MANY, tokens: int = MANY) -> None:
+    def __init__(self, max_seconds=MAX_SECONDS, sequences=MANY, tokens=MANY):
         self.now = 0.0
         limits = Limits(BATCH, MANY, sequences, MANY, tokens, max_seconds)
         self.queue = RequestQueue(
             limits, self._tokenize, lambda _: None, lambda *_: None, clock=lambda: self.now
         )
-        self._engine: Any = FakeEngine()
-        self._known: set[str] = set()
-        self._turn: Any = None
-        self._taken: list[PendingRequest] = []
+        self._engine = FakeEngine()
+        self._known = set()
+        self._turn = None
+        self._taken = []
 
-    def add(self, flow: str, *texts: str) -> PendingRequest:
+    def add(self, flow, *texts):
         """Queue texts of a client. Raises QueueFull."""
         request = PendingRequest(
             Texts(texts, truncate=True), OWN_PROMPT, False, True, future_of_nobody(), (flow,)
@@ -50,7 +46,7 @@ class SimulatedQueue:
             self._begin_batch()
         return request
 
-    def flood(self, flow: str, *texts: str) -> QueueFull:
+    def flood(self, flow, *texts):
         """Queue the same texts again and again, until they are refused. Returns the error."""
         for _ in range(1000):
             try:
@@ -59,41 +55,41 @@ class SimulatedQueue:
                 return error
         raise AssertionError("nothing was refused")
 
-    def run(self, seconds: float = float("inf")) -> None:
+    def run(self, seconds=float("inf")):
         """Compute until the queue is empty, or for so many seconds and to the end of the batch."""
         until = self.now + seconds
         while self._taken and self.now < until:
             self._end_batch()
 
-    def run_until_begun(self, request: PendingRequest) -> None:
+    def run_until_begun(self, request):
         """Compute until the batch that begins holds a sequence of the request."""
         while request not in self._taken:
             self._end_batch()
 
-    def know(self, *texts: str) -> None:
+    def know(self, *texts):
         """Let the results of these texts be known from now on."""
         self._known.update(texts)
 
-    def _begin_batch(self) -> None:
-        batch: list[PendingSequence] = next(self._turn, [])
+    def _begin_batch(self):
+        batch = next(self._turn, [])
         self._taken = [own.request for own in batch]
         self._tokens = sum(len(own.prefill.ids) for own in batch)
 
-    def _end_batch(self) -> None:
+    def _end_batch(self):
         self.now += self._tokens / SPEED
         self._begin_batch()
 
-    def _tokenize(self, request: PendingRequest) -> list[PendingSequence]:
+    def _tokenize(self, request):
         made = request.next_part(self._engine, MANY)
         return [own for own in made if "".join(map(chr, own.prefill.ids)) not in self._known]
 
 
-def future_of_nobody() -> Any:
+def future_of_nobody():
     """A future that is never done, and needs no event loop."""
     return Future()
 
 
-def measured_queue(**limits: Any) -> SimulatedQueue:
+def measured_queue(**limits):
     """A queue that has measured its speed, and the characters of a token, and is empty."""
     simulated = SimulatedQueue(**limits)
     simulated.add("earlier", *["x" * BATCH] * 10)
@@ -107,9 +103,7 @@ clients_texts = st.lists(
 
 
 @given(requests=clients_texts, client=st.sampled_from("xyzn"))
-def test_admitted_request_waits_about_as_long_as_allowed_at_most(
-    requests: list[tuple[str, list[int]]], client: str
-) -> None:
+def test_admitted_request_waits_about_as_long_as_allowed_at_most(requests, client):
     simulated = measured_queue()
     for name, lengths in requests:
         try:
@@ -130,9 +124,7 @@ def test_admitted_request_waits_about_as_long_as_allowed_at_most(
 @given(
     requests=clients_texts, client=st.sampled_from("xyz"), lengths=st.lists(st.integers(1, 15), min_size=1)
 )
-def test_request_that_comes_again_after_retry_after_is_admitted(
-    requests: list[tuple[str, list[int]]], client: str, lengths: list[int]
-) -> None:
+def test_request_that_comes_again_after_retry_after_is_admitted(requests, client, lengths):
     simulated = measured_queue(max_seconds=1.0)
     for name, own in requests:
         try:
@@ -145,7 +137,7 @@ def test_request_that_comes_again_after_retry_after_is_admitted(
     simulated.add(client, *("t" * length for length in lengths))
 
 
-def test_flood_of_one_client_is_refused_and_another_client_is_served_next() -> None:
+def test_flood_of_one_client_is_refused_and_another_client_is_served_next():
     simulated = measured_queue()
     refused = simulated.flood("greedy", "x" * 10)
     assert "21.2 seconds of work come before this request, and --max-queue-seconds allows 20" in str(refused)
@@ -155,7 +147,7 @@ def test_flood_of_one_client_is_refused_and_another_client_is_served_next() -> N
     assert simulated.now - since <= 2 * BATCH / SPEED
 
 
-def test_retry_after_is_the_time_until_enough_has_left_the_queue() -> None:
+def test_retry_after_is_the_time_until_enough_has_left_the_queue():
     simulated = measured_queue(max_seconds=0.0)
     simulated.add("a", "x" * BATCH)  # is computed
     simulated.add("a", *["x" * BATCH] * 9)
@@ -167,7 +159,7 @@ def test_retry_after_is_the_time_until_enough_has_left_the_queue() -> None:
     simulated.add("a", "one text")
 
 
-def test_retry_after_of_a_queue_without_room_is_the_time_until_there_is_room() -> None:
+def test_retry_after_of_a_queue_without_room_is_the_time_until_there_is_room():
     texts = measured_queue(sequences=10)
     texts.add("a", "x" * BATCH)
     texts.add("a", *["x" * 20] * 10)
@@ -182,7 +174,7 @@ def test_retry_after_of_a_queue_without_room_is_the_time_until_there_is_room() -
     assert refused.value.retry_after_seconds == 60 / SPEED + 0.5  # rounded up
 
 
-def test_nothing_is_refused_before_the_speed_is_known() -> None:
+def test_nothing_is_refused_before_the_speed_is_known():
     simulated = SimulatedQueue(max_seconds=0.0)
     for _ in range(50):
         simulated.add("a", "x" * BATCH)
@@ -193,14 +185,14 @@ def test_nothing_is_refused_before_the_speed_is_known() -> None:
         simulated.add("a", "x")
 
 
-def test_request_of_any_size_is_admitted_to_an_empty_queue() -> None:
+def test_request_of_any_size_is_admitted_to_an_empty_queue():
     simulated = measured_queue(max_seconds=0.0)
     simulated.add("a", *["x" * BATCH] * 50)
     simulated.run()
     simulated.add("a", *["x" * BATCH] * 50)
 
 
-def test_texts_whose_results_are_known_make_the_queue_faster() -> None:
+def test_texts_whose_results_are_known_make_the_queue_faster():
     simulated = measured_queue()
     simulated.know("known text")
     # Many requests, because the texts of a request are tokenised together. A quarter is computed.
@@ -222,19 +214,19 @@ def test_texts_whose_results_are_known_make_the_queue_faster() -> None:
     assert added > 2 * MAX_SECONDS * SPEED
 
 
-async def measured_batcher(batcher: Batcher, engine: FakeEngine) -> asyncio.Future[Any]:
+async def measured_batcher(batcher, engine):
     """Let a batcher measure its speed, and keep its engine busy."""
     await submit(batcher, ["x" * 10] * 50)
     return await hold(engine, batcher)
 
 
 @pytest.mark.anyio
-async def test_batcher_refuses_one_client_and_serves_the_other() -> None:
+async def test_batcher_refuses_one_client_and_serves_the_other():
     engine = FakeEngine()
     async with batching(engine, tokens=10, queue_seconds=0.0) as batcher:
         busy = await measured_batcher(batcher, engine)
 
-        def submitted(client: str, *texts: str) -> asyncio.Future[Any]:
+        def submitted(client, *texts):
             return batcher.submit(Texts(texts, truncate=True), reuse=True, flow=(client,))
 
         waiting = submitted("greedy", *["x" * 10] * 3)
@@ -255,7 +247,7 @@ async def test_batcher_refuses_one_client_and_serves_the_other() -> None:
         ("/embed_all", {"inputs": "x"}, lambda error: error["error_type"] == "Overloaded"),
     ],
 )
-async def test_refusal_has_the_shape_of_each_api(path: str, body: Any, described: Any) -> None:
+async def test_refusal_has_the_shape_of_each_api(path, body, described):
     engine = FakeEngine()
     async with serving(engine, max_queue_seconds=0, max_batch_tokens=10) as client:
         assert (await client.post("/embed", json={"inputs": ["x" * 10] * 50})).status_code == 200

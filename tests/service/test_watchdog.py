@@ -1,12 +1,9 @@
 """The watchdog notices batches and event loops that do not end, and the health routes say so."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import threading
-from typing import Any
 
 import pytest
 from fake_engine import serving
@@ -17,7 +14,7 @@ from service.upkeep.watchdog import Condition, Watchdog
 HOUR = 3600.0
 
 
-def test_nothing_is_overdue_before_the_first_batch_and_after_the_last() -> None:
+def test_nothing_is_overdue_before_the_first_batch_and_after_the_last():
     watchdog = Watchdog(stuck_seconds=1e-9)
     assert (watchdog.condition, watchdog.overdue_seconds) == (Condition.FINE, 0.0)
     with contextlib.suppress(ZeroDivisionError), watchdog.watching():
@@ -27,23 +24,23 @@ def test_nothing_is_overdue_before_the_first_batch_and_after_the_last() -> None:
     assert (watchdog.condition, watchdog.overdue_seconds) == (Condition.FINE, 0.0)
 
 
-def test_batch_within_its_time_is_fine() -> None:
+def test_batch_within_its_time_is_fine():
     watchdog = Watchdog(stuck_seconds=HOUR)
     with watchdog.watching():
         assert (watchdog.condition, watchdog.overdue_seconds) == (Condition.FINE, 0.0)
 
 
-def test_thread_that_hangs_is_not_hidden_by_threads_that_work() -> None:
+def test_thread_that_hangs_is_not_hidden_by_threads_that_work():
     watchdog, may_end = Watchdog(stuck_seconds=1e-3), threading.Event()
 
-    def hang() -> None:
+    def hang():
         with watchdog.watching():
             may_end.wait()
 
     thread = threading.Thread(target=hang)
     thread.start()
 
-    def is_stuck_beside_other_batches() -> bool:
+    def is_stuck_beside_other_batches():
         with watchdog.watching():
             pass
         return watchdog.condition is Condition.STUCK
@@ -54,10 +51,10 @@ def test_thread_that_hangs_is_not_hidden_by_threads_that_work() -> None:
     assert watchdog.condition is Condition.FINE
 
 
-def test_event_loop_that_hangs_is_found_and_its_stack_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_event_loop_that_hangs_is_found_and_its_stack_logged(caplog):
     watchdog, may_end = Watchdog(stuck_seconds=0.02), threading.Event()
 
-    async def hang_the_event_loop(secret: str) -> None:
+    async def hang_the_event_loop(secret):
         watchdog.start(asyncio.get_running_loop())
         may_end.wait()
         assert secret
@@ -76,9 +73,9 @@ def test_event_loop_that_hangs_is_found_and_its_stack_logged(caplog: pytest.LogC
 
 
 @pytest.mark.anyio
-async def test_overdue_server_is_not_ready_and_a_stuck_one_not_healthy() -> None:
+async def test_overdue_server_is_not_ready_and_a_stuck_one_not_healthy():
     async with serving(stuck_seconds=HOUR) as client:
-        watchdog: Any = client._transport.app.state.service.watchdog  # type: ignore[attr-defined]
+        watchdog = client._transport.app.state.service.watchdog
         statuses = []
         for condition in (1.5 * HOUR, 2.5 * HOUR):
             watchdog.begin()

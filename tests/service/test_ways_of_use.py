@@ -10,13 +10,7 @@ from command_line import assert_one_line, run, succeeded
 from core_decoders import write_llama
 from core_models import prefill, random_text
 
-from attncache_core import (
-    AttentionDatabase,
-    BuildOptions,
-    DatabaseRefused,
-    LinearClassifier,
-    PrefillEngine,
-)
+from attncache_core import AttentionDatabase, BuildOptions, DatabaseRefused, LinearClassifier, PrefillEngine
 from attncache_core.calibration.database import calibrate_database
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template

@@ -1,15 +1,9 @@
 """The parts of a server with several workers, one by one, and two workers in one process."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from core_decoders import write_llama
 from fake_engine import FakeEngine, policy_of, starting
@@ -26,13 +20,13 @@ from service.workers.shares import share_of, worker_count, workers_for
 # How many workers, and what each of them may use.
 
 
-def test_auto_is_one_worker_for_8_processors() -> None:
+def test_auto_is_one_worker_for_8_processors():
     assert [workers_for(processors) for processors in (1, 2, 8, 15, 16, 64)] == [1, 1, 1, 1, 2, 8]
     assert worker_count(read_settings({"workers": "auto", "threads": 16})) == 2
     assert worker_count(read_settings({"workers": "3"})) == 3
 
 
-def test_workers_share_threads_connections_and_bytes() -> None:
+def test_workers_share_threads_connections_and_bytes():
     settings = Settings(threads=8, kv_memory_bytes=900, result_memory_bytes=90, max_connections=100)
     share = share_of(settings, 3)
     assert (share.workers, share.threads, share.kv_memory_bytes, share.result_memory_bytes) == (3, 2, 300, 30)
@@ -45,13 +39,13 @@ def test_workers_share_threads_connections_and_bytes() -> None:
     assert share_of(Settings(kv=False), 2).kv_memory_bytes is None
 
 
-def test_one_worker_has_the_settings_of_the_server() -> None:
+def test_one_worker_has_the_settings_of_the_server():
     assert share_of(Settings(), 1) == Settings()
     assert share_of(Settings(workers="auto"), 1) == Settings()
 
 
 @pytest.mark.parametrize("workers", ["0", -1, "many", 1.5, True, "257", ""])
-def test_other_numbers_of_workers_are_refused(workers: Any) -> None:
+def test_other_numbers_of_workers_are_refused(workers):
     with pytest.raises(InvalidSettings, match="give a number from 1 to 256, or auto"):
         read_settings({"workers": workers})
 
@@ -62,15 +56,15 @@ def test_other_numbers_of_workers_are_refused(workers: Any) -> None:
 class Echo(asyncio.Protocol):
     """Sends back what it receives."""
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport):
         self.transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data):
         self.transport.write(data)
 
 
 @pytest.mark.anyio
-async def test_connection_that_was_accepted_before_the_end_is_served() -> None:
+async def test_connection_that_was_accepted_before_the_end_is_served():
     with bind("127.0.0.1", 0) as listening, socket.socket() as client:
         acceptor = Acceptor(Listener("public", listening, ""), Echo, 5)
         # Without a turn of the event loop, so that nobody has accepted it yet.
@@ -85,7 +79,7 @@ async def test_connection_that_was_accepted_before_the_end_is_served() -> None:
 
 
 @pytest.mark.anyio
-async def test_connections_that_come_at_once_are_accepted_in_one_turn_of_the_event_loop() -> None:
+async def test_connections_that_come_at_once_are_accepted_in_one_turn_of_the_event_loop():
     with bind("127.0.0.1", 0) as listening, ExitStack() as stack:
         acceptor = Acceptor(Listener("public", listening, ""), Echo, 5)
         clients = [stack.enter_context(socket.socket()) for _ in range(5)]
@@ -100,7 +94,7 @@ async def test_connections_that_come_at_once_are_accepted_in_one_turn_of_the_eve
 
 
 @pytest.mark.anyio
-async def test_connection_is_left_to_other_workers_for_a_while() -> None:
+async def test_connection_is_left_to_other_workers_for_a_while():
     turns = [(0.05, 1), (0.0, 1)]
     with bind("127.0.0.1", 0) as listening, ExitStack() as stack:
         acceptor = Acceptor(Listener("public", listening, ""), Echo, 5, lambda: turns.pop(0))
@@ -116,15 +110,13 @@ async def test_connection_is_left_to_other_workers_for_a_while() -> None:
 
 
 @asynccontextmanager
-async def two_workers(
-    folder: Path, engines: list[Any], **settings: Any
-) -> AsyncIterator[list[httpx.AsyncClient]]:
+async def two_workers(folder, engines, **settings):
     """Yield a client of each of two workers, which run in this process."""
     settings = {"verify_rate": 0, **settings}
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(
-                starting(lambda own=engine: own, worker=Worker(number, 2, folder), **settings)  # type: ignore[misc]
+                starting(lambda own=engine: own, worker=Worker(number, 2, folder), **settings)
             )
             for number, engine in enumerate(engines)
         ]
@@ -134,18 +126,18 @@ async def two_workers(
         yield clients
 
 
-def tiny_decoder(folder: Path) -> PrefillEngine:
+def tiny_decoder(folder):
     return PrefillEngine.load(
         read_checkpoint(folder), dtype="float32", key_values=KeyValueOptions(2**22, folder=None)
     )
 
 
 @pytest.mark.anyio
-async def test_keys_and_values_are_computed_pinned_and_dropped_in_all_workers(tmp_path: Path) -> None:
+async def test_keys_and_values_are_computed_pinned_and_dropped_in_all_workers(tmp_path):
     model = write_llama(tmp_path / "tiny-llama")
     text = "the bank was closed today. " * 4
 
-    async def stored(client: httpx.AsyncClient) -> int:
+    async def stored(client):
         (found,) = (await client.post("/cache/lookup", json={"texts": text})).json()
         return int(found["cached_tokens"])
 
@@ -167,7 +159,7 @@ async def test_keys_and_values_are_computed_pinned_and_dropped_in_all_workers(tm
 
 
 @pytest.mark.anyio
-async def test_worker_that_fails_to_do_what_is_asked_of_all_is_a_503(tmp_path: Path) -> None:
+async def test_worker_that_fails_to_do_what_is_asked_of_all_is_a_503(tmp_path):
     model = write_llama(tmp_path / "tiny-llama")
     async with two_workers(tmp_path, [tiny_decoder(model), FakeEngine()], admin=True) as (first, _):
         refused = await first.delete("/cache")
@@ -176,17 +168,17 @@ async def test_worker_that_fails_to_do_what_is_asked_of_all_is_a_503(tmp_path: P
 
 
 @pytest.mark.anyio
-async def test_worker_that_serves_no_more_takes_no_part(tmp_path: Path) -> None:
+async def test_worker_that_serves_no_more_takes_no_part(tmp_path):
     model = write_llama(tmp_path / "tiny-llama")
     engines = [tiny_decoder(model), tiny_decoder(model)]
     async with two_workers(tmp_path, engines, admin=True) as (first, other):
-        await other._transport.app.state.service.group.close()  # type: ignore[attr-defined]
+        await other._transport.app.state.service.group.close()
         dropped = await first.delete("/cache")
         assert (dropped.status_code, dropped.json()) == (200, {"blocks": 0})
 
 
 @pytest.mark.anyio
-async def test_what_verification_finds_in_one_worker_holds_in_all(tmp_path: Path) -> None:
+async def test_what_verification_finds_in_one_worker_holds_in_all(tmp_path):
     bad, other = FakeEngine(stored={"short"}, damage=0.1), FakeEngine(stored={"short"}, damage=0.1)
     async with two_workers(tmp_path, [bad, other], verify_rate=1) as (first, _):
         while bad.policy == policy_of():
@@ -198,7 +190,7 @@ async def test_what_verification_finds_in_one_worker_holds_in_all(tmp_path: Path
 
 
 @pytest.mark.anyio
-async def test_sessions_of_different_salts_and_errors_are_those_of_a_single_server(tmp_path: Path) -> None:
+async def test_sessions_of_different_salts_and_errors_are_those_of_a_single_server(tmp_path):
     async with two_workers(tmp_path, [FakeEngine(), FakeEngine()]) as clients:
         for client in clients:
             for salt in ("a", "b"):

@@ -1,10 +1,5 @@
 """POST /classify with labels that a model of natural language inference was not trained for."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -23,25 +18,23 @@ FLOAT32 = 2e-5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_deberta_v3(tmp_path_factory.mktemp("models") / "nli", **NLI)
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> PrefillEngine:
+def engine(folder):
     return PrefillEngine.load(read_checkpoint(folder), dtype="float32")
 
 
-def by_label(answer: list[dict[str, Any]]) -> dict[str, float]:
+def by_label(answer):
     return {own["label"]: own["score"] for own in answer}
 
 
 @pytest.mark.parametrize(
     "how", [{}, {"multi_label": True}, {"hypothesis_template": "the text is about a {}"}], ids=str
 )
-async def test_scores_are_those_of_the_pipeline_of_transformers(
-    folder: Path, engine: PrefillEngine, how: dict[str, Any]
-) -> None:
+async def test_scores_are_those_of_the_pipeline_of_transformers(folder, engine, how):
     theirs = pipeline("zero-shot-classification", str(folder), dtype=torch.float32, device="cpu")
     async with serving(engine) as client:
         answer = await client.post("/classify", json={"inputs": INPUTS, "labels": LABELS, **how})
@@ -51,7 +44,7 @@ async def test_scores_are_those_of_the_pipeline_of_transformers(
     assert answer.headers["X-AttnCache-Hits"] == "0/6"
 
 
-async def test_labels_that_are_classes_restrict_the_classes(engine: PrefillEngine) -> None:
+async def test_labels_that_are_classes_restrict_the_classes(engine):
     async with serving(engine) as client:
         body = {"inputs": INPUTS[0]}
         [own] = (await client.post("/classify", json=body)).json()
@@ -89,9 +82,7 @@ async def test_labels_that_are_classes_restrict_the_classes(engine: PrefillEngin
     ],
     ids=range(17),
 )
-async def test_bad_request_is_refused_with_the_field(
-    engine: PrefillEngine, changes: dict[str, Any], status: int, field: str
-) -> None:
+async def test_bad_request_is_refused_with_the_field(engine, changes, status, field):
     async with serving(engine) as client:
         answer = await client.post("/classify", json={"inputs": INPUTS, "labels": LABELS, **changes})
     error = answer.json()["error"]
@@ -99,14 +90,14 @@ async def test_bad_request_is_refused_with_the_field(
 
 
 @pytest.mark.parametrize("field", [{"multi_label": True}, {"hypothesis_template": "It is {}"}], ids=str)
-async def test_other_models_refuse_the_fields_of_zero_shot_classification(field: dict[str, Any]) -> None:
+async def test_other_models_refuse_the_fields_of_zero_shot_classification(field):
     for fake in (FakeEngine(), FakeEngine(task="classify", labels=("a", "b"))):
         async with serving(fake) as client:
             answer = await client.post("/classify", json={"inputs": "a", "labels": ["a", "b"], **field})
         assert (answer.status_code, answer.json()["error"]["field"]) == (400, next(iter(field)))
 
 
-async def test_class_of_entailment_is_found_by_its_name(tmp_path: Path) -> None:
+async def test_class_of_entailment_is_found_by_its_name(tmp_path):
     folder = write_deberta_v3(tmp_path / "nli", **NLI_REVERSED)
     theirs = pipeline("zero-shot-classification", str(folder), dtype=torch.float32, device="cpu")
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
