@@ -121,5 +121,6 @@ def starting_servers():
                 for process_id in [*([] if server.has_ended else [server.number("pid")]), *server.workers()]:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process_id, signal.SIGKILL)
+                server.number("code")
             started.kill()
             shutil.rmtree(folder, ignore_errors=True)

@@ -4,7 +4,6 @@ import logging
 
 import numpy as np
 import pytest
-from core_decoders import write_llama
 from core_models import write_sentence_transformer
 from fake_engine import FakeEngine, serving
 from running import samples
@@ -24,11 +23,6 @@ PREFIX = "the bank was closed today. " * 4
 TEXT = PREFIX + "where is my card"
 OTHER = PREFIX + "my account is lost"
 CACHED = "X-AttnCache-Cached-Tokens"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 def load(folder, memory_bytes=2**24, disk=None, **use):

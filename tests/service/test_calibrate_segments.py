@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from command_line import assert_one_line, run, succeeded
-from core_decoders import write_llama
 from core_models import random_text
 
 from attncache_core.reuse.blend.gate import read_gate
@@ -13,11 +12,6 @@ from service.errors import InvalidSettings
 from service.loading.checkpoints import checkpoint_of
 from service.loading.engines import load_engine
 from service.settings import read_settings
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from queueing import (
     queued,
     requests_of_texts,
     submit,
-    texts_of_all_kinds,
 )
 from verifying import AnyText, requests_of, verify_all
 
@@ -96,27 +95,6 @@ def test_every_request_gets_its_own_result_in_order_from_any_number_of_threads(
         assert computed == sorted(text for texts in requests for text in texts)
 
     asyncio.run(scenario())
-
-
-@settings(max_examples=40)
-@given(
-    requests=st.lists(st.lists(texts_of_all_kinds, min_size=1, max_size=5), min_size=1, max_size=9),
-    several=st.integers(1, 4),
-)
-def test_failing_texts_fail_their_own_requests_only(requests, several):
-    async def scenario():
-        async with batching(ParallelEngine(3, shortly), sequences=several) as batcher:
-            pending = [submit(batcher, texts) for texts in requests]
-            return await asyncio.gather(*pending, return_exceptions=True)
-
-    for texts, answer in zip(requests, asyncio.run(scenario()), strict=True):
-        if isinstance(answer, NotFinite):
-            assert texts[int(answer.field.removeprefix("inputs[").removesuffix("]"))] == NOT_FINITE
-        elif isinstance(answer, InternalError):
-            assert FAILING in texts
-        else:
-            assert not {FAILING, NOT_FINITE} & set(texts)
-            assert_result_of(texts, answer)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -8,7 +8,6 @@ import resource
 import signal
 
 import pytest
-from core_decoders import write_llama
 from fake_engine import FakeEngine, serving
 from raw_http import served, wait_until
 from running import FILE, ONE, OPS, TWO, bearer, keys_file, samples
@@ -25,11 +24,6 @@ from service.web.front import check_admin, is_open
 from service.workers.server import reload_all
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 def headers(**named):

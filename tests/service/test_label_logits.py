@@ -4,7 +4,6 @@ import asyncio
 
 import numpy as np
 import pytest
-from core_decoders import write_llama
 from core_models import prefill, random_text
 from fake_engine import FakeEngine, serving
 
@@ -20,11 +19,6 @@ WRITTEN = "ask: {}\nanswer:"
 SINGLE = ["bank", "card", "lost"]
 SEVERAL = ["bank account lost", "bank account", "card", "zebra"]
 TEXTS = ["where is my card", "money", "the bank was closed today"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 def load(folder, labels=()):
@@ -177,13 +171,6 @@ async def test_template_is_refused_where_labels_are_not_scored_by_their_tokens(l
     error = response.json()["error"]
     assert (response.status_code, error["field"]) == (400, "template")
     assert "--task label-logits" in error["message"]
-
-
-async def test_info_shows_task_template_and_labels(folder):
-    async with serving(load(folder, SEVERAL)) as client:
-        info = (await client.get("/info")).json()
-    assert (info["task"], info["template"], info["labels"]) == ("label-logits", WRITTEN, SEVERAL)
-    assert info["pooling"] is None
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Clients of OpenAI's API, as their makers publish them, against the running server."""
 
-import asyncio
-
 import httpx
 import numpy as np
 import openai
@@ -72,15 +70,6 @@ def test_token_ids_of_the_model_are_the_text(client, url, oracle):
     assert response.usage.prompt_tokens == response.usage.total_tokens == sum(map(len, ids))
     single = client.embeddings.create(model="tiny-bert", input=ids[0])
     np.testing.assert_allclose(rows(single), oracle.encode(TEXTS[:1]), atol=FLOAT32)
-
-
-def test_async_client_gets_the_same_embeddings(url, oracle):
-    async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            asked = [client.embeddings.create(model="tiny-bert", input=text) for text in TEXTS]
-            return [rows(response)[0] for response in await asyncio.gather(*asked)]
-
-    np.testing.assert_allclose(asyncio.run(ask()), oracle.encode(TEXTS), atol=FLOAT32)
 
 
 def test_openai_client_lists_the_model(client):

@@ -86,16 +86,6 @@ def test_sample_of_the_shipped_corpus_is_measured_by_default(tiny_checkpoint, tm
     assert json.loads(report.read_text())["machine"]["texts"] == 7
 
 
-def test_importance_of_a_quantised_model_is_its_own(tiny_checkpoint, tmp_path):
-    kept = {}
-    for kind in ((), ("--quantize", "int4")):
-        succeeded(importance(tiny_checkpoint, *kind, "--sample", "5", "--json", tmp_path / "report.json"))
-        kept[kind] = json.loads((tmp_path / "report.json").read_text())
-    full, quantized = kept.values()
-    assert full["attention"] != quantized["attention"]
-    assert quantized["machine"]["quantization"] == "int4"
-
-
 def test_former_flag_is_accepted_and_changes_nothing(tiny_checkpoint, tmp_path):
     for flag in ((), ("--importance",)):
         report = tmp_path / f"report{len(flag)}.json"

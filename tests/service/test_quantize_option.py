@@ -56,11 +56,6 @@ def built(tiny_checkpoint, files, tmp_path_factory):
     return folder
 
 
-def test_checkpoint_is_found_with_its_quantisation(tiny_checkpoint):
-    assert find_variant(str(tiny_checkpoint.folder), quantization=KIND).quantization is KIND
-    assert find_variant(str(tiny_checkpoint.folder)).quantization is None
-
-
 def test_database_is_bound_to_the_quantisation_it_was_built_with(built, quantized, tiny_checkpoint):
     database = AttentionDatabase.open(built)
     assert database.manifest.fingerprint == quantized.fingerprint()

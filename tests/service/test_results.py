@@ -10,7 +10,7 @@ from core_decoders import write_llama
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
-from queueing import LABELLED, LabelledEngine, assert_result_of
+from queueing import LABELLED, LabelledEngine, assert_result_of, hold
 
 from attncache_core import NotFinite, Outcome, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
@@ -51,24 +51,10 @@ async def test_text_that_was_computed_is_not_computed_again():
     assert (first.repeated, second.repeated, second.asked_tokens) == (0, 2, 6)
 
 
-async def test_texts_in_flight_are_computed_once():
-    engine = FakeEngine()
-    async with batching(engine) as batcher:
-        engine.may_run.clear()
-        pending = [submit(batcher, "same", str(number), "same") for number in range(5)]
-        await asyncio.to_thread(engine.runs.acquire)
-        engine.may_run.set()
-        for number, result in enumerate(await asyncio.gather(*pending)):
-            assert_result_of(["same", str(number), "same"], result)
-    assert sum(batch.count("same") for batch in engine.batches) == 1
-
-
 async def test_text_whose_client_left_is_computed_for_the_others_that_wait():
     engine = FakeEngine()
     async with batching(engine) as batcher:
-        engine.may_run.clear()
-        busy = submit(batcher, "busy")
-        await asyncio.to_thread(engine.runs.acquire)
+        busy = await hold(engine, batcher)
         gone = submit(batcher, "same")
         others = [submit(batcher, "same") for _ in range(3)]
         # The queue tokenises when it forms a batch, so the first of them is the one that computes.
@@ -125,9 +111,7 @@ async def test_client_that_leaves_between_tokenising_and_its_batch_is_replaced_b
 async def test_failure_reaches_all_that_wait_and_is_not_kept(failing, error):
     engine = FakeEngine()
     async with batching(engine) as batcher:
-        engine.may_run.clear()
-        busy = submit(batcher, "busy")
-        await asyncio.to_thread(engine.runs.acquire)
+        busy = await hold(engine, batcher)
         pending = [submit(batcher, "fine", failing) for _ in range(3)]
         engine.may_run.set()
         for result in pending:
@@ -290,9 +274,7 @@ async def test_event_loop_does_not_read_the_tokens_of_labels():
 async def test_hits_that_were_asked_for_together_are_computed_for_each_request():
     engine = FakeEngine(stored={"hits"}, damage=0.1)
     async with batching(engine) as batcher:
-        engine.may_run.clear()
-        busy = submit(batcher, "busy")
-        await asyncio.to_thread(engine.runs.acquire)
+        busy = await hold(engine, batcher)
         pending = [submit(batcher, "hits", str(number)) for number in range(3)]
         engine.may_run.set()
         for result in await asyncio.gather(*pending):
@@ -313,9 +295,7 @@ async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatc
     monkeypatch.setattr(RequestResult, "of", failing)
     engine = FakeEngine()
     async with batching(engine) as batcher:
-        engine.may_run.clear()
-        busy = submit(batcher, "busy")
-        await asyncio.to_thread(engine.runs.acquire)
+        busy = await hold(engine, batcher)
         texts = [("first", "same"), ("too much",), ("same",), ("last",)]
         pending = [submit(batcher, *own) for own in texts]
         engine.may_run.set()
@@ -363,9 +343,7 @@ async def test_client_whose_texts_are_all_known_delays_another_by_a_turn(first):
     limits = Limits(10**5, 100, 10**6, request_tokens=10**6)
     batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)
     await submit(batcher, "known")
-    engine.may_run.clear()
-    busy = submit(batcher, "busy")
-    await asyncio.to_thread(engine.runs.acquire)
+    busy = await hold(engine, batcher)
     before = engine.tokenized
     other = [submit(batcher, "other", flow=("other",))] if first == "other" else []
     known = [submit(batcher, "known", flow=("known",)) for _ in range(3000)]
@@ -382,9 +360,7 @@ async def test_known_texts_end_the_turn_of_their_client():
     limits = Limits(100, 100, 10**6, request_tokens=10**6)
     batcher = Batcher(engine, limits, Metrics(), result_bytes=2**20)
     await submit(batcher, "known")
-    engine.may_run.clear()
-    busy = submit(batcher, "busy")
-    await asyncio.to_thread(engine.runs.acquire)
+    busy = await hold(engine, batcher)
     # The clients have the same number of requests, and those of the second one fill a batch each.
     known = [submit(batcher, "known", flow=("known",)) for _ in range(400)]
     other = [submit(batcher, f"{number:060}", flow=("other",)) for number in range(4)]

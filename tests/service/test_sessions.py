@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from core_decoders import write_llama
 from fake_engine import FAILING, NOT_FINITE, FakeEngine, embedding_of, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -467,11 +466,6 @@ async def test_waiting_requests_are_bounded():
 
 WRITTEN = Template.parse("ask: {}\nanswer:")
 TURNS = ["where is my card", " the bank was closed today", " money", " my card was lost, please help", "!"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 def engine_of(folder, *, max_tokens=None, **adapted):

@@ -21,7 +21,7 @@ from service.upkeep.group import Worker
 
 pytestmark = pytest.mark.anyio
 
-COUNTS = 1000
+COUNTS = 300
 KEYS, VALUES = st.sampled_from(["a", "ab", "b", "é", "a%", "a_"]), st.binary(max_size=3)
 SECONDS = st.sampled_from([None, 1.0, 5.0])
 STEPS = st.lists(

@@ -79,6 +79,7 @@ def test_pending_hit_keeps_its_own_output_and_not_those_of_the_batch():
     assert [hit.output.base for hit in verifier._pending] == [None, None]
 
 
+@settings(max_examples=30)
 @given(lengths=st.lists(st.integers(1, 200), max_size=80))
 def test_every_hit_is_verified_once_oldest_first_and_few_at_a_time(lengths):
     engine, metrics = hitting_engine(), Metrics()

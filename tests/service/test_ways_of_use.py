@@ -194,11 +194,6 @@ def test_bad_option_for_the_use_of_the_model_is_one_line(
     assert_one_line(run(command, "--model", folder / "model", *given, *corpus), *words)
 
 
-def test_info_says_how_the_model_is_used(engine):
-    assert engine.info().template == WRITTEN
-    assert engine.info().pooling == ("lasttoken",)
-
-
 def test_served_model_is_used_as_the_options_say(folder, engine, monkeypatch):
     loaded = []
 
