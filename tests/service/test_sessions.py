@@ -449,6 +449,17 @@ async def test_memory_is_bounded_and_freed():
     assert sessions._histories._bytes == 0
 
 
+async def test_access_prolongs_the_life_of_a_session():
+    clock = Clock()
+    sessions = sessions_with(clock)
+    await keep(sessions, "a")
+    for _ in range(3):
+        clock.seconds += TTL - 1
+        assert await sessions.history(key("a")) is not None
+    clock.seconds += TTL
+    assert await sessions.history(key("a")) is None
+
+
 async def test_waiting_requests_are_bounded():
     sessions = sessions_with(most_waiting=2)
     first, second, third = (sessions.begin(key("a")) for _ in range(3))
