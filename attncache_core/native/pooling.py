@@ -119,7 +119,7 @@ def unit_length(rows: np.ndarray) -> np.ndarray | None:
         return None
     rows = np.ascontiguousarray(rows)
     scaled = np.empty_like(rows)
-    library.scale_to_unit_length(address(rows), address(scaled), *rows.shape)
+    library.scale_rows(address(rows), address(scaled), *rows.shape)
     return scaled
 
 
@@ -138,6 +138,11 @@ def _library() -> Any:
 def _declared(library: Any) -> Any:
     numbers = [ctypes.c_void_p] * 3
     library.pool_states.argtypes = [*numbers, ctypes.c_int64, ctypes.c_int64]
-    library.scale_to_unit_length.argtypes = [*numbers[:2], ctypes.c_int64, ctypes.c_int64]
-    library.pool_states.restype = library.scale_to_unit_length.restype = None
+    library.pool_states.restype = None
+    # Rows are scaled in microseconds. A thread that gave up the interpreter lock meanwhile would wait longer.
+    library.scale_rows = ctypes.PyDLL(None, handle=library._handle).scale_to_unit_length
+    library.scale_rows.argtypes, library.scale_rows.restype = (
+        [*numbers[:2], ctypes.c_int64, ctypes.c_int64],
+        None,
+    )
     return library

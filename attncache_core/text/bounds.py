@@ -38,15 +38,17 @@ def require_few_label_tokens(tokens: int) -> None:
         )
 
 
-def require_fitting(template: Template, text: Text, field: str) -> None:
-    """Raise InvalidInput if a pair is needed and `text` is none, or if a pair has a template of one text."""
+def require_fitting(template: Template, text: Text, index: int) -> None:
+    """Raise InvalidInput if text `index` must be a pair and is none, or must not be one and is."""
     if template.is_for_pairs and isinstance(text, str):
         raise InvalidInput(
-            f"{field} must be a pair, because the template holds {{query}} and {{document}}", field=field
+            f"inputs[{index}] must be a pair, because the template holds {{query}} and {{document}}",
+            field=f"inputs[{index}]",
         )
     if is_separated(template, text) and template != Template():
         raise InvalidInput(
-            f"{field} is a pair, which takes no template or prompt of one text; send one text", field=field
+            f"inputs[{index}] is a pair, which takes no template or prompt of one text; send one text",
+            field=f"inputs[{index}]",
         )
 
 

@@ -24,19 +24,19 @@ def max_characters(tokens: int) -> int:
     return max(_ALWAYS_ACCEPTED, _MAX_CHARACTERS_PER_TOKEN * tokens)
 
 
-def shortened(tokenizer: Tokenizer, text: str, tokens: int, field: str) -> str:
-    """Return the text, or a part from its beginning with the same first tokens and more than `tokens`.
+def shortened(tokenizer: Tokenizer, text: str, tokens: int, index: int) -> str:
+    """Return text `index`, or a part from its beginning with the same first tokens and more than `tokens`.
 
-    Raises InputTooLong, which names `field`, if the text has so few tokens that it would have to be tokenised
-    beyond `max_characters`.
+    Raises InputTooLong if the text has so few tokens that it would have to be tokenised beyond
+    `max_characters`.
     """
     size = _CHARACTERS_PER_TOKEN * tokens
     while size + _LAST_CHARACTERS < len(text):
         if size > max_characters(tokens):
             raise InputTooLong(
-                f"{field} has more than {max_characters(tokens)} characters, and too few tokens for its "
-                "length; shorten the text, and remove what is repeated",
-                field=field,
+                f"inputs[{index}] has more than {max_characters(tokens)} characters, and too few tokens for "
+                "its length; shorten the text, and remove what is repeated",
+                field=f"inputs[{index}]",
             )
         part = text[: size + _LAST_CHARACTERS]
         offsets = tokenizer.encode(part, add_special_tokens=False).offsets

@@ -36,6 +36,8 @@ _Pair = tuple[str, str]
 _ANY_TEXT = "text"
 # Texts whose first tokens differ, also where a tokenizer joins a token with the text before it.
 _DIFFERENT_TEXTS = ("text", "7", "(", " a", "\n")
+# A text of fewer characters is tokenised faster than another thread gives the interpreter lock back.
+_SHORT_CHARACTERS = 512
 # A tokenizer takes up to 430 bytes per character while it works, so it gets at most this many at a time.
 _CHARACTERS_AT_ONCE = 2**18
 
@@ -164,7 +166,7 @@ class TextTokenizer:
         if max_total_tokens is not None:
             require_few_characters(template, len(texts), max_total_tokens)
         for index, text in enumerate(texts):
-            require_fitting(template, text, f"inputs[{index}]")
+            require_fitting(template, text, index)
         room = self.max_tokens - max(len(plan.continuation) for plan in plans)
         return continued(self._cut_to(room, texts, prompt, truncate), plans, max_total_tokens)
 
@@ -175,7 +177,7 @@ class TextTokenizer:
         template, first = prompt.template, 0
         for separated, stretch in groupby(texts, lambda text: is_separated(template, text)):
             whole = list(stretch)
-            own = [self._shortened(text, f"inputs[{index}]") for index, text in enumerate(whole, first)]
+            own = [self._shortened(text, index) for index, text in enumerate(whole, first)]
             if separated:
                 pairs = [
                     (text, before)
@@ -219,12 +221,12 @@ class TextTokenizer:
                 raise too_long(room, index)
             yield tokens
 
-    def _shortened(self, text: Text, field: str) -> Text:
+    def _shortened(self, text: Text, index: int) -> Text:
         """Return a text without characters that cannot change its first `max_tokens` tokens."""
         if isinstance(text, tuple):
-            one, other = (shortened(self._tokenizer, own, self.max_tokens, field) for own in text)
+            one, other = (shortened(self._tokenizer, own, self.max_tokens, index) for own in text)
             return one, other
-        return shortened(self._tokenizer, text, self.max_tokens, field)
+        return shortened(self._tokenizer, text, self.max_tokens, index)
 
     def turns(self, texts: Sequence[str], field: str = "inputs") -> list[list[int]]:
         """Return the token ids of each text by itself, without a template and without special tokens.
@@ -327,6 +329,9 @@ class TextTokenizer:
         special: whether to add the special tokens that open and close a sequence.
         """
         for part in _parts(texts):
+            if len(part) == 1 and len(part[0]) <= _SHORT_CHARACTERS:
+                yield self._tokenizer.encode(part[0], add_special_tokens=special).ids  # keeps the lock
+                continue
             for encoding in self._tokenizer.encode_batch_fast(part, add_special_tokens=special):
                 yield encoding.ids
 

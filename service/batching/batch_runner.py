@@ -14,21 +14,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby, repeat
-from operator import attrgetter
+from itertools import chain
 from typing import Any
 
-from attncache_core import AttnCacheError, NotFinite, PrefillEngine, PrefillResult
-from service.batching.pending_request import PendingRequest, PendingSequence, RequestResult
+from attncache_core import AttnCacheError, NotFinite, Outcome, PrefillEngine, PrefillResult
+from service.batching.pending_request import Batch, PendingRequest, PendingSequence
 from service.batching.request_queue import RequestQueue
-from service.batching.results import Lookup, Results, SequenceResult
+from service.batching.results import Lookup, RequestResult, Results
 from service.errors import InternalError, log_failure
 from service.observability.metrics import Metrics
 from service.upkeep.verifying import LaterVerifier
 
 logger = logging.getLogger(__name__)
 
-Batch = Sequence[PendingSequence]
 Finished = list[tuple[PendingRequest, RequestResult]]
 
 
@@ -116,8 +114,8 @@ class BatchRunner:
 
         requests: others that fail with them.
         """
-        self.reject([(request, InternalError()) for request in (*dict(_by_request(batch)), *requests)])
-        self.give_up(batch)
+        self.reject([(request, InternalError()) for request in (*(own.request for own in batch), *requests)])
+        self.give_up(chain.from_iterable(own.sequences for own in batch))
 
     def reject(self, failed: Sequence[tuple[PendingRequest, BaseException]]) -> None:
         """Let the event loop set each request's error, unless the request is done. Called in any thread."""
@@ -128,29 +126,29 @@ class BatchRunner:
         engine, verifier = self._serving
         # Hits belong to the policy before the batch, because another thread may tighten it meanwhile.
         policy = verifier.policy if verifier else None
-        requests = [own.prefill for own in batch]
+        prefills = [sequence.prefill for own in batch for sequence in own.sequences]
         engine.expect(self._queue.upcoming)
         try:
-            result = engine.run(requests)
+            result = engine.run(prefills)
         except BaseException as error:
-            if batch[0].request is batch[-1].request:
+            if len(batch) == 1:
                 raise
             log_failure(logger, "a batch failed, and its requests are run one by one", error)
             result = None
         # Outside the handler, because in the handler the exception would keep the batch's tensors in memory.
         if result is None:
-            for request, sequences in _by_request(batch):
-                if request.future.done():
-                    self.give_up(sequences)
+            for own in batch:
+                if own.request.future.done():
+                    self.give_up(own.sequences)
                 else:
-                    self.run(sequences)
+                    self.run([own])
             return
         # Counted before the answers leave, so that a client with an answer finds the answer in the metrics.
         # Counting afterwards would be no faster: this thread would hold the interpreter lock all the same.
         self._count(batch, result, started)
         self._deliver(batch, result)
         if verifier and policy:
-            verifier.offer(requests, result, policy)
+            verifier.offer(prefills, result, policy)
 
     def _look_up(
         self, request: PendingRequest, made: list[PendingSequence], own: list[PendingSequence]
@@ -163,91 +161,121 @@ class BatchRunner:
             if found is Lookup.UNKNOWN:
                 own.append(sequence)
                 continue
-            is_kept = isinstance(found, SequenceResult)
+            is_kept = isinstance(found, RequestResult)
             self._metrics.observe_repeated("kept" if is_kept else "in_flight", len(sequence.prefill.ids))
-            if isinstance(found, SequenceResult):
-                answer = request.add(found, sequence.place)
+            if isinstance(found, RequestResult):
+                answer = request.add(found, [sequence.place])
         if answer is not None:
             self._resolve([(request, answer)])
 
     def _count(self, batch: Batch, result: PrefillResult, started: float) -> None:
         """Put a batch into the metrics, and log files that were lost."""
-        self._metrics.observe_queue(started - own.request.timing.queued_at for own in batch if own.place == 0)
+        self._metrics.observe_queue(
+            started - own.request.timing.queued_at for own in batch if own.sequences[0].place == 0
+        )
         self._metrics.observe_batch(result)
         for length in result.lost_lengths:
             logger.warning(
                 "records of %d tokens are no longer used: their file was cut short or cannot be read", length
             )
-        outcomes = iter(result.outcomes)
-        for request, sequences in _by_request(batch):
+        counted: list[Outcome] = []
+        first = 0
+        for request, sequences in batch:
             request.timing.add_batch(started, len(result.outcomes))
-            own = [next(outcomes) for _ in sequences]
             if request.counted:
-                self._metrics.observe_outcomes(own)
+                counted += result.outcomes[first : first + len(sequences)]
+            first += len(sequences)
+        self._metrics.observe_outcomes(counted)
 
     def _deliver(self, batch: Batch, result: PrefillResult) -> None:
         """Hand the results of a batch to its requests, and to others that wait for them."""
         finished: Finished = []
         failed: dict[PendingRequest, AttnCacheError] = {}
-        computed = zip(
-            batch,
-            self._of_sequences(result, (len(own.prefill.ids) for own in batch)),
-            result.finite.tolist(),
-            strict=True,
-        )
-        for sequence, own, is_finite in computed:
-            shared, waiters = self._settled(sequence, own, is_finite)
-            for expected, found in ((sequence, own), *((waiter, shared) for waiter in waiters)):
-                waiting = expected.request
-                try:
-                    answer = waiting.add(found, expected.place) if is_finite else None
-                # What fails for one request, such as memory for its result, fails for no other.
-                except BaseException as error:
-                    log_failure(logger, "a result was not delivered", error)
-                    failed.setdefault(waiting, InternalError())
-                    continue
-                if not is_finite:
-                    text = expected.place // len(waiting.prompt.sequence_plans)
-                    failed.setdefault(waiting, NotFinite.of(text))
-                elif answer is not None:
-                    finished.append((waiting, answer))
-        if not_finite := sum(isinstance(error, NotFinite) for error in failed.values()):
-            logger.error("%d requests of a batch came to NaN or infinity", not_finite)
-        if failed:
-            # Rejected before the other requests are answered, so that failed requests get no result.
-            self.reject(list(failed.items()))
-        self._resolve(finished)
-
-    def _of_sequences(self, result: PrefillResult, tokens: Iterable[int]) -> list[SequenceResult]:
-        probabilities = result.log_probabilities or repeat(None)
-        return list(
-            map(
-                SequenceResult,
-                result.outputs,
-                result.outcomes,
-                tokens,
-                result.cached_tokens.tolist(),
-                probabilities,
-                result.token_states or repeat(None),
-                result.blends or repeat(None),
-            )
-        )
-
-    def _settled(
-        self, sequence: PendingSequence, result: SequenceResult, is_finite: bool
-    ) -> tuple[SequenceResult, list[PendingSequence]]:
-        """Return the result of a sequence as others get it, and who waited for it."""
-        if self._results is None or sequence.name is None:
-            return result, []
         try:
-            if not (is_finite and self._is_approximate(result)):
-                return self._results.settle(sequence.name, result, keep=is_finite)
+            self._hand_over(batch, result, finished, failed)
+        finally:  # what is finished is answered, whatever happens to the rest
+            if not_finite := sum(isinstance(error, NotFinite) for error in failed.values()):
+                logger.error("%d requests of a batch came to NaN or infinity", not_finite)
+            if failed:
+                # Rejected before the other requests are answered, so that failed requests get no result.
+                self.reject(list(failed.items()))
+            self._resolve(finished)
+
+    def _hand_over(
+        self,
+        batch: Batch,
+        result: PrefillResult,
+        finished: Finished,
+        failed: dict[PendingRequest, AttnCacheError],
+    ) -> None:
+        """Add the results of a batch to its requests, and to others that wait for them.
+
+        finished, failed: get the requests that are complete with it, and the requests that fail.
+        """
+        first = 0
+        for request, sequences in batch:
+            rows = range(first, first + len(sequences))
+            first = rows.stop
+            try:
+                part = RequestResult.of(result, rows, [len(own.prefill.ids) for own in sequences])
+            except BaseException as error:
+                self._not_delivered(request, error, failed)
+                self.give_up(sequences)
+                continue
+            found = [(request, part, [own.place for own in sequences])]
+            for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
+                if result.finite[row]:
+                    found += self._shared(sequence, part, index)
+                else:
+                    self._fail_not_finite(sequence, failed)
+            for waiting, computed, places in found:
+                if waiting in failed:
+                    continue
+                try:
+                    answer = waiting.add(computed, places)
+                except BaseException as error:
+                    self._not_delivered(waiting, error, failed)
+                else:
+                    finished += [] if answer is None else [(waiting, answer)]
+
+    def _shared(
+        self, sequence: PendingSequence, part: RequestResult, index: int
+    ) -> list[tuple[PendingRequest, RequestResult, list[int]]]:
+        """Return the other requests that waited for a sequence, with its result and their places for it.
+
+        The result is sequence `index` of `part`, and is kept if it is exact.
+        """
+        if self._results is None or sequence.name is None:
+            return []
+        try:
+            if not self._is_approximate(part, index):
+                shared = part.repeatable(index)
+                waiters = self._results.settle(sequence.name, shared)
+                return [(expected.request, shared, [expected.place]) for expected in waiters]
         except BaseException as error:
             log_failure(logger, "a result was not kept for others", error)
         # Not the one for the other, because their results will be approximate too.
         for expected in self._results.give_up(sequence.name):
             self._instead(expected._replace(name=None))
-        return result, []
+        return []
+
+    def _not_delivered(
+        self, request: PendingRequest, error: BaseException, failed: dict[PendingRequest, AttnCacheError]
+    ) -> None:
+        # What fails for one request, such as memory for its result, fails for no other.
+        log_failure(logger, "a result was not delivered", error)
+        failed.setdefault(request, InternalError())
+
+    def _fail_not_finite(
+        self, sequence: PendingSequence, failed: dict[PendingRequest, AttnCacheError]
+    ) -> None:
+        """Fail the request of a sequence whose result is not finite, and those that waited for the result."""
+        waiters: list[PendingSequence] = []
+        if self._results is not None and sequence.name is not None:
+            waiters = self._results.give_up(sequence.name)
+        for expected in (sequence, *waiters):
+            text = expected.place // len(expected.request.prompt.sequence_plans)
+            failed.setdefault(expected.request, NotFinite.of(text))
 
     def _instead(self, sequence: PendingSequence) -> None:
         """Let a request compute what it expected from another one in vain. Raises nothing: it fails."""
@@ -261,12 +289,12 @@ class BatchRunner:
             log_failure(logger, "a sequence was not queued again", error)
             self.reject([(request, InternalError())])
 
-    def _is_approximate(self, result: SequenceResult) -> bool:
+    def _is_approximate(self, result: RequestResult, index: int) -> bool:
         key_values = self.engine.key_values
         return (
-            result.outcome.is_hit
-            or bool(result.blend)
-            or bool(result.cached_tokens and key_values and key_values.approximation)
+            result.outcomes[index].is_hit
+            or bool(result.blends and result.blends[index])
+            or bool(result.cached[index] and key_values and key_values.approximation)
         )
 
     def _resolve(self, finished: Finished) -> None:
@@ -274,11 +302,6 @@ class BatchRunner:
         # thread has failed before its last result was added, so here its failure arrives first.
         if finished:
             self._loop.call_soon_threadsafe(_resolve, finished)
-
-
-def _by_request(batch: Batch) -> list[tuple[PendingRequest, list[PendingSequence]]]:
-    """Return the sequences of each request of a batch."""
-    return [(request, list(own)) for request, own in groupby(batch, attrgetter("request"))]
 
 
 def _resolve(finished: Finished) -> None:

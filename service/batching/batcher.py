@@ -16,11 +16,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from attncache_core import InvalidInput, PrefillEngine
@@ -28,13 +29,9 @@ from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
 from service.batching.admission import Limits
 from service.batching.batch_runner import BatchRunner
-from service.batching.pending_request import (
-    PendingRequest,
-    PendingSequence,
-    RequestResult,
-)
+from service.batching.pending_request import Batch, PendingRequest, PendingSequence
 from service.batching.request_queue import RequestQueue
-from service.batching.results import Results, SequenceNames
+from service.batching.results import RequestResult, Results, SequenceNames
 from service.batching.sources import Source
 from service.errors import InternalError, ShuttingDown, log_failure
 from service.observability.finished import Timing
@@ -75,8 +72,7 @@ class Batcher:
         self._runner = BatchRunner(
             engine, verifier, self._queue, metrics, self._loop, self._results, self._compute_again
         )
-        # The last pool runs new turns; the others finish their turns.
-        self._engine_pools = [_engine_pool(engine.parallel_runs)]
+        self._threads = EngineThreads(engine.parallel_runs)
 
     @property
     def waiting_sequences(self) -> int:
@@ -160,8 +156,7 @@ class Batcher:
 
         Requests in the queue stay there, because both engines have the same tokens.
         """
-        if engine.parallel_runs > self._runner.engine.parallel_runs:
-            self._engine_pools.append(_engine_pool(engine.parallel_runs))
+        self._threads.grow(engine.parallel_runs)
         self._runner.replace(engine, verifier)
         self._queue.allow_threads(engine.parallel_runs)
 
@@ -170,14 +165,13 @@ class Batcher:
         self._is_closed = True
         if self.verifier:
             self.verifier.stop()
-        for pool in self._engine_pools:
-            pool.shutdown()
+        self._threads.close()
         if self.verifier:
             self.verifier.close()
 
     def _start(self, threads: int) -> None:
         for _ in range(threads):
-            self._engine_pools[-1].submit(self._run_until_empty)
+            self._threads.start(self._run_until_empty)
 
     # In an engine thread.
 
@@ -205,16 +199,13 @@ class Batcher:
         """Let other requests compute sequences that they expected from a request that has ended."""
         self._runner.give_up(sequences)
 
-    def _fail(self, batch: list[PendingSequence], requests: list[PendingRequest]) -> None:
+    def _fail(self, batch: Batch, requests: list[PendingRequest]) -> None:
         """Fail the requests of a batch that will not be run, and other requests."""
         self._runner.fail(batch, requests)
 
     def _compute_again(self, sequence: PendingSequence) -> None:
         """Compute a sequence that its request expected from another request."""
-        starting = self._queue.add_again(sequence)
-        # While the batcher closes, the threads that still run compute it.
-        with contextlib.suppress(RuntimeError):
-            self._start(starting)
+        self._start(self._queue.add_again(sequence))
 
     def _run_until_empty(self) -> None:
         try:
@@ -226,8 +217,7 @@ class Batcher:
 
     def _fail_turn(self, error: BaseException) -> None:
         log_failure(logger, "the turn of an engine thread failed", error)
-        with contextlib.suppress(RuntimeError):
-            self._start(self._queue.fail_turn())
+        self._start(self._queue.fail_turn())
 
     def _run_batches(self) -> None:
         # Closed at once if this raises: the batch would count as computed, and keep others waiting.
@@ -268,10 +258,42 @@ class Batcher:
         self._runner.give_up(self._queue.withdraw(request))
 
     def _start_verifying(self, verifier: LaterVerifier[Any]) -> None:
-        # After `close`, the thread accepts no work, and no hit has to be verified any more.
-        with contextlib.suppress(RuntimeError):
-            self._engine_pools[-1].submit(self._verify_until_requests_wait, verifier)
+        self._threads.start(partial(self._verify_until_requests_wait, verifier))
 
 
-def _engine_pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="engine")
+class EngineThreads:
+    """Threads that run turns, one after the other.
+
+    ThreadPoolExecutor makes a future of each turn: a tenth of what a request costs the event loop.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._turns: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self.grow(count)
+
+    def grow(self, count: int) -> None:
+        """Have at least this number of threads."""
+        for number in range(len(self._threads), count):
+            self._threads.append(
+                threading.Thread(target=self._run_turns, name=f"engine_{number}", daemon=True)
+            )
+            self._threads[-1].start()
+
+    def start(self, turn: Callable[[], object]) -> None:
+        """Let a free thread run a turn. After `close` has begun, the turn may not be run."""
+        self._turns.put(turn)
+
+    def close(self) -> None:
+        """Run the turns that were started, and end the threads. Blocks."""
+        for _ in self._threads:
+            self._turns.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run_turns(self) -> None:
+        while (turn := self._turns.get()) is not None:
+            try:
+                turn()
+            except BaseException as error:
+                log_failure(logger, "a turn of an engine thread failed", error)

@@ -1,7 +1,7 @@
-"""One request on its way through the batcher, and the result that its client waits for.
+"""One request on its way through the batcher.
 
-PendingRequest -> next_part, part by part -> PendingSequences, which batches take in order
-               <- results, one per sequence, from batches or from other requests (see results.py)
+PendingRequest -> next_part, part by part -> PendingSequences, of which batches take slices in order
+               <- results of the slices, or of single sequences from other requests (see results.py)
 """
 
 from __future__ import annotations
@@ -13,62 +13,19 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
-from attncache_core import InvalidInput, Outcome, PrefillEngine, PrefillRequest
-from attncache_core.reuse.blend.chunks import Blend, BlendReport
+from attncache_core import InvalidInput, PrefillEngine, PrefillRequest
+from attncache_core.reuse.blend.chunks import Blend
 from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.text.pairs import token_types
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
-from service.batching.results import SequenceNames, SequenceResult
+from service.batching.results import RequestResult, SequenceNames, joined
 from service.batching.sources import Source, Tokenized
 from service.observability.finished import Timing
 
 
-@dataclass(frozen=True, slots=True)
-class RequestResult:
-    """What was computed for one request, in the order of the request's texts and sequence plans."""
-
-    outputs: np.ndarray  # float32 [sequences, dimensions]
-    outcomes: tuple[Outcome, ...]
-    log_probabilities: tuple[np.ndarray, ...] = ()  # per sequence float32 [targets]; empty without targets
-    asked_tokens: int = 0  # tokens of all sequences
-    cached_tokens: int = 0  # tokens of them whose keys and values were stored
-    repeated: int = 0  # sequences whose results were computed for others, or earlier
-    timing: Timing = field(default_factory=Timing)
-    token_states: tuple[np.ndarray, ...] = ()  # per sequence float32 [tokens, hidden], if its plan reads them
-    blends: tuple[BlendReport, ...] = ()  # of the sequences whose chunks were blended
-
-    @property
-    def hits(self) -> int:
-        """The number of sequences that took maps from a record of any kind."""
-        return sum(outcome.is_hit for outcome in self.outcomes)
-
-    @property
-    def prototype_hits(self) -> int:
-        """The number of sequences that took maps from a prototype."""
-        return self.outcomes.count(Outcome.PROTOTYPE_HIT)
-
-    @classmethod
-    def of(cls, results: Sequence[SequenceResult], timing: Timing) -> RequestResult:
-        """Return the result of a request from the results of its sequences."""
-        probabilities = [own.log_probabilities for own in results if own.log_probabilities is not None]
-        return cls(
-            np.stack([own.output for own in results]),
-            tuple(own.outcome for own in results),
-            tuple(probabilities),
-            sum(own.tokens for own in results),
-            sum(own.cached_tokens for own in results),
-            sum(own.is_repeated for own in results),
-            timing,
-            tuple(own.token_states for own in results if own.token_states is not None),
-            tuple(own.blend for own in results if own.blend is not None),
-        )
-
-
 class PendingSequence(NamedTuple):
-    """A sequence that waits for a batch. A batch is a list of them, in which a request has one run."""
+    """A sequence that waits for a batch."""
 
     request: PendingRequest
     place: int  # among the sequences of its request
@@ -83,6 +40,16 @@ class PendingSequence(NamedTuple):
         if self.prefill.blend is not None:
             return [chunk.prefix_key for chunk in self.prefill.blend.chunks]
         return [] if self.prefill.prefix_key is None else [self.prefill.prefix_key]
+
+
+class Slice(NamedTuple):
+    """The sequences of one request in a batch."""
+
+    request: PendingRequest
+    sequences: list[PendingSequence]
+
+
+Batch = list[Slice]
 
 
 @dataclass(eq=False, slots=True)
@@ -114,8 +81,9 @@ class PendingRequest:
     waiting_tokens: int = 0  # of the sequences that wait; of texts that are not tokenised yet, a guess
     _parts: Iterator[Tokenized] | None = None
     _last_ids: Sequence[int] | None = None  # of the sequence that the source has yielded last
-    # The results, by the index of their sequence; several threads may add results.
-    _results: dict[int, SequenceResult] = field(default_factory=dict)
+    # Results with the places of their sequences; several threads may add results.
+    _results: list[tuple[Sequence[int], RequestResult]] = field(default_factory=list)
+    _added: int = 0  # sequences with a result
     _adding: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -175,14 +143,17 @@ class PendingRequest:
         self.tokenized += len(sequences)
         return made
 
-    def add(self, result: SequenceResult, index: int) -> RequestResult | None:
-        """Keep the result of a sequence. Returns the whole result once it is complete, else None."""
+    def add(self, result: RequestResult, places: Sequence[int]) -> RequestResult | None:
+        """Keep the result of the sequences at these places. Returns the whole result once it is complete."""
         with self._adding:
-            self._results[index] = result
-            if len(self._results) < self.count:
+            self._results.append((places, result))
+            self._added += len(places)
+            if self._added < self.count:
                 return None
         self.timing.computed_at = time.perf_counter()
-        return RequestResult.of([self._results[index] for index in range(self.count)], self.timing)
+        if len(self._results) > 1:
+            result = joined(self._results)
+        return result._replace(timing=self.timing)
 
     def fitting(self, tokens: int, texts: int, begun_within: int | None = None) -> Fitting:
         """Return the waiting sequences that fit into `tokens` tokens and are of at most `texts` texts.

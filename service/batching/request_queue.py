@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from attncache_core.reuse.kv.memory import PrefixKey
 from service.batching.admission import Admission, DrainSpeed, Limits
 from service.batching.fair_order import FairOrder
-from service.batching.pending_request import PendingRequest, PendingSequence
+from service.batching.pending_request import Batch, PendingRequest, PendingSequence, Slice
 
 # The store is told of at most this many sequences before each batch.
 _MAX_UPCOMING = 256
@@ -44,7 +44,7 @@ class RequestQueue:
         limits: Limits,
         tokenize: Callable[[PendingRequest], list[PendingSequence] | None],
         give_up: Callable[[list[PendingSequence]], None],
-        fail: Callable[[list[PendingSequence], list[PendingRequest]], None],
+        fail: Callable[[Batch, list[PendingRequest]], None],
         threads: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -138,7 +138,7 @@ class RequestQueue:
             waiting, request.sequences, request.taken = request.sequences[request.taken :], [], 0
         return waiting
 
-    def batches(self) -> Generator[list[PendingSequence], None, None]:
+    def batches(self) -> Generator[Batch, None, None]:
         """Yield the batches of an engine thread's turn, until nothing waits. The caller runs each batch."""
         while batch := self._next_batch():
             try:
@@ -146,7 +146,7 @@ class RequestQueue:
             finally:  # a thread that counts as computing for ever would keep small batches waiting
                 with self._lock:
                     self._computing -= 1
-                    self._note_speed(sum(own.added for own in batch))
+                    self._note_speed(sum(each.added for own in batch for each in own.sequences))
 
     def upcoming(self) -> list[PrefixKey]:
         """Return how stored keys and values of the sequences that wait are looked up, soonest first."""
@@ -196,7 +196,7 @@ class RequestQueue:
             self._running += starting
         return starting
 
-    def _next_batch(self) -> list[PendingSequence]:
+    def _next_batch(self) -> Batch:
         """Take the next batch. An empty one ends the turn of the engine thread.
 
         A turn ends for one of three reasons: nothing waits; too little waits beside a computed batch; more
@@ -207,7 +207,7 @@ class RequestQueue:
                 with self._lock:
                     goes_on = self._running <= self._threads and self._may_begin_batch()
                     free = max(1, self._threads - self._computing)
-                batch: list[PendingSequence] = []
+                batch: Batch = []
                 try:
                     if goes_on:
                         self._form(free, batch)
@@ -225,7 +225,7 @@ class RequestQueue:
                         self._running -= 1
                         return batch
 
-    def _form(self, free: int, batch: list[PendingSequence]) -> None:
+    def _form(self, free: int, batch: Batch) -> None:
         """Add sequences to an empty batch. free: the threads that are free to share what waits.
 
         A batch holds at most the part of the waiting tokens that this thread would get if all free threads
@@ -257,7 +257,7 @@ class RequestQueue:
             if not request.waits:
                 self._look_up_part(request, room)
 
-    def _fail_formed(self, batch: list[PendingSequence]) -> None:
+    def _fail_formed(self, batch: Batch) -> None:
         """Fail the requests of a batch whose forming has failed, and the request that was looked at.
 
         Otherwise the next turn would fail on it again, and on what it comes before.
@@ -268,7 +268,7 @@ class RequestQueue:
                 self._leave(request)
         self._fail(batch, blamed)
 
-    def _take(self, request: PendingRequest, room: _Room, batch: list[PendingSequence]) -> bool:
+    def _take(self, request: PendingRequest, room: _Room, batch: Batch) -> bool:
         """Take what fits of a request. Returns whether the batch may have room for more.
 
         The caller must hold the lock.
@@ -281,7 +281,10 @@ class RequestQueue:
             fitting = request.first_waiting()
         if fitting.stop > request.taken:
             taken = request.sequences[request.taken : fitting.stop]
-            batch += taken
+            if batch and batch[-1].request is request:
+                batch[-1].sequences.extend(taken)
+            else:
+                batch.append(Slice(request, taken))
             self._count(request, -len(taken), -sum(own.added for own in taken))
             request.taken = fitting.stop
             room.tokens -= fitting.tokens

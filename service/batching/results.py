@@ -1,4 +1,4 @@
-"""Results of sequences: of those that were computed lately, and of those that are being computed.
+"""What a request gets, and results of sequences that were computed lately or are being computed.
 
     a sequence of a request -> kept: its result, at once
                             -> in flight: the request waits for the sequence of another request
@@ -16,53 +16,124 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from attncache_core import Outcome
+from attncache_core import Outcome, PrefillResult
 from attncache_core.reuse.blend.chunks import BlendReport
 from attncache_core.text.prompts import SequencePlan
+from service.observability.finished import Timing
 
 W = TypeVar("W")
 # Of a result: its objects, its name, and its entry in the dictionary with its order.
 _OVERHEAD_BYTES = 500
+_NOT_TIMED = Timing()  # of a part
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceResult:
-    """What the engine computed of one sequence."""
+class RequestResult(NamedTuple):
+    """What was computed of some sequences of a request, in the order of the request's texts and plans.
 
-    output: np.ndarray  # float32 [dimensions]
-    outcome: Outcome
-    tokens: int
-    cached_tokens: int = 0  # of the tokens, those whose keys and values were stored
-    log_probabilities: np.ndarray | None = None  # float32 [targets]; None without targets
-    token_states: np.ndarray | None = None  # float32 [tokens, hidden], if the plan reads them
-    blend: BlendReport | None = None  # None: the sequence was computed exactly
-    is_repeated: bool = False  # whether it was computed for another sequence, or earlier
+    A request that is computed in several batches, or whose results are partly kept, joins such parts.
+    """
 
-    def repeated(self) -> SequenceResult:
-        """Return this result for another sequence of the same tokens. It holds copies of its arrays."""
-        # Copies, because a row of a batch's outputs would keep all of them in memory.
-        return SequenceResult(
-            self.output.copy(),
-            self.outcome,
-            self.tokens,
-            log_probabilities=None if self.log_probabilities is None else self.log_probabilities.copy(),
-            token_states=None if self.token_states is None else self.token_states.copy(),
-            is_repeated=True,
+    outputs: np.ndarray  # float32 [sequences, dimensions]
+    outcomes: tuple[Outcome, ...]
+    tokens: tuple[int, ...]  # of each sequence
+    cached: tuple[int, ...]  # of the tokens of each sequence, those whose keys and values were stored
+    repeated: int = 0  # sequences whose results were computed for others, or earlier
+    # For each sequence, or nothing if no sequence has any.
+    log_probabilities: tuple[np.ndarray, ...] = ()  # float32 [targets]
+    token_states: tuple[np.ndarray, ...] = ()  # float32 [tokens, hidden], if the plan reads them
+    blends: tuple[BlendReport | None, ...] = ()  # None: the sequence was computed exactly
+    timing: Timing = _NOT_TIMED  # of the request, once the result is complete
+
+    @classmethod
+    def of(cls, result: PrefillResult, rows: range, tokens: list[int]) -> RequestResult:
+        """Return a part of a batch: these of its sequences. tokens: of each of them."""
+        own = slice(rows.start, rows.stop)
+        return cls(
+            result.outputs[own],
+            result.outcomes[own],
+            tuple(tokens),
+            tuple(result.cached_tokens[own].tolist()),
+            log_probabilities=tuple((result.log_probabilities or ())[own]),
+            token_states=tuple((result.token_states or ())[own]),
+            blends=tuple((result.blends or ())[own]),
         )
+
+    @property
+    def hits(self) -> int:
+        """The number of sequences that took maps from a record of any kind."""
+        return sum(outcome.is_hit for outcome in self.outcomes)
+
+    @property
+    def prototype_hits(self) -> int:
+        """The number of sequences that took maps from a prototype."""
+        return self.outcomes.count(Outcome.PROTOTYPE_HIT)
+
+    @property
+    def asked_tokens(self) -> int:
+        """The number of tokens of all sequences."""
+        return sum(self.tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """The number of tokens whose keys and values were stored."""
+        return sum(self.cached)
+
+    @property
+    def blended(self) -> list[BlendReport]:
+        """What was done with the chunks of the sequences whose chunks were blended."""
+        return [report for report in self.blends if report is not None]
 
     @property
     def bytes(self) -> int:
         """The memory that the result takes."""
-        arrays = (self.output, self.log_probabilities, self.token_states)
-        return sum(own.nbytes for own in arrays if own is not None) + _OVERHEAD_BYTES
+        arrays = [self.outputs, *self.log_probabilities, *self.token_states]
+        return sum(array.nbytes for array in arrays) + _OVERHEAD_BYTES
+
+    def repeatable(self, index: int) -> RequestResult:
+        """Return the result of one sequence for other sequences of the same tokens.
+
+        It holds copies, because a row of a batch's outputs would keep all of them in memory.
+        """
+        own = slice(index, index + 1)
+        return RequestResult(
+            self.outputs[own].copy(),
+            self.outcomes[own],
+            self.tokens[own],
+            (0,),
+            1,
+            tuple(array.copy() for array in self.log_probabilities[own]),
+            tuple(array.copy() for array in self.token_states[own]),
+        )
+
+
+def joined(parts: Sequence[tuple[Sequence[int], RequestResult]]) -> RequestResult:
+    """Return the result that several parts make. Each part comes with the places of its sequences."""
+    order = np.argsort(np.concatenate([places for places, _ in parts])).tolist()
+
+    def in_order(name: str, absent: Any = None) -> tuple[Any, ...]:
+        columns = [(getattr(part, name) or (absent,) * len(part.outcomes)) for _, part in parts]
+        values = list(chain.from_iterable(columns))
+        return (
+            tuple(values[index] for index in order) if any(getattr(part, name) for _, part in parts) else ()
+        )
+
+    return RequestResult(
+        np.concatenate([part.outputs for _, part in parts])[order],
+        in_order("outcomes"),
+        in_order("tokens"),
+        in_order("cached"),
+        sum(part.repeated for _, part in parts),
+        in_order("log_probabilities", np.zeros(0, np.float32)),
+        in_order("token_states", np.zeros((0, 0), np.float32)),
+        in_order("blends"),
+    )
 
 
 class SequenceNames:
@@ -111,7 +182,7 @@ class Results(Generic[W]):
     def __init__(self, most_bytes: int) -> None:
         self._max_bytes = most_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, SequenceResult] = OrderedDict()
+        self._kept: OrderedDict[bytes, RequestResult] = OrderedDict()
         self._waiters: dict[bytes, list[W]] = {}  # of what is being computed
         self.bytes = 0  # of the results that are kept
 
@@ -119,7 +190,7 @@ class Results(Generic[W]):
         """Return the number of results that are kept."""
         return len(self._kept)
 
-    def find(self, name: bytes, waiter: W) -> SequenceResult | Lookup:
+    def find(self, name: bytes, waiter: W) -> RequestResult | Lookup:
         """Return a result that is kept, or whether `waiter` waits for it from now on.
 
         If the result is unknown, others wait for the caller, who must call `settle` or `give_up`.
@@ -135,16 +206,11 @@ class Results(Generic[W]):
             self._waiters[name] = []
             return Lookup.UNKNOWN
 
-    def settle(self, name: bytes, result: SequenceResult, *, keep: bool) -> tuple[SequenceResult, list[W]]:
-        """Take a result that was computed. Returns it as others get it, and who waited for it.
-
-        If this raises, they still wait.
-        """
-        shared = result.repeated()
+    def settle(self, name: bytes, result: RequestResult) -> list[W]:
+        """Keep the result of a sequence that was computed. Returns who waited for it."""
         with self._lock:
-            if keep:
-                self._keep(name, shared)
-            return shared, self._waiters.pop(name, [])
+            self._keep(name, result)
+            return self._waiters.pop(name, [])
 
     def give_up(self, name: bytes) -> list[W]:
         """Note that a result will not be computed after all. Returns who waited for it."""
@@ -157,7 +223,7 @@ class Results(Generic[W]):
             self._kept.clear()
             self.bytes = 0
 
-    def _keep(self, name: bytes, result: SequenceResult) -> None:
+    def _keep(self, name: bytes, result: RequestResult) -> None:
         """Keep a result. The caller must hold the lock."""
         if name in self._kept or result.bytes > self._max_bytes:
             return

@@ -193,8 +193,9 @@ class Metrics:
     def observe_request(self, path: str, status: int, seconds: float) -> None:
         """Count one request that was answered, or given up (status 499)."""
         route = route_of(path)
-        self._requests.labels(route, str(status)).inc()
-        self._request_seconds.labels(route).observe(seconds)
+        counter = self._of_request.get((route, status))
+        (counter or self._requests.labels(route, str(status))).inc()
+        self._of_route[route].observe(seconds)
 
     def watch_keys(self, names: Iterable[str]) -> None:
         """Show these names of API keys from now on. They are the operator's, and not a client's."""
@@ -229,7 +230,7 @@ class Metrics:
         self._batch_tokens.observe(result.tokens)
         counts = (result.asked_tokens, int(result.cached_tokens.sum()), result.tokens)
         for state, count in zip(_TOKEN_STATES, counts, strict=True):
-            self._tokens.labels(state).inc(count)
+            self._of_state[state].inc(count)
         for report in filter(None, result.blends or ()):
             for state, count in zip(_SEGMENT_STATES, report.tokens_by_state(), strict=True):
                 self._segment_tokens.labels(state).inc(count)
@@ -244,7 +245,7 @@ class Metrics:
     def observe_repeated(self, source: str, tokens: int) -> None:
         """Count a sequence whose result was kept, or is being computed for another request (in_flight)."""
         self._repeated.labels(source).inc()
-        self._tokens.labels("repeated").inc(tokens)
+        self._of_state["repeated"].inc(tokens)
 
     def observe_changed_records(self, count: int) -> None:
         """Count records that changed after they were checked."""
@@ -253,7 +254,7 @@ class Metrics:
     def observe_outcomes(self, outcomes: Iterable[Outcome]) -> None:
         """Count the outcomes of sequences of clients' texts."""
         for outcome, count in Tally(outcomes).items():
-            self._sequences.labels(outcome).inc(count)
+            self._of_outcome[outcome].inc(count)
 
     def observe_verified(self, cosines: np.ndarray) -> None:
         """Count verified hits. cosines: [n], of each hit's output to the full model's output."""
@@ -332,18 +333,22 @@ class Metrics:
         return self._published[key]
 
     def _touch_labels(self) -> None:
-        for route in (*ROUTES, OTHER_ROUTE):
-            self._request_seconds.labels(route)
-            for status in STATUSES:
-                self._requests.labels(route, str(status))
+        """Let all labels be shown from the start."""
+        # What is counted for each request or batch is looked up here, because `labels` takes longer than to
+        # count.
+        routes = (*ROUTES, OTHER_ROUTE)
+        self._of_route = {route: self._request_seconds.labels(route) for route in routes}
+        self._of_request = {
+            (route, status): self._requests.labels(route, str(status))
+            for route in routes
+            for status in STATUSES
+        }
+        self._of_outcome = {outcome: self._sequences.labels(outcome) for outcome in Outcome}
+        self._of_state = {state: self._tokens.labels(state) for state in (*_TOKEN_STATES, "repeated")}
         for reason in CUT_REASONS:
             self._cuts.labels(reason)
         for listener in ("public", "admin"):
             self._connections.labels(listener)
-        for outcome in Outcome:
-            self._sequences.labels(outcome)
-        for state in (*_TOKEN_STATES, "repeated"):
-            self._tokens.labels(state)
         for state in _SEGMENT_STATES:
             self._segment_tokens.labels(state)
         for source in _REPEATED:

@@ -14,7 +14,7 @@ from attncache_core import InvalidInput, NoClassifier, NotFinite, class_scores
 from attncache_core.heads.vectors import require_finite
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
-from service.batching.pending_request import RequestResult
+from service.batching.results import RequestResult
 from service.batching.sources import Source
 from service.conversations.conversation import Conversation
 from service.errors import TooManyInputs, rename
@@ -178,7 +178,7 @@ def answer(content: Any, result: RequestResult, call: Call, source: Source) -> A
     """
     headers = _of_conversation(source) if isinstance(source, Conversation) else {}
     key_values = call.state.serving().engine.key_values
-    kinds = [headers.get(APPROXIMATE_HEADER), "blended" if result.blends else None]
+    kinds = [headers.get(APPROXIMATE_HEADER), "blended" if result.blended else None]
     if key_values and result.cached_tokens:
         kinds.append(key_values.approximation)
     if any(kinds):
@@ -190,15 +190,15 @@ def answer(content: Any, result: RequestResult, call: Call, source: Source) -> A
         headers[REPEATED_HEADER] = f"{result.repeated}/{sequences}"
         if key_values:
             headers[CACHED_TOKENS_HEADER] = f"{result.cached_tokens}/{result.asked_tokens}"
-        if result.blends:
+        if result.blended:
             headers[SEGMENTS_HEADER] = _of_segments(result)
     dumped = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Answer(dumped, tuple((name.encode(), value.encode()) for name, value in headers.items()))
+    return Answer(dumped, tuple([(name.encode(), value.encode()) for name, value in headers.items()]))
 
 
 def _of_segments(result: RequestResult) -> str:
     """Return what was done with the first chunks, as a list of structured fields (RFC 8941)."""
-    chunks = [chunk for report in result.blends for chunk in report.chunks]
+    chunks = [chunk for report in result.blended for chunk in report.chunks]
     return ", ".join(
         f"{chunk.tokens};cached={chunk.cached};recomputed={chunk.recomputed}"
         for chunk in chunks[:_MAX_SEGMENTS]

@@ -6,8 +6,8 @@ an embedding model      embedding of the query . embedding of the document, both
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from attncache_core import InvalidInput, PrefillEngine, class_scores, normalize
 from attncache_core.heads.decisions import headings
 from attncache_core.text.prompts import Prompt
-from service.batching.pending_request import RequestResult
+from service.batching.results import RequestResult, joined
 from service.batching.sources import Source, Texts
 from service.errors import rename
 from service.routes.common import computed, named
@@ -157,14 +157,10 @@ def _name(field: str, queries: int, index: int) -> str:
 
 
 def _joined(results: list[RequestResult]) -> RequestResult:
-    return replace(
-        results[-1],
-        outputs=np.concatenate([result.outputs for result in results]),
-        outcomes=tuple(outcome for result in results for outcome in result.outcomes),
-        asked_tokens=sum(result.asked_tokens for result in results),
-        cached_tokens=sum(result.cached_tokens for result in results),
-        repeated=sum(result.repeated for result in results),
-    )
+    """Return the results of several requests as the result of one."""
+    ends = list(accumulate(len(result.outcomes) for result in results))
+    places = [range(end - len(result.outcomes), end) for end, result in zip(ends, results, strict=True)]
+    return joined(list(zip(places, results, strict=True)))._replace(timing=results[-1].timing)
 
 
 def _prompt(engine: PrefillEngine, names: tuple[str, ...]) -> Prompt | None:

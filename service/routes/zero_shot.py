@@ -13,7 +13,7 @@ import numpy as np
 
 from attncache_core import InputTooLong, InvalidInput, NotFinite, PrefillEngine
 from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, entailment_class
-from service.batching.pending_request import RequestResult
+from service.batching.results import RequestResult
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs, rename
 from service.routes.common import computed, text_index

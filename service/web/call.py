@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from attncache_core import AttnCacheError, InvalidInput
 from service.access.keys import KeyHolder
-from service.batching.pending_request import RequestResult
+from service.batching.results import RequestResult
 from service.errors import ClientGone, DeadlineExceeded, ModelMismatch, QuotaExceeded
 from service.state import ServiceState, Serving
 from service.web.bodies import checked, require_small

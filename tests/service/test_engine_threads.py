@@ -100,13 +100,15 @@ def test_every_request_gets_its_own_result_in_order_from_any_number_of_threads(
 @pytest.mark.parametrize("threads", [1, 2, 3])
 async def test_as_many_batches_run_at_once_as_the_engine_allows(threads):
     engine = ParallelEngine(threads)
+    # So many characters that the queue guesses more than 0 tokens of each text.
+    texts = [letter * 8 for letter in "abcde"]
     async with batching(engine) as batcher:
         engine.may_run.clear()
-        pending = [submit(batcher, [text]) for text in "abcde"]
+        pending = [submit(batcher, [text]) for text in texts]
         await running(engine, threads)
         await asyncio.sleep(0.05)
         engine.may_run.set()
-        for text, result in zip("abcde", await asyncio.gather(*pending), strict=True):
+        for text, result in zip(texts, await asyncio.gather(*pending), strict=True):
             assert_result_of([text], result)
     assert engine.most_running == threads
 
@@ -222,7 +224,7 @@ async def test_number_of_threads_follows_the_engine(before, after):
     first, second = ParallelEngine(before), ParallelEngine(after)
     async with batching(first) as batcher:
         first.may_run.clear()
-        pending = [submit(batcher, [text]) for text in "abc"[:before]]
+        pending = [submit(batcher, [text]) for text in ("a" * 8, "b" * 8, "c" * 8)[:before]]
         await running(first, before)
         waiting = [submit(batcher, [text]) for text in "defgh"]
         await queued(batcher, 5)
@@ -233,10 +235,11 @@ async def test_number_of_threads_follows_the_engine(before, after):
             while batcher._queue._running:  # a thread that has just answered still counts as computing
                 await asyncio.sleep(0.0005)
         second.may_run.clear()
-        pending = [submit(batcher, [text]) for text in "mnopq"]
+        texts = [letter * 8 for letter in "mnopq"]
+        pending = [submit(batcher, [text]) for text in texts]
         await running(second, after)
         second.may_run.set()
-        for text, result in zip("mnopq", await asyncio.gather(*pending), strict=True):
+        for text, result in zip(texts, await asyncio.gather(*pending), strict=True):
             assert_result_of([text], result)
     assert first.most_running == before
     assert second.most_running == after
@@ -288,9 +291,9 @@ class Fault(BaseException):
 
 # What a request passes on an engine thread.
 FAULTY = ("service/batching/", "service/upkeep/verif", "service/observability/metrics", "fake_engine")
-# The first call of a turn, which catches what the others raise, the last one of an idle turn, and the way of
-# an answer to the event loop.
-FAULTLESS = {"_run_until_empty", "end_idle_work", "_resolve", "reject"}
+# The loop of a thread and the first call of a turn, which catch what the others raise, the last one of an
+# idle turn, and the way of an answer to the event loop.
+FAULTLESS = {"_run_turns", "_run_until_empty", "end_idle_work", "_resolve", "reject"}
 
 
 class FaultyCalls:

@@ -239,7 +239,9 @@ async def test_full_queue_and_loading_have_the_shape_of_openai(path, body):
     engine.may_run.clear()
     limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_sequences": 1}
     async with serving(engine, **limits) as client:
-        running = [asyncio.create_task(client.post("/embed", json={"inputs": own})) for own in "abc"]
+        running = [asyncio.create_task(client.post("/embed", json={"inputs": "a"}))]
+        await asyncio.to_thread(engine.runs.acquire)
+        running += [asyncio.create_task(client.post("/embed", json={"inputs": own})) for own in "bc"]
         while "attncache_queue_sequences 2.0" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.01)
         full = await client.post(path, json=body)

@@ -18,9 +18,8 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.text.prompts import Prompt, SequencePlan, Target
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
-from service.batching.pending_request import RequestResult
 from service.batching.request_queue import _MAX_LOOKUPS
-from service.batching.results import Lookup, Results, SequenceNames, SequenceResult
+from service.batching.results import Lookup, RequestResult, Results, SequenceNames, joined
 from service.batching.sources import Texts
 from service.errors import InternalError
 from service.observability.metrics import Metrics
@@ -37,7 +36,7 @@ def submit(batcher, *texts, salt=b"", **more):
 
 
 def result_of(number, size=8):
-    return SequenceResult(np.full(size, number, np.float32), Outcome.MISS, 3)
+    return RequestResult(np.full((1, size), number, np.float32), (Outcome.MISS,), (3,), (0,))
 
 
 async def test_text_that_was_computed_is_not_computed_again():
@@ -190,23 +189,51 @@ def test_least_recently_used_results_leave():
     results = Results(3 * each)
     for number, name in enumerate([b"a", b"b", b"c"]):
         assert results.find(name, "") is Lookup.UNKNOWN
-        results.settle(name, result_of(number), keep=True)
-    assert isinstance(results.find(b"a", ""), SequenceResult)
+        results.settle(name, result_of(number))
+    assert isinstance(results.find(b"a", ""), RequestResult)
     assert results.find(b"d", "") is Lookup.UNKNOWN
-    results.settle(b"d", result_of(3), keep=True)
+    results.settle(b"d", result_of(3))
     assert results.find(b"b", "") is Lookup.UNKNOWN
-    assert all(isinstance(results.find(name, ""), SequenceResult) for name in (b"a", b"c", b"d"))
+    assert all(isinstance(results.find(name, ""), RequestResult) for name in (b"a", b"c", b"d"))
     assert (len(results), results.bytes) == (3, 3 * each)
 
 
 def test_kept_result_holds_no_other_rows_of_its_batch():
-    outputs = np.zeros((64, 8), np.float32)
+    batch = RequestResult(np.zeros((64, 8), np.float32), (Outcome.MISS,) * 64, (3,) * 64, (0,) * 64)
     results = Results(2**20)
     results.find(b"a", "")
-    results.settle(b"a", SequenceResult(outputs[3], Outcome.MISS, 3), keep=True)
+    results.settle(b"a", batch.repeatable(3))
     kept = results.find(b"a", "")
-    assert isinstance(kept, SequenceResult)
-    assert kept.output.base is None
+    assert isinstance(kept, RequestResult)
+    assert kept.outputs.base is None
+    assert kept.outputs.shape == (1, 8)
+
+
+@given(st.integers(1, 9).flatmap(lambda count: st.permutations(range(count))), st.data())
+def test_parts_that_are_joined_are_the_whole_result(places, data):
+    count = len(places)
+    whole = RequestResult(
+        np.arange(2.0 * count, dtype=np.float32).reshape(count, 2),
+        tuple(data.draw(st.sampled_from(Outcome)) for _ in places),
+        tuple(range(1, count + 1)),
+        tuple(range(count)),
+        log_probabilities=tuple(np.full(place + 1, place, np.float32) for place in range(count)),
+    )
+    cut = data.draw(st.integers(0, count))
+    parts = []
+    for own in filter(None, (places[:cut], places[cut:])):
+        part = RequestResult(
+            whole.outputs[list(own)],
+            *(tuple(column[place] for place in own) for column in whole[1:4]),
+            log_probabilities=tuple(whole.log_probabilities[place] for place in own),
+        )
+        parts.append((own, part))
+    found = joined(parts)
+    np.testing.assert_array_equal(found.outputs, whole.outputs)
+    assert found[1:4] == whole[1:4]
+    for own, expected in zip(found.log_probabilities, whole.log_probabilities, strict=True):
+        np.testing.assert_array_equal(own, expected)
+    assert (found.token_states, found.blends) == ((), ())
 
 
 sequences = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
@@ -287,10 +314,10 @@ async def test_hits_that_were_asked_for_together_are_computed_for_each_request()
 async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatch):
     of = RequestResult.of
 
-    def failing(results, timing):
-        if results[0].tokens == len("too much"):
+    def failing(result, rows, tokens):
+        if tokens[0] == len("too much"):
             raise MemoryError
-        return of(results, timing)
+        return of(result, rows, tokens)
 
     monkeypatch.setattr(RequestResult, "of", failing)
     engine = FakeEngine()
@@ -309,10 +336,10 @@ async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatc
 
 
 async def test_result_that_cannot_be_kept_is_computed_for_those_that_wait(monkeypatch):
-    def failing(_result):
+    def failing(_result, _index):
         raise MemoryError
 
-    monkeypatch.setattr(SequenceResult, "repeated", failing)
+    monkeypatch.setattr(RequestResult, "repeatable", failing)
     engine = FakeEngine()
     async with batching(engine) as batcher, asyncio.timeout(10):
         for result in await asyncio.gather(*(submit(batcher, "same") for _ in range(3))):

@@ -73,7 +73,7 @@ class SimulatedQueue:
     def _begin_batch(self):
         batch = next(self._turn, [])
         self._taken = [own.request for own in batch]
-        self._tokens = sum(len(own.prefill.ids) for own in batch)
+        self._tokens = sum(len(each.prefill.ids) for own in batch for each in own.sequences)
 
     def _end_batch(self):
         self.now += self._tokens / SPEED

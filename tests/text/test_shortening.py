@@ -59,7 +59,7 @@ texts = st.builds(
 @example(text="word " * 1000)
 def test_first_tokens_are_those_of_the_whole_text(tokenizer: Tokenizer, text: str) -> None:
     try:
-        part = shortened(tokenizer, text, TOKENS, "inputs[0]")
+        part = shortened(tokenizer, text, TOKENS, 0)
     except InputTooLong:
         assert len(text) > max_characters(TOKENS)
         return
@@ -71,13 +71,13 @@ def test_first_tokens_are_those_of_the_whole_text(tokenizer: Tokenizer, text: st
 
 
 def test_work_is_bounded_by_tokens_and_not_by_the_text(tokenizer: Tokenizer) -> None:
-    part = shortened(tokenizer, "!? " * 10**6, TOKENS, "inputs[0]")
+    part = shortened(tokenizer, "!? " * 10**6, TOKENS, 0)
     assert len(part) < 1000
 
 
 def test_long_text_of_few_tokens_is_refused_by_its_field(tokenizer: Tokenizer) -> None:
     with pytest.raises(InputTooLong) as refused:
-        shortened(_FewTokens(tokenizer), "a" * 10**6, TOKENS, "inputs[3]")  # type: ignore[arg-type]
+        shortened(_FewTokens(tokenizer), "a" * 10**6, TOKENS, 3)  # type: ignore[arg-type]
     assert refused.value.field == "inputs[3]"
 
 

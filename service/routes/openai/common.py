@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.batching.pending_request import RequestResult
+from service.batching.results import RequestResult
 from service.routes.common import ERRORS
 from service.routes.openai.schemas import OpenAIErrorBody
 from service.settings import Settings
@@ -21,6 +21,6 @@ def usage_of(result: RequestResult, settings: Settings) -> dict[str, Any]:
     if not settings.reuse_headers:
         return usage
     details: dict[str, Any] = {"cached_tokens": result.cached_tokens}
-    if result.blends:
-        details["segments"] = [chunk._asdict() for report in result.blends for chunk in report.chunks]
+    if result.blended:
+        details["segments"] = [chunk._asdict() for report in result.blended for chunk in report.chunks]
     return {**usage, "prompt_tokens_details": details}
