@@ -44,9 +44,10 @@ async def input_source(call: Call, body: InferenceRequest) -> AsyncIterator[Sour
     overflow = Overflow(settings.session_overflow, settings.session_keep_ratio)
     session = call.salt(body.cache_salt), body.session_id
     turn = state.sessions.begin(session)
+    is_locked = False
     try:
         await call.wait(turn)
-        while not await state.sessions.lock(session):
+        while not (is_locked := await state.sessions.lock(session)):
             await call.pause(_LOCKED_SECONDS)
         stored = await state.sessions.history(session)
         history = _history(stored, field)
@@ -56,7 +57,9 @@ async def input_source(call: Call, body: InferenceRequest) -> AsyncIterator[Sour
         await state.sessions.keep(session, stored, conversation.following)
     finally:
         try:
-            await state.sessions.unlock(session)
+            # A client that has left while it waited must not unlock the request before it.
+            if is_locked:
+                await state.sessions.unlock(session)
         finally:
             state.sessions.end(session, turn)
 

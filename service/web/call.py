@@ -182,10 +182,9 @@ class Call:
         """
         loop = asyncio.get_running_loop()
         watches: list[asyncio.Task[None]] = []
-        # Read before anything is submitted, by `serving`, so that this raises nothing.
-        left = self._seconds_left()
         timer = loop.call_later(
-            min(_WATCH_AFTER_SECONDS, left),
+            # Since the request began, because a request may wait for short times, one after the other.
+            self._seconds_left(min(_WATCH_AFTER_SECONDS, self._seconds)),
             lambda: watches.append(loop.create_task(self._give_up(pending))),
         )
         try:
@@ -202,9 +201,10 @@ class Call:
         """Fail `pending` when the client leaves or the deadline passes."""
         error: AttnCacheError = ClientGone("the client left before its answer")
         try:
-            async with asyncio.timeout(self._seconds_left()):
-                # The body has been read, so the next message can only say that the client has disconnected.
-                await self.receive()
+            async with asyncio.timeout(self._seconds_left(self._seconds)):
+                # A body that the route does not read comes before the message that the client has left.
+                while (await self.receive())["type"] != "http.disconnect":
+                    pass
         except TimeoutError:
             error = self._overdue()
         if not pending.done():
@@ -242,8 +242,9 @@ class Call:
             raise ClientGone("the client left before its body was complete")
         return message
 
-    def _seconds_left(self) -> float:
-        return max(0.0, self.started + self._seconds - time.perf_counter())
+    def _seconds_left(self, seconds: float) -> float:
+        """Return how long the request is younger than this number of seconds; 0 if it is older."""
+        return max(0.0, self.started + seconds - time.perf_counter())
 
     def _require_timeout(self) -> None:
         """Read how many seconds the request may take. Raises InvalidInput for a wrong header."""
