@@ -36,7 +36,6 @@ class RequestResult:
     asked_tokens: int = 0  # tokens of all sequences
     cached_tokens: int = 0  # tokens of them whose keys and values were stored
     repeated: int = 0  # sequences whose results were computed for others, or earlier
-    timing: Timing = field(default_factory=Timing)
     token_states: tuple[np.ndarray, ...] = ()  # per sequence float32 [tokens, hidden], if its plan reads them
     blends: tuple[BlendReport, ...] = ()  # of the sequences whose chunks were blended
 
@@ -51,7 +50,7 @@ class RequestResult:
         return self.outcomes.count(Outcome.PROTOTYPE_HIT)
 
     @classmethod
-    def of(cls, results: Sequence[SequenceResult], timing: Timing) -> RequestResult:
+    def of(cls, results: Sequence[SequenceResult]) -> RequestResult:
         """Return the result of a request from the results of its sequences."""
         probabilities = [own.log_probabilities for own in results if own.log_probabilities is not None]
         return cls(
@@ -61,7 +60,6 @@ class RequestResult:
             sum(own.tokens for own in results),
             sum(own.cached_tokens for own in results),
             sum(own.is_repeated for own in results),
-            timing,
             tuple(own.token_states for own in results if own.token_states is not None),
             tuple(own.blend for own in results if own.blend is not None),
         )
@@ -152,6 +150,7 @@ class PendingRequest:
             self._parts = self.source.tokenize(engine, self.prompt, self.salt, max_total_tokens)
         part = next(self._parts)
         first, sequences = self.tokenized, part.sequences
+        self.timing.tokens += sum(map(len, sequences))
         for index, ids in enumerate(sequences, first):
             if not ids:
                 text = f"inputs[{index // len(self.prompt.sequence_plans)}]"
@@ -182,7 +181,7 @@ class PendingRequest:
             if len(self._results) < self.count:
                 return None
         self.timing.computed_at = time.perf_counter()
-        return RequestResult.of([self._results[index] for index in range(self.count)], self.timing)
+        return RequestResult.of([self._results[index] for index in range(self.count)])
 
     def fitting(self, tokens: int, texts: int, begun_within: int | None = None) -> Fitting:
         """Return the waiting sequences that fit into `tokens` tokens and are of at most `texts` texts.

@@ -18,6 +18,7 @@ from service.batching.pending_request import RequestResult
 from service.batching.sources import Source
 from service.conversations.conversation import Conversation
 from service.errors import TooManyInputs, rename
+from service.observability.finished import Timing
 from service.schemas import ErrorBody
 from service.state import Serving
 from service.web.call import MODEL_HEADER, Answer, Call
@@ -135,18 +136,20 @@ async def computed(
             f"inputs make {source.count * plans} sequences, and at most {most} may wait; send fewer of them",
             field="inputs",
         )
-    return await call.wait(
-        serving.batcher.submit(
-            source,
-            flow=call.client.flow,
-            reuse=reuse,
-            prompt=prompt,
-            labels=labels,
-            salt=salt,
-            counted=counted,
-            repeats=repeats,
-        )
+    timing = Timing()
+    pending = serving.batcher.submit(
+        source,
+        flow=call.client.flow,
+        reuse=reuse,
+        prompt=prompt,
+        labels=labels,
+        salt=salt,
+        counted=counted,
+        repeats=repeats,
+        timing=timing,
     )
+    call.timings.append(timing)
+    return await call.wait(pending)
 
 
 @contextmanager

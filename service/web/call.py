@@ -18,6 +18,7 @@ from attncache_core import AttnCacheError, InvalidInput
 from service.access.keys import KeyHolder
 from service.batching.pending_request import RequestResult
 from service.errors import ClientGone, DeadlineExceeded, ModelMismatch, QuotaExceeded
+from service.observability.finished import Timing
 from service.state import ServiceState, Serving
 from service.web.bodies import checked, require_small
 
@@ -82,7 +83,8 @@ class Call:
     asked_by_other: bool = False  # whether another worker has received the request and asks all workers
     holder: KeyHolder | None = None  # of the API key, if keys are set
     is_in_quota: bool = False  # whether the quotas of the holder count this call as in flight
-    results: list[RequestResult] = field(default_factory=list)  # of all that was computed
+    timings: list[Timing] = field(default_factory=list)  # of all that was queued for it
+    results: list[RequestResult] = field(default_factory=list)  # of what was computed
     started: float = field(default_factory=time.perf_counter)
     status: int = NOT_ANSWERED  # of the response, once it begins
     body_bytes: int = 0  # that are counted as in flight
@@ -94,6 +96,11 @@ class Call:
         """Return the value of a header, or None."""
         value = self.headers.get(name.lower().encode())
         return None if value is None else value.decode("latin-1").strip()
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all that was computed, or begun, for the request, also if it has failed."""
+        return sum(timing.tokens for timing in self.timings)
 
     @property
     def query_params(self) -> QueryParams:
@@ -132,11 +139,10 @@ class Call:
         if self.holder is None:
             return
         try:
-            await self.holder.use.begin()
+            self.is_in_quota = await self.holder.use.begin()
         except QuotaExceeded as error:
             self.state.metrics.observe_quota_refusal(self.holder.name, error.quota)
             raise
-        self.is_in_quota = True
 
     def reuse_wanted(self) -> bool:
         """Return whether the header X-AttnCache-Reuse is on, as it is by default. Raises InvalidInput."""

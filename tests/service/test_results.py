@@ -287,10 +287,10 @@ async def test_hits_that_were_asked_for_together_are_computed_for_each_request()
 async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatch):
     of = RequestResult.of
 
-    def failing(results, timing):
+    def failing(results):
         if results[0].tokens == len("too much"):
             raise MemoryError
-        return of(results, timing)
+        return of(results)
 
     monkeypatch.setattr(RequestResult, "of", failing)
     engine = FakeEngine()
