@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +68,7 @@ class Batcher:
         """
         self._watching = watching
         self._is_closed = False
+        self._closing = threading.Lock()  # held while a request is queued, so that it has a thread
         self._limits = limits
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -151,11 +153,11 @@ class Batcher:
             timing or Timing(),
         )
         request.timing.queued_at = time.perf_counter()
-        if self._is_closed:
-            raise ShuttingDown("the server is ending", retry_after_seconds=1)
-        starting = self._queue.add(request)
+        with self._closing:
+            if self._is_closed:
+                raise ShuttingDown("the server is ending", retry_after_seconds=1)
+            self._start(self._queue.add(request))
         future.add_done_callback(lambda _: self._finished(request))
-        self._start(starting)
         return future
 
     def replace_engine(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
@@ -170,7 +172,8 @@ class Batcher:
 
     def close(self) -> None:
         """Finish all submitted requests, then end the threads. Blocks, but not for pending verification."""
-        self._is_closed = True
+        with self._closing:
+            self._is_closed = True
         if self.verifier:
             self.verifier.stop()
         for pool in self._engine_pools:
