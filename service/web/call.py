@@ -117,7 +117,9 @@ class Call:
         self._require_timeout()
         self.answered_by = fingerprint = serving.engine.fingerprint
         header = self.header(REQUIRE_MODEL_HEADER)
-        required = fingerprint if header is None else header.lower()
+        if header is None:
+            return serving
+        required = header.lower()
         if not _PINNED.fullmatch(required):
             raise InvalidInput(
                 f"{REQUIRE_MODEL_HEADER} must be a model's fingerprint, or at least its first 8 characters; "
