@@ -83,6 +83,7 @@ class ServiceState:
             *([self.group.process] if self.group else []),
             ttl_seconds=settings.session_ttl_seconds,
             most_waiting=settings.max_queue_sequences,
+            max_seconds=settings.request_seconds,
         )
         self.bodies = ByteBudget(settings.max_inflight_bytes)
         self.watchdog = Watchdog(settings.stuck_seconds, exit_when_stuck=settings.exit_when_stuck)

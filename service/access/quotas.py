@@ -1,12 +1,14 @@
 """How much one API key may ask for, per minute and at a time, and how many bytes all requests may have.
 
 Requests and tokens are taken from buckets that hold the amount of one minute, and are refilled all the time.
-How many tokens a request has is known when it is answered, so the bucket of tokens may go below zero. Then
-further requests are refused until the debt is paid.
+How many tokens a request has is known when it has ended, so the bucket of tokens may go below zero. Then
+further requests are refused until the debt is paid. A request that has failed, or whose client has left, is
+charged for what was begun for it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import time
@@ -18,6 +20,8 @@ import orjson
 
 from service.errors import QueueFull, QuotaExceeded, StoreUnavailable
 from service.store import Store
+
+logger = logging.getLogger(__name__)
 
 # When a request in flight ends is not known.
 _RETRY_IN_FLIGHT_SECONDS = 1
@@ -50,6 +54,7 @@ class QuotaUse:
 
         A process that was killed no longer counts as having requests in flight after `max_seconds`.
         """
+        self._name = name
         self._quotas = quotas
         self._store = store
         self._max_seconds = max_seconds
@@ -58,8 +63,11 @@ class QuotaUse:
         # With other quotas, everything is counted from the beginning.
         self._key = f"quota/{name}/{quotas.requests_per_minute}/{quotas.tokens_per_minute}/{quotas.in_flight}"
 
-    async def begin(self) -> None:
-        """Count a request that begins; `end` must follow. Raises QuotaExceeded, and then counts nothing."""
+    async def begin(self) -> bool:
+        """Count a request that begins; `end` must follow. Returns whether it is counted as in flight.
+
+        Raises QuotaExceeded, and then counts nothing.
+        """
 
         def count(used: _Used) -> None:
             most, now = self._quotas.in_flight, self._clock()
@@ -80,24 +88,30 @@ class QuotaUse:
             if used.requests is not None:
                 used.requests.level -= 1
 
-        await self._change(count)
+        return await self._change(count)
 
-    async def end(self, tokens: int) -> None:
-        """Count the end of a request. tokens: of all that was computed for the request."""
+    async def end(self, tokens: int, *, is_in_flight: bool = True) -> None:
+        """Count the end of a request. tokens: of all that was computed, or begun, for the request.
+
+        is_in_flight: what `begin` has returned; False if the request did not begin to compute.
+        """
+        if not (tokens or is_in_flight):
+            return
 
         def count(used: _Used) -> None:
             now = self._clock()
-            used.add_in_flight(self._process, -1, now + self._max_seconds)
+            if is_in_flight:
+                used.add_in_flight(self._process, -1, now + self._max_seconds)
             if used.tokens is not None and tokens:
                 used.tokens.refill(now)
                 used.tokens.level -= tokens
 
         await self._change(count)
 
-    async def _change(self, count: Callable[[_Used], None]) -> None:
-        """Change what is used. If the store cannot be used, the request is answered without being counted."""
+    async def _change(self, count: Callable[[_Used], None]) -> bool:
+        """Change what is used. Returns whether it was; if not, the request is answered all the same."""
         if self._quotas == Quotas():
-            return
+            return False
         # The store logs its errors.
         with suppress(StoreUnavailable):
             for _ in range(_MAX_TRIES):
@@ -105,7 +119,9 @@ class QuotaUse:
                 used = _Used.read(before, self._quotas, self._clock())
                 count(used)
                 if await self._store.compare_and_set(self._key, before, used.written()):
-                    return
+                    return True
+            logger.error("a request of key %s is not counted: too many others are counted", self._name)
+        return False
 
 
 class ByteBudget:
@@ -186,7 +202,7 @@ class _Used:
         return sum(count for count, _ in self.in_flight.values())
 
     def add_in_flight(self, process: str, change: int, ends_at: float) -> None:
-        # The start was not counted if the store could not be used then.
+        # The entry of the process may have expired.
         count = max(0, self.in_flight.pop(process, (0, 0.0))[0] + change)
         if count:
             self.in_flight[process] = count, ends_at

@@ -64,6 +64,7 @@ class Batcher:
         """
         self._watching = watching
         self._is_closed = False
+        self._closing = threading.Lock()  # held while a request is queued, so that it has a thread
         self._limits = limits
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -110,6 +111,7 @@ class Batcher:
         labels: LabelTokens | None = None,
         salt: bytes = b"",
         repeats: bool = True,
+        timing: Timing | None = None,
     ) -> asyncio.Future[RequestResult]:
         """Queue the texts of a source and return a future of their result.
 
@@ -117,10 +119,11 @@ class Batcher:
         labels. reuse: reuse results, stored keys and values of this salt, and attention maps if the engine
         allows it for this prompt. flow: who sends the request; flows take turns (see FairOrder). counted:
         whether the metric of outcomes counts the sequences. repeats: whether results of equal texts may be
-        reused; otherwise the engine computes all texts, and stores their keys and values. Cancelling the
-        future removes from the queue what still waits. Raises QueueFull at once if the texts do not fit into
-        the queue, and ShuttingDown after `close` has begun. The future fails with InputTooLong, NotFinite
-        (naming a text) or InternalError.
+        reused; otherwise the engine computes all texts, and stores their keys and values. timing: is told
+        what happens to the request, also if the future fails. Cancelling the future removes from the queue
+        what still waits. Raises QueueFull at once if the texts do not fit into the queue, and ShuttingDown
+        after `close` has begun. The future fails with InputTooLong, NotFinite (naming a text) or
+        InternalError.
         """
         engine = self._runner.engine
         own = prompt or engine.default_prompt
@@ -142,13 +145,14 @@ class Batcher:
             SequenceNames(salt, own.sequence_plans)
             if reuse and repeats and self._results is not None
             else None,
-            Timing(time.perf_counter()),
+            timing or Timing(),
         )
-        if self._is_closed:
-            raise ShuttingDown("the server is ending", retry_after_seconds=1)
-        starting = self._queue.add(request)
+        request.timing.queued_at = time.perf_counter()
+        with self._closing:
+            if self._is_closed:
+                raise ShuttingDown("the server is ending", retry_after_seconds=1)
+            self._start(self._queue.add(request))
         future.add_done_callback(lambda _: self._finished(request))
-        self._start(starting)
         return future
 
     def replace_engine(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
@@ -162,7 +166,8 @@ class Batcher:
 
     def close(self) -> None:
         """Finish all submitted requests, then end the threads. Blocks, but not for pending verification."""
-        self._is_closed = True
+        with self._closing:
+            self._is_closed = True
         if self.verifier:
             self.verifier.stop()
         self._threads.close()

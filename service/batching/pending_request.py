@@ -120,6 +120,7 @@ class PendingRequest:
             self._parts = self.source.tokenize(engine, self.prompt, self.salt, max_total_tokens)
         part = next(self._parts)
         first, sequences = self.tokenized, part.sequences
+        self.timing.tokens += sum(map(len, sequences))
         for index, ids in enumerate(sequences, first):
             if not ids:
                 text = f"inputs[{index // len(self.prompt.sequence_plans)}]"
@@ -151,9 +152,7 @@ class PendingRequest:
             if self._added < self.count:
                 return None
         self.timing.computed_at = time.perf_counter()
-        if len(self._results) > 1:
-            result = joined(self._results)
-        return result._replace(timing=self.timing)
+        return joined(self._results) if len(self._results) > 1 else result
 
     def fitting(self, tokens: int, texts: int, begun_within: int | None = None) -> Fitting:
         """Return the waiting sequences that fit into `tokens` tokens and are of at most `texts` texts.

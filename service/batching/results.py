@@ -26,12 +26,10 @@ import numpy as np
 from attncache_core import Outcome, PrefillResult
 from attncache_core.reuse.blend.chunks import BlendReport
 from attncache_core.text.prompts import SequencePlan
-from service.observability.finished import Timing
 
 W = TypeVar("W")
 # Of a result: its objects, its name, and its entry in the dictionary with its order.
 _OVERHEAD_BYTES = 500
-_NOT_TIMED = Timing()  # of a part
 
 
 class RequestResult(NamedTuple):
@@ -49,7 +47,6 @@ class RequestResult(NamedTuple):
     log_probabilities: tuple[np.ndarray, ...] = ()  # float32 [targets]
     token_states: tuple[np.ndarray, ...] = ()  # float32 [tokens, hidden], if the plan reads them
     blends: tuple[BlendReport | None, ...] = ()  # None: the sequence was computed exactly
-    timing: Timing = _NOT_TIMED  # of the request, once the result is complete
 
     @classmethod
     def of(cls, result: PrefillResult, rows: range, tokens: list[int]) -> RequestResult:

@@ -27,8 +27,6 @@ Session = tuple[bytes, str]  # salt and id: clients of one salt never meet the s
 CAPACITY_BYTES = 64 * 2**20
 # One session may have this share of the capacity, so that it does not push out all others.
 _MAX_OF_ONE = 1 / 16
-# A process that is killed no longer holds its locks after this time, even if nobody notices its end.
-_LOCK_SECONDS = 3600.0
 
 
 class Sessions:
@@ -42,6 +40,7 @@ class Sessions:
         *,
         ttl_seconds: float,
         most_waiting: int,
+        max_seconds: float,
         capacity_bytes: int = CAPACITY_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -49,13 +48,15 @@ class Sessions:
 
         process: the name of this process among those that share the stores. ttl_seconds: how long a history
         is kept after its last access. capacity_bytes: of `histories`. most_waiting: the most requests that
-        may wait for another request of their session.
+        may wait for another request of their session. max_seconds: that a request may take, after which its
+        lock ends, even if this process could not unlock the session.
         """
         self._histories = histories
         self._locks = locks
         self._process = process.encode()
         self._ttl_seconds = ttl_seconds
         self._most_waiting = most_waiting
+        self._max_seconds = max_seconds
         self._capacity_bytes = capacity_bytes
         # For each session with requests their turns, in order; the first is done and runs.
         self._turns: dict[Session, deque[asyncio.Future[None]]] = {}
@@ -89,14 +90,14 @@ class Sessions:
         return turn
 
     async def lock(self, session: Session) -> bool:
-        """Try to lock a session for the request whose turn it is. `unlock` follows in any case.
+        """Try to lock a session for the request whose turn it is. Returns whether `unlock` must follow.
 
         Returns False while a request of another process has the lock. If the locks cannot be used, nobody
         waits for them, and `keep` notices what another process has changed.
         """
         key = f"lock/{_name_of(session)}"
         with suppress(StoreUnavailable):
-            if await self._locks.compare_and_set(key, None, self._process, _LOCK_SECONDS):
+            if await self._locks.compare_and_set(key, None, self._process, self._max_seconds):
                 return True
             holder = await self._locks.get(key)
             if holder is None:
@@ -104,11 +105,11 @@ class Sessions:
             if holder != self._process and await self._locks.count(f"alive/{holder.decode()}"):
                 return False
             # The other process has ended, or this one could not unlock the session before.
-            return await self._locks.compare_and_set(key, holder, self._process, _LOCK_SECONDS)
+            return await self._locks.compare_and_set(key, holder, self._process, self._max_seconds)
         return True
 
     async def unlock(self, session: Session) -> None:
-        """Unlock a session, if it is locked for this process."""
+        """Unlock a session that `lock` has locked for the request whose turn it is."""
         with suppress(StoreUnavailable):
             await self._locks.compare_and_set(f"lock/{_name_of(session)}", self._process, None)
 

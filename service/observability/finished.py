@@ -36,6 +36,7 @@ class Timing:
     computed_at: float = 0.0  # its last result was added
     batches: int = 0
     batch_sequences: int = 0  # of the largest of them, with the sequences of other requests
+    tokens: int = 0  # of its sequences until now: they are tokenised part by part, when their turn comes
 
     def add_part(self, began: float, seconds: float) -> None:
         """Note that a part was tokenised."""

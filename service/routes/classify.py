@@ -17,10 +17,9 @@ import numpy as np
 from attncache_core import InputTooLong, InvalidInput, NoClassifier, NotFinite, class_scores, normalize
 from attncache_core.checkpoints.template import Template
 from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
-from attncache_core.heads.vectors import require_finite
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
-from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count, computed
+from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count, computed, label_logits
 from service.routes.inputs import input_source
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot
 from service.schemas import ClassifyRequest, LabelScore
@@ -61,7 +60,7 @@ async def scored(
     call: Call, serving: Serving, body: ClassifyRequest, reuse: bool, *, alone: bool = False
 ) -> Answer:
     """Answer with the labels of each input, best first. alone: answer with the labels of the first input."""
-    async with input_source(call, body) as source:
+    async with input_source(call, serving, body) as source:
         if serving.engine.task == "label-logits":
             scores = await _by_tokens(call, serving, body, source, reuse)
         else:
@@ -127,13 +126,7 @@ async def _by_tokens(
             field="inputs" if per_input <= limit else "labels",
         )
     salt = call.salt(body.cache_salt)
-    result = await computed(
-        call, serving, source, reuse=reuse, prompt=labels.prompt, labels=labels, salt=salt
-    )
-    # In a thread, because many labels have many log-probabilities to add.
-    logits = await asyncio.to_thread(engine.label_logits, labels, result.outputs, result.log_probabilities)
-    # The outputs are finite, so a NaN here comes from a label's row of the language head.
-    require_finite(np.isfinite(logits).T, "labels")
+    logits, result = await label_logits(call, serving, source, labels, reuse=reuse, salt=salt)
     scores = class_scores(logits, body.temperature or _CLASSIFIER_TEMPERATURE)
     return Scores(list(labels.labels), scores, result)
 

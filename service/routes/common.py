@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from service.batching.results import RequestResult
 from service.batching.sources import Source
 from service.conversations.conversation import Conversation
 from service.errors import TooManyInputs, rename
+from service.observability.finished import Timing
 from service.schemas import ErrorBody
 from service.state import Serving
 from service.web.call import MODEL_HEADER, Answer, Call
@@ -135,18 +137,20 @@ async def computed(
             f"inputs make {source.count * plans} sequences, and at most {most} may wait; send fewer of them",
             field="inputs",
         )
-    return await call.wait(
-        serving.batcher.submit(
-            source,
-            flow=call.client.flow,
-            reuse=reuse,
-            prompt=prompt,
-            labels=labels,
-            salt=salt,
-            counted=counted,
-            repeats=repeats,
-        )
+    timing = Timing()
+    pending = serving.batcher.submit(
+        source,
+        flow=call.client.flow,
+        reuse=reuse,
+        prompt=prompt,
+        labels=labels,
+        salt=salt,
+        counted=counted,
+        repeats=repeats,
+        timing=timing,
     )
+    call.timings.append(timing)
+    return await call.wait(pending)
 
 
 @contextmanager
@@ -228,6 +232,25 @@ class Classified(NamedTuple):
         return class_scores(self.logits, multi_label=self.multi_label if multi_label is None else multi_label)
 
 
+async def label_logits(
+    call: Call, serving: Serving, source: Source, labels: LabelTokens, *, reuse: bool, salt: bytes
+) -> tuple[np.ndarray, RequestResult]:
+    """Compute texts in the prompt of labels, and return the labels' logits, float32 [texts, labels].
+
+    Raises NotFinite for the field "labels", and as `computed`.
+    """
+    result = await computed(
+        call, serving, source, reuse=reuse, prompt=labels.prompt, labels=labels, salt=salt
+    )
+    # In a thread, because many labels have many log-probabilities to add.
+    logits = await asyncio.to_thread(
+        serving.engine.label_logits, labels, result.outputs, result.log_probabilities
+    )
+    # The outputs are finite, so a NaN here comes from a label's row of the language head.
+    require_finite(np.isfinite(logits).T, "labels")
+    return logits, result
+
+
 async def classified(
     call: Call, serving: Serving, source: Source, *, reuse: bool, salt: bytes = b""
 ) -> Classified:
@@ -238,11 +261,7 @@ async def classified(
     engine = serving.engine
     if engine.task == "label-logits":
         labels = engine.labels_in()
-        result = await computed(
-            call, serving, source, reuse=reuse, prompt=labels.prompt, labels=labels, salt=salt
-        )
-        logits = engine.label_logits(labels, result.outputs, result.log_probabilities)
-        require_finite(np.isfinite(logits).T, "labels")
+        logits, result = await label_logits(call, serving, source, labels, reuse=reuse, salt=salt)
         return Classified(labels.labels, logits, False, result)
     if engine.labels is None:
         raise NoClassifier("the server has no labels of its own; use /classify, and give labels")

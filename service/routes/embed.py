@@ -20,7 +20,7 @@ async def embed(call: CurrentCall) -> Answer:
     reuse = call.reuse_wanted()
     body = await call.read(EmbedRequest)
     serving.engine.require_dimensions(body.dimensions)
-    async with input_source(call, body) as source:
+    async with input_source(call, serving, body) as source:
         result = await computed(
             call,
             serving,

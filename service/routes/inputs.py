@@ -13,6 +13,7 @@ from service.conversations.conversation import Conversation, History, Overflow
 from service.errors import UnknownSession
 from service.routes.common import check_count
 from service.schemas import InferenceRequest
+from service.state import Serving
 from service.web.call import Call
 
 # While a request of the session is computed in another process.
@@ -21,7 +22,7 @@ _Field = Literal["append", "transcript"]
 
 
 @asynccontextmanager
-async def input_source(call: Call, body: InferenceRequest) -> AsyncIterator[Source]:
+async def input_source(call: Call, serving: Serving, body: InferenceRequest) -> AsyncIterator[Source]:
     """Yield what the body asks for. For a session, wait until no earlier request of the session runs.
 
     If the block ends without an error, the session's history has become what the conversation says. After an
@@ -31,22 +32,22 @@ async def input_source(call: Call, body: InferenceRequest) -> AsyncIterator[Sour
     state, settings = call.state, call.state.settings
     truncate = settings.truncate if body.truncate is None else body.truncate
     if body.segments is not None or body.query is not None:
-        source = segments_of(call, *_segments(body))
-        yield source
+        yield segments_of(call, serving, *_segments(body))
         return
     if body.session_id is None:
         inputs = _inputs(body)
         check_count(inputs, "inputs", settings.max_request_inputs)
-        yield divided(call, source_of(inputs, truncate, body.truncation_direction or "right"))
+        yield divided(call, serving, source_of(inputs, truncate, body.truncation_direction or "right"))
         return
     field, turns = _turns(body)
     check_count(turns, field, settings.max_request_inputs)
     overflow = Overflow(settings.session_overflow, settings.session_keep_ratio)
     session = call.salt(body.cache_salt), body.session_id
     turn = state.sessions.begin(session)
+    is_locked = False
     try:
         await call.wait(turn)
-        while not await state.sessions.lock(session):
+        while not (is_locked := await state.sessions.lock(session)):
             await call.pause(_LOCKED_SECONDS)
         stored = await state.sessions.history(session)
         history = _history(stored, field)
@@ -56,20 +57,22 @@ async def input_source(call: Call, body: InferenceRequest) -> AsyncIterator[Sour
         await state.sessions.keep(session, stored, conversation.following)
     finally:
         try:
-            await state.sessions.unlock(session)
+            # A client that has left while it waited must not unlock the request before it.
+            if is_locked:
+                await state.sessions.unlock(session)
         finally:
             state.sessions.end(session, turn)
 
 
 def segments_of(
-    call: Call, segments: Sequence[str], query: str, headings: Sequence[str] | None = None
+    call: Call, serving: Serving, segments: Sequence[str], query: str, headings: Sequence[str] | None = None
 ) -> Segments:
     """Return the source of segments and a query. headings: what stands in front of each segment.
 
     Raises TooManyInputs, and InvalidInput if keys and values of the model's chunks cannot be used in any
     order.
     """
-    settings, engine = call.state.settings, call.serving().engine
+    settings, engine = call.state.settings, serving.engine
     check_count(segments, "segments", settings.max_request_inputs)
     if reason := engine.blending.refusal:
         raise InvalidInput(
@@ -78,9 +81,9 @@ def segments_of(
     return Segments(segments, query, settings.segment_separator, headings=headings)
 
 
-def divided(call: Call, source: Source) -> Source:
+def divided(call: Call, serving: Serving, source: Source) -> Source:
     """Return a source whose texts are divided into chunks, if the operator wants that."""
-    settings, engine = call.state.settings, call.serving().engine
+    settings, engine = call.state.settings, serving.engine
     if settings.segment_tokens is None and not settings.divide_texts:
         return source
     if engine.blending.gate is None or not isinstance(source, Texts):

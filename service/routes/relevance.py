@@ -6,6 +6,7 @@ an embedding model      embedding of the query . embedding of the document, both
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from attncache_core.text.prompts import Prompt
 from service.batching.results import RequestResult, joined
 from service.batching.sources import Source, Texts
 from service.errors import rename
-from service.routes.common import computed, named
+from service.routes.common import computed, label_logits, named
 from service.routes.inputs import segments_of
 from service.schemas import Side
 from service.state import Serving
@@ -56,13 +57,12 @@ class Relevance(NamedTuple):
         return order
 
 
-async def relevance(call: Call, question: Question, *, raw: bool = False) -> Relevance:
+async def relevance(call: Call, serving: Serving, question: Question, *, raw: bool = False) -> Relevance:
     """Score the documents of a question.
 
     raw: return logits instead of scores between 0 and 1; embeddings have cosines in either case. Raises
     InvalidInput if the model is neither one of pairs nor one of embeddings, and as Batcher.submit.
     """
-    serving = call.serving()
     if serving.engine.pair_scores.supported:
         return await _by_pairs(call, serving, question, raw)
     if serving.engine.task != "embed":
@@ -75,12 +75,13 @@ async def relevance(call: Call, question: Question, *, raw: bool = False) -> Rel
     return await _by_embedding(call, serving, question)
 
 
-async def by_list(call: Call, query: str, documents: list[str], reuse: bool, salt: bytes) -> Relevance:
+async def by_list(
+    call: Call, serving: Serving, query: str, documents: list[str], reuse: bool, salt: bytes
+) -> Relevance:
     """Score documents that a decoder reads together in one prompt; see heads/decisions.py.
 
     The scores sum to 1. Raises InvalidInput if the server has another task, and as Batcher.submit.
     """
-    serving = call.serving()
     if serving.engine.task != "label-logits":
         raise InvalidInput(
             "segments are read in one prompt by a decoder that scores labels (--task label-logits); send "
@@ -89,11 +90,8 @@ async def by_list(call: Call, query: str, documents: list[str], reuse: bool, sal
             field="segments",
         )
     labels = serving.engine.decisions.letters
-    source = segments_of(call, documents, query, headings(len(documents)))
-    result = await computed(
-        call, serving, source, reuse=reuse, prompt=labels.prompt, labels=labels, salt=salt
-    )
-    logits = serving.engine.label_logits(labels, result.outputs, result.log_probabilities)
+    source = segments_of(call, serving, documents, query, headings(len(documents)))
+    logits, result = await label_logits(call, serving, source, labels, reuse=reuse, salt=salt)
     return Relevance(class_scores(logits[:, : len(documents)])[0], result, source)
 
 
@@ -119,8 +117,12 @@ async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool)
         # The template left room when the server started, so the query takes the room.
         rename(error, "query" if error.field == "template" else error.field)
         raise
-    scores = engine.pair_scores.scores(
-        result.outputs, result.log_probabilities, "identity" if raw else "sigmoid"
+    # In a thread, as in label_logits: the model may be a decoder whose labels are scored.
+    scores = await asyncio.to_thread(
+        engine.pair_scores.scores,
+        result.outputs,
+        result.log_probabilities,
+        "identity" if raw else "sigmoid",
     )
     return Relevance(scores, result, source)
 
@@ -160,7 +162,7 @@ def _joined(results: list[RequestResult]) -> RequestResult:
     """Return the results of several requests as the result of one."""
     ends = list(accumulate(len(result.outcomes) for result in results))
     places = [range(end - len(result.outcomes), end) for end, result in zip(ends, results, strict=True)]
-    return joined(list(zip(places, results, strict=True)))._replace(timing=results[-1].timing)
+    return joined(list(zip(places, results, strict=True)))
 
 
 def _prompt(engine: PrefillEngine, names: tuple[str, ...]) -> Prompt | None:

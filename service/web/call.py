@@ -18,6 +18,7 @@ from attncache_core import AttnCacheError, InvalidInput
 from service.access.keys import KeyHolder
 from service.batching.results import RequestResult
 from service.errors import ClientGone, DeadlineExceeded, ModelMismatch, QuotaExceeded
+from service.observability.finished import Timing
 from service.state import ServiceState, Serving
 from service.web.bodies import checked, require_small
 
@@ -82,7 +83,8 @@ class Call:
     asked_by_other: bool = False  # whether another worker has received the request and asks all workers
     holder: KeyHolder | None = None  # of the API key, if keys are set
     is_in_quota: bool = False  # whether the quotas of the holder count this call as in flight
-    results: list[RequestResult] = field(default_factory=list)  # of all that was computed
+    timings: list[Timing] = field(default_factory=list)  # of all that was queued for it
+    results: list[RequestResult] = field(default_factory=list)  # of what was computed
     started: float = field(default_factory=time.perf_counter)
     status: int = NOT_ANSWERED  # of the response, once it begins
     body_bytes: int = 0  # that are counted as in flight
@@ -94,6 +96,11 @@ class Call:
         """Return the value of a header, or None."""
         value = self.headers.get(name.lower().encode())
         return None if value is None else value.decode("latin-1").strip()
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all that was computed, or begun, for the request, also if it has failed."""
+        return sum(timing.tokens for timing in self.timings)
 
     @property
     def query_params(self) -> QueryParams:
@@ -110,7 +117,9 @@ class Call:
         self._require_timeout()
         self.answered_by = fingerprint = serving.engine.fingerprint
         header = self.header(REQUIRE_MODEL_HEADER)
-        required = fingerprint if header is None else header.lower()
+        if header is None:
+            return serving
+        required = header.lower()
         if not _PINNED.fullmatch(required):
             raise InvalidInput(
                 f"{REQUIRE_MODEL_HEADER} must be a model's fingerprint, or at least its first 8 characters; "
@@ -132,11 +141,10 @@ class Call:
         if self.holder is None:
             return
         try:
-            await self.holder.use.begin()
+            self.is_in_quota = await self.holder.use.begin()
         except QuotaExceeded as error:
             self.state.metrics.observe_quota_refusal(self.holder.name, error.quota)
             raise
-        self.is_in_quota = True
 
     def reuse_wanted(self) -> bool:
         """Return whether the header X-AttnCache-Reuse is on, as it is by default. Raises InvalidInput."""
@@ -182,10 +190,9 @@ class Call:
         """
         loop = asyncio.get_running_loop()
         watches: list[asyncio.Task[None]] = []
-        # Read before anything is submitted, by `serving`, so that this raises nothing.
-        left = self._seconds_left()
         timer = loop.call_later(
-            min(_WATCH_AFTER_SECONDS, left),
+            # Since the request began, because a request may wait for short times, one after the other.
+            self._seconds_left(min(_WATCH_AFTER_SECONDS, self._seconds)),
             lambda: watches.append(loop.create_task(self._give_up(pending))),
         )
         try:
@@ -202,9 +209,10 @@ class Call:
         """Fail `pending` when the client leaves or the deadline passes."""
         error: AttnCacheError = ClientGone("the client left before its answer")
         try:
-            async with asyncio.timeout(self._seconds_left()):
-                # The body has been read, so the next message can only say that the client has disconnected.
-                await self.receive()
+            async with asyncio.timeout(self._seconds_left(self._seconds)):
+                # A body that the route does not read comes before the message that the client has left.
+                while (await self.receive())["type"] != "http.disconnect":
+                    pass
         except TimeoutError:
             error = self._overdue()
         if not pending.done():
@@ -242,8 +250,9 @@ class Call:
             raise ClientGone("the client left before its body was complete")
         return message
 
-    def _seconds_left(self) -> float:
-        return max(0.0, self.started + self._seconds - time.perf_counter())
+    def _seconds_left(self, seconds: float) -> float:
+        """Return how long the request is younger than this number of seconds; 0 if it is older."""
+        return max(0.0, self.started + seconds - time.perf_counter())
 
     def _require_timeout(self) -> None:
         """Read how many seconds the request may take. Raises InvalidInput for a wrong header."""

@@ -115,13 +115,11 @@ class Front:
         state, ended = self._state, time.perf_counter()
         state.bodies.give(call.body_bytes)
         state.metrics.observe_request(call.scope["path"], call.status, ended - call.started)
-        tokens = 0 if call.holder is None else sum(result.asked_tokens for result in call.results)
-        if call.holder is not None:
-            state.metrics.observe_key(call.holder.name, tokens)
         if state.finished is not None:
             state.finished.add(_finished(call, ended))
-        if call.holder is not None and call.is_in_quota:
-            await call.holder.use.end(tokens)
+        if call.holder is not None:
+            state.metrics.observe_key(call.holder.name, call.tokens)
+            await call.holder.use.end(call.tokens, is_in_flight=call.is_in_quota)
 
 
 def is_open(method: str, path: str, listener: ListenerName | None) -> bool:
@@ -168,9 +166,9 @@ def _finished(call: Call, ended: float) -> FinishedRequest:
         time.time(),
         None if call.holder is None else call.holder.name,
         sum(len(result.outcomes) for result in results),
-        sum(result.asked_tokens for result in results),
+        call.tokens,
         sum(result.cached_tokens for result in results),
         sum(result.repeated for result in results),
-        [result.timing for result in results],
+        [timing for timing in call.timings if timing.computed_at],
         {name.decode(): call.headers[name].decode("latin-1") for name in TRACE_HEADERS & call.headers.keys()},
     )

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from attncache_core.calibration.database import calibrate_database
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.maps.policy import Budget, ReusePolicy, Steps, StrangenessLimit
 from attncache_core.reuse.maps.policy_state import (
     ServedPolicy,
@@ -245,6 +247,23 @@ def test_engine_does_not_wait_for_a_held_lock_and_keeps_its_findings_later(tiny_
 
 
 # After a restart.
+
+
+def test_step_that_is_found_while_the_groups_that_pay_are_set_is_not_lost(folder):
+    reuse = MapReuse(AttentionDatabase.open(folder))
+    tightening = threading.Thread(target=reuse.tighten, args=(0,))
+
+    class Paying(tuple):
+        def __iter__(self):
+            # While `reuse_in` changes what is searched. Long enough for a step that does not wait.
+            tightening.start()
+            tightening.join(0.2)
+            return super().__iter__()
+
+    reuse.reuse_in(Paying((0, 1)))
+    tightening.join()
+    assert reuse.policy.steps.groups[0] == 1
+    assert reuse.search.paying == {1}
 
 
 def test_steps_of_an_engine_hold_after_a_restart(tiny_checkpoint, folder):

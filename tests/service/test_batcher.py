@@ -1,4 +1,5 @@
 import asyncio
+import threading
 import time
 
 import pytest
@@ -279,6 +280,22 @@ async def test_request_after_the_end_is_refused():
     with pytest.raises(ShuttingDown) as refused:
         submit(batcher, ["late"])
     assert refused.value.retry_after_seconds >= 1
+
+
+async def test_request_that_comes_while_the_end_begins_is_answered():
+    class Ending(Texts):
+        @property
+        def characters(self):
+            # Read while the request is queued. Long enough to end the threads of a batcher without requests.
+            if closing.ident is None:
+                closing.start()
+            closing.join(0.2)
+            return super().characters
+
+    async with batching(FakeEngine()) as batcher:
+        closing = threading.Thread(target=batcher.close)
+        assert_result_of(["a"], await batcher.submit(Ending(["a"], truncate=True), reuse=True))
+        await asyncio.to_thread(closing.join)
 
 
 @pytest.mark.parametrize("plans", [1, 3])

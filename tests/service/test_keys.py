@@ -8,7 +8,7 @@ import resource
 import signal
 
 import pytest
-from fake_engine import FakeEngine, serving
+from fake_engine import FAILING, NOT_FINITE, FakeEngine, serving
 from raw_http import served, wait_until
 from running import FILE, ONE, OPS, TWO, bearer, keys_file, samples
 
@@ -16,7 +16,7 @@ from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 from service.access.keys import KeyRing
 from service.access.quotas import Quotas, QuotaUse
-from service.errors import Forbidden, InvalidSettings, QuotaExceeded, Unauthorized
+from service.errors import Forbidden, InvalidSettings, QuotaExceeded, StoreUnavailable, Unauthorized
 from service.loading.warm_file import read_warm_file, warm
 from service.settings import gather_settings, read_settings
 from service.store import LocalStore
@@ -250,6 +250,32 @@ async def test_requests_in_flight_are_limited_and_a_refusal_uses_up_nothing():
     assert (await refused(use))[0] == "requests_per_minute"
 
 
+@pytest.mark.parametrize("error", [None, StoreUnavailable("locked", retry_after_seconds=1)])
+async def test_request_that_could_not_be_counted_in_flight_leaves_the_others_counted(error, caplog):
+    class Failing(LocalStore):
+        fails = False
+
+        async def compare_and_set(self, *values):
+            if self.fails and error:
+                raise error
+            return not self.fails and await super().compare_and_set(*values)
+
+    store = Failing()
+    use = use_of(Quotas(in_flight=2, tokens_per_minute=60), Clock(), store)
+    assert await use.begin()
+    store.fails = True
+    assert not await use.begin()
+    assert ("a request of key client is not counted" in caplog.text) == (error is None)
+    store.fails = False
+    await use.end(0, is_in_flight=False)
+    assert await use.begin()
+    assert (await refused(use))[0] == "in_flight"
+    await use.end(100, is_in_flight=False)
+    for _ in range(2):
+        await use.end(0)
+    assert (await refused(use))[0] == "tokens_per_minute"
+
+
 # The server.
 
 
@@ -342,6 +368,36 @@ async def test_requests_in_flight_of_a_key_end_also_when_they_fail_or_their_clie
         engine.may_run.set()
         await asyncio.gather(first, return_exceptions=True)
         assert (await ask(client, ONE)).status_code == 200
+
+
+@pytest.mark.parametrize("way", ["leaves", "has too little time"])
+async def test_tokens_are_charged_though_the_client_gets_no_answer(tmp_path, way):
+    engine = FakeEngine()
+    text = f"one {ONE} tokens_per_minute=10\ntwo {TWO}\nops {OPS} admin\n"
+    async with serving(engine, api_keys=keys_file(tmp_path, text)) as client:
+        engine.may_run.clear()
+        header = {"X-AttnCache-Timeout": "60" if way == "leaves" else "0.2"}
+        body = {"inputs": "c" * 30}
+        sent = asyncio.create_task(client.post("/embed", json=body, headers={**bearer(ONE), **header}))
+        await asyncio.to_thread(engine.runs.acquire)
+        if way == "leaves":
+            sent.cancel()
+        await asyncio.wait([sent])
+        # What still waited is not charged.
+        header = {"X-AttnCache-Timeout": "0.1"}
+        waited = await client.post("/embed", json=body, headers={**bearer(TWO), **header})
+        assert waited.status_code == 504
+        engine.may_run.set()
+        assert (await ask(client, ONE)).json()["error"]["code"] == "quota_exceeded"
+        found = samples((await client.get("/metrics", headers=bearer(OPS))).text)
+    assert [found["attncache_key_tokens_total", key] for key in ("one", "two")] == [30, 0]
+
+
+@pytest.mark.parametrize("text", [FAILING, NOT_FINITE])
+async def test_tokens_are_charged_though_the_request_fails(tmp_path, text):
+    async with serving(api_keys=keys_file(tmp_path, f"one {ONE} tokens_per_minute=10\n")) as client:
+        assert (await ask(client, ONE, text)).status_code == 500
+        assert (await ask(client, ONE)).json()["error"]["code"] == "quota_exceeded"
 
 
 async def test_flow_of_a_key_holds_the_flows_of_its_connections(file):

@@ -1,16 +1,25 @@
 """/classify of the real app with a tiny real decoder that scores labels by their tokens."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 from core_models import prefill, random_text
 from fake_engine import FakeEngine, serving
 
-from attncache_core import AttentionDatabase, BuildOptions, CorpusSentence, PrefillEngine, class_scores
+from attncache_core import (
+    AttentionDatabase,
+    BuildOptions,
+    CorpusSentence,
+    KeyValueOptions,
+    PrefillEngine,
+    class_scores,
+)
 from attncache_core.build.builder import build_database
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
+from attncache_core.engine.decisions import Decisions
 from attncache_core.heads.comparator import Measure
 
 pytestmark = pytest.mark.anyio
@@ -21,11 +30,11 @@ SEVERAL = ["bank account lost", "bank account", "card", "zebra"]
 TEXTS = ["where is my card", "money", "the bank was closed today"]
 
 
-def load(folder, labels=()):
+def load(folder, labels=(), written=WRITTEN, **options):
     adapted = read_checkpoint(folder).adapted(
-        template=Template.parse(WRITTEN), label_logits=True, labels=labels
+        template=Template.parse(written), label_logits=True, labels=labels
     )
-    return PrefillEngine.load(adapted, dtype="float32")
+    return PrefillEngine.load(adapted, dtype="float32", **options)
 
 
 def expected(folder, labels, written=WRITTEN):
@@ -145,6 +154,32 @@ async def test_request_with_too_many_tokens_is_refused_before_it_is_computed(fol
         response = await client.post("/classify", json={"inputs": "card", **body})
     assert (response.status_code, response.json()["error"]["field"]) == (status, field)
     assert "Sesam" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/classify", {"inputs": TEXTS}),
+        ("/predict", {"inputs": TEXTS[0]}),
+        ("/v1/classify", {"input": TEXTS}),
+        ("/rerank", {"query": TEXTS[0], "segments": TEXTS}),
+        ("/rerank", {"query": TEXTS[0], "texts": TEXTS}),
+    ],
+)
+async def test_logits_are_computed_beside_the_event_loop(folder, monkeypatch, path, body):
+    threads, own = [], Decisions.label_logits
+
+    def noting(*arguments):
+        threads.append(threading.current_thread())
+        return own(*arguments)
+
+    monkeypatch.setattr(Decisions, "label_logits", noting)
+    written = "{query} {document}" if "texts" in body else WRITTEN
+    engine = load(folder, SINGLE[:2], written, key_values=KeyValueOptions(2**22))
+    async with serving(engine) as client:
+        assert (await client.post(path, json=body)).status_code == 200
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_server_without_labels_requires_labels(folder):

@@ -414,7 +414,7 @@ def key(session):
 
 def sessions_with(clock=None, max_sessions=100, **limits):
     clock = clock or Clock()
-    limits = {"ttl_seconds": TTL, "most_waiting": 100, **limits}
+    limits = {"ttl_seconds": TTL, "most_waiting": 100, "max_seconds": 60, **limits}
     histories = LocalStore(max_sessions, limits.get("capacity_bytes", CAPACITY_BYTES), clock)
     return Sessions(histories, LocalStore(), **limits, clock=clock)
 

@@ -209,7 +209,8 @@ async def test_requests_of_a_process_that_was_killed_are_in_flight_no_longer_tha
 def two_processes(folder):
     stores = [(SqliteStore(folder / "s.sqlite", "h"), SqliteStore(folder / "s.sqlite", "t")) for _ in "01"]
     return [
-        Sessions(*own, name, ttl_seconds=60, most_waiting=9) for own, name in zip(stores, "01", strict=True)
+        Sessions(*own, name, ttl_seconds=60, most_waiting=9, max_seconds=30)
+        for own, name in zip(stores, "01", strict=True)
     ]
 
 
@@ -230,6 +231,23 @@ async def test_session_is_locked_for_one_process_until_it_unlocks_or_is_killed(t
     assert await second.lock(session)
     await first.unlock(session)
     assert await second._locks.count("lock/") == 2
+
+
+async def test_lock_ends_with_the_longest_time_of_a_request_if_the_file_failed_when_it_was_unlocked(
+    tmp_path, monkeypatch
+):
+    clock = Clock()
+    monkeypatch.setattr("service.store.time.monotonic", clock)
+    first, second = two_processes(tmp_path)
+    session = b"", "s"
+    await first._locks.put("alive/0", b"")
+    assert await first.lock(session)
+    first._locks._retry_at = clock.seconds + 1
+    await first.unlock(session)
+    clock.seconds += 29
+    assert not await second.lock(session)
+    clock.seconds += 2
+    assert await second.lock(session)
 
 
 async def test_history_that_another_process_has_changed_is_not_overwritten(tmp_path):

@@ -6,7 +6,8 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import pytest
 from core_decoders import write_llama
-from fake_engine import FakeEngine, policy_of, starting
+from fake_engine import FakeEngine, embedding_of, policy_of, starting
+from raw_http import request_and_leave
 
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
@@ -215,3 +216,50 @@ async def test_sessions_of_different_salts_and_errors_are_those_of_a_single_serv
                 (400, "dimensions"),
                 (422, "transcript"),
             ]
+
+
+@asynccontextmanager
+async def running_in_the_first(clients, engine):
+    """While the block runs, a turn `b` of session `s` runs in the first of two workers, after a turn `a`."""
+    first, other = clients
+    await turn(other, transcript="a")
+    engine.may_run.clear()
+    running = asyncio.create_task(turn(first, append="b"))
+    await asyncio.to_thread(engine.runs.acquire)
+    yield
+    engine.may_run.set()
+    assert await running == embedding_of(b"ab").tolist()
+
+
+async def turn(client, **body):
+    answer = await client.post("/embed", json={"session_id": "s", "normalize": False, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()[0]
+
+
+@pytest.mark.anyio
+async def test_client_that_leaves_while_it_waits_does_not_unlock_the_session_for_another_worker(tmp_path):
+    engine, leave = FakeEngine(), asyncio.Event()
+    async with two_workers(tmp_path, [engine, FakeEngine()]) as clients:
+        app = clients[0]._transport.app
+        async with running_in_the_first(clients, engine):
+            gone = asyncio.create_task(request_and_leave(app, {"session_id": "s", "append": "gone"}, leave))
+            while app.state.service.sessions._waiting < 1:
+                await asyncio.sleep(0.001)
+            leave.set()
+            await gone
+            following = asyncio.create_task(turn(clients[1], append="c"))
+            # Long enough for the other worker to compute, if it does not wait.
+            assert await asyncio.wait([following], timeout=0.3) == (set(), {following})
+        assert await following == embedding_of(b"abc").tolist()
+
+
+@pytest.mark.anyio
+async def test_client_that_leaves_while_another_worker_has_locked_its_session_gives_up_its_turn(tmp_path):
+    engine, leave = FakeEngine(), asyncio.Event()
+    async with two_workers(tmp_path, [engine, FakeEngine()]) as clients:
+        app = clients[1]._transport.app
+        async with running_in_the_first(clients, engine):
+            leave.set()
+            await request_and_leave(app, {"session_id": "s", "append": "gone"}, leave)
+            assert app.state.service.sessions._turns == {}

@@ -6,6 +6,7 @@ in which reuse pays.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,16 +27,21 @@ from attncache_core.text.token_batch import TokenBatch
 
 
 class MapReuse(ReuseStrategy):
-    """The reuse strategy of a database, with the steps that all servers on the database found necessary."""
+    """The reuse strategy of a database, with the steps that all servers on the database found necessary.
+
+    Any thread may change what is reused, while others plan with what was valid before.
+    """
 
     def __init__(self, database: AttentionDatabase) -> None:
         self.database = database
         self.gain: MeasuredGain | None = None  # None: not measured
         self.awaits_gain = False  # nothing is reused until it is measured whether reuse saves time
+        self._changing = threading.Lock()  # held from the look at `_search` or `_served` until its change
         self._search = database.search
         self._served = ServedPolicy(database.folder, database.search.policy)
         self.reuse_off = self._served.reuse_off  # reasons why reuse is off although a database is set
-        self._adopt(self._served.policy)
+        with self._changing:
+            self._adopt(self._served.policy)
 
     @property
     def mask(self) -> ReuseMask:
@@ -84,7 +90,8 @@ class MapReuse(ReuseStrategy):
 
         `keep_verified` writes the step to the database.
         """
-        self._adopt(self._served.tighten(index))
+        with self._changing:
+            self._adopt(self._served.tighten(index))
 
     def keep_verified(
         self, new: Mapping[Window, Sequence[float]], patience_seconds: float = 0.0
@@ -94,8 +101,9 @@ class MapReuse(ReuseStrategy):
         See ServedPolicy.keep for arguments and result. If the findings cannot be written, reuse is off from
         the next batch on, until the database is opened again; `reuse_off` then says why.
         """
-        kept = self._served.keep(new, patience_seconds)
-        self._adopt(self._served.policy)
+        with self._changing:
+            kept = self._served.keep(new, patience_seconds)
+            self._adopt(self._served.policy)
         return kept
 
     def reuse_in(self, paying: Collection[int] | None, gain: MeasuredGain | None = None) -> None:
@@ -106,11 +114,12 @@ class MapReuse(ReuseStrategy):
         """
         self.gain = gain
         self.awaits_gain = False
-        self._search = replace(
-            self._search,
-            paying=None if paying is None else frozenset(paying),
-            least_tokens=gain.least_tokens if gain else 0,
-        )
+        with self._changing:
+            self._search = replace(
+                self._search,
+                paying=None if paying is None else frozenset(paying),
+                least_tokens=gain.least_tokens if gain else 0,
+            )
 
     def info(self) -> DatabaseInfo:
         """Return what the database holds and the policy that holds at present, for people and /info."""
@@ -119,6 +128,7 @@ class MapReuse(ReuseStrategy):
         return replace(self.database.info(), policy=replace(policy, groups=groups))
 
     def _adopt(self, policy: ReusePolicy) -> None:
+        """Search with a policy from now on. The caller must hold the lock."""
         paying = self._search.paying
         if paying is not None:
             # A tightened group hits less often, so its measured gain no longer holds.

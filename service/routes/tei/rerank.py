@@ -111,14 +111,13 @@ async def rerank(call: CurrentCall) -> Answer:
     A cross-encoder, or a reranker in its template, scores each pair of query and document. An embedding model
     scores by the cosine of both embeddings, with the model's prompts for queries and documents.
     """
-    settings = call.state.settings
-    call.serving()
+    serving, settings = call.serving(), call.state.settings
     reuse = call.reuse_wanted()
     body = await call.read(RerankRequest)
     check_model_name(body.model, settings)
     field, documents = _documents(body)
     if field == "segments":
-        found = await by_list(call, body.query, documents, reuse, call.salt(body.cache_salt))
+        found = await by_list(call, serving, body.query, documents, reuse, call.salt(body.cache_salt))
         return answer(_of_documents(found, documents, body, call), found.result, call, found.source)
     check_count(documents, field, settings.max_request_inputs - 1)
     question = Question(
@@ -131,7 +130,7 @@ async def rerank(call: CurrentCall) -> Answer:
         reuse,
         call.salt(body.cache_salt),
     )
-    found = await relevance(call, question, raw=body.raw_scores)
+    found = await relevance(call, serving, question, raw=body.raw_scores)
     make = _of_texts if field == "texts" else _of_documents
     return answer(make(found, documents, body, call), found.result, call, found.source)
 
