@@ -31,7 +31,6 @@ _LOCKED_SECONDS = 0.25
 # After an error the file is left alone for this time, so that requests do not wait one after the other.
 _RETRY_SECONDS = 1.0
 _WRITES_PER_TRIM = 64
-_COLUMNS = "(key, value, expires, used, bytes) VALUES (?1, ?2, ?3, ?4, LENGTH(?2))"
 
 
 class Store(Protocol):
@@ -131,7 +130,7 @@ class SqliteStore:
         self._why = ""
         self._writes = 0
         try:
-            # No transaction is open between calls: each statement is one.
+            # No transaction is open between calls.
             self._connection = sqlite3.connect(
                 path, timeout=_LOCKED_SECONDS, isolation_level=None, check_same_thread=False
             )
@@ -164,45 +163,35 @@ class SqliteStore:
         """See Store."""
         if value is None:
             self._run(f"DELETE FROM {self._table} WHERE key = ?", key)
-        else:
-            self._write(f"INSERT OR REPLACE INTO {self._table} {_COLUMNS}", key, value, seconds)
+            return
+        now = time.monotonic()
+        expires = now + (_FOREVER if seconds is None else seconds)
+        columns = "(key, value, expires, used, bytes) VALUES (?, ?, ?, ?, ?)"
+        self._run(f"INSERT OR REPLACE INTO {self._table} {columns}", key, value, expires, now, len(value))
+        self._writes += 1
+        if self._writes % _WRITES_PER_TRIM == 0:
+            self._trim(now)
 
     async def compare_and_set(
         self, key: str, expected: bytes | None, value: bytes | None, seconds: float | None = None
     ) -> bool:
         """See Store."""
-        now = time.monotonic()
-        if expected is None:
-            if value is None:
-                return await self.get(key) is None
-            insert = (
-                f"INSERT INTO {self._table} {_COLUMNS} ON CONFLICT (key) DO UPDATE SET "
-                "value = ?2, expires = ?3, used = ?4, bytes = LENGTH(?2) WHERE expires <= ?5"
-            )
-            return self._write(insert, key, value, seconds, now)
-        if value is None:
-            delete = f"DELETE FROM {self._table} WHERE key = ? AND value = ? AND expires > ?"
-            return self._run(delete, key, expected, now).rowcount == 1
-        update = (
-            f"UPDATE {self._table} SET value = ?2, expires = ?3, used = ?4, bytes = LENGTH(?2) "
-            "WHERE key = ?1 AND value = ?5 AND expires > ?6"
-        )
-        return self._write(update, key, value, seconds, expected, now)
+        self._run("BEGIN IMMEDIATE")
+        try:
+            # Neither of the two waits, so nothing else of this process comes between.
+            if await self.get(key) != expected:
+                return False
+            await self.put(key, value, seconds)
+            self._run("COMMIT")
+            return True
+        finally:
+            if self._connection.in_transaction:
+                self._connection.rollback()
 
     async def count(self, prefix: str = "") -> int:
         """See Store."""
         query = f"SELECT COUNT(*) FROM {self._table} WHERE substr(key, 1, ?) = ? AND expires > ?"
         return int(self._run(query, len(prefix), prefix, time.monotonic()).fetchone()[0])
-
-    def _write(self, statement: str, key: str, value: bytes, seconds: float | None, *more: object) -> bool:
-        """Run a statement that sets a value. Returns whether it has set the value."""
-        now = time.monotonic()
-        expires = now + (_FOREVER if seconds is None else seconds)
-        is_set = self._run(statement, key, value, expires, now, *more).rowcount == 1
-        self._writes += 1
-        if self._writes % _WRITES_PER_TRIM == 0:
-            self._trim(now)
-        return is_set
 
     def _trim(self, now: float) -> None:
         expired = f"SELECT key FROM {self._table} WHERE expires <= ?"

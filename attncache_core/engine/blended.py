@@ -32,7 +32,6 @@ from attncache_core.reuse.blend.chunks import (
     ChunkReport,
     Recomputation,
     deviations,
-    picked,
 )
 from attncache_core.reuse.blend.given import GivenChunks
 from attncache_core.reuse.blend.loading import Speeds
@@ -117,7 +116,7 @@ class BlendedPass:
                 deviation = self._compared(step, hidden, rows, chosen)
                 self.deviations = np.full(len(self._ids), np.nan, dtype=np.float32)
                 self.deviations[chosen] = deviation
-                chosen = chosen[picked(deviation, counts[check], again.choice)]
+                chosen = chosen[again.picked(deviation, counts[check])]
                 rows, hidden = _kept(rows, hidden, always, chosen)
             last = self._slots[len(step) - 1]
             before = last[chosen]
@@ -129,7 +128,7 @@ class BlendedPass:
             following = counts[step.stop] if step.stop < layers else len(chosen)
             if step.stop > check and following < len(chosen):
                 deviation = deviations(before, last[chosen], self._dtype)
-                chosen = chosen[picked(deviation, following, again.choice)]
+                chosen = chosen[again.picked(deviation, following)]
                 rows, hidden = _kept(rows, hidden, always, chosen)
         assert hidden is not None
         self.hidden = hidden
@@ -207,7 +206,7 @@ def _address(numbers: np.ndarray) -> int:
 def _beside_loading(again: Recomputation, store: KeyValueStore, loaded: int, tokens: int) -> Recomputation:
     """Return a recomputation of more tokens, if computing them takes no longer than loading what is given."""
     transfers = store.transfers
-    if again.shares or not loaded or transfers is None or not transfers.load_speed * transfers.prefill_speed:
+    if not loaded or transfers is None or not transfers.load_speed * transfers.prefill_speed:
         return again
     speeds = Speeds(store.layout.token_bytes, transfers.load_speed, transfers.prefill_speed)
     return replace(again, ratio=speeds.ratio(again.ratio, loaded, tokens))

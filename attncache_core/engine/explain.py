@@ -199,7 +199,7 @@ def _with_record(
 def _outputs_with(engine: PrefillEngine, batch: TokenBatch, plan: ReusePlan) -> np.ndarray:
     """Return the outputs of a batch, float32 [1, d], with the maps that a plan gives."""
     model = engine.model
-    given = given_by(plan, model, batch, range(len(model.layers)))
+    given = given_by(plan, model, batch)
     hidden, _ = run_layers(model, batch, None, given)
     return model.outputs(hidden, batch).rows.cpu().numpy()
 

@@ -73,7 +73,7 @@ def forward_pass(
         if strategy:
             batch, hidden, plan = hits_first(batch, hidden, plan, neighbours=model.stack is None)
         layers = range(first, min(plan.until, end))
-        given = given_by(plan, model, batch, layers)
+        given = given_by(plan, model, batch)
         hidden, seconds = run_layers(model, batch, hidden, given, layers)
         attention_seconds += seconds
         if strategy:

@@ -21,23 +21,18 @@ from attncache_core.models import AttentionLayer, PackedModel
 from attncache_core.native.stack import CompiledStack
 from attncache_core.native.stack_data import GivenRecords, KeyValueSlots, StackRows
 from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps, HitRecords, RecordGroup
-from attncache_core.reuse.execution.layer_maps import layer_maps
 from attncache_core.reuse.execution.slots import SlotAttention
 from attncache_core.reuse.plan import ReusePlan
 from attncache_core.runtime.threads import compiled_threads
 from attncache_core.text.token_batch import TokenBatch
 
 
-def given_by(plan: ReusePlan, model: PackedModel, batch: TokenBatch, layers: range) -> GivenMaps:
-    """Return the maps that a plan gives to a batch in these layers.
+def given_by(plan: ReusePlan, model: PackedModel, batch: TokenBatch) -> GivenMaps:
+    """Return the maps that a plan gives to a batch.
 
     The sequences with records must come first in the batch, and self-hits last among them, because all other
-    hits take the refitted weights of the model, if it has any. Raises ValueError if the plan's layer sources
-    do not fit the model and the layers.
+    hits take the refitted weights of the model, if it has any.
     """
-    if plan.layer_sources is not None:
-        _require_sources(plan, model, layers)
-        return layer_maps(batch, model.layers[0], plan.layer_sources, model.dtype, model.device)
     hits = int(plan.hits.sum())
     if not hits:
         return NO_GIVEN_MAPS
@@ -50,23 +45,6 @@ def given_by(plan: ReusePlan, model: PackedModel, batch: TokenBatch, layers: ran
 
 
 NO_GIVEN_MAPS = HitRecords([])
-
-
-def _require_sources(plan: ReusePlan, model: PackedModel, layers: range) -> None:
-    """Raise ValueError unless the layers of a plan can take the maps of their sources."""
-    sources = plan.layer_sources or ()
-    if len(sources) != len(model.layers):
-        raise ValueError(f"the plan has sources of {len(sources)} layers, the model has {len(model.layers)}")
-    if plan.hits.any():
-        raise ValueError("a plan gives maps from records or from earlier layers, not from both")
-    for number in layers:
-        source, layer = sources[number], model.layers[number]
-        if source == number and not layer.reused_heads:
-            continue
-        if not (layers.start <= source < number) or sources[source] != source:
-            raise ValueError(f"layer {number} cannot take the maps of layer {source}")
-        if layer.reused_heads < layer.heads:
-            raise ValueError(f"the strategy's mask must hold all heads of layer {number}, which takes maps")
 
 
 def run_layers(

@@ -56,7 +56,7 @@ class ReusePlan:
     """The maps that are given to a batch. All arrays are in the packed order of the batch.
 
     A sequence with a record takes the maps of the reuse mask's heads from the record. Every other map is
-    computed, unless `layer_sources` says that a layer takes the maps of an earlier layer.
+    computed.
     """
 
     records: np.ndarray  # int64 [sequences], index of the record in the segment of its length; -1: no record
@@ -65,9 +65,6 @@ class ReusePlan:
     reasons: np.ndarray  # int64 [sequences], outcome_code for each sequence without a record
     strangeness: np.ndarray  # float32 [sequences], nan if not computed; see maps/familiarity.py
     segments: Mapping[int, Segment] = field(default_factory=dict)  # length -> segment with its records
-    # For each layer, the layer whose maps all its heads take for all sequences; its own number: computed.
-    # None: no layer takes the maps of another layer.
-    layer_sources: tuple[int, ...] | None = None
     until: int = ALL_LAYERS  # number of the first layer that the plan does not cover
     corrupt_records: int = 0  # number of records that were found damaged and are not used
 

@@ -48,6 +48,14 @@ _REDUCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+class RandomTokens(Recomputation):
+    """Computes any tokens again, whatever deviates: the same ones at every call with as many tokens."""
+
+    def picked(self, deviation: np.ndarray, count: int) -> np.ndarray:
+        """See Recomputation.picked."""
+        return np.sort(np.random.default_rng(len(deviation)).permutation(len(deviation))[:count])
+
+
 @dataclass(frozen=True)
 class Answer:
     """The answer of one method to one case."""
@@ -112,7 +120,9 @@ class Ways:
         """
         blended = [self.blended(replace(like, ratio=ratio)) for ratio in ratios]
         if random_ratio is not None:
-            blended.append(self.blended(replace(like, ratio=random_ratio, choice="random")))
+            blended.append(
+                self.blended(RandomTokens(random_ratio, like.check_layer, like.fall, like.first_tokens))
+            )
         return [self.recomputed, self.prefix_caching, *blended, self.chunks_alone]
 
     def store(self, case: Case) -> None:
@@ -131,7 +141,7 @@ class Ways:
 
     def blended(self, recomputation: Recomputation) -> Way:
         """Return the way that takes all chunks, and computes some of their tokens again."""
-        name = method_name(recomputation.ratio, recomputation.choice == "random")
+        name = method_name(recomputation.ratio, isinstance(recomputation, RandomTokens))
 
         def run(case: Case) -> dict[str, Answer]:
             sequence = case.sequence

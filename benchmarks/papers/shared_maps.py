@@ -10,20 +10,28 @@ with shared maps. Here, as with reuse from records, the model was trained withou
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from attncache_core import native
 from attncache_core.calibration.substitution import token_passes, traced_forward
 from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.models import PackedModel, model_shape
+from attncache_core.models import AttentionLayer, PackedModel, model_shape
+from attncache_core.models.attention import apply_maps
+from attncache_core.models.blocks import BaseAttentionLayer
+from attncache_core.models.compiled import AttentionHalf, NotCompiled
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import ReusePlan, no_reuse
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.devices import Dtype
+from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import Group, TokenBatch, pack
 
 
@@ -87,26 +95,104 @@ def _entropy(rows: torch.Tensor) -> torch.Tensor:
     return torch.special.entr(rows).sum(dim=-1)
 
 
-class SharedLayers(ReuseStrategy):
-    """A reuse strategy: all layers of a block take the maps of the block's first layer."""
+class _Takers(ReuseStrategy):
+    """All heads of the layers that take maps, so that an engine is loaded without computing their Q and K."""
 
-    def __init__(self, blocks: Sequence[range], heads: int) -> None:
-        """blocks: all layers of the model, in order. heads: number of heads of each layer."""
-        self._sources = tuple(block.start for block in blocks for _ in block)
-        self._heads = heads
+    def __init__(self, sources: Sequence[int], heads: int) -> None:
+        self._sources, self._heads = sources, heads
 
     @property
     def mask(self) -> ReuseMask:
-        """All heads of every layer except the first layers of blocks, so their Q and K are not computed."""
+        """See ReuseStrategy.mask."""
         order = (tuple(range(self._heads)),) * len(self._sources)
         return ReuseMask(
             order, tuple(0 if source == layer else self._heads for layer, source in enumerate(self._sources))
         )
 
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> ReusePlan:
-        """See ReuseStrategy.plan. All sequences share maps, whatever `allowed` says."""
+        """See ReuseStrategy.plan. No maps of records are given."""
         del allowed
-        return replace(no_reuse(len(batch.lengths)), layer_sources=self._sources)
+        return no_reuse(len(batch.lengths))
+
+
+class _Maps(threading.local):
+    """The maps of the block that a thread computes."""
+
+    packed = torch.empty(0)  # sequence after sequence
+    grouped: Sequence[torch.Tensor] = ()  # [n, heads, L, L] of each run of sequences of one length
+
+
+class SharingLayer:
+    """A layer of a block: the first one keeps its maps, the others take them and have no Q and K."""
+
+    reused_heads = 0  # for the engine, which gives no maps
+
+    def __init__(self, layer: AttentionLayer, takes: bool, maps: _Maps) -> None:
+        self.takes, self._layer, self._maps = takes, layer, maps
+        self.feed_forward = layer.feed_forward
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what is as in the layer itself."""
+        return getattr(self._layer, name)
+
+    def compiled_attention(self) -> AttentionHalf:
+        """See compiled.CompiledLayer. The stack shares no maps."""
+        raise NotCompiled
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        offsets: np.ndarray,
+        heads: slice,
+        context: torch.Tensor,
+        tree: PrefixTree | None = None,
+    ) -> None:
+        """See AttentionLayer. query, key: of no heads if the layer takes maps. tree: None."""
+        del tree
+        layer, kernel = self._layer, native.kernel()
+        products = isinstance(layer, BaseAttentionLayer) and layer.scores_are_products
+        if kernel and products and kernel.supports(value):
+            self._attend_by_kernel(kernel, query, key, value, offsets, context)
+            return
+        lengths = np.diff(offsets)
+        starts = [*np.flatnonzero(np.diff(lengths, prepend=-1)).tolist(), len(lengths)]
+        groups = [
+            (slice(offsets[first], offsets[end]), (-1, int(lengths[first])))
+            for first, end in pairwise(starts)
+        ]
+        if not self.takes:
+            self._maps.grouped = [
+                layer.attention_maps(query[own].unflatten(0, shape), key[own].unflatten(0, shape), heads)
+                for own, shape in groups
+            ]
+        for (own, shape), maps in zip(groups, self._maps.grouped, strict=True):
+            context[own] = apply_maps(maps, value[own].unflatten(0, shape)).flatten(0, 1).to(context.dtype)
+
+    def _attend_by_kernel(
+        self,
+        kernel: native.AttentionKernel,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        offsets: np.ndarray,
+        context: torch.Tensor,
+    ) -> None:
+        """Write the maps to memory in the dtype of V, or read them in place."""
+        lengths = np.diff(offsets)
+        ends = np.cumsum(self._layer.heads * lengths**2)  # in elements
+        if not self.takes and (len(self._maps.packed) != ends[-1] or self._maps.packed.dtype != value.dtype):
+            self._maps.packed = torch.empty(int(ends[-1]), dtype=value.dtype)
+        maps = self._maps.packed
+        addresses = maps.data_ptr() + np.concatenate(([0], ends[:-1])) * maps.element_size()
+        if self.takes:
+            alone = np.arange(len(lengths) + 1)  # one run per sequence: no two share maps
+            kernel.apply_maps(addresses, value.dtype, alone, value, offsets, context)
+        else:
+            mask = self._layer.attention_mask
+            bounds = {"before": mask.before, "after": mask.after}
+            kernel.attend(query, key, value, offsets, mask.scale, context, kept=addresses, **bounds)
 
 
 def shared_maps_engine(
@@ -119,4 +205,15 @@ def shared_maps_engine(
     layers, heads = model_shape(checkpoint)
     if not all(blocks) or [layer for block in blocks for layer in block] != list(range(layers)):
         raise ValueError(f"the blocks are not the model's {layers} layers in order")
-    return PrefillEngine.load(checkpoint, strategy=SharedLayers(blocks, heads), dtype=dtype, threads=threads)
+    sources = [block.start for block in blocks for _ in block]
+    engine = PrefillEngine.load(
+        checkpoint, strategy=_Takers(sources, heads), dtype=dtype, threads=threads, share_prefixes=False
+    )
+    maps = _Maps()
+    sharing = [
+        # A layer in a block of its own is as it was.
+        SharingLayer(layer, number != source, maps) if sources.count(source) > 1 else layer
+        for number, (source, layer) in enumerate(zip(sources, engine.model.layers, strict=True))
+    ]
+    model = replace(engine.model, layers=cast(list[AttentionLayer], sharing))
+    return replace(engine, model=model, strategy=None)

@@ -42,8 +42,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _ERRORS_WITHOUT_BODY: dict[int | str, dict[str, Any]] = {
     status: _ERRORS[status] for status in (400, 409, 500, 503)
 }
-# Between two looks whether all workers have done what is asked.
-_ANSWERS_SECONDS = 0.02
 _LARGEST = 10**15  # of a query parameter
 _DEVICES = (
     "Places where keys and values could be saved, each as name,bytes per second,price in $ per GB and hour; "
@@ -354,12 +352,7 @@ async def _of_other_workers(
         "namespace": call.client.namespace.decode(),
         "request_id": call.request_id,
     }
-    number = await group.ask(command)
-    try:
-        while (answers := await group.answers(number)) is None:
-            await call.pause(_ANSWERS_SECONDS)
-    finally:
-        await group.forget(number)
+    answers = await group.ask(command, call.pause)
     if not all(answers):
         raise WorkerUnavailable(
             "not all worker processes of the server have done this; send the request again",

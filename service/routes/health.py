@@ -112,7 +112,7 @@ async def ready(call: CurrentCall) -> Ready:
     """
     state = call.state
     state.serving()
-    if state.group is not None and not await state.group.all_started():
+    if state.group is not None and not state.group.worker.all_have_been_ready():
         raise NotReady("the other workers are being started", retry_after_seconds=_RETRY_SECONDS)
     if state.draining:
         raise ShuttingDown("the server finishes its requests and ends", retry_after_seconds=1)

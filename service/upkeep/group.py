@@ -1,12 +1,11 @@
 """What a worker does for the other workers of its server, beside requests: it looks into the store that they
 share.
 
-alive/ID             this worker runs, and keeps its locks
-serving/NUMBER       this worker answers, and does what is asked of all
-started/NUMBER       this worker, or one before it in its place, has been ready once
-findings/KIND        how often verification has tightened each part of a policy
-asked/1, asked/2 ... what an operator asks of all workers, in order
-done/1/NUMBER        what this worker has answered to asked/1
+alive/ID           this worker runs, and keeps its locks
+serving/NUMBER     this worker answers, and does what is asked of all
+findings/KIND      how often verification has tightened each part of a policy
+asked              what operators ask of all workers, and not all have done yet, by a random name
+done/NAME/NUMBER   what this worker has answered
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +32,12 @@ _LOOK_SECONDS, _PUBLISH_SECONDS = 0.2, 1.0
 # A worker whose event loop does not run for so long counts as ended.
 _ALIVE_SECONDS = 5.0
 _ANSWER_SECONDS = 600.0
+# Between two looks whether all workers have done what is asked.
+_ANSWERS_SECONDS = 0.02
 
 # Does here what an operator asks of all workers, and returns the answer.
 Obey = Callable[[dict[str, Any]], Awaitable[bytes]]
+Asked = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +52,35 @@ class Worker:
         """Return a store of all workers; bounds: see SqliteStore. Raises StoreUnavailable."""
         return SqliteStore(self.folder / "store.sqlite", name, *bounds)
 
+    @property
+    def ready(self) -> Path:
+        """The file that exists once this worker, or one before it in its place, has been ready."""
+        return self.folder / f"ready-{self.number}"
+
+    def all_have_been_ready(self) -> bool:
+        """Return whether every worker has been ready once."""
+        return all((self.folder / f"ready-{number}").exists() for number in range(self.count))
+
 
 class Group:
     """The workers of one server, as one of them sees them. Used on the event loop."""
 
     def __init__(self, worker: Worker, store: Store, metrics: Metrics) -> None:
         """store: of all workers."""
+        self.worker = worker
         self.process = secrets.token_hex(8)  # the name of this process in the store
         self.verifier: LaterVerifier[Any] | None = None
         self.is_serving = False
-        self._worker, self._store, self._metrics = worker, store, metrics
-        self._last_asked = 0  # the number of what was asked last and is done here
-        self._all_started = False
+        self._store, self._metrics = store, metrics
+        self._done: Set[str] = set()  # names in `asked` of what is done here
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, obey: Obey) -> None:
         """Look into the store from now on. Raises StoreUnavailable."""
         await self._look()
-        # What was asked of the workers before does not concern this one.
-        while await self._store.get(f"asked/{self._last_asked + 1}") is not None:
-            self._last_asked += 1
         loops = (
             _repeated(self._look, _LOOK_SECONDS),
-            _repeated(lambda: self._do_next(obey), _LOOK_SECONDS),
+            _repeated(lambda: self._do(obey), _LOOK_SECONDS),
             _repeated(self._publish, _PUBLISH_SECONDS),
         )
         self._tasks = [asyncio.create_task(own) for own in loops]
@@ -82,51 +90,52 @@ class Group:
         for task in self._tasks:
             task.cancel()
         with suppress(StoreUnavailable):
-            await self._store.put(f"serving/{self._worker.number}", None)
+            await self._store.put(f"serving/{self.worker.number}", None)
 
-    async def all_started(self) -> bool:
-        """Return whether every worker has been ready once."""
-        if not self._all_started:
-            with suppress(StoreUnavailable):
-                self._all_started = await self._store.count("started/") == self._worker.count
-        return self._all_started
+    async def ask(self, command: dict[str, Any], pause: Callable[[float], Awaitable[None]]) -> list[bytes]:
+        """Let the other workers that serve do something. Returns their answers, empty ones of failures.
 
-    async def ask(self, command: dict[str, Any]) -> int:
-        """Ask something of all other workers. Returns its number, for `answers`. Raises StoreUnavailable."""
-        content = orjson.dumps({**command, "from": self.process})
-        number = self._last_asked + 1
-        while not await self._store.compare_and_set(f"asked/{number}", None, content):
-            number += 1
-        return number
-
-    async def answers(self, number: int) -> list[bytes] | None:
-        """Return the answers of all others that serve, empty ones of those that failed; None: not all
-        answered.
+        pause: waits. Raises StoreUnavailable, and what `pause` raises.
         """
+        name = secrets.token_hex(8)
+        await self._change_asked(lambda asked: {**asked, name: {**command, "from": self.process}})
+        try:
+            while (answers := await self._answers(name)) is None:
+                await pause(_ANSWERS_SECONDS)
+        finally:
+            with suppress(StoreUnavailable):
+                # It may hold texts.
+                await self._change_asked(lambda asked: {own: asked[own] for own in asked if own != name})
+        return answers
+
+    async def _answers(self, name: str) -> list[bytes] | None:
         found = []
-        for other in range(self._worker.count):
-            answer = await self._store.get(f"done/{number}/{other}")
+        for other in {*range(self.worker.count)} - {self.worker.number}:
+            answer = await self._store.get(f"done/{name}/{other}")
             if answer is not None:
                 found.append(answer)
-            elif other != self._worker.number and await self._store.get(f"serving/{other}") is not None:
+            elif await self._store.get(f"serving/{other}") is not None:
                 return None
         return found
 
-    async def forget(self, number: int) -> None:
-        """Delete what was asked, which may hold texts. Its number stays."""
-        with suppress(StoreUnavailable):
-            await self._store.put(f"asked/{number}", b"{}")
+    async def _change_asked(self, change: Callable[[Asked], Asked]) -> None:
+        is_changed = False
+        while not is_changed:
+            before = await self._store.get("asked")
+            after = orjson.dumps(change(orjson.loads(before or b"{}")))
+            # A worker that is killed forgets nothing, so everything is forgotten after a while.
+            is_changed = await self._store.compare_and_set("asked", before, after, _ANSWER_SECONDS)
 
     async def _look(self) -> None:
         await self._store.put(f"alive/{self.process}", b"", _ALIVE_SECONDS)
         if self.is_serving:
-            await self._store.put(f"serving/{self._worker.number}", b"", _ALIVE_SECONDS)
-            await self._store.put(f"started/{self._worker.number}", b"")
+            await self._store.put(f"serving/{self.worker.number}", b"", _ALIVE_SECONDS)
+            self.worker.ready.touch()
         await self._share_findings()
 
     async def _publish(self) -> None:
         # In a thread, because the engine describes itself in milliseconds.
-        await asyncio.to_thread(self._metrics.publish, first=self._worker.number == 0)
+        await asyncio.to_thread(self._metrics.publish, first=self.worker.number == 0)
 
     async def _share_findings(self) -> None:
         """Let the other workers know how tight the policy is here, and make it as tight as theirs."""
@@ -145,22 +154,18 @@ class Group:
         if tightest != own:
             await asyncio.to_thread(verifier.follow, tightest)
 
-    async def _do_next(self, obey: Obey) -> None:
-        """Do what was asked next, if anything was."""
-        number = self._last_asked + 1
-        content = await self._store.get(f"asked/{number}")
-        if content is None:
-            return
-        self._last_asked = number
-        command = orjson.loads(content)
-        if not self.is_serving or command.get("from") in (None, self.process):
-            return
-        answer = b""
-        try:
-            answer = await obey(command)
-        except Exception as error:
-            log_failure(logger, "what was asked of all workers is not done here", error)
-        await self._store.put(f"done/{number}/{self._worker.number}", answer, _ANSWER_SECONDS)
+    async def _do(self, obey: Obey) -> None:
+        """Do what is asked of all workers and not done here yet."""
+        asked = orjson.loads(await self._store.get("asked") or b"{}")
+        for name, command in asked.items() if self.is_serving else ():
+            if name not in self._done and command["from"] != self.process:
+                answer = b""
+                try:
+                    answer = await obey(command)
+                except Exception as error:
+                    log_failure(logger, "what was asked of all workers is not done here", error)
+                await self._store.put(f"done/{name}/{self.worker.number}", answer, _ANSWER_SECONDS)
+        self._done = asked.keys()
 
 
 async def _repeated(look: Callable[[], Awaitable[None]], seconds: float) -> None:

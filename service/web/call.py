@@ -30,7 +30,6 @@ REUSE_HEADER = "X-AttnCache-Reuse"
 REQUIRE_MODEL_HEADER = "X-AttnCache-Require-Model"
 MODEL_HEADER = "X-AttnCache-Model"
 TIMEOUT_HEADER = "X-AttnCache-Timeout"
-REQUEST_ID_HEADER = "X-Request-Id"
 
 # A shorter beginning could be the beginning of another model's fingerprint too.
 _PINNED = re.compile("[0-9a-f]{8,64}")

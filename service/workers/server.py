@@ -65,14 +65,12 @@ def run_server(
     load_engines: Callable[[], Iterator[Loaded]],
     listeners: Sequence[Listener],
     worker: Worker | None = None,
-    on_ready: Callable[[], None] = lambda: None,
 ) -> BaseException | None:
     """Serve until a signal arrives, or until `load_engines` raises before it yields an engine.
 
-    worker: this process, if several share the listeners; None: it serves alone. on_ready: called once, when
-    requests are answered. Returns the exception of `load_engines`, or None. Ends the process with code 0 if
-    anything still hangs `drain_seconds` after the signal. The caller ends the process by `end_process`,
-    because threads may still load or compute.
+    worker: this process, if several share the listeners; None: it serves alone. Returns the exception of
+    `load_engines`, or None. Ends the process with code 0 if anything still hangs `drain_seconds` after the
+    signal. The caller ends the process by `end_process`, because threads may still load or compute.
     """
     failures: list[BaseException] = []
 
@@ -87,7 +85,7 @@ def run_server(
         server.should_exit = True
 
     app = create_app(settings, load, fail, worker)
-    server = Server(app, settings, listeners, is_alone=worker is None, on_ready=on_ready)
+    server = Server(app, settings, listeners, is_alone=worker is None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
     signal.signal(signal.SIGHUP, server.handle_hangup)
@@ -123,15 +121,9 @@ class Server(uvicorn.Server):
     """uvicorn's server with several listeners, the limits of connections, and a shutdown that ends."""
 
     def __init__(
-        self,
-        app: FastAPI,
-        settings: Settings,
-        listeners: Sequence[Listener],
-        *,
-        is_alone: bool = True,
-        on_ready: Callable[[], None] = lambda: None,
+        self, app: FastAPI, settings: Settings, listeners: Sequence[Listener], *, is_alone: bool = True
     ) -> None:
-        """is_alone: whether no other process has these listeners. on_ready: called once."""
+        """is_alone: whether no other process has these listeners."""
         super().__init__(_uvicorn_config(app))
         state: ServiceState = app.state.service
         limits = ConnectionLimits(
@@ -143,7 +135,6 @@ class Server(uvicorn.Server):
         )
         self._listeners = listeners
         self._is_alone = is_alone
-        self._on_ready: Callable[[], None] | None = on_ready
         self._of_listeners = [
             Connections(listener.name, limits, state.metrics.observe_cut) for listener in listeners
         ]
@@ -204,9 +195,6 @@ class Server(uvicorn.Server):
         if self._hangup:
             self._hangup = False
             reload_all(self._state.reloads)
-        if self._on_ready is not None and self._state.is_ready:
-            self._on_ready()
-            self._on_ready = None
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002

@@ -18,21 +18,19 @@ the supervisor is killed    the workers end
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
@@ -60,8 +58,8 @@ _FIRST_DELAY_SECONDS, _MAX_DELAY_SECONDS = 0.25, 30.0
 _STEADY_SECONDS = 60.0
 # After --drain-seconds a worker ends by itself, unless its interpreter hangs.
 _KILL_SECONDS = 1.0
-# A worker's report that it is ready; any other report is the sentence of an error.
-_READY = b""
+# Between two looks at signals and files. The end of a worker is noticed at once.
+_TICK_SECONDS = 0.1
 # As the command line ends for an error that the operator can correct.
 _REFUSED_CODE = 2
 
@@ -71,7 +69,16 @@ def serve_with_workers(settings: Settings, load: Load, listeners: Sequence[Liste
 
     Returns the exception that prevents the start; see run_server.
     """
-    failure = _serve(settings, load, listeners)
+    count = worker_count(settings)
+    settings = share_of(settings, count)
+    if count == 1:
+        failure = run_server(settings, lambda: load(settings, 0), listeners)
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="attncache-"))
+        try:
+            failure = Supervisor(settings, count, load, listeners, folder).run()
+        finally:
+            _clean_up(folder, listeners)
     if failure is None:
         # The interpreter's clean-up takes seconds, which --drain-seconds does not allow, waits for a thread
         # that loads a model for minutes, and can crash while a thread computes.
@@ -79,31 +86,20 @@ def serve_with_workers(settings: Settings, load: Load, listeners: Sequence[Liste
     return failure
 
 
-def _serve(settings: Settings, load: Load, listeners: Sequence[Listener]) -> BaseException | None:
-    """Serve until a signal arrives. Returns the exception that prevents the start, or None."""
-    count = worker_count(settings)
-    settings = share_of(settings, count)
-    if count == 1:
-        return run_server(settings, lambda: load(settings, 0), listeners)
-    folder = Path(tempfile.mkdtemp(prefix="attncache-"))
-    try:
-        return Supervisor(settings, count, load, listeners, folder).run()
-    finally:
-        _clean_up(folder, listeners)
-
-
 @dataclass(slots=True)
 class _Place:
     """A worker that runs, or will be started."""
 
-    number: int
+    worker: Worker
     start_at: float | None = None  # by time.monotonic; None: it runs, or waits for the first worker
     process: ForkProcess | None = None
-    reports: Connection | None = None
     started_at: float = 0.0
-    has_been_ready: bool = False
-    refusal: str | None = None  # why it could not start
     delay: float = _FIRST_DELAY_SECONDS
+
+    @property
+    def refusal(self) -> Path:
+        """The file with the sentence that says why the worker could not start."""
+        return self.worker.folder / f"refused-{self.worker.number}"
 
 
 class Supervisor:
@@ -114,12 +110,9 @@ class Supervisor:
     ) -> None:
         """settings: of each worker. folder: private, and removed by the caller."""
         self._settings, self._load, self._listeners, self._folder = settings, load, listeners, folder
-        self._places = [_Place(number) for number in range(count)]
+        self._places = [_Place(Worker(number, count, folder)) for number in range(count)]
+        self._all_were_ready = False
         self._signals: list[int] = []  # that have arrived
-        # A byte for each signal, so that `wait` ends.
-        self._woken, self._wake = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
         self._kill_at: float | None = None  # by time.monotonic, once the workers are to end
         self._failure: BaseException | None = None
 
@@ -136,12 +129,11 @@ class Supervisor:
         self._places[0].start_at = time.monotonic()
         for number in _SIGNALS:
             signal.signal(number, lambda number, _: self._signals.append(number))
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         try:
             while self._kill_at is None or self._running():
                 self._start_due()
-                self._wait()
-                self._read_reports()
+                wait([process.sentinel for process in self._running()], _TICK_SECONDS)
+                self._note_ready()
                 self._note_ends()
                 self._act_on_signals()
                 if self._kill_at is not None and time.monotonic() > self._kill_at:
@@ -185,9 +177,8 @@ class Supervisor:
         now = time.monotonic()
         for place in self._places:
             if place.start_at is not None and place.start_at <= now:
-                place.start_at, place.started_at, place.refusal = None, now, None
-                place.reports, reports = _FORK.Pipe(duplex=False)
-                place.process = _FORK.Process(target=self._be_worker, args=(place.number, reports))
+                place.start_at, place.started_at = None, now
+                place.process = _FORK.Process(target=self._be_worker, args=(place,))
                 assert threading.active_count() == 1, "a fork would copy locks that other threads hold"
                 # A signal would be lost between the fork and the handlers of the worker.
                 signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -195,30 +186,25 @@ class Supervisor:
                 gc.freeze()
                 place.process.start()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-                reports.close()
-                logger.info("worker %d has process id %d", place.number, place.process.pid)
+                logger.info("worker %d has process id %d", place.worker.number, place.process.pid)
 
-    def _be_worker(self, number: int, reports: Connection) -> None:
+    def _be_worker(self, place: _Place) -> None:
         """Serve, in the process of a worker, and end it."""
         code = 1
         try:
             self._forget_supervisor()
-            worker = Worker(number, len(self._places), self._folder)
             # The supervisor removes the file of a Unix socket.
             listeners = [replace(listener, unix_socket=None) for listener in self._listeners]
             os.environ[MULTIPROCESS_FOLDER] = str(self._folder)
+            number = place.worker.number
             failure = run_server(
-                self._settings,
-                lambda: self._load(self._settings, number),
-                listeners,
-                worker,
-                lambda: reports.send_bytes(_READY),
+                self._settings, lambda: self._load(self._settings, number), listeners, place.worker
             )
             if isinstance(failure, AttnCacheError):
                 raise failure
             code = 0 if failure is None else 1
         except AttnCacheError as error:
-            reports.send_bytes(str(error).encode())
+            place.refusal.write_text(str(error))
             code = _REFUSED_CODE
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
@@ -229,7 +215,6 @@ class Supervisor:
 
     def _forget_supervisor(self) -> None:
         """Let signals do what they do by default, until the server handles them. End with the supervisor."""
-        signal.set_wakeup_fd(-1)
         for own in _SIGNALS:
             # Files that SIGHUP asks to read again are read after this anyway.
             signal.signal(own, signal.SIG_IGN if own == signal.SIGHUP else signal.SIG_DFL)
@@ -246,44 +231,20 @@ class Supervisor:
 
         threading.Thread(target=follow, daemon=True).start()
 
-    def _wait(self) -> None:
-        """Wait for a signal, a report, the end of a worker, or what is due next."""
-        due = [place.start_at for place in self._places if place.start_at is not None]
-        due += [] if self._kill_at is None else [self._kill_at]
-        reports = [place.reports for place in self._places if place.reports is not None]
-        ends = [process.sentinel for process in self._running()]
-        wait([self._woken, *reports, *ends], max(0.0, min(due) - time.monotonic()) if due else None)
-        with contextlib.suppress(BlockingIOError):
-            self._woken.recv(4096)
-
-    def _read_reports(self) -> None:
-        for place in self._places:
-            while place.reports is not None and place.reports.poll():
-                try:
-                    report = place.reports.recv_bytes()
-                except EOFError:
-                    place.reports.close()
-                    place.reports = None
-                else:
-                    if report == _READY:
-                        self._note_ready(place)
-                    else:
-                        place.refusal = report.decode()
-
-    def _note_ready(self, place: _Place) -> None:
-        place.has_been_ready = True
-        if self._kill_at is not None:
+    def _note_ready(self) -> None:
+        """Start the other workers once the first one is ready."""
+        if self._all_were_ready or self._kill_at is not None or not self._places[0].worker.ready.exists():
             return
-        for other in self._places:
-            if other.process is None and not other.has_been_ready and other.start_at is None:
-                other.start_at = time.monotonic()
-        if all(other.has_been_ready for other in self._places):
+        for place in self._places:
+            if not place.started_at and place.start_at is None:
+                place.start_at = time.monotonic()
+        self._all_were_ready = self._places[0].worker.all_have_been_ready()
+        if self._all_were_ready:
             logger.info("all workers are ready")
 
     def _note_ends(self) -> None:
         for place in self._places:
             if place.process is not None and (code := place.process.exitcode) is not None:
-                self._read_reports()
                 mark_process_dead(place.process.pid, str(self._folder))  # type: ignore[no-untyped-call]
                 place.process.close()
                 place.process = None
@@ -292,23 +253,23 @@ class Supervisor:
 
     def _replace(self, place: _Place, code: int) -> None:
         """Start a worker again that has ended by itself, or end all if it was never ready."""
-        if not place.has_been_ready:
+        why = f"worker {place.worker.number} ended with code {code}"
+        refusal = place.refusal.read_text() if place.refusal.exists() else None
+        place.refusal.unlink(missing_ok=True)
+        if not place.worker.ready.exists():
             # The other workers would not be able to start either.
-            if place.refusal is not None:
-                self._failure = AttnCacheError(place.refusal)
+            if refusal is not None:
+                self._failure = AttnCacheError(refusal)
             else:
-                why = f"worker {place.number} ended with code {code} before it was ready"
-                self._failure = RuntimeError(why)
-                logger.critical("%s", why)
+                self._failure = RuntimeError(f"{why} before it was ready")
+                logger.critical("%s", self._failure)
             self._finish()
             return
         now = time.monotonic()
         if now - place.started_at > _STEADY_SECONDS:
             place.delay = _FIRST_DELAY_SECONDS
-        logger.error(
-            "worker %d ended with code %d%s; it starts again in %g seconds",
-            *(place.number, code, f" ({place.refusal})" if place.refusal is not None else "", place.delay),
-        )
+        reason = "" if refusal is None else f" ({refusal})"
+        logger.error("%s%s; it starts again in %g seconds", why, reason, place.delay)
         place.start_at = now + place.delay
         place.delay = min(2 * place.delay, _MAX_DELAY_SECONDS)
 

@@ -16,7 +16,6 @@ from attncache_core.evaluation.methods import parse_methods
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.index import FeatureIndex, index_path
 from attncache_core.reuse.maps.projector import FeatureProjector
-from attncache_core.text.token_batch import pack
 from benchmarks.papers import methods as methods_module
 from benchmarks.papers.methods import PAPER_METHODS, PaperMethods
 from benchmarks.papers.per_layer_search import train_layerwise_search
@@ -141,19 +140,19 @@ def test_lazyformer_shares_pairs_of_layers(methods, tiny_checkpoint):
     np.testing.assert_array_equal(methods.make("lazyformer")(SEQUENCES).outputs, expected.outputs)
 
 
-def san_sources(methods):
-    """Return for each layer the layer whose maps it takes."""
+def san_takers(methods):
+    """Return whether each layer takes the maps of the layer before it."""
     engine, _ = methods.make("san").args
-    return engine.strategy.plan(pack([[1]]), np.ones(1, dtype=bool)).layer_sources
+    return [getattr(layer, "takes", False) for layer in engine.model.layers]
 
 
 @pytest.mark.parametrize(("layers", "shared"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2)])
 def test_san_shares_half_of_the_layers_by_default(tmp_path, layers, shared):
     checkpoint = read_checkpoint(write_sentence_transformer(tmp_path, num_hidden_layers=layers))
     engine = PrefillEngine.load(checkpoint, dtype="float32")
-    sources = san_sources(PaperMethods(engine, checkpoint, None, SEQUENCES, dtype="float32"))
+    takes = san_takers(PaperMethods(engine, checkpoint, None, SEQUENCES, dtype="float32"))
     divergences = layer_divergences(engine.model, SEQUENCES)
-    joined = [layer for layer, source in enumerate(sources) if layer != source]
+    joined = np.flatnonzero(takes).tolist()
     assert len(joined) == shared
     # The layers that share maps differ least from the previous layer.
     assert sorted(divergences[np.array(joined, dtype=int) - 1]) == sorted(divergences)[:shared]
@@ -165,7 +164,7 @@ def test_given_threshold_chooses_the_layers_of_san(tiny_engine, tiny_checkpoint,
         tiny_engine, tiny_checkpoint, None, SEQUENCES, dtype="float32", san_threshold=threshold
     )
     blocks = san_blocks(layer_divergences(tiny_engine.model, SEQUENCES), threshold)
-    assert san_sources(methods) == tuple(block.start for block in blocks for _ in block)
+    assert san_takers(methods) == [layer != block.start for block in blocks for layer in block]
 
 
 def test_san_is_measured_on_a_sample_of_the_corpus(methods, monkeypatch):

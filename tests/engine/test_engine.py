@@ -21,6 +21,7 @@ from attncache_core.heads.classifier import LinearClassifier
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.decisions import class_scores
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.plan import Outcome
 from attncache_core.runtime.devices import resolve_dtype
 from attncache_core.runtime.threads import limit_threads
@@ -321,3 +322,9 @@ def test_classifier_that_the_manifest_does_not_name_is_ignored(deciding, tiny_ch
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
     with pytest.raises(NoClassifier):
         engine.comparator(Measure.AGREEMENT)
+
+
+def test_engine_takes_a_database_or_a_strategy(tiny_checkpoint, tiny_database):
+    database = AttentionDatabase.open(tiny_database)
+    with pytest.raises(InvalidInput, match="a database or a strategy"):
+        PrefillEngine.load(tiny_checkpoint, database=database, strategy=MapReuse(database))

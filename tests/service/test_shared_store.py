@@ -297,7 +297,7 @@ async def test_full_disk_is_logged_and_requests_are_served_as_far_as_they_can_be
         new = await ask(client, session_id="new", transcript=[big] * 90)
         assert new.status_code == 200
         full.set(True)
-        refused = await ask(client, session_id="old", append=big)
+        refused = await ask(client, session_id="old", transcript=[big] * 180)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
         assert "database or disk is full" in refused.json()["error"]["message"]
         assert refused.headers["Retry-After"] == "1"

@@ -157,6 +157,10 @@ async def test_keys_and_values_are_computed_pinned_and_dropped_in_all_workers(tm
         assert [await stored(first), await stored(second)] == [0, 0]
         refused = await first.post("/cache/warm", json={"texts": []})
         assert (refused.status_code, refused.json()["error"]["field"]) == (400, "texts")
+        # The texts that were asked for are not kept, and nothing that grows.
+        store = first._transport.app.state.service.group._store
+        assert await store.get("asked") == b"{}"
+        assert await store.count("asked") == 1
 
 
 @pytest.mark.anyio

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,16 +53,12 @@ class Recomputation:
     check_layer: int = 1  # at least 1, because in layer 0 keys and values do not depend on other tokens
     # From 0 to 1: the first share is up to so much larger than the mean, and the last share smaller.
     fall: float = 0.1
-    shares: tuple[float, ...] = ()  # of the layers from the check layer on, instead of ratio and fall
     first_tokens: int = 0  # of each chunk, which are always computed
-    choice: Literal["deviation", "random"] = "deviation"  # random: to compare with
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a share is outside [0, 1] or grows, or if another number is impossible."""
-        if not all(0 <= own <= 1 for own in (self.ratio, *self.shares)):
+        """Raise ValueError if the ratio is outside [0, 1], or if another number is impossible."""
+        if not 0 <= self.ratio <= 1:
             raise ValueError("a recompute ratio lies between 0 and 1")
-        if any(one < other for one, other in zip(self.shares, self.shares[1:], strict=False)):
-            raise ValueError("the recompute ratios of later layers must not grow")
         if not 0 <= self.fall <= 1:
             raise ValueError("the recompute ratio's fall lies between 0 and 1")
         if self.check_layer < 1:
@@ -76,9 +72,14 @@ class Recomputation:
         # Rounding up the first share keeps its tokens at every mean above 0.
         return [full] * check + [min(tokens, int(np.ceil(share * tokens - 1e-9))) for share in shares]
 
+    def picked(self, deviation: np.ndarray, count: int) -> np.ndarray:
+        """Return the indices of the `count` tokens that deviate most, rising, int64 [count].
+
+        deviation: float32 [tokens]. Of tokens that deviate equally, the earlier ones are picked.
+        """
+        return np.sort(np.argsort(-deviation, kind="stable")[:count])
+
     def _shares(self, layers: int) -> Sequence[float]:
-        if self.shares:
-            return [*self.shares, *[self.shares[-1]] * layers][:layers]
         if not self.ratio or layers < 2:
             return [self.ratio] * layers
         fall = min(self.fall, 1 / self.ratio - 1)
@@ -166,16 +167,3 @@ def deviations(given: np.ndarray, computed: np.ndarray, dtype: torch.dtype) -> n
     )
     found: np.ndarray = (one - other).square().sum(1).numpy()
     return np.where(np.isfinite(found), found, np.inf).astype(np.float32)
-
-
-def picked(deviation: np.ndarray, count: int, choice: Literal["deviation", "random"]) -> np.ndarray:
-    """Return the indices of `count` tokens, rising, int64 [count].
-
-    deviation: float32 [tokens]. Of tokens that deviate equally, the earlier ones are picked. "random" picks
-    any tokens, the same ones at every call with as many tokens.
-    """
-    if choice == "random":
-        order = np.random.default_rng(len(deviation)).permutation(len(deviation))
-    else:
-        order = np.argsort(-deviation, kind="stable")
-    return np.sort(order[:count])

@@ -1,7 +1,7 @@
 """Where the layers of a pass get the maps that they do not compute.
 
     GivenMaps     maps that are given to the first sequences of a batch
-    HitRecords    the maps of records of the database; layer_maps.py has maps of earlier layers
+    HitRecords    the maps of records of the database
 
 Records are scattered over their files, and are read in place: compiled code takes the address of each record
 in the mapped file, torch's operators take a view on the file. Packed maps of causal models are unpacked while

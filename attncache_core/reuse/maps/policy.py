@@ -201,12 +201,6 @@ class Steps:
         """
         return Steps(tuple(map(max, self.groups, other.groups)), max(self.limit, other.limit))
 
-    def since(self, start: Steps) -> Steps:
-        """Return the number of steps of each part that has more steps than at the start, and 0 for others."""
-        pairs = zip(self.groups, start.groups, strict=True)
-        groups = tuple(taken if taken > before else 0 for taken, before in pairs)
-        return Steps(groups, self.limit if self.limit > start.limit else 0)
-
 
 @dataclass(frozen=True)
 class StrangenessLimit:

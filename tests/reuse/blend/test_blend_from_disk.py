@@ -12,7 +12,6 @@ from blends import (
     noted_layers,
     own_full_pass,
     random_chunks,
-    run_chunks,
     run_share,
 )
 from core_decoders import write_llama
@@ -174,16 +173,6 @@ def test_a_slow_disk_raises_the_share_that_is_computed_again(model, open_store, 
     assert list(from_disk.rows) == [len(query) + own for own in Recomputation(ratio).counts(free, LAYERS)]
     from_memory = run_share(model, store, chunks, query, least).blends[0]
     assert list(from_memory.rows) == [len(query) + own for own in Recomputation(least).counts(free, LAYERS)]
-
-
-def test_shares_that_were_chosen_layer_by_layer_stay_as_they_are(model, open_store):
-    chunks, query = random_chunks((31, 47, 15), 7)
-    run_share(model, open_store(), chunks, query, 0.0)
-    store = open_store()
-    slow_loading(store)
-    shares = Recomputation(0.2, shares=(0.3, 0.2, 0.1))
-    found = run_chunks(model, store, chunks, query, shares).blends[0]
-    assert list(found.rows) == [len(query) + own for own in shares.counts(62, LAYERS)]
 
 
 def test_where_computing_is_faster_than_loading_chunks_are_computed_and_stored_in_memory(model, open_store):

@@ -31,6 +31,7 @@ from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import load_model
 from attncache_core.reuse.blend.chunks import Recomputation
 from attncache_core.text.prompts import SequencePlan, Target
+from benchmarks.papers.blending import RandomTokens
 
 LAYERS = 6  # behind the check layer's step of two layers, there is a step of three layers
 NEAR = {"rtol": 0, "atol": 1e-4}  # float32 sums in another order
@@ -113,10 +114,16 @@ def test_later_steps_pick_those_whose_keys_and_values_moved_most(model, monkeypa
         return noted_deviations[-1]
 
     monkeypatch.setattr(blended, "deviations", noting)
+
     # Fewer tokens go on in the check layer, behind it, behind the next one, and behind a step of two.
-    shares = (0.5, 0.4, 0.3, 0.3, 0.2)
+    class LayerByLayer(Recomputation):
+        def counts(self, tokens, layers):
+            shares = (1.0, 0.5, 0.4, 0.3, 0.3, 0.2)
+            assert layers == len(shares)
+            return [round(share * tokens) for share in shares]
+
     with noted_layers() as noted:
-        run_share(model, store_of(model), chunks, query, 0.4, shares=shares)
+        run_chunks(model, store_of(model), chunks, query, LayerByLayer(0.4))
     rows = [np.array(run.rows[: len(run.rows) - len(query)]) for run in noted if not run.only_slots]
     compared = [rows[0], rows[1], rows[2], rows[4]]
     assert len(noted_deviations) == len(compared)
@@ -196,9 +203,9 @@ def slots_of_layer_0(model, chunks, query):
         yield alone[len(OPENING) : len(OPENING) + len(chunk)], slots(whole)[first:end]
 
 
-def error(model, ratio, seed, **more):
+def error(model, seed, recomputation):
     chunks, query = random_chunks((20 + seed, 25, 30 - seed), 5, seed)
-    found = run_share(model, store_of(model), chunks, query, ratio, **more).outputs[0]
+    found = run_chunks(model, store_of(model), chunks, query, recomputation).outputs[0]
     expected = own_full_pass(model, store_of(model), joined(chunks, query)[0])
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
@@ -208,7 +215,10 @@ SEEDS = range(24)
 
 def test_on_average_the_error_falls_with_the_share_that_is_computed_again(models):
     model = models["stack"]
-    means = [np.mean([error(model, ratio, seed) for seed in SEEDS]) for ratio in (0, 0.15, 0.4, 0.75, 1)]
+    means = [
+        np.mean([error(model, seed, Recomputation(ratio)) for seed in SEEDS])
+        for ratio in (0, 0.15, 0.4, 0.75, 1)
+    ]
     assert all(other < one for one, other in pairwise(means))
     assert means[-1] < 1e-4 < means[0]
 
@@ -216,11 +226,10 @@ def test_on_average_the_error_falls_with_the_share_that_is_computed_again(models
 @pytest.mark.parametrize("ratio", [0.3, 0.4])  # at smaller ones, all answers of random weights are far off
 def test_on_average_choosing_by_deviation_errs_less_than_choosing_at_random(models, ratio):
     model = models["stack"]
-    mean = {
-        choice: np.mean([error(model, ratio, seed, choice=choice) for seed in SEEDS])
-        for choice in ("deviation", "random")
-    }
-    assert mean["deviation"] < mean["random"]
+    by_deviation, at_random = (
+        np.mean([error(model, seed, kind(ratio)) for seed in SEEDS]) for kind in (Recomputation, RandomTokens)
+    )
+    assert by_deviation < at_random
 
 
 @settings(max_examples=12)

@@ -8,7 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncache_core.reuse.blend.chunks import BlendReport, ChunkReport, Recomputation, deviations, picked
+from attncache_core.reuse.blend.chunks import BlendReport, ChunkReport, Recomputation, deviations
+from benchmarks.papers.blending import RandomTokens
+
+USUAL, RANDOM = Recomputation(0.1), RandomTokens(0.1)
 
 
 def slots(rows, dtype=torch.float32):
@@ -53,7 +56,7 @@ def test_deviation_sums_in_float32_whatever_the_type_of_the_slots():
     ],
 )
 def test_the_largest_deviations_are_picked_in_order_of_position(deviation, count, expected):
-    assert picked(np.array(deviation, dtype=np.float32), count, "deviation").tolist() == expected
+    assert USUAL.picked(np.array(deviation, dtype=np.float32), count).tolist() == expected
 
 
 @given(st.lists(st.floats(0, 100, width=32), max_size=40), st.data())
@@ -61,19 +64,19 @@ def test_picks_of_fewer_tokens_are_among_the_picks_of_more(deviation, data):
     values = np.array(deviation, dtype=np.float32)
     more = data.draw(st.integers(0, len(values)))
     fewer = data.draw(st.integers(0, more))
-    for choice in ("deviation", "random"):
-        many, few = (picked(values, count, choice) for count in (more, fewer))
+    for recomputation in (USUAL, RANDOM):
+        many, few = (recomputation.picked(values, count) for count in (more, fewer))
         assert len(many) == more
         assert {*few.tolist()} <= {*many.tolist()}
         assert all(one < other for one, other in pairwise(many.tolist()))
-    rest = np.delete(values, picked(values, more, "deviation"))
+    rest = np.delete(values, USUAL.picked(values, more))
     if more and len(rest):
-        assert values[picked(values, more, "deviation")].min() >= rest.max()
+        assert values[USUAL.picked(values, more)].min() >= rest.max()
 
 
 def test_random_picks_do_not_depend_on_deviations_and_repeat():
     rising, falling = np.arange(50, dtype=np.float32), np.arange(50, 0, -1, dtype=np.float32)
-    one, other = (picked(values, 10, "random").tolist() for values in (rising, falling))
+    one, other = (RANDOM.picked(values, 10).tolist() for values in (rising, falling))
     assert one == other
     assert one not in (list(range(10)), list(range(40, 50)))
 
@@ -96,10 +99,6 @@ def test_random_picks_do_not_depend_on_deviations_and_repeat():
         (Recomputation(0.15), 10, 2, [10, 2]),
         (Recomputation(0.01), 10, 4, [10, 1, 1, 1]),  # not none
         (Recomputation(0.5), 0, 4, [0, 0, 0, 0]),
-        (Recomputation(0.5, shares=(0.5, 0.3)), 100, 5, [100, 50, 30, 30, 30]),
-        (Recomputation(0.5, shares=(0.5, 0.3, 0.2, 0.1)), 100, 3, [100, 50, 30]),
-        (Recomputation(0.5, shares=(0.5, 0.0)), 100, 4, [100, 50, 0, 0]),
-        (Recomputation(0.5, shares=(0.0,)), 100, 4, [0, 0, 0, 0]),
         # The only layer comes before the check, and computes everything.
         (Recomputation(0.2), 100, 1, [100]),
         (Recomputation(0.0), 100, 1, [100]),
@@ -135,9 +134,6 @@ def test_counts_never_grow_and_their_mean_is_the_ratio(ratio, check_layer, fall,
         ({"ratio": -0.1}, "between 0 and 1"),
         ({"ratio": 1.1}, "between 0 and 1"),
         ({"ratio": float("nan")}, "between 0 and 1"),
-        ({"ratio": 0.5, "shares": (1.2,)}, "between 0 and 1"),
-        ({"ratio": 0.5, "shares": (0.2, -0.2)}, "between 0 and 1"),
-        ({"ratio": 0.5, "shares": (0.2, 0.3)}, "must not grow"),
         ({"ratio": 0.5, "fall": 1.1}, "fall lies between 0 and 1"),
         ({"ratio": 0.5, "fall": -0.1}, "fall lies between 0 and 1"),
         ({"ratio": 0.5, "fall": float("nan")}, "fall lies between 0 and 1"),
