@@ -100,6 +100,9 @@ class OneAtATime(ReuseStrategy):
     def prepare(self, lengths):
         return self._called(self.strategy.prepare, lengths)
 
+    def rule_out(self, lengths, allowed):
+        return self._called(self.strategy.rule_out, lengths, allowed)
+
     def plan(self, batch, allowed):
         return self._called(self.strategy.plan, batch, allowed)
 

@@ -6,6 +6,7 @@ those that Hugging Face computes for the donor.
 
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from token_overlap import TokenOverlap
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.corpus import CorpusSentence
+from attncache_core.engine import runner
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
@@ -200,6 +202,44 @@ def test_a_threshold_above_one_gives_no_search_and_the_full_models_output(
     result = run(engines(heads, threshold=1.001), sequences)
     assert result.outcomes == (Outcome.NOT_SEARCHED,) * len(sequences)
     np.testing.assert_allclose(result.outputs, tiny_reference.means(sequences), atol=FLOAT32)
+
+
+def by_one_call(engine, sequences, reuse=True):
+    """Run sequences by one call of the compiled stack; skip the test without the stack."""
+    if engine.model.compiled_outputs is None:
+        pytest.skip("no compiled stack on this processor")
+    with mock.patch.object(runner, "forward_pass", side_effect=AssertionError):
+        return run(engine, sequences, reuse)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.001])
+def test_batch_in_which_nothing_can_hit_is_one_compiled_call_like_a_batch_that_declines(
+    engines, recorded, threshold
+):
+    engine = engines("5", threshold)
+    unrecorded = random_sequences([30, 11, 4])
+    sequences = [*some_of_each(recorded, 1), *unrecorded] if threshold > 1 else unrecorded
+    result = by_one_call(engine, sequences)
+    assert result.outcomes == (Outcome.NOT_SEARCHED,) * len(sequences)
+    declined = by_one_call(engine, sequences, reuse=False)
+    np.testing.assert_array_equal(result.outputs, declined.outputs)
+    assert np.isnan(result.similarities).all()
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["few tokens", "no length pays"])
+def test_batch_in_which_reuse_does_not_pay_is_one_compiled_call(
+    tiny_checkpoint, tiny_database, recorded, few
+):
+    database = AttentionDatabase.open(tiny_database, threshold=0.0)
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    search = replace(database.search, **({"least_tokens": 99} if few else {"paying": frozenset()}))
+    engine = with_strategy(engine, MapReuse(replace(database, search=search)))
+    sequences = [*some_of_each(recorded, 1), *random_sequences([30])]
+    result = by_one_call(engine, sequences)
+    assert result.outcomes == (*[Outcome.SKIPPED_BY_COST] * len(RECORDED), Outcome.NOT_SEARCHED)
+    assert set(run(engine, [*sequences, *sequences]).outcomes[: len(RECORDED)]) == {
+        Outcome.HIT if few else Outcome.SKIPPED_BY_COST
+    }
 
 
 @settings(max_examples=20)

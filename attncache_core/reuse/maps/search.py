@@ -68,6 +68,17 @@ class SearchEngine(ReuseStrategy):
         """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
         return self.store.drop_lost(lengths)
 
+    def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
+        """Return the reasons if the batch is too small or no length pays; see ReuseStrategy.rule_out."""
+        is_large = int(lengths.sum()) >= self.least_tokens
+        reasons = no_reuse(len(lengths)).reasons
+        for length in set(lengths[allowed].tolist()):
+            if self.can_serve(length):
+                if is_large and self._pays(length):
+                    return None
+                reasons[allowed & (lengths == length)] = outcome_code(Outcome.SKIPPED_BY_COST)
+        return reasons
+
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> SearchPlan:
         """Return the plan of a batch, as far as the tokens decide it; see ReuseStrategy.plan.
 
