@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
-import torch
 
 from attncache_core.engine.blended import run_blended
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.forward import forward_pass
+from attncache_core.engine.layers import stack_outputs
 from attncache_core.engine.request import PrefillRequest, PrefillResult, joined_results
 from attncache_core.engine.targets import log_probabilities, token_states
-from attncache_core.heads.vectors import finite_sequences
 from attncache_core.models import PackedModel
 from attncache_core.native.stack_data import StackRows
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
@@ -134,12 +133,7 @@ class Runner:
         ids = np.fromiter(chain.from_iterable(sequences), np.int64, tokens)
         skipped = outputs_of.skipped(lengths, np.array(self._prompt_tokens(requests)))
         rows = StackRows(offsets, ids=ids, types=packed_types(sequences), skipped=skipped)
-        pooled, counts = stack.vectors(rows, self.threads)
-        outputs, finite = pooled.vectors, pooled.finite
-        if outputs_of.finishes:
-            with one_thread():
-                outputs = outputs_of.of_vectors(torch.from_numpy(outputs)).numpy()
-            finite &= np.isfinite(outputs).all(axis=1)
+        outputs, finite, attention_seconds = stack_outputs(self.model, rows, self.threads)
         nothing = shared_no_reuse(count)
         return PrefillResult(
             outputs=outputs,
@@ -152,7 +146,7 @@ class Runner:
             cached_tokens=np.zeros(count, np.int64),
             search_seconds=0.0,
             forward_seconds=time.perf_counter() - started,
-            attention_seconds=counts.attention_seconds,
+            attention_seconds=attention_seconds,
             corrupt_records=0,
         )
 
@@ -179,7 +173,10 @@ class Runner:
         try:
             strategy = None if share else self.strategy
             allowed = self._may_reuse(requests)[batch.order]
-            done = forward_pass(self.model, batch, strategy, allowed, self.deciding)
+            reads_hidden = any(request.reads_more for request in requests)
+            done = forward_pass(
+                self.model, batch, strategy, allowed, self.deciding, reads_hidden=reads_hidden
+            )
         except RecordsChanged as changed:
             # The maps that were used may differ from the maps that were checked, so compute the batch again.
             again = [
@@ -191,13 +188,15 @@ class Runner:
             result = self.run(again)
             return replace(result, lost_lengths=lost + result.lost_lengths)
         batch, plan = done.batch, done.plan
-        outputs = done.outputs.rows.cpu().numpy()
-        finite = batch.in_callers_order(finite_sequences(batch, done.hidden, outputs))
-        found = log_probabilities(self.model, batch, done.hidden, requests)
+        finite, found, states = batch.in_callers_order(done.finite), None, None
+        if reads_hidden:
+            assert done.hidden is not None
+            found = log_probabilities(self.model, batch, done.hidden, requests)
+            states = token_states(self.model, batch, done.hidden, requests)
         if found is not None:
             finite &= [bool(np.isfinite(own).all()) for own in found]
         return PrefillResult(
-            outputs=batch.in_callers_order(outputs),
+            outputs=batch.in_callers_order(done.outputs),
             finite=finite,
             outcomes=tuple(batch.in_callers_order(plan.outcomes())),
             similarities=batch.in_callers_order(plan.similarities),
@@ -210,7 +209,7 @@ class Runner:
             attention_seconds=done.attention_seconds,
             corrupt_records=plan.corrupt_records,
             log_probabilities=found,
-            token_states=token_states(self.model, batch, done.hidden, requests),
+            token_states=states,
         )
 
     def _may_reuse(self, requests: Sequence[PrefillRequest]) -> np.ndarray:

@@ -28,11 +28,12 @@ from token_overlap import TokenOverlap
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.corpus import CorpusSentence
-from attncache_core.engine import runner
+from attncache_core.engine import forward, runner
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.plan import Outcome
+from attncache_core.text.prompts import SequencePlan
 from attncache_core.text.token_batch import pack
 
 MASKS = ["all", "layers:0", "layers:1-2", "layers:0,2", "1", "5", "11"]
@@ -240,6 +241,25 @@ def test_batch_in_which_reuse_does_not_pay_is_one_compiled_call(
     assert set(run(engine, [*sequences, *sequences]).outcomes[: len(RECORDED)]) == {
         Outcome.HIT if few else Outcome.SKIPPED_BY_COST
     }
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.9, 1.0])
+@settings(max_examples=10)
+@given(lengths=st.lists(st.integers(4, 11), max_size=6), seed=st.integers(0, 99))
+def test_hits_and_misses_are_one_compiled_call_with_the_bits_of_the_layers(
+    engines, recorded, threshold, lengths, seed
+):
+    engine = engines("5", threshold)
+    if engine.model.compiled_outputs is None:
+        pytest.skip("no compiled stack on this processor")
+    sequences = [*random_sequences(lengths, seed), *recorded[5 + seed % 6][:2]]
+    with mock.patch.object(forward, "run_layers", side_effect=AssertionError):
+        result = run(engine, sequences)
+    reading = [SequencePlan(0, states=True)] * len(sequences)  # states are read behind the layers
+    by_layers = prefill(engine, sequences, plans=reading)
+    assert result.outcomes == by_layers.outcomes
+    np.testing.assert_array_equal(result.outputs, by_layers.outputs)
+    np.testing.assert_array_equal(result.similarities, by_layers.similarities)
 
 
 @settings(max_examples=20)

@@ -110,7 +110,7 @@ class HitRecords(GivenMaps):
             self._addresses,
             layout.dtype,
             layout.form is MapForm.PACKED,
-            [layout.heads_before(layer) for layer in range(len(layout.stored_heads))],
+            layout.heads_before_layers,
             self.refitted,
         )
 
