@@ -19,6 +19,7 @@ from attncache_core.models import PackedModel
 from attncache_core.reuse.plan import ReusePlan, shared_no_reuse
 from attncache_core.reuse.storage.segment import RecordsChanged, Segment
 from attncache_core.reuse.strategy import ReuseStrategy
+from attncache_core.runtime.threads import compiled_threads
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -85,6 +86,8 @@ def forward_pass(
         layers = range(first, min(plan.until, end))
         given = given_by(plan, model, batch, layers)
         records = given.records()
+        if strategy and model.stack:
+            model.stack.wake(compiled_threads())
         if makes_outputs and records is not None and len(layers) == end:
             outputs, finite, seconds = run_to_outputs(model, batch, records)
         else:
@@ -122,7 +125,7 @@ def hits_first(
     own, or needs more of them. Each part is sorted by length. neighbours: hits of one record become
     neighbours, which the plain executor computes together.
     """
-    if not plan.hits.any():
+    if len(plan.records) == 1 or not np.count_nonzero(plan.hits):
         return batch, hidden, plan
     records = plan.records if neighbours else np.zeros_like(plan.records)
     permutation = np.lexsort((records, batch.lengths, plan.self_hits, ~plan.hits))

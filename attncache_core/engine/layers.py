@@ -40,7 +40,7 @@ def given_by(plan: ReusePlan, model: PackedModel, batch: TokenBatch, layers: ran
     if plan.layer_sources is not None:
         _require_sources(plan, model, layers)
         return layer_maps(batch, model.layers[0], plan.layer_sources, model.dtype, model.device)
-    hits = int(plan.hits.sum())
+    hits = int(np.count_nonzero(plan.hits))
     if not hits:
         return NO_GIVEN_MAPS
     groups = [

@@ -32,19 +32,20 @@ from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.threads import one_thread, use_threads
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared, packed_types, require_tokens
 
-# The parts of a batch: (whether its sequences have chunks, whether they share prefixes).
-_PARTS = ((False, False), (False, True), (True, False), (True, True))
-
 
 @contextmanager
-def threads_of(model: PackedModel, threads: int) -> Iterator[None]:
-    """Let a pass in the `with` block use this many threads, and wake the helpers of the compiled stack."""
+def threads_of(model: PackedModel, threads: int, *, wake: bool = True) -> Iterator[None]:
+    """Let a pass in the `with` block use this many threads.
+
+    wake: whether layers run at once, so that the helpers of the compiled stack are woken.
+    """
     # Torch and Faiss limit threads per calling thread, and another thread may have loaded the model.
     use_threads(threads)
     if model.stack is None:
         yield
         return
-    model.stack.wake(threads)
+    if wake:
+        model.stack.wake(threads)
     with one_thread():
         yield
 
@@ -95,19 +96,22 @@ class Runner:
         return (), shared_no_reuse(len(requests)).reasons
 
     def _run_parts(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
-        """Run requests in up to four batches; see `run`."""
+        """Run requests in up to four batches: with chunks or without, with shared prefixes or without."""
         # A token of a shared prefix has one state for all sequences, and tokens that are stored have none.
-        shared = [self.shares_prefixes(own.takes_maps) and not own.reads_states for own in requests]
-        blended = [own.blend is not None for own in requests]
-        indices = [
-            np.flatnonzero([own == key for own in zip(blended, shared, strict=True)]) for key in _PARTS
+        keys = [
+            (own.blend is not None, self.shares_prefixes(own.takes_maps) and not own.reads_states)
+            for own in requests
         ]
+        if len(set(keys)) == 1:
+            blend, share = keys[0]
+            return self._run(requests, share=share, blend=blend)
+        ways = sorted(set(keys))
+        indices = [np.flatnonzero([own == key for own in keys]) for key in ways]
         parts = [
             self._run([requests[index] for index in own.tolist()], share=share, blend=blend)
-            for own, (blend, share) in zip(indices, _PARTS, strict=True)
-            if len(own)
+            for own, (blend, share) in zip(indices, ways, strict=True)
         ]
-        return parts[0] if len(parts) == 1 else joined_results(parts, [own for own in indices if len(own)])
+        return joined_results(parts, indices)
 
     def _makes_vectors(self, requests: Sequence[PrefillRequest]) -> bool:
         """Return whether the compiled stack makes all that is read from these requests, by itself."""
@@ -155,7 +159,8 @@ class Runner:
 
         share: compute shared prefixes once, and take no maps. blend: all requests have chunks.
         """
-        with threads_of(self.model, self.threads):
+        # A pass with a strategy wakes helpers itself, behind the search.
+        with threads_of(self.model, self.threads, wake=share or blend or not self.strategy):
             return self._run_blended(requests) if blend else self._run_packed(requests, share=share)
 
     def _run_blended(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
