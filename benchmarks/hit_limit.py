@@ -73,7 +73,7 @@ def _all_hit(engine: PrefillEngine, mask: ReuseMask) -> Callable[[TokenBatch], o
         reused_heads=mask.reused,
         device=torch.device("cpu"),
     )
-    before = [0, *accumulate(mask.reused)][:-1]
+    before = (0, *accumulate(mask.reused[:-1]))
 
     def run(batch: TokenBatch) -> object:
         longest = int(batch.lengths.max())
@@ -86,7 +86,7 @@ def _all_hit(engine: PrefillEngine, mask: ReuseMask) -> Callable[[TokenBatch], o
 class _SameMaps(HitRecords):
     """The same maps for every sequence of a batch."""
 
-    def __init__(self, maps: torch.Tensor, heads_before: list[int], count: int) -> None:
+    def __init__(self, maps: torch.Tensor, heads_before: tuple[int, ...], count: int) -> None:
         super().__init__([])
         self._maps, self._before, self.count = maps, heads_before, count
 

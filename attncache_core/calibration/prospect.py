@@ -48,7 +48,7 @@ class MadeUpMaps(GivenMaps):
 
     def records(self) -> GivenRecords:
         """See GivenMaps.records."""
-        before = [self._heads * layer for layer in range(self._layers)]
+        before = tuple(self._heads * layer for layer in range(self._layers))
         return GivenRecords(self._addresses, torch.float16, False, before, 0)
 
     def apply(self, number: int, value: torch.Tensor, context: torch.Tensor) -> None:

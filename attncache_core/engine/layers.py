@@ -14,16 +14,18 @@ slice of tokens.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from attncache_core.models import AttentionLayer, PackedModel
 from attncache_core.native.stack import CompiledStack
-from attncache_core.native.stack_data import GivenRecords, KeyValueSlots, StackRows
+from attncache_core.native.stack_data import NO_RECORDS, GivenRecords, KeyValueSlots, StackRows
 from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps, HitRecords, RecordGroup
 from attncache_core.reuse.execution.slots import SlotAttention
 from attncache_core.reuse.plan import ReusePlan
-from attncache_core.runtime.threads import compiled_threads
+from attncache_core.runtime.threads import compiled_threads, one_thread
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -33,7 +35,7 @@ def given_by(plan: ReusePlan, model: PackedModel, batch: TokenBatch) -> GivenMap
     The sequences with records must come first in the batch, and self-hits last among them, because all other
     hits take the refitted weights of the model, if it has any.
     """
-    hits = int(plan.hits.sum())
+    hits = int(np.count_nonzero(plan.hits))
     if not hits:
         return NO_GIVEN_MAPS
     groups = [
@@ -87,6 +89,36 @@ def run_layers(
     return hidden, attention_seconds
 
 
+def run_to_outputs(
+    model: PackedModel, batch: TokenBatch, records: GivenRecords
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return what `stack_outputs` returns for a batch without a tree. records: of the first sequences."""
+    assert model.stack is not None
+    assert model.compiled_outputs is not None
+    skipped = model.compiled_outputs.skipped(batch.lengths, batch.prompt_tokens)
+    rows = replace(_stack_rows(model.stack, batch, embeds=True), skipped=skipped)
+    return stack_outputs(model, rows, compiled_threads(), records)
+
+
+def stack_outputs(
+    model: PackedModel, rows: StackRows, threads: int, records: GivenRecords = NO_RECORDS
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Run a model whose stack makes its outputs (`compiled_outputs`), by one call from token ids to vectors.
+
+    Returns the outputs float32 [sequences, d], whether all numbers computed for each sequence are finite,
+    bool [sequences], and the seconds of attention as `run_layers` does.
+    """
+    stack, outputs_of = model.stack, model.compiled_outputs
+    assert stack is not None
+    assert outputs_of is not None
+    pooled, counts = stack.vectors(rows, threads, records)
+    if not outputs_of.finishes:
+        return pooled.vectors, pooled.finite, counts.attention_seconds
+    with one_thread():
+        outputs = outputs_of.of_vectors(torch.from_numpy(pooled.vectors)).numpy()
+    return outputs, pooled.finite & np.isfinite(outputs).all(axis=1), counts.attention_seconds
+
+
 def first_input(model: PackedModel, batch: TokenBatch) -> torch.Tensor:
     """Return the input of the first layer, float32 or of the model's dtype [tokens, hidden]."""
     stack = model.stack
@@ -107,6 +139,8 @@ def _stack_rows(stack: CompiledStack, batch: TokenBatch, *, embeds: bool) -> Sta
     ids = types = None
     if embeds and stack.embeds:
         ids, types = batch.ids.numpy(), None if batch.types is None else batch.types.numpy()
+    if batch.tree is None and batch.scattered is None:
+        return StackRows(batch.offsets, ids=ids, types=types)
     trees, starts = (batch.tree.trees, batch.tree.starts) if batch.tree else (None, None)
     return StackRows(batch.offsets, batch.positions.numpy(), trees, starts, ids, types)
 

@@ -1,6 +1,6 @@
 """Run requests: which of them are a batch together, and by which way each batch is computed.
 
-requests -> all computed exactly  -> one compiled call, from token ids to vectors
+requests -> nothing to reuse      -> one compiled call, from token ids to vectors
          -> with chunks           -> blended.py, one by one
          -> with shared prefixes  -> behind stored keys and values (continued.py), or as trees (forward.py)
          -> others                -> one pass, in which the strategy may give maps (forward.py)
@@ -10,42 +10,42 @@ requests -> all computed exactly  -> one compiled call, from token ids to vector
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
-import torch
 
 from attncache_core.engine.blended import run_blended
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.forward import forward_pass
+from attncache_core.engine.layers import stack_outputs
 from attncache_core.engine.request import PrefillRequest, PrefillResult, joined_results
 from attncache_core.engine.targets import log_probabilities, token_states
-from attncache_core.heads.vectors import finite_sequences
 from attncache_core.models import PackedModel
 from attncache_core.native.stack_data import StackRows
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
-from attncache_core.reuse.plan import Outcome, shared_no_reuse
+from attncache_core.reuse.plan import outcomes_of, shared_no_reuse
 from attncache_core.reuse.storage.segment import RecordsChanged
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.threads import one_thread, use_threads
 from attncache_core.text.token_batch import TokenBatch, pack, pack_shared, packed_types, require_tokens
 
-# The parts of a batch: (whether its sequences have chunks, whether they share prefixes).
-_PARTS = ((False, False), (False, True), (True, False), (True, True))
-
 
 @contextmanager
-def threads_of(model: PackedModel, threads: int) -> Iterator[None]:
-    """Let a pass in the `with` block use this many threads, and wake the helpers of the compiled stack."""
+def threads_of(model: PackedModel, threads: int, *, wake: bool = True) -> Iterator[None]:
+    """Let a pass in the `with` block use this many threads.
+
+    wake: whether layers run at once, so that the helpers of the compiled stack are woken.
+    """
     # Torch and Faiss limit threads per calling thread, and another thread may have loaded the model.
     use_threads(threads)
     if model.stack is None:
         yield
         return
-    model.stack.wake(threads)
+    if wake:
+        model.stack.wake(threads)
     with one_thread():
         yield
 
@@ -79,30 +79,51 @@ class Runner:
         """
         if not requests:
             return self._run(requests, share=False, blend=False)
-        if self._is_exact(requests):
-            return self._run_exact(requests)
+        lost, reasons = self._ruled_out(requests)
+        if reasons is not None and self._makes_vectors(requests):
+            result = self._run_exact(requests, reasons)
+        else:
+            result = self._run_parts(requests)
+        return replace(result, lost_lengths=lost + result.lost_lengths) if lost else result
+
+    def _ruled_out(self, requests: Sequence[PrefillRequest]) -> tuple[tuple[int, ...], np.ndarray | None]:
+        """Return the lengths that were lost, and why nothing is reused; see ReuseStrategy.rule_out."""
+        if self.strategy and (allowed := self._may_reuse(requests)).any():
+            lengths = np.array([len(own.ids) for own in requests])
+            with self.deciding:
+                lost = self.strategy.prepare(set(lengths[allowed].tolist()))
+                return lost, self.strategy.rule_out(lengths, allowed)
+        return (), shared_no_reuse(len(requests)).reasons
+
+    def _run_parts(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
+        """Run requests in up to four batches: with chunks or without, with shared prefixes or without."""
         # A token of a shared prefix has one state for all sequences, and tokens that are stored have none.
-        shared = [self.shares_prefixes(own.takes_maps) and not own.reads_states for own in requests]
-        blended = [own.blend is not None for own in requests]
-        indices = [
-            np.flatnonzero([own == key for own in zip(blended, shared, strict=True)]) for key in _PARTS
+        keys = [
+            (own.blend is not None, self.shares_prefixes(own.takes_maps) and not own.reads_states)
+            for own in requests
         ]
+        if len(set(keys)) == 1:
+            blend, share = keys[0]
+            return self._run(requests, share=share, blend=blend)
+        ways = sorted(set(keys))
+        indices = [np.flatnonzero([own == key for own in keys]) for key in ways]
         parts = [
             self._run([requests[index] for index in own.tolist()], share=share, blend=blend)
-            for own, (blend, share) in zip(indices, _PARTS, strict=True)
-            if len(own)
+            for own, (blend, share) in zip(indices, ways, strict=True)
         ]
-        return parts[0] if len(parts) == 1 else joined_results(parts, [own for own in indices if len(own)])
+        return joined_results(parts, indices)
 
-    def _is_exact(self, requests: Sequence[PrefillRequest]) -> bool:
-        """Return whether the compiled stack computes all that is read from these requests, by itself."""
+    def _makes_vectors(self, requests: Sequence[PrefillRequest]) -> bool:
+        """Return whether the compiled stack makes all that is read from these requests, by itself."""
         if self.model.compiled_outputs is None:
             return False
-        takes_maps = self.strategy is not None
-        return not any(own.blend or own.reads_more or (takes_maps and own.takes_maps) for own in requests)
+        return not any(own.blend or own.reads_more for own in requests)
 
-    def _run_exact(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
-        """Compute a batch by one call of the compiled stack. Nothing is reused, and nothing is stored."""
+    def _run_exact(self, requests: Sequence[PrefillRequest], reasons: np.ndarray) -> PrefillResult:
+        """Compute a batch by one call of the compiled stack. Nothing is reused, and nothing is stored.
+
+        reasons: the outcome_code of each sequence.
+        """
         started = time.perf_counter()
         count, stack, outputs_of = len(requests), self.model.stack, self.model.compiled_outputs
         assert stack is not None
@@ -116,17 +137,12 @@ class Runner:
         ids = np.fromiter(chain.from_iterable(sequences), np.int64, tokens)
         skipped = outputs_of.skipped(lengths, np.array(self._prompt_tokens(requests)))
         rows = StackRows(offsets, ids=ids, types=packed_types(sequences), skipped=skipped)
-        pooled, counts = stack.vectors(rows, self.threads)
-        outputs, finite = pooled.vectors, pooled.finite
-        if outputs_of.finishes:
-            with one_thread():
-                outputs = outputs_of.of_vectors(torch.from_numpy(outputs)).numpy()
-            finite &= np.isfinite(outputs).all(axis=1)
+        outputs, finite, attention_seconds = stack_outputs(self.model, rows, self.threads)
         nothing = shared_no_reuse(count)
         return PrefillResult(
             outputs=outputs,
             finite=finite,
-            outcomes=(Outcome.NOT_SEARCHED,) * count,
+            outcomes=tuple(outcomes_of(reasons)),
             similarities=nothing.similarities,
             strangeness=nothing.strangeness,
             tokens=tokens,
@@ -134,7 +150,7 @@ class Runner:
             cached_tokens=np.zeros(count, np.int64),
             search_seconds=0.0,
             forward_seconds=time.perf_counter() - started,
-            attention_seconds=counts.attention_seconds,
+            attention_seconds=attention_seconds,
             corrupt_records=0,
         )
 
@@ -143,7 +159,8 @@ class Runner:
 
         share: compute shared prefixes once, and take no maps. blend: all requests have chunks.
         """
-        with threads_of(self.model, self.threads):
+        # A pass with a strategy wakes helpers itself, behind the search.
+        with threads_of(self.model, self.threads, wake=share or blend or not self.strategy):
             return self._run_blended(requests) if blend else self._run_packed(requests, share=share)
 
     def _run_blended(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
@@ -158,28 +175,33 @@ class Runner:
             return run_continued(self.model, store, requests, skipped, modes)
         started = time.perf_counter()
         batch = self._packed(requests, share).on(self.model.device)
-        reuse = np.array([request.takes_maps for request in requests], dtype=bool)
-        lost = () if share else self._prepare(set(batch.lengths[reuse[batch.order]].tolist()))
         try:
             strategy = None if share else self.strategy
-            done = forward_pass(self.model, batch, strategy, reuse[batch.order], self.deciding)
+            allowed = self._may_reuse(requests)[batch.order]
+            reads_hidden = any(request.reads_more for request in requests)
+            done = forward_pass(
+                self.model, batch, strategy, allowed, self.deciding, reads_hidden=reads_hidden
+            )
         except RecordsChanged as changed:
             # The maps that were used may differ from the maps that were checked, so compute the batch again.
             again = [
                 replace(request, reuse=request.reuse and len(request.ids) not in changed.lengths)
                 for request in requests
             ]
-            lost += self._prepare(changed.lengths)
+            with self.deciding:
+                lost = strategy.prepare(changed.lengths) if strategy else ()
             result = self.run(again)
             return replace(result, lost_lengths=lost + result.lost_lengths)
         batch, plan = done.batch, done.plan
-        outputs = done.outputs.rows.cpu().numpy()
-        finite = batch.in_callers_order(finite_sequences(batch, done.hidden, outputs))
-        found = log_probabilities(self.model, batch, done.hidden, requests)
+        finite, found, states = batch.in_callers_order(done.finite), None, None
+        if reads_hidden:
+            assert done.hidden is not None
+            found = log_probabilities(self.model, batch, done.hidden, requests)
+            states = token_states(self.model, batch, done.hidden, requests)
         if found is not None:
             finite &= [bool(np.isfinite(own).all()) for own in found]
         return PrefillResult(
-            outputs=batch.in_callers_order(outputs),
+            outputs=batch.in_callers_order(done.outputs),
             finite=finite,
             outcomes=tuple(batch.in_callers_order(plan.outcomes())),
             similarities=batch.in_callers_order(plan.similarities),
@@ -191,10 +213,13 @@ class Runner:
             forward_seconds=time.perf_counter() - started - done.search_seconds,
             attention_seconds=done.attention_seconds,
             corrupt_records=plan.corrupt_records,
-            lost_lengths=lost,
             log_probabilities=found,
-            token_states=token_states(self.model, batch, done.hidden, requests),
+            token_states=states,
         )
+
+    def _may_reuse(self, requests: Sequence[PrefillRequest]) -> np.ndarray:
+        """Return whether each request may take maps from records, bool [requests]."""
+        return np.array([request.takes_maps for request in requests])
 
     def _prompt_tokens(self, requests: Sequence[PrefillRequest]) -> list[int]:
         plans = (request.sequence_plan for request in requests)
@@ -206,9 +231,3 @@ class Runner:
         if not share:
             return pack(sequences, prompt_tokens)
         return pack_shared(sequences, prompt_tokens, [request.group for request in requests])
-
-    def _prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
-        if not self.strategy:
-            return ()
-        with self.deciding:
-            return self.strategy.prepare(lengths)

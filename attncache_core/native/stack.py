@@ -130,6 +130,8 @@ class CompiledStack:
         self._embedding = None if embedding is None else self._embedding_of(embedding)
         self._pooling = None if pooling is None else self._pooling_of(pooling)
         self._angles: list[AngleTables] = []
+        # heads_before of records -> the structures of the layers with these places of maps
+        self._described: dict[tuple[int, ...], ctypes.Array[_Layer]] = {}
         self.dtype = dtype if has_pairs(library) else torch.float32  # of Q, K, V and maps
         self._has_pairs_of = library.has_pairs_of
         terms = [term for half, _ in layers for term in (half.query_term, half.key_term) if term is not None]
@@ -200,11 +202,7 @@ class CompiledStack:
         if rows.trees is not None:
             self._set_trees(job, rows)
         if len(given.addresses):
-            assert rows.trees is None
-            described = self._described(given)
-            job.layers, job.hits = ctypes.addressof(described), len(given.addresses)
-            job.maps, job.map_type = address(given.addresses), NUMBER_TYPES[given.dtype]
-            job.packed, job.refitted = given.packed, given.refitted
+            self._set_records(job, rows, given)
         if slots is not None:
             self._set_slots(job, rows, slots)
         elif rows.trees is not None:
@@ -212,13 +210,17 @@ class CompiledStack:
             assert not rows.starts[rows.trees[:-1]].any()  # nothing is given in front of a root
         return hidden, self._run_job(job, rows)
 
-    def vectors(self, rows: StackRows, threads: int) -> tuple[Pooled, Counts]:
+    def vectors(
+        self, rows: StackRows, threads: int, given: GivenRecords = NO_RECORDS
+    ) -> tuple[Pooled, Counts]:
         """Run all layers from the token ids of sequences without trees, and pool.
 
-        Raises IndexError as `run` does.
+        given: see `run`. Raises IndexError as `run` does.
         """
         assert self._pooling is not None
         job = self._job_of(rows, range(len(self._starts) - 1), threads)
+        if len(given.addresses):
+            self._set_records(job, rows, given)
         shape = job.count, self._pooling.modes * self._width
         pooled = Pooled(np.empty(shape, np.float32), np.empty(job.count, np.bool_))
         pooling = PoolingFields.from_buffer_copy(self._pooling)
@@ -283,11 +285,20 @@ class CompiledStack:
         if slots.written is not None:
             job.written = address(slots.written)
 
-    def _described(self, given: GivenRecords) -> ctypes.Array[_Layer]:
-        """Return the structures of the layers, with the places of their maps in the given records."""
+    def _set_records(self, job: _Job, rows: StackRows, given: GivenRecords) -> None:
+        assert rows.trees is None
+        described = self._described.get(given.heads_before)
+        if described is None:
+            described = self._described.setdefault(given.heads_before, self._with_places(given.heads_before))
+        job.layers, job.hits = ctypes.addressof(described), len(given.addresses)
+        job.maps, job.map_type = address(given.addresses), NUMBER_TYPES[given.dtype]
+        job.packed, job.refitted = given.packed, given.refitted
+
+    def _with_places(self, heads_before: tuple[int, ...]) -> ctypes.Array[_Layer]:
+        """Return the structures of the layers, with the places of their maps in records."""
         layers = (_Layer * len(self._layers))()
         ctypes.memmove(layers, self._layers, ctypes.sizeof(self._layers))
-        for start, heads in zip(self._starts, given.heads_before, strict=False):
+        for start, heads in zip(self._starts, heads_before, strict=False):
             layers[start].maps_before = heads
         return layers
 

@@ -103,7 +103,7 @@ class GivenRecords:
     addresses: np.ndarray  # uint64 [hits], the address of each record
     dtype: torch.dtype = torch.float16  # of the maps
     packed: bool = False  # whether maps are lower triangles
-    heads_before: Sequence[int] = ()  # for each layer, the number of heads of earlier layers in a record
+    heads_before: tuple[int, ...] = ()  # for each layer, the number of heads of earlier layers in a record
     refitted: int = 0  # number of hits, from the first, whose rows take the refitted weights
 
 

@@ -49,6 +49,8 @@ _HITS = {
     RecordKind.PROTOTYPE: Outcome.PROTOTYPE_HIT,
     RecordKind.MEAN: Outcome.PROTOTYPE_HIT,
 }
+_NOT_SEARCHED, _MISS = map(_ALL.index, (Outcome.NOT_SEARCHED, Outcome.MISS))
+_HIT_CODES = np.array([_ALL.index(_HITS[kind]) for kind in RecordKind])  # by RecordKind
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,8 @@ class ReusePlan:
         # Outcomes are handled as codes, because NumPy turns members of a StrEnum into plain strings when they
         # are assigned to an array.
         compared = ~np.isnan(self.similarities)
-        if not compared.any() and not self.hits.any():
-            return outcomes_of(self.reasons)
-        codes = self.reasons.copy()
-        codes[compared & (codes == outcome_code(Outcome.NOT_SEARCHED))] = outcome_code(Outcome.MISS)
-        for kind, outcome in _HITS.items():
-            codes[self.hits & (self.kinds == kind)] = outcome_code(outcome)
-        return outcomes_of(codes)
+        codes = np.where(compared & (self.reasons == _NOT_SEARCHED), _MISS, self.reasons)
+        return outcomes_of(np.where(self.hits, _HIT_CODES[self.kinds], codes))
 
     def reordered(self, permutation: np.ndarray) -> Self:
         """Return the plan for the batch with its packed sequences permuted: sequence permutation[i] at i."""
@@ -112,20 +109,26 @@ def outcomes_of(codes: np.ndarray) -> np.ndarray:
 
 def no_reuse(sequences: int) -> ReusePlan:
     """Return a new plan that computes everything for this number of sequences."""
+    shared = shared_no_reuse(sequences)
     return ReusePlan(
-        np.full(sequences, -1),
-        np.full(sequences, RecordKind.STORED, dtype=np.int64),
-        np.full(sequences, np.nan, dtype=np.float32),
-        np.full(sequences, outcome_code(Outcome.NOT_SEARCHED)),
-        np.full(sequences, np.nan, dtype=np.float32),
+        shared.records.copy(),
+        shared.kinds.copy(),
+        shared.similarities.copy(),
+        shared.reasons.copy(),
+        shared.strangeness.copy(),
     )
 
 
 @lru_cache(maxsize=64)
 def shared_no_reuse(sequences: int) -> ReusePlan:
     """Return the plan of `no_reuse`, the same for all callers. Its arrays are read-only."""
-    plan = no_reuse(sequences)
-    for part in fields(plan):
-        if isinstance(rows := getattr(plan, part.name), np.ndarray):
-            rows.flags.writeable = False
-    return plan
+    arrays = (
+        np.full(sequences, -1),
+        np.full(sequences, RecordKind.STORED, dtype=np.int64),
+        np.full(sequences, np.nan, dtype=np.float32),
+        np.full(sequences, _NOT_SEARCHED),
+        np.full(sequences, np.nan, dtype=np.float32),
+    )
+    for rows in arrays:
+        rows.flags.writeable = False
+    return ReusePlan(*arrays)

@@ -1,6 +1,7 @@
 """The interface between the engine and a kind of reuse.
 
     prepare   before a batch: check which data may be reused
+    rule_out  from the lengths of the batch: say why nothing can be reused, if nothing can
     plan      from the tokens of the batch: decide what is reused
     refine    from the hidden states before a layer, if the plan does not cover this layer: decide more
     commit    after the batch: take note that it was computed
@@ -43,6 +44,16 @@ class ReuseStrategy(ABC):
         """
         del lengths
         return ()
+
+    def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
+        """Return why each sequence of a batch reuses nothing, if lengths alone decide that none does.
+
+        lengths: int64 [sequences], tokens of each sequence. allowed: see `plan`. Returns an outcome_code for
+        each sequence, int64 [sequences]; None if `plan` decides. A batch that is ruled out has no plan, so
+        `commit` is not called for it either.
+        """
+        del lengths, allowed
+        return None
 
     @abstractmethod
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> ReusePlan:

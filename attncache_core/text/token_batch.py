@@ -61,7 +61,9 @@ class TokenBatch:
     @cached_property
     def offsets(self) -> np.ndarray:
         """Index of the first token of each run, and their end, int64 [runs + 1]."""
-        return np.concatenate(([0], np.cumsum(self.lengths)))
+        offsets = np.zeros(len(self.lengths) + 1, dtype=np.int64)
+        np.cumsum(self.lengths, out=offsets[1:])
+        return offsets
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -74,7 +76,7 @@ class TokenBatch:
 
     @cached_property
     def _is_in_callers_order(self) -> bool:
-        return bool((self.order[1:] > self.order[:-1]).all())
+        return len(self.order) == 1 or bool((self.order[1:] > self.order[:-1]).all())
 
     @property
     def last_rows(self) -> np.ndarray:
@@ -158,11 +160,11 @@ def pack(sequences: Sequence[Sequence[int]], prompt_tokens: Sequence[int] | None
     """
     lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
     require_tokens(lengths)
-    order = np.argsort(lengths, kind="stable")
-    tokens = chain.from_iterable(sequences[index] for index in order.tolist())
-    ids = np.fromiter(tokens, dtype=np.int64, count=int(lengths.sum()))
+    order = lengths.argsort(kind="stable")
+    ordered = [sequences[index] for index in order.tolist()]
+    ids = np.fromiter(chain.from_iterable(ordered), dtype=np.int64, count=int(lengths.sum()))
     own = None if prompt_tokens is None else np.asarray(prompt_tokens, dtype=np.int64)[order]
-    types = packed_types([sequences[index] for index in order.tolist()])
+    types = packed_types(ordered)
     tensor = None if types is None else torch.from_numpy(types)
     return TokenBatch(torch.from_numpy(ids), lengths[order], order, own, types=tensor)
 

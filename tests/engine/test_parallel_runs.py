@@ -9,6 +9,7 @@ from core_decoders import write_llama
 from core_models import prefill
 
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine import forward
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.strategy import ReuseStrategy
@@ -100,6 +101,9 @@ class OneAtATime(ReuseStrategy):
     def prepare(self, lengths):
         return self._called(self.strategy.prepare, lengths)
 
+    def rule_out(self, lengths, allowed):
+        return self._called(self.strategy.rule_out, lengths, allowed)
+
     def plan(self, batch, allowed):
         return self._called(self.strategy.plan, batch, allowed)
 
@@ -119,13 +123,13 @@ def test_strategy_is_called_by_one_thread_at_a_time_and_layers_run_side_by_side(
     batches = batches_of(engine, [sentence.text for sentence in tiny_corpus][:60], 0)
     expected = [prefill(engine, batch) for batch in batches]
     meeting = threading.Barrier(THREADS)
-    outputs = engine.model.outputs
+    given_by = forward.given_by
 
     def together(*arguments):
         meeting.wait(timeout=30)  # every thread has a batch between its plan and its commit
-        return outputs(*arguments)
+        return given_by(*arguments)
 
-    monkeypatch.setattr(engine.model, "outputs", together)
+    monkeypatch.setattr(forward, "given_by", together)
     for found in run_at_once(engine, batches, 0):
         assert_same(found, expected)
 

@@ -6,6 +6,7 @@ those that Hugging Face computes for the donor.
 
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,10 +28,12 @@ from token_overlap import TokenOverlap
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.corpus import CorpusSentence
+from attncache_core.engine import forward, runner
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.plan import Outcome
+from attncache_core.text.prompts import SequencePlan
 from attncache_core.text.token_batch import pack
 
 MASKS = ["all", "layers:0", "layers:1-2", "layers:0,2", "1", "5", "11"]
@@ -200,6 +203,63 @@ def test_a_threshold_above_one_gives_no_search_and_the_full_models_output(
     result = run(engines(heads, threshold=1.001), sequences)
     assert result.outcomes == (Outcome.NOT_SEARCHED,) * len(sequences)
     np.testing.assert_allclose(result.outputs, tiny_reference.means(sequences), atol=FLOAT32)
+
+
+def by_one_call(engine, sequences, reuse=True):
+    """Run sequences by one call of the compiled stack; skip the test without the stack."""
+    if engine.model.compiled_outputs is None:
+        pytest.skip("no compiled stack on this processor")
+    with mock.patch.object(runner, "forward_pass", side_effect=AssertionError):
+        return run(engine, sequences, reuse)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.001])
+def test_batch_in_which_nothing_can_hit_is_one_compiled_call_like_a_batch_that_declines(
+    engines, recorded, threshold
+):
+    engine = engines("5", threshold)
+    unrecorded = random_sequences([30, 11, 4])
+    sequences = [*some_of_each(recorded, 1), *unrecorded] if threshold > 1 else unrecorded
+    result = by_one_call(engine, sequences)
+    assert result.outcomes == (Outcome.NOT_SEARCHED,) * len(sequences)
+    declined = by_one_call(engine, sequences, reuse=False)
+    np.testing.assert_array_equal(result.outputs, declined.outputs)
+    assert np.isnan(result.similarities).all()
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["few tokens", "no length pays"])
+def test_batch_in_which_reuse_does_not_pay_is_one_compiled_call(
+    tiny_checkpoint, tiny_database, recorded, few
+):
+    database = AttentionDatabase.open(tiny_database, threshold=0.0)
+    engine = PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+    search = replace(database.search, **({"least_tokens": 99} if few else {"paying": frozenset()}))
+    engine = with_strategy(engine, MapReuse(replace(database, search=search)))
+    sequences = [*some_of_each(recorded, 1), *random_sequences([30])]
+    result = by_one_call(engine, sequences)
+    assert result.outcomes == (*[Outcome.SKIPPED_BY_COST] * len(RECORDED), Outcome.NOT_SEARCHED)
+    assert set(run(engine, [*sequences, *sequences]).outcomes[: len(RECORDED)]) == {
+        Outcome.HIT if few else Outcome.SKIPPED_BY_COST
+    }
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.9, 1.0])
+@settings(max_examples=10)
+@given(lengths=st.lists(st.integers(4, 11), max_size=6), seed=st.integers(0, 99))
+def test_hits_and_misses_are_one_compiled_call_with_the_bits_of_the_layers(
+    engines, recorded, threshold, lengths, seed
+):
+    engine = engines("5", threshold)
+    if engine.model.compiled_outputs is None:
+        pytest.skip("no compiled stack on this processor")
+    sequences = [*random_sequences(lengths, seed), *recorded[5 + seed % 6][:2]]
+    with mock.patch.object(forward, "run_layers", side_effect=AssertionError):
+        result = run(engine, sequences)
+    reading = [SequencePlan(0, states=True)] * len(sequences)  # states are read behind the layers
+    by_layers = prefill(engine, sequences, plans=reading)
+    assert result.outcomes == by_layers.outcomes
+    np.testing.assert_array_equal(result.outputs, by_layers.outputs)
+    np.testing.assert_array_equal(result.similarities, by_layers.similarities)
 
 
 @settings(max_examples=20)

@@ -36,6 +36,12 @@ class TokenOverlap(ReuseStrategy):
     def prepare(self, lengths):
         return self.store.drop_lost(lengths)
 
+    def rule_out(self, lengths, allowed):
+        held = (
+            self.store.may_serve(length) and length in self.recorded for length in lengths[allowed].tolist()
+        )
+        return None if self.threshold <= 1 and any(held) else no_reuse(len(lengths)).reasons
+
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> ReusePlan:
         plan = replace(no_reuse(len(batch.lengths)), segments=self.store.segments)
         if self.threshold > 1:

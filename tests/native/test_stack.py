@@ -22,6 +22,7 @@ from made_stacks import (
     WIDTH,
     Form,
     all_batches,
+    given_records,
     given_to,
     made_ids,
     made_stack,
@@ -112,14 +113,16 @@ def test_layers_in_two_runs_are_the_layers_in_one(stack, lengths, threads):
     assert counts.map_rows == counts_of_first.map_rows + counts_of_rest.map_rows
 
 
+@pytest.mark.parametrize("hits", [0, 1])
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_vectors_are_those_of_the_last_layers_rows(stack, lengths, threads):
+def test_vectors_are_those_of_the_last_layers_rows(stack, lengths, threads, hits):
     ids = np.concatenate(sequences_of(lengths))
     offsets, skipped = np.concatenate(([0], np.cumsum(lengths))), np.minimum(3, np.array(lengths) - 1)
     rows = StackRows(offsets, ids=ids, types=ids % PLACES, skipped=skipped)
-    states = torch.cat(run(stack, sequences_of(lengths), threads)[0])
-    pooled, _ = stack.vectors(rows, threads)
+    records = given_to(lengths[:hits])
+    states = torch.cat(run(stack, sequences_of(lengths), threads, records)[0])
+    pooled, _ = stack.vectors(rows, threads, given_records(records))
     assert pooled.finite.all()
     np.testing.assert_array_equal(pooled.vectors, pool_states(states, offsets, ("mean", "max"), skipped))
 

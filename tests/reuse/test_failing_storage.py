@@ -450,7 +450,7 @@ def test_another_batch_that_notices_the_change_first_does_not_hide_it(
     if place == "before the search":
         monkeypatch.setattr(forward, "first_input", once(forward.first_input))
     else:
-        monkeypatch.setattr(forward, "run_layers", once(forward.run_layers))
+        monkeypatch.setattr(forward, "given_by", once(forward.given_by))
     result = prefill(engine, recorded)
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
     hits = [len(ids) for ids, outcome in zip(recorded, result.outcomes, strict=True) if outcome.is_hit]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.projector import FeatureProjector
-from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse, outcome_code
+from attncache_core.reuse.plan import ALL_LAYERS, Outcome, ReusePlan, no_reuse, outcome_code
 from attncache_core.text.token_batch import pack
 
 # Features are sums of a few hundred float32 products, and the order of summation depends on the batch.
@@ -231,3 +231,27 @@ def test_length_groups_in_which_reuse_does_not_pay_are_skipped(tiny_engine, open
     allowed[:] = False
     plan = planned(replace(search, paying=frozenset()), batch, hidden, allowed)
     assert (plan.outcomes() == Outcome.NOT_SEARCHED).all()
+
+
+@settings(max_examples=100)
+@given(
+    lengths=st.lists(st.integers(3, 12), min_size=1, max_size=4),
+    paying=st.none() | st.frozensets(st.integers(0, 1)),
+    least_tokens=st.integers(0, 30),
+    data=st.data(),
+)
+def test_lengths_rule_out_reuse_with_the_reasons_of_the_plan(opened, lengths, paying, least_tokens, data):
+    (group,) = opened.search.policy.groups
+    policy = replace(opened.search.policy, groups=(replace(group, longest=7), group))
+    if data.draw(st.booleans()):
+        policy = policy.switched_off()
+    search = replace(opened.search, policy=policy, paying=paying, least_tokens=least_tokens)
+    allowed = np.array(data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))))
+    batch = pack([[2] * length for length in lengths])
+    reasons, plan = search.rule_out(batch.lengths, allowed), search.plan(batch, allowed)
+    if reasons is None:
+        assert plan.until == 0
+    else:
+        assert plan.until == ALL_LAYERS
+        assert not plan.hits.any()
+        assert reasons.tolist() == plan.reasons.tolist()

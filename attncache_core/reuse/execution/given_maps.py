@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -90,14 +91,27 @@ class HitRecords(GivenMaps):
         self.count = sum(len(group.records) for group in groups)  # number of hits
         if not groups:
             return
-        hits = [len(group.records) for group in groups]
-        lengths = np.repeat(np.array([g.segment.length for g in groups], dtype=np.int64), hits)
         self._layout = groups[0].segment.layout
-        self._cells = self._layout.cells(lengths)
-        self._offsets = np.concatenate(([0], np.cumsum(lengths)))
         self._addresses = np.concatenate([g.segment.addresses(g.records) for g in groups])
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        hits = [len(group.records) for group in self._groups]
+        return np.repeat(np.array([g.segment.length for g in self._groups], dtype=np.int64), hits)
+
+    @cached_property
+    def _offsets(self) -> np.ndarray:
+        return np.concatenate(([0], np.cumsum(self._lengths)))
+
+    @cached_property
+    def _cells(self) -> np.ndarray:
+        cells: np.ndarray = self._layout.cells(self._lengths)
+        return cells
+
+    @cached_property
+    def _runs(self) -> np.ndarray:
         # Hits of one record are neighbours, and each run of such hits is one product.
-        self._runs = np.flatnonzero(np.diff(self._addresses, prepend=-1, append=-1))
+        return np.flatnonzero(np.diff(self._addresses, prepend=-1, append=-1))
 
     def records(self) -> GivenRecords | None:
         """See GivenMaps.records. Only records that the kernel reads can be used."""
@@ -110,7 +124,7 @@ class HitRecords(GivenMaps):
             self._addresses,
             layout.dtype,
             layout.form is MapForm.PACKED,
-            [layout.heads_before(layer) for layer in range(len(layout.stored_heads))],
+            layout.heads_before_layers,
             self.refitted,
         )
 

@@ -62,6 +62,10 @@ class MapReuse(ReuseStrategy):
         """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
         return self._search.store.drop_lost(lengths)
 
+    def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
+        """See ReuseStrategy.rule_out."""
+        return self._search.rule_out(lengths, allowed)
+
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> ReusePlan:
         """See ReuseStrategy.plan."""
         return self._search.plan(batch, allowed)

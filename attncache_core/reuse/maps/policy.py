@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -247,7 +248,7 @@ class ReusePolicy:
         if not longest or longest != sorted(set(longest)):
             raise ValueError("length groups must rise")
 
-    @property
+    @cached_property
     def _bounds(self) -> list[int]:
         return [group.longest for group in self.groups[:-1]]
 

@@ -3,7 +3,8 @@
 The maps of a synthetic record are the mean of the maps of many sentences, so the record fits diverse text
 better than the record of a single sentence. Each length has one mean of all its sentences, and may have a few
 prototypes, each the mean of a cluster of sentences. There are few synthetic records, so one index holds all
-lengths, and one matrix product compares a whole batch. build/recording.py makes the clusters and the means.
+lengths, and one matrix product compares a whole batch with the records of its lengths. build/recording.py
+makes the clusters and the means.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from attncache_core.errors import CorruptDatabase
+from attncache_core.reuse.maps.index import distances_between
 from attncache_core.reuse.storage.layout import RecordKind
 
 
@@ -61,13 +63,21 @@ class PrototypeIndex:
         Returns (records int64 [n], distances float32 [n]); -1 and infinity if the length has no such record.
         """
         part = self._parts[kind]
-        if not len(part.lengths):
+        first = end = 0
+        if len(lengths):
+            first, end = np.searchsorted(part.lengths, (lengths.min(), lengths.max() + 1)).tolist()
+        if first == end:
             return np.full(len(lengths), -1), np.full(len(lengths), np.inf, dtype=np.float32)
-        scores = torch.addmm(part.squares, torch.from_numpy(features), part.transposed, alpha=-2.0).numpy()
-        scores[lengths[:, None] != part.lengths] = np.inf
-        rows = scores.argmin(axis=1)
+        rows = np.full(len(lengths), first)
+        if end - first > 1:
+            own = slice(first, end)
+            scores = torch.addmm(
+                part.squares[own], torch.from_numpy(features), part.transposed[:, own], alpha=-2.0
+            ).numpy()
+            scores[lengths[:, None] != part.lengths[own]] = np.inf
+            rows += scores.argmin(axis=1)
         # The distance is computed again, because the scores depend on the batch by rounding.
-        distances = np.linalg.norm(features - part.features[rows], axis=1)
+        distances = distances_between(features, part.features[rows])
         known = part.lengths[rows] == lengths
         return np.where(known, part.records[rows], -1), np.where(known, distances, np.inf)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,16 +29,11 @@ from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.text.token_batch import Group, TokenBatch
 
 
-@dataclass(frozen=True)
-class NearestRecords:
+class NearestRecords(NamedTuple):
     """The nearest record of each kind, for the sequences of some groups, group after group."""
 
     records: dict[RecordKind, np.ndarray]  # int64 [sequences], -1: no record
     similarities: dict[RecordKind, np.ndarray]  # float32 [sequences], -inf: no record
-
-    def similarities_of(self, chosen: np.ndarray) -> dict[RecordKind, np.ndarray]:
-        """Return the similarities of the chosen sequences (indices, or bool [sequences])."""
-        return {kind: similarities[chosen] for kind, similarities in self.similarities.items()}
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,17 @@ class SearchEngine(ReuseStrategy):
         """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
         return self.store.drop_lost(lengths)
 
+    def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
+        """Return the reasons if the batch is too small or no length pays; see ReuseStrategy.rule_out."""
+        served = [length for length in set(lengths[allowed].tolist()) if self.can_serve(length)]
+        is_large = int(lengths.sum()) >= self.least_tokens
+        if is_large and any(map(self._pays, served)):
+            return None
+        reasons = no_reuse(len(lengths)).reasons
+        for length in served:
+            reasons[allowed & (lengths == length)] = outcome_code(Outcome.SKIPPED_BY_COST)
+        return reasons
+
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> SearchPlan:
         """Return the plan of a batch, as far as the tokens decide it; see ReuseStrategy.plan.
 
@@ -79,16 +87,15 @@ class SearchEngine(ReuseStrategy):
         served, familiar = self._servable(batch, nothing, allowed), np.ones(count, dtype=bool)
         if served:
             familiar = self._familiar(batch, nothing)
-        compared = tuple(
-            group
-            for group in served
-            if self._is_searched(group.length) and (allowed & familiar)[group.sequences].any()
-        )
-        corrupt = 0
+        may_be_compared, all_familiar, corrupt = allowed & familiar, familiar.all(), 0
+        compared = []
         for group in served:
-            if group not in compared:
+            if self._is_searched(group.length) and may_be_compared[group.sequences].any():
+                compared.append(group)
+            else:
                 corrupt += self._plan_unsearched(batch, group, allowed, familiar, nothing)
-            _set_reason(nothing, group, allowed & ~familiar, Outcome.UNFAMILIAR)
+            if not all_familiar:
+                _set_reason(nothing, group, allowed & ~familiar, Outcome.UNFAMILIAR)
         return SearchPlan(
             nothing.records,
             nothing.kinds,
@@ -100,7 +107,7 @@ class SearchEngine(ReuseStrategy):
             corrupt_records=corrupt,
             allowed=allowed,
             familiar=familiar,
-            compared=compared,
+            compared=tuple(compared),
         )
 
     def refine(self, plan: ReusePlan, batch: TokenBatch, hidden: torch.Tensor) -> SearchPlan:
@@ -110,12 +117,13 @@ class SearchEngine(ReuseStrategy):
         """
         assert isinstance(plan, SearchPlan)
         nearest = self.nearest(batch, hidden, plan.compared, plan.segments)
-        self._apply_policy(batch, plan.compared, nearest, plan)
-        for group in plan.compared:
+        self._apply_policy(plan.compared, nearest, plan)
+        # Sequences that are not compared have no similarity.
+        refused = ~plan.allowed | (~plan.familiar & (plan.similarities < 1))
+        for group in plan.compared if refused.any() else ():
             own = group.sequences
-            refused = ~plan.allowed[own] | (~plan.familiar[own] & (plan.similarities[own] < 1))
-            plan.records[own][refused] = -1
-            plan.similarities[own][refused] = np.nan
+            plan.records[own][refused[own]] = -1
+            plan.similarities[own][refused[own]] = np.nan
         corrupt = plan.corrupt_records + self._drop_corrupt(plan.compared, plan)
         return replace(plan, until=ALL_LAYERS, corrupt_records=corrupt)
 
@@ -219,7 +227,7 @@ class SearchEngine(ReuseStrategy):
         excluded = self.excluded.get(group.length, ())
         serves = not self._is_searched(group.length) and self.policy.group_of(group.length).mean_serves
         mean = self.prototypes.means[group.length] if serves else None
-        for row, ids in enumerate(batch.ids[group.tokens].view(group.count, group.length).cpu().numpy()):
+        for row, ids in enumerate(batch.ids.cpu().numpy()[group.tokens].reshape(-1, group.length)):
             sequence = group.first + row
             own = segment.record_of(ids) if allowed[sequence] else None
             common = mean if familiar[sequence] else None
@@ -234,22 +242,21 @@ class SearchEngine(ReuseStrategy):
                 corrupt += 1
         return corrupt
 
-    def _apply_policy(
-        self, batch: TokenBatch, groups: Sequence[Group], nearest: NearestRecords, plan: ReusePlan
-    ) -> None:
+    def _apply_policy(self, groups: Sequence[Group], nearest: NearestRecords, plan: ReusePlan) -> None:
         """Write to the plan which record serves each sequence, by the policy of its length group."""
-        sequences = np.concatenate([np.arange(g.first, g.first + g.count) for g in groups])
-        indices = self.policy.group_indices(batch.lengths[sequences])
-        for index in np.unique(indices).tolist():
-            rows = np.flatnonzero(indices == index)
-            similarities = nearest.similarities_of(rows)
-            kinds, served = self.policy.groups[index].choose(similarities)
-            plan.kinds[sequences[rows]] = kinds
-            for kind in similarities:
-                of_kind = kinds == kind
-                mine = sequences[rows[of_kind]]
-                plan.similarities[mine] = similarities[kind][of_kind]
-                plan.records[mine] = np.where(served[of_kind], nearest.records[kind][rows[of_kind]], -1)
+        # A kind's number is the number of its row.
+        records, similarities = (np.array([of[kind] for kind in RecordKind]) for of in nearest)
+        first = 0
+        for index, neighbours in groupby(groups, lambda group: self.policy.group_index(group.length)):
+            own = [np.arange(group.first, group.first + group.count) for group in neighbours]
+            sequences = own[0] if len(own) == 1 else np.concatenate(own)
+            rows = np.arange(first, first + len(sequences))
+            found = {kind: similarities[kind, rows] for kind in RecordKind}
+            kinds, served = self.policy.groups[index].choose(found)
+            plan.kinds[sequences] = kinds
+            plan.similarities[sequences] = similarities[kinds, rows]
+            plan.records[sequences] = np.where(served, records[kinds, rows], -1)
+            first += len(sequences)
 
     def _drop_corrupt(self, groups: Sequence[Group], plan: ReusePlan) -> int:
         """Remove damaged records from the plan. Returns the number of sequences that lost their record."""

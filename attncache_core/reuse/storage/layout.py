@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,12 @@ class RecordLayout:
 
     def heads_before(self, layer: int) -> int:
         """Return how many maps of a record precede the maps of a layer."""
-        return sum(self.stored_heads[:layer])
+        return self.heads_before_layers[layer]
+
+    @property
+    def heads_before_layers(self) -> tuple[int, ...]:
+        """For each layer, how many maps of a record precede the maps of the layer."""
+        return _sums_before(self.stored_heads)
 
 
 def segment_path(folder: Path, length: int) -> Path:
@@ -87,6 +93,11 @@ def triangle(length: int) -> torch.Tensor:
 def records_start(records: int) -> int:
     """Return the offset of the first record in a file with this many records, in bytes."""
     return PAGE_BYTES + _whole_pages(records * TABLE_ROW.itemsize)
+
+
+@cache
+def _sums_before(counts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(accumulate(counts[:-1], initial=0))
 
 
 def dtype_name(dtype: torch.dtype) -> bytes:

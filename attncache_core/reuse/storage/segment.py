@@ -165,7 +165,8 @@ class Segment:
 
         A record is read from the file and checked at its first use. Large records are read ahead.
         """
-        unchecked = np.unique(records[~self._checked[records]]).tolist()
+        found = records[~self._checked[records]]
+        unchecked = np.unique(found).tolist() if len(found) else ()
         for index, record in enumerate(unchecked):
             if index % _RECORDS_AHEAD == 0:
                 self._read_ahead(unchecked[index + 1 : index + 1 + _RECORDS_AHEAD])
