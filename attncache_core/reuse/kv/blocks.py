@@ -10,7 +10,7 @@ it computes, the salt, and the tokens that pooling leaves out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -55,13 +55,40 @@ def child(parent: bytes, tokens: bytes) -> BlockName:
     return BlockName(hashlib.sha256(parent + tokens).digest(), parent, tokens)
 
 
-def chain(root: bytes, tokens: bytes) -> list[BlockName]:
-    """Return the names of all blocks of a sequence. Only the last block may hold fewer than BLOCK_TOKENS."""
-    size, parent, names = BLOCK_TOKENS * TOKEN_BYTES, root, []
-    for first in range(0, len(tokens), size):
+class Chain(NamedTuple):
+    """A sequence as blocks. Only the last block may hold fewer than BLOCK_TOKENS."""
+
+    root: bytes  # see root_key
+    tokens: bytes  # see token_bytes
+    names: list[BlockName]  # of all blocks
+
+
+NO_CHAIN = Chain(b"", b"", [])
+
+
+def chain(root: bytes, tokens: bytes, like: Chain = NO_CHAIN) -> Chain:
+    """Return a sequence as blocks. The names of whole blocks that `like` has too are taken from it."""
+    size = BLOCK_TOKENS * TOKEN_BYTES
+    names: list[BlockName] = []
+    if like.root == root:
+        most = min(len(tokens), len(like.tokens)) // size
+        names = like.names[: common_front(most, lambda end: tokens.startswith(like.tokens[: end * size]))]
+    parent = names[-1].key if names else root
+    for first in range(len(names) * size, len(tokens), size):
         names.append(child(parent, tokens[first : first + size]))
         parent = names[-1].key
-    return names
+    return Chain(root, tokens, names)
+
+
+def common_front(most: int, begins_alike: Callable[[int], bool]) -> int:
+    """Return the largest number up to `most` that `begins_alike` is true for. It is true up to some number."""
+    if most and begins_alike(most):
+        return most
+    low, high = 0, most  # begins_alike(low) is true, and begins_alike(high) is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if begins_alike(middle) else (low, middle)
+    return low
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -143,9 +144,13 @@ class Continuation:
         again = np.ones(len(rows), dtype=bool)
         again[first] = False
         sources = of_blocks[first[np.searchsorted(distinct, rows[again])]]
-        for to, source, position in zip(of_blocks[again], sources, positions[again], strict=True):
-            at = int(position) % BLOCK_TOKENS
-            self._copies.append((self._new[source].block, self._new[to].block, slice(at, at + 1)))
+        slots = zip(of_blocks[again].tolist(), sources.tolist(), positions[again].tolist(), strict=True)
+        # Slots that follow each other, and so do their numbers, are one copy.
+        for (to, source, _), stretch in groupby(enumerate(slots), lambda each: (*each[1][:2], each[1][2] - each[0])):
+            positions_of = [position for _, (_, _, position) in stretch]
+            at = positions_of[0] % BLOCK_TOKENS
+            copied = slice(at, at + len(positions_of))
+            self._copies.append((self._new[source].block, self._new[to].block, copied))
         for block, of, start in self._new:
             known = int(self.given_tokens[of]) - start
             if known > 0:

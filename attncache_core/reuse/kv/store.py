@@ -108,11 +108,11 @@ class KeyValueStore:
                 asked,
                 generation=self._generation,
             )
-            for own, found in zip(sequences, known, strict=True):
+            for found in known:
                 self.memory.use(found.blocks)
-                self.memory.touch(own, found)
-            for index, own in enumerate(sequences):
-                self._reserve(reservation, index, own.names)
+            self.memory.touch(sequences, known)
+            for index, (own, found) in enumerate(zip(sequences, known, strict=True)):
+                self._reserve(reservation, index, own.names, found.tokens // BLOCK_TOKENS)
         transfers = self._loading_tier if load else None
         if transfers and reservation.new:
             try:
@@ -246,7 +246,7 @@ class KeyValueStore:
                 return
             reservation = Reservation([known.blocks], [known.tokens], generation=self._generation)
             self.memory.use(known.blocks)
-            self._reserve(reservation, 0, prefix_key.names[:found])
+            self._reserve(reservation, 0, prefix_key.names[:found], known.tokens // BLOCK_TOKENS)
         try:
             loading = self._open_saved(self.transfers, reservation, [prefix_key])
             if loading:
@@ -288,9 +288,14 @@ class KeyValueStore:
             if not awaited or not self._changed.wait(max(0.0, deadline - time.monotonic())):
                 return known
 
-    def _reserve(self, reservation: Reservation, sequence: int, names: Sequence[BlockName]) -> None:
-        """Reserve places for the blocks of a sequence that nobody has, computes or loads."""
-        for index, name in enumerate(names):
+    def _reserve(
+        self, reservation: Reservation, sequence: int, names: Sequence[BlockName], given: int
+    ) -> None:
+        """Reserve places for the blocks of a sequence that nobody has, computes or loads.
+
+        given: the first blocks, which are in memory.
+        """
+        for index, name in enumerate(names[given:], given):
             if name.key not in self.memory and name.key not in self._claimed:
                 block = self._claim(name)
                 if block is None:
