@@ -10,12 +10,11 @@ it computes, the salt, and the tokens that pooling leaves out.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
-
-import numpy as np
 
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 4  # a token id in `BlockName.tokens`: int32, little-endian
@@ -47,7 +46,7 @@ def root_key(fingerprint: bytes, salt: bytes, skipped: int = 0) -> bytes:
 
 def token_bytes(ids: Sequence[int]) -> bytes:
     """Return token ids as in BlockName.tokens."""
-    return np.asarray(ids, dtype="<i4").tobytes()
+    return array("i", ids).tobytes()
 
 
 def child(parent: bytes, tokens: bytes) -> BlockName:
@@ -99,12 +98,12 @@ class BlockLayout:
     slot_bytes: int  # K and V of a token in one layer
     width: int  # of the model's hidden states
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """Bytes of one layer's slots."""
         return BLOCK_TOKENS * self.slot_bytes
 
-    @property
+    @cached_property
     def state_first(self) -> int:
         """Where the pooled state begins, in bytes."""
         return self.layers * self.layer_bytes
@@ -114,12 +113,12 @@ class BlockLayout:
         """Bytes of each part that is loaded and saved at a time: the slots of each layer, and the state."""
         return (*[self.layer_bytes] * self.layers, STATE_ROWS * self.width * 4)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block, whole cache lines."""
         return -(-sum(self.part_bytes) // 64) * 64
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token in all layers."""
         return self.layers * self.slot_bytes

@@ -119,8 +119,10 @@ class MemoryTier:
         tokens = BLOCK_TOKENS * len(blocks)
         parent = blocks[-1].name.key if blocks else prefix_key.root
         lengths = {*self._short.get(parent, ())}
-        lengths.update(block.name.length for block in more.values() if block.name.parent == parent)
-        for length in sorted(lengths - {BLOCK_TOKENS}, reverse=True):
+        if more:
+            lengths.update(block.name.length for block in more.values() if block.name.parent == parent)
+            lengths.discard(BLOCK_TOKENS)
+        for length in sorted(lengths, reverse=True):
             short = prefix_key.short_block(parent, tokens, length)
             block = short and (self._blocks.get(short.key) or more.get(short.key))
             if block and block.name == short:
@@ -132,9 +134,14 @@ class MemoryTier:
         that it leaves first.
         """
         used: dict[bytes, None] = {}  # latest use first
+        last: PrefixKey | None = None
         for own, found in zip(reversed(prefix_keys), reversed(known), strict=True):
-            used.update(dict.fromkeys(name.key for name in own.names))
-            used.update(dict.fromkeys(block.name.key for block in found.blocks))
+            noted = last.common_blocks(own, len(own.names)) if last else 0
+            for name in own.names[noted:]:
+                used[name.key] = None
+            for block in found.blocks[-1:]:  # all others are among the names
+                used[block.name.key] = None
+            last = own
         for key in reversed(used):
             block = self._blocks.get(key)
             if block and not block.is_pinned:
