@@ -157,19 +157,18 @@ static void run_task(const attention *job, int run, int head) {
     head_of_floats(job, run, head);
 }
 
-// One head of the runs from .. to - 1 of a tree; see head_of_tree. With positions, the tree is one run; see
-// head_of_scattered.
-static void run_tree(const attention *job, const given_tokens *given, const int64_t *starts, int from, int to,
-                     int head) {
+// The heads of the runs from .. to - 1 of a tree, which all attend to the same keys and values; see heads_of_tree.
+// With positions, the tree is one run; see heads_of_scattered.
+static void run_tree(const attention *job, const given_tokens *given, const int64_t *starts, int from, int to) {
 #ifdef __AVX512BF16__
     if (multiplies_pairs(job)) {
-        if (job->positions) head_of_scattered_of_pairs(job, given, from, head);
-        else head_of_tree_of_pairs(job, given, starts, from, to, head);
+        if (job->positions) heads_of_scattered_of_pairs(job, given, from);
+        else heads_of_tree_of_pairs(job, given, starts, from, to);
         return;
     }
 #endif
-    if (job->positions) head_of_scattered_of_floats(job, given, from, head);
-    else head_of_tree_of_floats(job, given, starts, from, to, head);
+    if (job->positions) heads_of_scattered_of_floats(job, given, from);
+    else heads_of_tree_of_floats(job, given, starts, from, to);
 }
 
 static void work(void *data) {

@@ -353,36 +353,37 @@ static void NAME(lay_out_given)(const attention *job, NAME(task) *task, const gi
     }
 }
 
-// One head of the runs from .. to - 1, in which every run continues its parent or is a root. The order is
+// The heads of the runs from .. to - 1, in which every run continues its parent or is a root. The order is
 // depth first, so when a run is reached, the layouts hold its ancestors in front of it: their tokens keep their
 // places, and a run takes the places of the last run that began at its position. given: the tokens in front of
-// the root, or null.
-static void NAME(head_of_tree)(const attention *job, const given_tokens *given, const int64_t *starts, int from,
-                               int to, int head) {
+// the roots, or null.
+static void NAME(heads_of_tree)(const attention *job, const given_tokens *given, const int64_t *starts, int from,
+                                int to) {
     int64_t most = 0;
     for (int run = from; run < to; run++) {
         const int64_t end = starts[run] + job->offsets[run + 1] - job->offsets[run];
         if (end > most) most = end;
     }
-    NAME(task) task = NAME(task_for)(job, head, (int)most + LANES, 1);
+    NAME(task) task = NAME(task_for)(job, 0, (int)most + LANES, 1);
     if (given) NAME(lay_out_given)(job, &task, given);
     for (int run = from; run < to; run++) {
         const int start = (int)starts[run], count = (int)(job->offsets[run + 1] - job->offsets[run]);
         NAME(lay_out)(job, &task, 0, start, count, job->offsets[run]);
         task.length = start + count;
         task.first_token = job->offsets[run] - start;
-        NAME(context_of)(job, &task, start, task.length);
+        for (task.head = 0; task.head < job->heads; task.head++) NAME(context_of)(job, &task, start, task.length);
     }
 }
 
-// One head of a run whose rows attend to the given tokens up to their own position. The keys and values of the
+// The heads of a run whose rows attend to the given tokens up to their own position. The keys and values of the
 // rows themselves are among the given ones.
-static void NAME(head_of_scattered)(const attention *job, const given_tokens *given, int run, int head) {
-    NAME(task) task = NAME(task_for)(job, head, given->tokens + LANES, 1);
+static void NAME(heads_of_scattered)(const attention *job, const given_tokens *given, int run) {
+    NAME(task) task = NAME(task_for)(job, 0, given->tokens + LANES, 1);
     NAME(lay_out_given)(job, &task, given);
     task.length = given->tokens;
     task.first_token = job->offsets[run];
-    NAME(context_of)(job, &task, 0, (int)(job->offsets[run + 1] - job->offsets[run]));
+    const int rows = (int)(job->offsets[run + 1] - job->offsets[run]);
+    for (task.head = 0; task.head < job->heads; task.head++) NAME(context_of)(job, &task, 0, rows);
 }
 
 #undef NAME

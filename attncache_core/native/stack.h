@@ -76,7 +76,7 @@ typedef struct {
     // heads.
     int32_t block_tokens;         // tokens of a block
     const char *const *given;     // [blocks] first slot of each block in layer 0; or null
-    const int64_t *given_blocks;  // [trees + 1] first block of each tree
+    const int64_t *given_blocks;  // [trees + 1] first block of each tree; without their end in join_trees
     char *const *kept;            // [rows] slot of each row in layer 0, null for a row that is not kept; or null
     int64_t slot_bytes, layer_bytes;  // from a slot to that of the next token, and of the next layer
     atomic_int *ready;            // the number of layers whose given slots are filled; or null: all
@@ -223,8 +223,28 @@ INLINE distance_term term_of_head(distance_term term, int head) {
     return term;
 }
 
-// Compute the context of one head of one tree of a block.
-static void attend_head(const block *b, const stack_layer *layer, int number, int head) {
+// How many neighbouring heads a unit computes together: those of one key and value head, whose layouts are made
+// once. Fewer if that would leave threads without a unit; always a divisor of the number of heads.
+static int heads_together(const stack_job *job, const stack_layer *layer, int threads) {
+    if (!job->trees || layer->reused || !layer->heads) return 1;
+    int count = 1;
+    while (count < layer->heads && layer->key_heads[count] == layer->key_heads[0]) count++;
+    for (int head = 0; head < layer->heads; head++) {
+        const int first = head / count * count;
+        if (layer->heads % count || layer->key_heads[head] != layer->key_heads[first] ||
+            layer->value_heads[head] != layer->value_heads[first])
+            return 1;
+    }
+    while (threads > 1 && count > 1 && job->count * (layer->heads / count) < 2 * threads) {
+        int divisor = 2;
+        while (count % divisor) divisor++;
+        count /= divisor;
+    }
+    return count;
+}
+
+// Compute the context of `heads` heads of one tree of a block, from `head` on.
+static void attend_heads(const block *b, const stack_layer *layer, int number, int head, int heads) {
     stack_job *job = b->job;
     const int tree = b->first + number;
     const size_t bytes = number_bytes((number_type)job->type);
@@ -239,24 +259,24 @@ static void attend_head(const block *b, const stack_layer *layer, int number, in
     // Where row 0 of the task is: the first row of the sequence, or for trees the first row of the job.
     const int64_t at = job->trees ? -b->first_row : first_row(job, tree) - b->first_row;
     attention task = {
-        .query = {query + (at * row + own * layer->width) * (int64_t)bytes, row, 0},
+        .query = {query + (at * row + own * layer->width) * (int64_t)bytes, row, layer->width},
         .key = {key + (at * row + layer->key_heads[head] * layer->width) * (int64_t)bytes, row, 0},
         .value = {b->always + (at * b->always_row + layer->value_heads[head] * layer->value_width) * (int64_t)bytes,
                   b->always_row, 0},
         .context = {b->context + (at * b->context_row + head * layer->value_width) * (int64_t)bytes,
-                    b->context_row, 0},
-        .offsets = job->trees ? job->offsets : offsets, .runs = runs, .run_count = 1, .heads = 1,
+                    b->context_row, layer->value_width},
+        .offsets = job->trees ? job->offsets : offsets, .runs = runs, .run_count = 1, .heads = heads,
         .positions = job->scattered ? job->positions : 0,
         .key_width = layer->width, .width = layer->value_width, .type = job->type, .map_type = job->map_type,
         .before = layer->reach_before, .after = layer->reach_after, .packed = job->packed, .scale = layer->scale,
         .bias = layer->bias ? layer->bias + (size_t)head * (2 * layer->bias_positions - 1) : 0,
         .bias_positions = layer->bias_positions,
         .query_term = term_of_head(layer->query_term, head), .key_term = term_of_head(layer->key_term, head)};
-    if (!is_given) atomic_fetch_add(&job->map_rows, length);
+    if (!is_given) atomic_fetch_add(&job->map_rows, length * heads);
     if (job->trees) {
         const int first = (int)job->trees[tree];
         const given_tokens given = given_to(job, layer, tree, head, (int)job->starts[first]);
-        run_tree(&task, given.tokens ? &given : 0, job->starts, first, (int)job->trees[tree + 1], 0);
+        run_tree(&task, given.tokens ? &given : 0, job->starts, first, (int)job->trees[tree + 1]);
         return;
     }
     const char *map = 0;
@@ -390,6 +410,27 @@ static token_error place_tokens(stack_job *job, int64_t *positions, int64_t *pla
     return DONE;
 }
 
+// Join neighbouring trees behind the same given tokens, if these are more than the rows of the second tree: the
+// given tokens are laid out once for each tree. trees: memory for two numbers per tree.
+static void join_trees(stack_job *job, int64_t *trees) {
+    int64_t *blocks = trees + job->count + 1;
+    int count = 0;
+    for (int t = 0; t < job->count; t++) {
+        const int64_t first = job->given_blocks[t], given = job->given_blocks[t + 1] - first;
+        const int64_t before = t ? job->given_blocks[t] - job->given_blocks[t - 1] : 0;
+        const int is_same = t && given == before && !job->scattered &&
+            job->starts[job->trees[t]] == job->starts[job->trees[t - 1]] &&
+            !memcmp(job->given + first, job->given + first - given, (size_t)given * sizeof *job->given);
+        if (is_same && job->starts[job->trees[t]] > first_row(job, t + 1) - first_row(job, t)) continue;
+        trees[count] = job->trees[t];
+        blocks[count++] = first;
+    }
+    trees[count] = job->trees[job->count];
+    job->trees = trees;
+    job->given_blocks = blocks;
+    job->count = count;
+}
+
 // Write the embedding of rows first .. first + rows - 1 of the job to `to`.
 static void embed_rows(const stack_job *job, int64_t first, int rows, float *to) {
     const embedding *by = job->embedding;
@@ -491,8 +532,10 @@ static void run_block(block *b, char *space) {
                 const int first = (int)((int64_t)b->rows * p / parts);
                 project_rows(b, layer, first, (int)((int64_t)b->rows * (p + 1) / parts) - first, space);
             }
+            const int together = heads_together(job, layer, 1);
             for (int tree = 0; tree < b->trees && !job->only_slots; tree++)
-                for (int head = 0; head < layer->heads; head++) attend_head(b, layer, tree, head);
+                for (int head = 0; head < layer->heads; head += together)
+                    attend_heads(b, layer, tree, head, together);
         }
         atomic_fetch_add(&job->attention_nanoseconds, nanoseconds() - started);
         for (int p = 0; p < parts && !job->only_slots; p++) {

@@ -5,7 +5,7 @@
 typedef struct {
     block whole;                  // all trees, or for `blocks` only the widths
     const int32_t *starts;        // [blocks + 1] first tree of each block
-    int32_t parts;                // of the rows, or of the columns
+    int32_t parts, threads;       // of the rows
 } stack_run;
 
 static void run_one_block(void *data, int phase_number, int unit) {
@@ -30,7 +30,8 @@ static void run_some_rows(void *data, int phase_number, int unit) {
     const int part = phase_number % 3;
     const int64_t started = nanoseconds();
     if (part == 1) {
-        attend_head(b, layer, unit / layer->heads, unit % layer->heads);
+        const int together = heads_together(job, layer, run->threads), units = layer->heads / together;
+        attend_heads(b, layer, unit / units, unit % units * together, together);
     } else {
         const int first = (int)((int64_t)b->rows * unit / run->parts);
         const int rows = (int)((int64_t)b->rows * (unit + 1) / run->parts) - first;
@@ -150,7 +151,8 @@ static void run_some_columns(void *data, int phase_number, int unit) {
         const int first = rows * unit / run->parts;
         place_rows(&b, layer, first, rows * (unit + 1) / run->parts - first);
     } else if (part == 2) {
-        attend_head(&b, layer, unit / layer->heads, unit % layer->heads);
+        const int together = heads_together(job, layer, run->parts), units = layer->heads / together;
+        attend_heads(&b, layer, unit / units, unit % units * together, together);
     } else if (part == 3) {
         const float *x = states_kept(run, number, 0);
         multiply_last(&b, &layer->output, &layer->refitted_output, b.context, type, b.context_row, unit, run->parts,
@@ -252,7 +254,7 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
         const stack_layer *layer = job->layers + job->first + n;
         for (int p = 0; p < 6; p++) units[6 * n + p] = parts;
         if (!has_places(job, layer)) units[6 * n + 1] = 0;
-        units[6 * n + 2] = job->count * layer->heads;
+        units[6 * n + 2] = job->count * (layer->heads / heads_together(job, layer, threads));
     }
     int total = 0;
     for (int p = 0; p < phases; p++) {
@@ -279,13 +281,13 @@ static void run_by_rows(stack_job *job, const block *widths, int rows, int threa
     const size_t projections = block_space(widths, rows);
     slot *own = take_slot(projections + (size_t)layers * 12 + 64);
     if (!own) abort();
-    stack_run run = {.whole = *widths, .parts = turns * threads};
+    stack_run run = {.whole = *widths, .parts = turns * threads, .threads = threads};
     place_block(&run.whole, 0, job->count, own->memory.data);
     int32_t *units = (int32_t *)(own->memory.data + projections);
     for (int n = 0; n < layers; n++) {
         const stack_layer *layer = job->layers + job->first + n;
         units[3 * n] = layer->heads ? run.parts : 0;
-        units[3 * n + 1] = job->only_slots ? 0 : job->count * layer->heads;
+        units[3 * n + 1] = job->only_slots ? 0 : job->count * (layer->heads / heads_together(job, layer, threads));
         units[3 * n + 2] = job->only_slots ? 0 : run.parts;
     }
     run_team(own, run_some_rows, &run, units, 3 * layers, threads, 0);
@@ -332,10 +334,12 @@ static void run_layers(stack_job *job) {
 int32_t run_stack(stack_job *job) {
     static _Thread_local growing memory;
     const size_t rows = (size_t)first_row(job, job->count), states = whole_lines(rows * (size_t)job->width * 4);
-    char *space = grown(&memory, states + 2 * whole_lines(rows * 8));
+    const size_t trees = job->given ? whole_lines((size_t)(2 * job->count + 2) * 8) : 0;
+    char *space = grown(&memory, states + 2 * whole_lines(rows * 8) + trees);
     if (!job->hidden) job->hidden = (float *)space;
     const token_error error = place_tokens(job, (int64_t *)(space + states), (int64_t *)(space + states + whole_lines(rows * 8)));
     if (error) return error;
+    if (job->given) join_trees(job, (int64_t *)(space + states + 2 * whole_lines(rows * 8)));
     if (job->first < job->last) run_layers(job);
     else if (job->embedding) embed_rows(job, 0, (int)rows, job->hidden);
     return DONE;

@@ -218,7 +218,8 @@ def shared_prefixes(
     A sequence that begins another sequence, or equals it, is a path of the tree without rows of its own.
     groups: sequences share prefixes only inside a group; None: all are one group.
     """
-    found = _forest(sequences, _numbered(groups or [None] * len(sequences)))
+    none = np.zeros(len(sequences), dtype=np.int64)
+    found = _forest(sequences, _numbered(groups or [None] * len(sequences)), none)
     return found if len(found.tree.trees) <= len(sequences) else None
 
 
@@ -230,7 +231,7 @@ def continued_prefixes(
     sequences: the other tokens of each sequence, at least one. groups: sequences share prefixes only inside a
     group, and all sequences of a group have the same given tokens.
     """
-    found = _forest(sequences, _numbered(groups))
+    found = _forest(sequences, _numbered(groups), np.asarray(given, dtype=np.int64))
     tree = found.tree
     starts = np.zeros(len(tree.parents), dtype=np.int64)
     starts[tree.ends] = np.asarray(given, dtype=np.int64)[found.order]
@@ -246,8 +247,11 @@ def _numbered(groups: Sequence[Hashable]) -> np.ndarray:
     return np.array([numbers.setdefault(group, len(numbers)) for group in groups], dtype=np.int64)
 
 
-def _forest(sequences: Sequence[Sequence[int]], groups: np.ndarray) -> SharedPrefixes:
-    """Return the tree of sequences, which share prefixes where it pays, inside their groups (int64 [n])."""
+def _forest(sequences: Sequence[Sequence[int]], groups: np.ndarray, given: np.ndarray) -> SharedPrefixes:
+    """Return the tree of sequences, which share prefixes where it pays, inside their groups (int64 [n]).
+
+    given: the tokens in front of each sequence that are no rows, int64 [n]; equal inside a group.
+    """
     lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
     flat = np.fromiter(chain.from_iterable(sequences), dtype=np.int64, count=int(lengths.sum()))
     firsts = np.cumsum(lengths) - lengths
@@ -255,7 +259,7 @@ def _forest(sequences: Sequence[Sequence[int]], groups: np.ndarray) -> SharedPre
     lengths, firsts, groups = lengths[order], firsts[order], groups[order]
     common = _common_with_previous(flat, firsts, lengths)
     common[1:][groups[1:] != groups[:-1]] = 0
-    shared = _worthwhile(common, lengths)
+    shared = _worthwhile(common, lengths, given[order])
     added = lengths - shared
     sources = np.repeat(firsts + shared, added) + _counted(added)
     return SharedPrefixes(flat[sources], order, _tree(shared, added))
@@ -303,10 +307,11 @@ def _counted(counts: np.ndarray) -> np.ndarray:
     return counted
 
 
-def _worthwhile(shared: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _worthwhile(shared: np.ndarray, lengths: np.ndarray, given: np.ndarray) -> np.ndarray:
     """Return `shared` with 0 where two trees are better than one; see _MIN_SAVING.
 
-    shared: tokens that each sorted sequence shares with the previous sequence, int64 [sequences].
+    shared: tokens that each sorted sequence shares with the previous sequence. given: tokens in front of it.
+    A tree saves these too, because they are laid out once per tree. All int64 [sequences].
     """
     kept = shared.copy()
     ends = np.concatenate(([0], np.cumsum(lengths - shared)))
@@ -319,7 +324,8 @@ def _worthwhile(shared: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         root = int(inner.min())
         joints = first + 1 + np.flatnonzero(inner == root)
         distinct = int(ends[end] - ends[first] + shared[first])
-        if root * len(joints) * _MIN_SAVING < distinct or not root:
+        saved = (root + int(given[first])) * len(joints)
+        if saved * _MIN_SAVING < distinct or not root:
             kept[joints] = 0
             pending += pairwise([first, *joints.tolist(), end])
     return kept

@@ -106,6 +106,24 @@ def test_rows_behind_given_tokens_are_those_of_the_whole_sequence(stack, cases, 
     assert fewer.map_rows * tokens == counts.map_rows * computed
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 40])
+def test_neighbours_behind_the_same_given_tokens_are_rows_of_their_whole_sequences(stack, threads, count):
+    """They are computed as one tree, in front of which the given tokens are laid out once."""
+    front = made_ids(33, 1)
+    sequences = [np.concatenate([front, made_ids(3 + number % 20, number)]) for number in range(count)]
+    shared = Blocks(stack, 60, 16)
+    run(stack, [front], [shared], [0], threads, keep=[0])
+    other = Blocks(stack, 90, 16)  # in the middle, so that not all trees become one
+    sequences.insert(1, made_ids(90, 3))
+    run(stack, sequences[1:2], [other], [0], threads, keep=[0])
+    blocks = [other if number == 1 else shared for number in range(len(sequences))]
+    found, _ = run(stack, sequences, blocks, [len(front)] * len(sequences), threads)
+    for ids, rows in zip(sequences, found, strict=True):
+        whole, _ = run(stack, [ids], [Blocks(stack, len(ids), 16)], [0], threads)
+        assert torch.equal(rows, whole[0][len(front) :])
+
+
 def test_only_chosen_sequences_are_kept_and_what_is_kept_can_be_extended(stack):
     sequences = [made_ids(40, 1), made_ids(50, 2)]
     blocks = [Blocks(stack, len(ids), 16) for ids in sequences]

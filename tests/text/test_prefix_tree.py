@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attncache_core.runtime.devices import CPU
 from attncache_core.text import prefix_tree
-from attncache_core.text.prefix_tree import added_tokens
+from attncache_core.text.prefix_tree import added_tokens, continued_prefixes
 from attncache_core.text.token_batch import pack_shared
 
 # Few token ids, so that most sequences begin like others, equal others or begin others.
@@ -118,6 +118,12 @@ def test_trees_are_apart_if_a_common_beginning_saves_little():
 
 def test_sequences_that_share_next_to_nothing_are_packed_without_a_tree():
     assert pack_shared([[0, own, *range(2, 40)] for own in (41, 42, 43)]).tree is None
+
+
+def test_sequences_behind_many_given_tokens_share_a_beginning_that_alone_would_save_little():
+    rest = [[0, own, *range(2, 40)] for own in (41, 42, 43)]
+    assert len(continued_prefixes(rest, ["one"] * 3, [320] * 3).ids) == 1 + 3 * 39
+    assert len(continued_prefixes(rest, ["one"] * 3, [2] * 3).ids) == 3 * 40
 
 
 def test_prompt_tokens_follow_their_sequences():

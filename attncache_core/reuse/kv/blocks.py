@@ -10,12 +10,11 @@ it computes, the salt, and the tokens that pooling leaves out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
-
-import numpy as np
 
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 4  # a token id in `BlockName.tokens`: int32, little-endian
@@ -47,7 +46,7 @@ def root_key(fingerprint: bytes, salt: bytes, skipped: int = 0) -> bytes:
 
 def token_bytes(ids: Sequence[int]) -> bytes:
     """Return token ids as in BlockName.tokens."""
-    return np.asarray(ids, dtype="<i4").tobytes()
+    return array("i", ids).tobytes()
 
 
 def child(parent: bytes, tokens: bytes) -> BlockName:
@@ -55,13 +54,40 @@ def child(parent: bytes, tokens: bytes) -> BlockName:
     return BlockName(hashlib.sha256(parent + tokens).digest(), parent, tokens)
 
 
-def chain(root: bytes, tokens: bytes) -> list[BlockName]:
-    """Return the names of all blocks of a sequence. Only the last block may hold fewer than BLOCK_TOKENS."""
-    size, parent, names = BLOCK_TOKENS * TOKEN_BYTES, root, []
-    for first in range(0, len(tokens), size):
+class Chain(NamedTuple):
+    """A sequence as blocks. Only the last block may hold fewer than BLOCK_TOKENS."""
+
+    root: bytes  # see root_key
+    tokens: bytes  # see token_bytes
+    names: list[BlockName]  # of all blocks
+
+
+NO_CHAIN = Chain(b"", b"", [])
+
+
+def chain(root: bytes, tokens: bytes, like: Chain = NO_CHAIN) -> Chain:
+    """Return a sequence as blocks. The names of whole blocks that `like` has too are taken from it."""
+    size = BLOCK_TOKENS * TOKEN_BYTES
+    names: list[BlockName] = []
+    if like.root == root:
+        most = min(len(tokens), len(like.tokens)) // size
+        names = like.names[: common_front(most, lambda end: tokens.startswith(like.tokens[: end * size]))]
+    parent = names[-1].key if names else root
+    for first in range(len(names) * size, len(tokens), size):
         names.append(child(parent, tokens[first : first + size]))
         parent = names[-1].key
-    return names
+    return Chain(root, tokens, names)
+
+
+def common_front(most: int, begins_alike: Callable[[int], bool]) -> int:
+    """Return the largest number up to `most` that `begins_alike` is true for. It is true up to some number."""
+    if most and begins_alike(most):
+        return most
+    low, high = 0, most  # begins_alike(low) is true, and begins_alike(high) is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if begins_alike(middle) else (low, middle)
+    return low
 
 
 @dataclass(frozen=True)
@@ -72,12 +98,12 @@ class BlockLayout:
     slot_bytes: int  # K and V of a token in one layer
     width: int  # of the model's hidden states
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """Bytes of one layer's slots."""
         return BLOCK_TOKENS * self.slot_bytes
 
-    @property
+    @cached_property
     def state_first(self) -> int:
         """Where the pooled state begins, in bytes."""
         return self.layers * self.layer_bytes
@@ -87,12 +113,12 @@ class BlockLayout:
         """Bytes of each part that is loaded and saved at a time: the slots of each layer, and the state."""
         return (*[self.layer_bytes] * self.layers, STATE_ROWS * self.width * 4)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block, whole cache lines."""
         return -(-sum(self.part_bytes) // 64) * 64
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token in all layers."""
         return self.layers * self.slot_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -93,11 +94,10 @@ class Continuation:
         """Return where the given keys and values are, and where those of the rows are to be written."""
         pool, layout = self._store.memory.pool, self._store.layout
         given = [self._given[index] for index in self._of_trees]
-        addresses = [pool.address(block.place) for own in given for block in own]
         return KeyValueSlots(
             BLOCK_TOKENS,
             layout.layer_bytes,
-            np.array(addresses, dtype=np.uint64),
+            pool.addresses([block.place for own in given for block in own]),
             np.concatenate(([0], np.cumsum([len(own) for own in given]))),
             self._kept(),
             self._reservation.loading.ready if self._reservation.loading else None,
@@ -120,7 +120,7 @@ class Continuation:
         positions = np.arange(len(of_blocks)) + np.repeat(firsts - (np.cumsum(counts) - counts), counts)
         rows = self._rows(np.array([new.sequence for new in self._new])[of_blocks], positions)
         kept = np.zeros(int(self._tree.offsets[-1]), dtype=np.uint64)
-        places = np.array([pool.address(new.block.place) for new in self._new], dtype=np.uint64)
+        places = pool.addresses([new.block.place for new in self._new])
         addresses = places[of_blocks] + (positions % BLOCK_TOKENS * size).astype(np.uint64)
         distinct, first = np.unique(rows, return_index=True)
         kept[distinct] = addresses[first]
@@ -143,9 +143,15 @@ class Continuation:
         again = np.ones(len(rows), dtype=bool)
         again[first] = False
         sources = of_blocks[first[np.searchsorted(distinct, rows[again])]]
-        for to, source, position in zip(of_blocks[again], sources, positions[again], strict=True):
-            at = int(position) % BLOCK_TOKENS
-            self._copies.append((self._new[source].block, self._new[to].block, slice(at, at + 1)))
+        slots = zip(of_blocks[again].tolist(), sources.tolist(), positions[again].tolist(), strict=True)
+        # Slots that follow each other, and so do their numbers, are one copy.
+        for (to, source, _), stretch in groupby(
+            enumerate(slots), lambda each: (*each[1][:2], each[1][2] - each[0])
+        ):
+            positions_of = [position for _, (_, _, position) in stretch]
+            at = positions_of[0] % BLOCK_TOKENS
+            copied = slice(at, at + len(positions_of))
+            self._copies.append((self._new[source].block, self._new[to].block, copied))
         for block, of, start in self._new:
             known = int(self.given_tokens[of]) - start
             if known > 0:

@@ -6,13 +6,17 @@ a sequence, and what is read from it -> PrefixKey: its blocks behind a root, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 
 from attncache_core.checkpoints.checkpoint import Pooling
-from attncache_core.reuse.kv.blocks import root_key
+from attncache_core.reuse.kv.blocks import NO_CHAIN, root_key
 from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.store import KeyValueStore
 from attncache_core.reuse.kv.truncation import store_truncated, truncated_salt
 from attncache_core.text.prompts import SequencePlan
+
+# So many roots are remembered: of the last salts and prompts.
+_ROOTS = 256
 
 
 class KeyValueReuse:
@@ -28,10 +32,11 @@ class KeyValueReuse:
         """
         self.store = store
         self.approximation: str | None = None  # why given keys and values may not be exact
-        self._fingerprint = fingerprint
         self._reads_last = set(pooling.modes) == {"lasttoken"}
         self._skips = not pooling.include_prompt and not self._reads_last
         self._prompt_tokens = prompt_tokens
+        self._root_key = lru_cache(_ROOTS)(partial(root_key, fingerprint))
+        self._last = NO_CHAIN  # the sequence that was named last; the next one often begins alike
 
     def prefix_key(
         self, ids: Sequence[int], plan: SequencePlan | None, salt: bytes, *, passing: int = 0
@@ -43,9 +48,13 @@ class KeyValueReuse:
         """
         back = max((target.back for target in plan.targets), default=-1) if plan else -1
         passing += len(plan.continuation) if plan else 0
-        root = root_key(self._fingerprint, salt, self.skipped(plan))
         # The hidden states at the targets are read, so these tokens must be computed.
-        return PrefixKey.of(root, ids[: len(ids) - passing], len(ids) - 1 - back)
+        return self._named(salt, self.skipped(plan), ids[: len(ids) - passing], len(ids) - 1 - back)
+
+    def _named(self, salt: bytes, skipped: int, ids: Sequence[int], max_given: int) -> PrefixKey:
+        named = PrefixKey.of(self._root_key(salt, skipped), ids, max_given, self._last)
+        self._last = named.chain
+        return named
 
     @property
     def reads_last(self) -> bool:
@@ -54,7 +63,7 @@ class KeyValueReuse:
 
     def whole(self, ids: Sequence[int], salt: bytes) -> PrefixKey:
         """Return how token ids are looked up that may all be given. Only if outputs read the last token."""
-        return PrefixKey.of(root_key(self._fingerprint, salt), ids, len(ids))
+        return self._named(salt, 0, ids, len(ids))
 
     def skipped(self, plan: SequencePlan | None) -> int:
         """Return the tokens at the front of a sequence that pooling leaves out."""

@@ -13,10 +13,13 @@ from typing import NamedTuple
 from attncache_core.reuse.kv.blocks import (
     BLOCK_TOKENS,
     TOKEN_BYTES,
+    NO_CHAIN,
     BlockLayout,
     BlockName,
+    Chain,
     chain,
     child,
+    common_front,
     token_bytes,
 )
 from attncache_core.reuse.kv.eviction import EvictionPolicy
@@ -32,10 +35,20 @@ class PrefixKey(NamedTuple):
     names: list[BlockName]  # of all blocks of `tokens`
 
     @classmethod
-    def of(cls, root: bytes, ids: Sequence[int], max_given: int) -> PrefixKey:
-        """Return how a sequence of token ids is looked up behind a root."""
-        tokens = token_bytes(ids)
-        return cls(root, tokens, min(max_given, len(ids)), chain(root, tokens))
+    def of(cls, root: bytes, ids: Sequence[int], max_given: int, like: Chain = NO_CHAIN) -> PrefixKey:
+        """Return how a sequence of token ids is looked up behind a root. like: may begin with the same blocks."""
+        made = chain(root, token_bytes(ids), like)
+        return cls(root, made.tokens, min(max_given, len(ids)), made.names)
+
+    @property
+    def chain(self) -> Chain:
+        """The sequence as blocks."""
+        return Chain(self.root, self.tokens, self.names)
+
+    def common_blocks(self, other: PrefixKey, most: int) -> int:
+        """Return how many of the first `most` blocks have one name object in both sequences."""
+        most = min(len(self.names), len(other.names), most)
+        return common_front(most, lambda end: self.names[end - 1] is other.names[end - 1])
 
     def short_block(self, parent: bytes, first: int, length: int) -> BlockName | None:
         """Return the name of the block of `length` tokens from token `first`, if it may be given."""
@@ -73,6 +86,8 @@ class MemoryTier:
         self._blocks: dict[bytes, Block] = {}
         self._short: dict[bytes, Counter[int]] = {}  # parent -> how many of its short blocks have n tokens
         self._in_use = _InUse(self._blocks)
+        # The sequence that was looked up last, and its whole blocks, until any block comes or leaves.
+        self._last: tuple[PrefixKey, list[Block]] | None = None
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -88,30 +103,48 @@ class MemoryTier:
     def known(self, prefix_key: PrefixKey, more: Mapping[bytes, Block] | None = None) -> Known:
         """Return the beginning of a sequence that may be given. more: blocks that count as found, by key."""
         more = more or {}
+        whole = prefix_key.max_given // BLOCK_TOKENS
         blocks: list[Block] = []
+        if self._last:
+            last, found = self._last
+            blocks = found[: last.common_blocks(prefix_key, min(len(found), whole))]
         following = None
-        for name in prefix_key.names[: prefix_key.max_given // BLOCK_TOKENS]:
+        for name in prefix_key.names[len(blocks) : whole]:
             block = self._blocks.get(name.key) or more.get(name.key)
             if block is None or block.name != name:
                 following = name
                 break
             blocks.append(block)
+        self._last = None if more else (prefix_key, blocks)
         tokens = BLOCK_TOKENS * len(blocks)
         parent = blocks[-1].name.key if blocks else prefix_key.root
         lengths = {*self._short.get(parent, ())}
-        lengths.update(block.name.length for block in more.values() if block.name.parent == parent)
-        for length in sorted(lengths - {BLOCK_TOKENS}, reverse=True):
+        if more:
+            lengths.update(block.name.length for block in more.values() if block.name.parent == parent)
+            lengths.discard(BLOCK_TOKENS)
+        for length in sorted(lengths, reverse=True):
             short = prefix_key.short_block(parent, tokens, length)
             block = short and (self._blocks.get(short.key) or more.get(short.key))
             if block and block.name == short:
                 return Known([*blocks, block], tokens + length, following)
         return Known(blocks, tokens, following)
 
-    def touch(self, prefix_key: PrefixKey, known: Known) -> None:
-        """Note that a sequence was used. Its last block becomes the oldest, so that it leaves first."""
-        found = [name.key for name in prefix_key.names if name.key in self._blocks]
-        for key in reversed(dict.fromkeys([*found, *(block.name.key for block in known.blocks)])):
-            if not self._blocks[key].is_pinned:
+    def touch(self, prefix_keys: Sequence[PrefixKey], known: Sequence[Known]) -> None:
+        """Note that sequences were used, in this order. The last block of each becomes the oldest of them, so
+        that it leaves first.
+        """
+        used: dict[bytes, None] = {}  # latest use first
+        last: PrefixKey | None = None
+        for own, found in zip(reversed(prefix_keys), reversed(known), strict=True):
+            noted = last.common_blocks(own, len(own.names)) if last else 0
+            for name in own.names[noted:]:
+                used[name.key] = None
+            for block in found.blocks[-1:]:  # all others are among the names
+                used[block.name.key] = None
+            last = own
+        for key in reversed(used):
+            block = self._blocks.get(key)
+            if block and not block.is_pinned:
                 self._policy.used(key)
 
     def expect(self, keys: Sequence[bytes]) -> None:
@@ -129,6 +162,7 @@ class MemoryTier:
     def add(self, block: Block) -> None:
         """Let a block be found."""
         name = block.name
+        self._last = None
         block.is_found = True
         self._blocks[name.key] = block
         self._policy.added(name.key)
@@ -138,6 +172,7 @@ class MemoryTier:
     def drop(self, block: Block, reason: str) -> None:
         """Let a block be found no more. Its place is free once nobody uses it."""
         name = block.name
+        self._last = None
         self.pin(block, pinned=False)
         del self._blocks[name.key]
         self._policy.removed(name.key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -55,6 +56,11 @@ class BlockPool:
     def address(self, place: int) -> int:
         """Return the address of a place's first slot."""
         return self._first + place * self.layout.block_bytes
+
+    def addresses(self, places: Sequence[int]) -> np.ndarray:
+        """Return the address of each place's first slot, uint64 [places]."""
+        found: np.ndarray = np.array(places, dtype=np.uint64) * np.uint64(self.layout.block_bytes)
+        return found + np.uint64(self._first)
 
     def slots(self, place: int) -> np.ndarray:
         """Return a place's slots, uint8 [layers, BLOCK_TOKENS, slot_bytes], which may be written."""

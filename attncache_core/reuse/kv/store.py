@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from attncache_core.reuse.kv.block_file import DamagedBlock, OpenBlock
@@ -43,6 +44,7 @@ class Reservation:
 
     given: list[list[Block]]  # for each sequence, the blocks in front of what is computed
     given_tokens: list[int]
+    held: list[Block]  # the distinct blocks of `given`, which must not leave
     asked_tokens: int = 0  # of all sequences, as far as they may be stored
     new: list[NewBlock] = field(default_factory=list)
     loading: Loading | None = None  # of the blocks `loaded`, which are given too
@@ -102,17 +104,10 @@ class KeyValueStore:
         with self._changed:
             known = self._known_after_waiting(sequences)
             asked = sum(len(own.tokens) for own in sequences) // TOKEN_BYTES
-            reservation = Reservation(
-                [own.blocks for own in known],
-                [own.tokens for own in known],
-                asked,
-                generation=self._generation,
-            )
-            for own, found in zip(sequences, known, strict=True):
-                self.memory.use(found.blocks)
-                self.memory.touch(own, found)
-            for index, own in enumerate(sequences):
-                self._reserve(reservation, index, own.names)
+            reservation = self._given(known, asked)
+            self.memory.touch(sequences, known)
+            for index, (own, found) in enumerate(zip(sequences, known, strict=True)):
+                self._reserve(reservation, index, own.names, found.tokens // BLOCK_TOKENS)
         transfers = self._loading_tier if load else None
         if transfers and reservation.new:
             try:
@@ -244,9 +239,8 @@ class KeyValueStore:
             known = self.memory.known(prefix_key)
             if self.transfers is None or known.following is None or known.following.key in self._claimed:
                 return
-            reservation = Reservation([known.blocks], [known.tokens], generation=self._generation)
-            self.memory.use(known.blocks)
-            self._reserve(reservation, 0, prefix_key.names[:found])
+            reservation = self._given([known])
+            self._reserve(reservation, 0, prefix_key.names[:found], known.tokens // BLOCK_TOKENS)
         try:
             loading = self._open_saved(self.transfers, reservation, [prefix_key])
             if loading:
@@ -288,9 +282,21 @@ class KeyValueStore:
             if not awaited or not self._changed.wait(max(0.0, deadline - time.monotonic())):
                 return known
 
-    def _reserve(self, reservation: Reservation, sequence: int, names: Sequence[BlockName]) -> None:
-        """Reserve places for the blocks of a sequence that nobody has, computes or loads."""
-        for index, name in enumerate(names):
+    def _given(self, known: Sequence[Known], asked_tokens: int = 0) -> Reservation:
+        """Return a reservation that gives what is known, and keeps it from leaving."""
+        given, tokens = [own.blocks for own in known], [own.tokens for own in known]
+        held = list(dict.fromkeys(chain.from_iterable(given)))
+        self.memory.use(held)
+        return Reservation(given, tokens, held, asked_tokens, generation=self._generation)
+
+    def _reserve(
+        self, reservation: Reservation, sequence: int, names: Sequence[BlockName], given: int
+    ) -> None:
+        """Reserve places for the blocks of a sequence that nobody has, computes or loads.
+
+        given: the first blocks, which are in memory.
+        """
+        for index, name in enumerate(names[given:], given):
             if name.key not in self.memory and name.key not in self._claimed:
                 block = self._claim(name)
                 if block is None:
@@ -367,12 +373,9 @@ class KeyValueStore:
         """Move opened blocks from the new blocks of a reservation to the given ones."""
         reservation.new = [new for new in reservation.new if new.block.name.key not in opened]
         reservation.loaded = list(opened.values())
-        known = [self.memory.known(own, opened) for own in sequences]
-        for own, before in zip(known, reservation.given, strict=True):
-            self.memory.use(own.blocks)
-            self.memory.release(before)
-        reservation.given = [own.blocks for own in known]
-        reservation.given_tokens = [own.tokens for own in known]
+        now = self._given([self.memory.known(own, opened) for own in sequences])
+        self.memory.release(reservation.held)
+        reservation.given, reservation.given_tokens, reservation.held = now.given, now.given_tokens, now.held
 
     def _add_loaded(self, reservation: Reservation) -> None:
         if reservation.generation == self._generation:
@@ -380,11 +383,10 @@ class KeyValueStore:
                 self.memory.add(block)
 
     def _count(self, reservation: Reservation) -> None:
-        counts, loaded = self.counts, set(reservation.loaded)
+        counts, loaded, given = self.counts, set(reservation.loaded), set(reservation.held)
         counts.sequences += len(reservation.given)
         counts.asked_tokens += reservation.asked_tokens
         counts.given_tokens += sum(reservation.given_tokens)
-        given = {block for own in reservation.given for block in own}
         counts.given_blocks["disk"] += len(given & loaded)
         counts.given_blocks["memory"] += len(given - loaded)
 
@@ -406,7 +408,5 @@ class KeyValueStore:
         reservation.is_open = False
         own = [*(new.block for new in reservation.new), *reservation.loaded]
         self._claimed.difference_update(block.name.key for block in own)
-        self.memory.release(own)
-        for given in reservation.given:
-            self.memory.release(given)
+        self.memory.release([*own, *reservation.held])
         self._changed.notify_all()
