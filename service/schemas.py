@@ -138,9 +138,8 @@ class InferenceRequest(BaseModel):
     segments: Texts | None = Field(
         None,
         description="Chunks of one prompt, in any order, such as passages that were retrieved. Give query "
-        "with them, "
-        "and no inputs. Each segment is tokenised by itself, and its keys and values are reused wherever it "
-        "stands.",
+        "with them, and no inputs. Each segment is tokenised by itself, and its keys and values are reused "
+        "wherever it stands.",
     )
     query: Text | None = Field(
         None, description="What stands behind the segments, in the server's template. Always computed."

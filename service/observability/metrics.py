@@ -126,8 +126,7 @@ class Metrics:
         self._segment_tokens = self._counter(
             "segment_tokens",
             "Tokens of chunks that were blended: used as they were stored (reused), computed again "
-            "(recomputed), or "
-            "not stored yet (computed)",
+            "(recomputed), or not stored yet (computed)",
             ("state",),
         )
         self._repeated = self._counter(

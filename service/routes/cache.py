@@ -46,15 +46,13 @@ _LARGEST = 10**15  # of a query parameter
 _DEVICES = (
     "Places where keys and values could be saved, each as name,bytes per second,price in $ per GB and hour; "
     "separated by semicolons. The answer says which one is the cheapest from which loading costs blended "
-    "chunks no "
-    "time (CacheBlend, section 5)."
+    "chunks no time (CacheBlend, section 5)."
 )
 _PLANNED = {
     "memory_price": "Price of memory in $ per GB (10⁹ bytes) and hour.",
     "disk_price": "Price of the disk in $ per GB (10⁹ bytes) and hour.",
     "prefill_tokens_per_second": "Tokens that the model computes per second, to choose among devices. "
-    "Default: as "
-    "measured at the start, with --kv-dir.",
+    "Default: as measured at the start, with --kv-dir.",
     "distinct_sessions": "Sessions that are used within the time to live of a session (DSpUT). Default: the "
     "number of sessions now.",
 }

@@ -78,18 +78,15 @@ ANSWER_HEADERS = {
     },
     APPROXIMATE_HEADER: {
         "description": "Why the answer may differ from the full model's, one or several of: truncated (the "
-        "session's "
-        "history was cut, and keys and values that depend on the tokens that were cut were used; only with "
-        "--session-overflow truncate or keep-sinks), blended (keys and values of chunks were used out of "
-        "their "
-        "context; only with --blend), int8 (keys and values were saved in 8 bits).",
+        "session's history was cut, and keys and values that depend on the tokens that were cut were used; "
+        "only with --session-overflow truncate or keep-sinks), blended (keys and values of chunks were used "
+        "out of their context; only with --blend), int8 (keys and values were saved in 8 bits).",
         "schema": {"type": "string", "examples": ["truncated", "blended"]},
     },
     SEGMENTS_HEADER: {
         "description": "For each chunk of a prompt whose chunks were blended: its tokens, how many of them "
-        "had stored "
-        "keys and values, and how many of them were computed again; for the first 64 chunks. Absent "
-        "with --no-reuse-headers.",
+        "had stored keys and values, and how many of them were computed again; for the first 64 chunks. "
+        "Absent with --no-reuse-headers.",
         "schema": {
             "type": "string",
             "examples": ["257;cached=257;recomputed=0, 256;cached=256;recomputed=33"],

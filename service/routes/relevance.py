@@ -85,8 +85,7 @@ async def by_list(
     if serving.engine.task != "label-logits":
         raise InvalidInput(
             "segments are read in one prompt by a decoder that scores labels (--task label-logits); send "
-            "texts or "
-            "documents to this server",
+            "texts or documents to this server",
             field="segments",
         )
     labels = serving.engine.decisions.letters

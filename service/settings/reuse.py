@@ -107,9 +107,8 @@ class Chunks(Group):
     blend: Path | None = Field(
         None,
         description="File that `attncache calibrate --segments` has written: how much is computed again when "
-        "keys and "
-        "values of chunks are reused in any order, which is approximate. Default: chunks are computed "
-        "exactly.",
+        "keys and values of chunks are reused in any order, which is approximate. Default: chunks are "
+        "computed exactly.",
     )
     segment_separator: str = Field(
         "\n", description="Text between the segments of a request, and between the last one and the query."
@@ -117,15 +116,13 @@ class Chunks(Group):
     divide_texts: bool = Field(
         False,
         description="Divide texts of inputs at --segment-separator into segments; what follows the last one "
-        "is the "
-        "query. Only with --blend.",
+        "is the query. Only with --blend.",
     )
     segment_tokens: int | None = Field(
         None,
         ge=1,
         description="Divide texts of inputs into segments of this many tokens; the rest is the query. Only "
-        "with "
-        "--blend. Default: texts are not divided.",
+        "with --blend. Default: texts are not divided.",
     )
 
 

@@ -83,9 +83,8 @@ class Settings(
             raise refused("--divide-texts needs a --segment-separator; give one that is not empty")
         if self.blend is not None and self.database is not None:
             raise refused(
-                "--blend has no effect with --database: a text takes stored maps, or stored keys and values; "
-                "leave "
-                "one of them out"
+                "--blend has no effect with --database: a text takes stored maps, or stored keys and "
+                "values; leave one of them out"
             )
         self._refuse_without("reuse", ("maps", *_OF_MAPS, "verify_rate", "kv", *_OF_KEY_VALUES))
         return self

@@ -46,9 +46,8 @@ class RerankRequest(BaseModel):
     segments: Texts | None = Field(
         None,
         description="The documents, to be read together in one prompt (listwise) by a decoder with --task "
-        "label-logits, at most 26. The response is as for documents. Keys and values of documents are reused "
-        "in any "
-        "order, with --blend.",
+        "label-logits, at most 26. The response is as for documents. Keys and values of documents are "
+        "reused in any order, with --blend.",
     )
     documents: Annotated[list[Document], Field(min_length=1, fail_fast=True)] | None = Field(
         None,
