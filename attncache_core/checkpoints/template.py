@@ -99,7 +99,7 @@ class Template:
         """Return the template of this package with this name. Raises InvalidInput if there is none."""
         if name not in shipped_templates():
             known = ", ".join(shipped_templates())
-            raise InvalidInput(f"template is none of this package's templates: {known}", field="template")
+            raise InvalidInput(f"this package has no template of this name; it has {known}", field="template")
         written = (_SHIPPED / f"{name}.txt").read_bytes().decode()
         return cls.parse(written.removesuffix("\n"))
 

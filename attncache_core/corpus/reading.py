@@ -46,7 +46,9 @@ def read_texts_with_labels(source: str, label_column: str) -> tuple[list[str], l
     """
     path, columns = _path_and_columns(source, "text")
     if len(columns) > 1:
-        raise InvalidInput(f"{path}: texts with labels have one column of texts", field="texts")
+        raise InvalidInput(
+            f"{path}: name one column for the texts, because their labels are read too", field="texts"
+        )
     rows = list(read_rows(path, (*columns, label_column)))
     return [text for text, _ in rows], [label for _, label in rows]
 

@@ -49,7 +49,7 @@ def format_of(path: str, file_format: str | None = None) -> str:
     file_format = file_format or ("txt" if path == "-" else Path(path).suffix.removeprefix(".").lower())
     if file_format not in FORMATS:
         raise InvalidInput(
-            f"{path}: unknown format; the file name must end in one of "
+            f"{path} has a format that is not known; its name must end in one of "
             f"{', '.join('.' + name for name in FORMATS)}",
             field="corpus",
         )
@@ -65,7 +65,9 @@ def parse_rows(
     they are skipped. Raises InvalidInput as read_rows does, and OSError.
     """
     if file_format == "txt" and len(columns) > 1:
-        raise InvalidInput(f"{path}: a .txt file has no columns", field="corpus")
+        raise InvalidInput(
+            f"{path} is a .txt file, which has no columns; leave the column out", field="corpus"
+        )
     lines = _Lines(file)
     try:
         if file_format == "txt":
@@ -112,7 +114,9 @@ def _csv_rows(lines: Iterator[str], path: str) -> Iterator[tuple[int, list[str]]
         for row in reader:
             yield reader.line_num, row
     except csv.Error as error:
-        raise InvalidInput(f"{path}, line {reader.line_num}: not CSV ({error})", field="corpus") from error
+        raise InvalidInput(
+            f"{path}, line {reader.line_num} cannot be read as CSV: {error}", field="corpus"
+        ) from error
 
 
 def _columns(
@@ -134,7 +138,8 @@ def _columns(
             continue
         if len(row) <= max(indices):
             raise InvalidInput(
-                f"{path}, line {number}: {len(row)} columns instead of {len(header)}", field="corpus"
+                f"{path}, line {number} has {len(row)} columns, and the header has {len(header)}",
+                field="corpus",
             )
         yield number, tuple(row[index] for index in indices)
 
@@ -144,11 +149,11 @@ def _fields(line: str, path: str, number: int, columns: tuple[str, ...]) -> tupl
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise InvalidInput(f"{path}, line {number}: not JSON", field="corpus") from error
+        raise InvalidInput(f"{path}, line {number} is no JSON", field="corpus") from error
     values = [row.get(column) for column in columns] if isinstance(row, dict) else []
     texts = tuple(value for value in values if isinstance(value, str))
     if len(texts) < len(columns):
         raise InvalidInput(
-            f"{path}, line {number}: no text in {' or '.join(map(repr, columns))}", field="column"
+            f"{path}, line {number} has no text in {' or '.join(map(repr, columns))}", field="column"
         )
     return texts

@@ -321,8 +321,8 @@ class PrefillEngine:
         """Return the checkpoint's prompt with this name. Raises InvalidInput if there is none."""
         prompts = self.checkpoint.prompts
         if name not in prompts:
-            known = f"known are: {', '.join(prompts)}" if prompts else "the model has none"
-            raise InvalidInput(f"prompt_name is none of the model's prompts; {known}", field="prompt_name")
+            known = f"its prompts are {', '.join(prompts)}" if prompts else "it has no prompts"
+            raise InvalidInput(f"the model has no prompt of this name; {known}", field="prompt_name")
         return self.tokenizer.prompt(Template(prefix=prompts[name]), field="prompt_name")
 
     def front(self, template: Template) -> tuple[Prompt, list[int]]:

@@ -28,7 +28,7 @@ def parse_methods(text: str, known: Collection[str] = METHODS) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
-            raise InvalidInput(f"methods are {', '.join(known)}; {name!r} is none", field="methods")
+            raise InvalidInput(f"{name!r} is no method; the methods are {', '.join(known)}", field="methods")
     return [FULL, *(name for name in dict.fromkeys(names) if name != FULL)]
 
 

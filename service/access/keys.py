@@ -196,7 +196,7 @@ def _parsed(lines: Iterable[str], where: str, digest: _Digest) -> Iterator[_Line
 def _line(words: list[str], where: str, digest: _Digest) -> _Line:
     """Return a line from its words. Raises InvalidSettings, which repeats no word: it may be a key."""
     if len(words) < 2:
-        raise _refused(f"{where}: must be a name, a key, and what the key may do")
+        raise _refused(f"{where} must be a name, a key, and what the key may do")
     name, secret, *may = words
     if not _NAME.fullmatch(name):
         raise _refused(

@@ -73,7 +73,7 @@ class QuotaUse:
             most, now = self._quotas.in_flight, self._clock()
             if most is not None and used.total_in_flight(now) >= most:
                 raise QuotaExceeded(
-                    f"the key may have {most} requests in flight",
+                    f"the key has {most} requests in flight, which is all that it may have",
                     quota="in_flight",
                     retry_after_seconds=_RETRY_IN_FLIGHT_SECONDS,
                 )

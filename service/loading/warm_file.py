@@ -87,7 +87,7 @@ def warm(engine: PrefillEngine, lines: Sequence[tuple[int, WarmLine]], settings:
 
 def _text_line(line: str, where: str) -> WarmLine:
     if "\0" in line:
-        raise _refused(f"{where}: must not hold null bytes")
+        raise _refused(f"{where}: a text must not hold null bytes")
     return WarmLine(text=line)
 
 
@@ -105,8 +105,10 @@ def _json_line(line: str, where: str) -> WarmLine:
 def _chosen(engine: PrefillEngine, line: WarmLine, settings: Settings, where: str) -> Chosen:
     has_keys = settings.api_keys is not None or settings.api_key is not None
     if has_keys != (line.key is not None):
+        remedy = "give" if has_keys else "leave out"
         raise _refused(
-            f'{where}: "key", the name of an API key, is required if there are API keys, and only then'
+            f'{where}: {remedy} "key", the name of an API key, because the server has '
+            f"{'' if has_keys else 'no '}API keys"
         )
     salt = (namespace_of(line.key) if line.key is not None else b"") + (line.salt or "").encode()
     try:

@@ -140,7 +140,7 @@ def test_missing_column_is_refused_with_the_existing_columns(file, name, joint):
 @pytest.mark.parametrize(("name", "joint"), [("a.tsv", "\t"), ("a.csv", ",")])
 def test_short_row_is_refused_with_its_line_number(file, name, joint):
     error = refusal(file(name, f"id{joint}text\n1{joint}one\n\n{SECRET}\n"))
-    assert "line 4: 1 columns instead of 2" in str(error)
+    assert "line 4 has 1 columns, and the header has 2" in str(error)
 
 
 def test_line_number_of_a_csv_row_is_the_line_in_the_file(file):
@@ -162,7 +162,7 @@ def test_line_number_of_a_csv_row_is_the_line_in_the_file(file):
 )
 def test_bad_json_line_is_refused_with_its_number(file, line):
     error = refusal(file("a.jsonl", f'{{"text": "one"}}\n\n{line}\n{{"text": "two"}}\n'))
-    assert "line 3: " in str(error)
+    assert "line 3 " in str(error)
 
 
 def test_rows_before_a_bad_row_are_yielded(file):
@@ -304,5 +304,5 @@ def test_texts_with_labels_are_read_from_the_named_column(file):
     path = file("asked.csv", "text,asked,kind\nno,yes,a\nno,again,b\n")
     assert read_texts_with_labels(f"{path}:asked", "kind") == (["yes", "again"], ["a", "b"])
     assert read_texts_with_labels(path, "kind") == (["no", "no"], ["a", "b"])
-    with pytest.raises(InvalidInput, match="one column of texts"):
+    with pytest.raises(InvalidInput, match="name one column for the texts"):
         read_texts_with_labels(f"{path}:text,asked", "kind")

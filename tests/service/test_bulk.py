@@ -344,18 +344,18 @@ def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", '{"text": "a"}\n{"text": "zanzibar"', ["a.jsonl, line 2: not JSON"]),
-        ("a.jsonl", '{"text": "a"}\n{"body": "zanzibar"}\n', ["line 2: no text in 'text'"]),
+        ("a.jsonl", '{"text": "a"}\n{"text": "zanzibar"', ["a.jsonl, line 2 is no JSON"]),
+        ("a.jsonl", '{"text": "a"}\n{"body": "zanzibar"}\n', ["line 2 has no text in 'text'"]),
         ("a.jsonl", '{"text": ""}\n', ["line 1: the text is empty"]),
         ("a.jsonl", '{"text": "zan\\u0000zibar"}\n', ["line 1: the text holds a null byte"]),
-        ("a.tsv", "id\ttext\n1\tzanzibar\n2\n", ["line 3: 1 columns instead of 2"]),
+        ("a.tsv", "id\ttext\n1\tzanzibar\n2\n", ["line 3 has 1 columns, and the header has 2"]),
         ("a.tsv", "text\nzanzibar\n\nb\n", ["line 3: the text is empty"]),
         ("a.csv", 'text\n"a\nb"\n""\n', ["line 4: the text is empty"]),
         ("a.csv", "body\nzanzibar\n", ["a.csv has no column 'text'; it has 'body'"]),
         ("a.txt", "zanzibar\n  \n", ["line 2: the text is empty"]),
         ("a.txt", b"zanzibar\n\xff\n", ["a.txt is not UTF-8"]),
         ("a.txt", "", ["a.txt has no texts"]),
-        ("a.xml", "", ["a.xml: unknown format"]),
+        ("a.xml", "", ["a.xml has a format that is not known"]),
         ("a.parquet", "zanzibar", ["a.parquet is not a Parquet file"]),
     ],
 )

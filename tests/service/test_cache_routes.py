@@ -446,7 +446,7 @@ async def test_lines_of_a_jsonl_file_have_salts_templates_and_pins(folder, tmp_p
         ("none.txt", None, "none.txt cannot be read: No such file"),
         ("a.csv", b"a", "a.csv must end in .txt or .jsonl"),
         ("a.txt", b"\xff", "a.txt is not UTF-8 (at byte 0)"),
-        ("a.txt", b"a\n\0", "a.txt, line 2: must not hold null bytes"),
+        ("a.txt", b"a\n\0", "a.txt, line 2: a text must not hold null bytes"),
         ("a.jsonl", b'{"text": "a"}\nsecret\n', 'a.jsonl, line 2: a line is an object with one of "text"'),
         ("a.jsonl", b'\n{"text": "secret", "template": "{}"}', "a.jsonl, line 2: a line is"),
         ("a.jsonl", b'{"salt": "secret"}', "a.jsonl, line 1: a line is"),

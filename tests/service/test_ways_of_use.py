@@ -95,7 +95,7 @@ def test_database_serves_only_uses_that_its_budget_covers(folder, tmp_path, used
     if field is None:
         PrefillEngine.load(checkpoint, dtype="float32", database=database)
         return
-    with pytest.raises(DatabaseRefused, match=f"with {field} set otherwise.*calibrate") as refusal:
+    with pytest.raises(DatabaseRefused, match=f"only with the {field} that it was.*calibrate") as refusal:
         PrefillEngine.load(checkpoint, dtype="float32", database=database)
     assert refusal.value.field == field
     engine = PrefillEngine.load(checkpoint, dtype="float32")
@@ -113,7 +113,7 @@ def test_budget_of_decisions_covers_the_labels_of_the_build_only(folder, tmp_pat
     data = ("--data", folder / "texts.tsv", "--database", tmp_path / "a.db", "--rounds", 1)
     refused = run("evaluate", "agreement", *given, "card,lost", *data)
     assert refused.exit_code == 2
-    assert "with labels set otherwise" in refused.stderr
+    assert "only with the labels that it was calibrated with" in refused.stderr
 
 
 def test_classifier_is_fitted_on_the_embeddings_of_the_template(folder, engine):

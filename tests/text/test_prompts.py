@@ -247,11 +247,11 @@ def test_text_that_adds_no_token_to_its_prompt_has_a_finite_embedding(tmp_path):
 
 def test_unknown_prompt_name_is_refused_with_the_known_names(tiny_engine, tmp_path):
     engine = PrefillEngine.load(read_checkpoint(write_sentence_transformer(tmp_path, prompts=PROMPTS)))
-    with pytest.raises(InvalidInput, match="known are: ask, find, none") as refused:
+    with pytest.raises(InvalidInput, match="its prompts are ask, find, none") as refused:
         engine.embed(["card"], prompt_name="zanzibar")
     assert refused.value.field == "prompt_name"
     assert "zanzibar" not in str(refused.value)
-    with pytest.raises(InvalidInput, match="the model has none"):
+    with pytest.raises(InvalidInput, match="it has no prompts"):
         tiny_engine.embed(["card"], prompt_name="ask")
 
 

@@ -76,7 +76,7 @@ def open_key_values(
         store = KeyValueStore(layout, memory, EVICTION[options.eviction](), transfers)
     except (OSError, OverflowError) as error:
         raise InvalidInput(
-            f"{memory} bytes of memory for keys and values are not to be had; choose fewer",
+            f"{memory} bytes of memory for keys and values cannot be reserved; choose fewer bytes",
             field="kv_memory_bytes",
         ) from error
     if transfers:
