@@ -6,8 +6,9 @@ depend on them, and a wrong map, head or position changes outputs long before th
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,22 @@ def attention_by(computing: str) -> Iterator[None]:
         if computing == "operators":
             patches.enter_context(mock.patch.object(native, "kernel", return_value=None))
         yield
+
+
+@contextmanager
+def new_objects() -> Iterator[Callable[[type], list[Any]]]:
+    """Yield a function that returns the living objects of a type that were made in this context."""
+
+    def living(kind: type) -> list[Any]:
+        gc.collect()
+        return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+
+    gc.collect()
+    gc.freeze()  # what exists already is looked at no more, which would take a second
+    try:
+        yield living
+    finally:
+        gc.unfreeze()
 
 
 # The words of random texts, without pieces and punctuation, which would merge with their neighbours.

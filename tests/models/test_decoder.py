@@ -1,11 +1,10 @@
 """Decoders: class scores of the last token, and settings that are refused."""
 
-import gc
 import logging
 
 import pytest
 import torch
-from core_models import prefill, random_sequences
+from core_models import new_objects, prefill, random_sequences
 from families import DECODERS, SIZES, write_family
 from transformers import AutoModel, Gemma2Config, GemmaConfig, LlamaConfig
 from transformers.utils import logging as transformers_logging
@@ -84,18 +83,13 @@ def test_each_weight_is_in_memory_once(tmp_path, name, reused):
     case = DECODERS[name]
     checkpoint = read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as))
     needed = sum(weight.numel() for weight in AutoModel.from_pretrained(tmp_path).state_dict().values())
-    before = {id(thing) for thing in living(torch.Tensor) + living(PackedMatrix)}
-    model = load_model(checkpoint, torch.float32, reused_heads=reused)
-    held = {address_of(tensor): tensor.numel() for tensor in living(torch.Tensor) if id(tensor) not in before}
-    padding = sum(padding_of(matrix) for matrix in living(PackedMatrix) if id(matrix) not in before)
+    with new_objects() as living:
+        model = load_model(checkpoint, torch.float32, reused_heads=reused)
+        held = {address_of(tensor): tensor.numel() for tensor in living(torch.Tensor)}
+        padding = sum(map(padding_of, living(PackedMatrix)))
     assert len(model.layers) == 3
     # Beside the weights, a model holds only indices and frequencies.
     assert needed <= sum(held.values()) - padding <= 1.02 * needed
-
-
-def living(kind):
-    gc.collect()
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def padding_of(matrix):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from core_models import PLAIN_WORDS, SPECIAL, WORDS, prefill, random_sequences, random_text
+from core_models import PLAIN_WORDS, SPECIAL, WORDS, new_objects, prefill, random_sequences, random_text
 from core_reference import reference_logits
 from families import ENCODERS, SIZES, write_family
 from sentence_transformers import SentenceTransformer
@@ -174,24 +173,13 @@ def test_only_the_packed_weights_of_a_layer_stay_in_memory(tmp_path, name, label
         )
         return model
 
-    others = {id(tensor) for tensor in matrices()}
-    with mock.patch.object(load, "_read_weights", noted):
+    with mock.patch.object(load, "_read_weights", noted), new_objects() as living:
         model = load_model(checkpoint, torch.float32, reused_heads=[2, 0, 4])
-    gc.collect()
+        held = [own for own in living(torch.Tensor) if own.layout is torch.strided and own.dim() == 2]
     assert len(rows) >= 4 * len(model.layers)
-    held = [tensor for tensor in matrices() if id(tensor) not in others]
     assert not [
         row
         for row in rows
         for tensor in held
         if tensor.shape[1:] == row.shape and (tensor == row).all(dim=1).any()
-    ]
-
-
-def matrices():
-    """Return all living tensors that may be an unpacked weight."""
-    return [
-        found
-        for found in gc.get_objects()
-        if isinstance(found, torch.Tensor) and found.layout is torch.strided and found.dim() == 2
     ]
