@@ -26,7 +26,8 @@ from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.models import AttentionLayer, PackedModel, model_shape
 from attncache_core.models.attention import apply_maps
 from attncache_core.models.blocks import BaseAttentionLayer
-from attncache_core.models.compiled import AttentionHalf, NotCompiled
+from attncache_core.models.compiled import NotCompiled
+from attncache_core.native.stack_data import AttentionHalf
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import ReusePlan, no_reuse
 from attncache_core.reuse.strategy import ReuseStrategy
