@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -253,12 +252,9 @@ def ours(error: AttnCacheError) -> dict[str, Any]:
     return {"error": {"code": error.code, "message": str(error), "field": error.field}}
 
 
-def error_response(
-    error: AttnCacheError, shape: Callable[[AttnCacheError], dict[str, Any]] = ours
-) -> Response:
-    """Return the response for an error: status, headers and JSON body. shape: makes the JSON."""
-    headers = headers_of(error)
-    return Response(orjson.dumps(shape(error)), error.status, headers, media_type="application/json")
+def error_response(error: AttnCacheError) -> Response:
+    """Return the response for an error: status, headers and JSON body."""
+    return Response(orjson.dumps(ours(error)), error.status, headers_of(error), media_type="application/json")
 
 
 def headers_of(error: AttnCacheError) -> dict[str, str]:

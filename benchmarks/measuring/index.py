@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from attncache_core import Progress
-from attncache_core.reuse.maps.index import FeatureIndex
+from attncache_core.reuse.maps.index import EXACT_BELOW, FeatureIndex
 from attncache_core.runtime.threads import limit_faiss
 
 _QUERIES = 1024  # queries that recall is measured on, and that timed rounds use in turn
@@ -122,7 +122,7 @@ def measure(
         cloud=cloud,
         vectors=count,
         dimensions=dimensions,
-        partition="exact" if index.is_exact(_LENGTH) else "compressed",
+        partition="exact" if count < EXACT_BELOW else "compressed",
         build_seconds=build_seconds,
         index_bytes=_bytes_on_disk(index),
         resident_bytes=grown,

@@ -233,7 +233,7 @@ async def _(_folder):
 
 @provokes("worker_unavailable")
 async def _(_folder):
-    group = mock.AsyncMock(answers=mock.AsyncMock(return_value=[b""]))
+    group = mock.AsyncMock(ask=mock.AsyncMock(return_value=[b""]))
     state = SimpleNamespace(group=group)
     await _of_other_workers(Call({}, mock.AsyncMock(), state, {}, Client(()), "1"), "drop", Dropped)
     raise AssertionError

@@ -62,9 +62,7 @@ class Texts:
         return Texts([self.texts[index] for index in indices], labels)
 
 
-def split(
-    given: Texts, sequences: Sequence[Sequence[int]], needed: int, most: int, seed: int = 0
-) -> tuple[Texts, Texts]:
+def split(given: Texts, sequences: Sequence[Sequence[int]], needed: int, most: int) -> tuple[Texts, Texts]:
     """Split texts at random into those that choose and those that measure, which are half of them.
 
     sequences: the token ids of each text; a text whose tokens occurred before, and a text without tokens, are
@@ -77,7 +75,7 @@ def split(
             field="sample",
         )
     first = {tuple(ids): index for index, ids in reversed(list(enumerate(sequences))) if ids}
-    distinct = np.random.default_rng(seed).permutation(sorted(first.values())).tolist()
+    distinct = np.random.default_rng(0).permutation(sorted(first.values())).tolist()
     if len(distinct) < 2 * needed:
         raise InvalidInput(
             f"texts has {len(distinct)} different texts, and at least {2 * needed} are needed: half of them "

@@ -78,10 +78,6 @@ class FeatureIndex:
         partition.add(vectors)
         self._partitions[length] = partition
 
-    def is_exact(self, length: int) -> bool:
-        """Return whether the partition of `length` is searched exactly."""
-        return isinstance(self._partitions[length], faiss.IndexFlat)
-
     def __contains__(self, length: int) -> bool:
         """Return whether there is a partition for this length."""
         return length in self._partitions
