@@ -267,7 +267,7 @@ async def test_request_that_could_not_be_counted_in_flight_leaves_the_others_cou
     assert not await use.begin()
     assert ("a request of key client is not counted" in caplog.text) == (error is None)
     store.fails = False
-    await use.end(0, is_in_flight=False)
+    await use.end(1, is_in_flight=False)
     assert await use.begin()
     assert (await refused(use))[0] == "in_flight"
     await use.end(100, is_in_flight=False)
@@ -398,6 +398,26 @@ async def test_tokens_are_charged_though_the_request_fails(tmp_path, text):
     async with serving(api_keys=keys_file(tmp_path, f"one {ONE} tokens_per_minute=10\n")) as client:
         assert (await ask(client, ONE, text)).status_code == 500
         assert (await ask(client, ONE)).json()["error"]["code"] == "quota_exceeded"
+
+
+async def test_request_that_was_not_counted_when_it_began_is_not_subtracted_when_it_ends(tmp_path):
+    engine = FakeEngine()
+    async with serving(engine, api_keys=keys_file(tmp_path, f"one {ONE} in_flight=1\n")) as client:
+        use = client._transport.app.state.service.keys.holder(headers(x_api_key=ONE)).use
+        engine.may_run.clear()
+        held = asyncio.create_task(ask(client, ONE, "held"))
+        await asyncio.to_thread(engine.runs.acquire)
+        get = use._store.get
+
+        async def fail_once(_key):
+            use._store.get = get
+            raise StoreUnavailable("locked", retry_after_seconds=1)
+
+        use._store.get = fail_once
+        assert (await ask(client, ONE, inputs=[])).status_code == 400
+        assert (await ask(client, ONE)).json()["error"]["code"] == "quota_exceeded"
+        engine.may_run.set()
+        assert (await held).status_code == 200
 
 
 async def test_flow_of_a_key_holds_the_flows_of_its_connections(file):
