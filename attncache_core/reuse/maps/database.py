@@ -225,8 +225,8 @@ class AttentionDatabase:
         other = [name for name, value in known.items() if now[name] != value]
         if other:
             raise DatabaseRefused(
-                f"database {self.folder} keeps its budget only with the {other[0]} that it was calibrated with; "
-                f"start with that {other[0]}, or calibrate the database for this one by `attncache calibrate`",
+                f"database {self.folder} keeps its budget only with the {other[0]} that it was calibrated "
+                f"with; start with that {other[0]}, or calibrate the database anew by `attncache calibrate`",
                 field=other[0],
             )
 
