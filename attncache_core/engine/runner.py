@@ -80,20 +80,25 @@ class Runner:
         if not requests:
             return self._run(requests, share=False, blend=False)
         lost, reasons = self._ruled_out(requests)
-        if reasons is not None and self._makes_vectors(requests):
-            result = self._run_exact(requests, reasons)
-        else:
-            result = self._run_parts(requests)
+        if reasons is not None:
+            return self._run_exact(requests, reasons)
+        result = self._run_parts(requests)
         return replace(result, lost_lengths=lost + result.lost_lengths) if lost else result
 
     def _ruled_out(self, requests: Sequence[PrefillRequest]) -> tuple[tuple[int, ...], np.ndarray | None]:
-        """Return the lengths that were lost, and why nothing is reused; see ReuseStrategy.rule_out."""
-        if self.strategy and (allowed := self._may_reuse(requests)).any():
-            lengths = np.array([len(own.ids) for own in requests])
-            with self.deciding:
-                lost = self.strategy.prepare(set(lengths[allowed].tolist()))
-                return lost, self.strategy.rule_out(lengths, allowed)
-        return (), shared_no_reuse(len(requests)).reasons
+        """Return the lengths that were lost, and the outcome_code of each request.
+
+        The codes are None if something may be reused, or if the compiled stack does not compute everything.
+        """
+        is_exact = self._makes_vectors(requests)
+        if not self.strategy or not (allowed := self._may_reuse(requests)).any():
+            return (), shared_no_reuse(len(requests)).reasons if is_exact else None
+        lengths = np.array([len(own.ids) for own in requests])
+        with self.deciding:
+            reasons = self.strategy.rule_out(lengths, allowed) if is_exact else None
+            if reasons is not None:
+                return (), reasons
+            return self.strategy.prepare(set(lengths[allowed].tolist())), None
 
     def _run_parts(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
         """Run requests in up to four batches: with chunks or without, with shared prefixes or without."""

@@ -1,7 +1,7 @@
 """The interface between the engine and a kind of reuse.
 
-    prepare   before a batch: check which data may be reused
-    rule_out  from the lengths of the batch: say why nothing can be reused, if nothing can
+    rule_out  from the lengths of a batch: say why nothing can be reused, if nothing can
+    prepare   before the batch: check which data may be reused
     plan      from the tokens of the batch: decide what is reused
     refine    from the hidden states before a layer, if the plan does not cover this layer: decide more
     commit    after the batch: take note that it was computed
@@ -37,6 +37,16 @@ class ReuseStrategy(ABC):
         """
         return None
 
+    def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
+        """Return why each sequence of a batch reuses nothing, if lengths alone decide that none does.
+
+        lengths: int64 [sequences], tokens of each sequence. allowed: see `plan`. Returns an outcome_code for
+        each sequence, int64 [sequences]; None if `plan` decides. No other method is called for a batch that
+        is ruled out.
+        """
+        del lengths, allowed
+        return None
+
     def prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
         """Check the data that sequences of these lengths (in tokens) may reuse, before a batch is planned.
 
@@ -44,16 +54,6 @@ class ReuseStrategy(ABC):
         """
         del lengths
         return ()
-
-    def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
-        """Return why each sequence of a batch reuses nothing, if lengths alone decide that none does.
-
-        lengths: int64 [sequences], tokens of each sequence. allowed: see `plan`. Returns an outcome_code for
-        each sequence, int64 [sequences]; None if `plan` decides. A batch that is ruled out has no plan, so
-        `commit` is not called for it either.
-        """
-        del lengths, allowed
-        return None
 
     @abstractmethod
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> ReusePlan:

@@ -283,14 +283,13 @@ def test_the_stack_computes_no_reused_head_of_a_hit(engine, hits, misses, kind, 
     if engine.model.stack is None:
         pytest.skip("the model has no compiled stack on this processor")
     sequences = {"hits": hits, "misses": misses, "both": [*misses, *hits]}[kind]
-    noted, run_stack = [], CompiledStack.run
+    noted, run_job = [], CompiledStack._run_job
 
-    def noting(*arguments, **options):
-        hidden, counts = run_stack(*arguments, **options)
-        noted.append(counts)
-        return hidden, counts
+    def noting(*arguments):
+        noted.append(run_job(*arguments))
+        return noted[-1]
 
-    monkeypatch.setattr(CompiledStack, "run", noting)
+    monkeypatch.setattr(CompiledStack, "_run_job", noting)
     _, hit = run(engine, sequences)
     assert hit == [ids in hits for ids in sequences]
     lengths = np.array([len(ids) for ids in sequences])

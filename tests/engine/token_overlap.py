@@ -38,7 +38,7 @@ class TokenOverlap(ReuseStrategy):
 
     def rule_out(self, lengths, allowed):
         held = (
-            self.store.may_serve(length) and length in self.recorded for length in lengths[allowed].tolist()
+            length in self.store.segments and length in self.recorded for length in lengths[allowed].tolist()
         )
         return None if self.threshold <= 1 and any(held) else no_reuse(len(lengths)).reasons
 

@@ -58,13 +58,13 @@ class MapReuse(ReuseStrategy):
         """The current policy."""
         return self._search.policy
 
-    def prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
-        """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
-        return self._search.store.drop_lost(lengths)
-
     def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
         """See ReuseStrategy.rule_out."""
         return self._search.rule_out(lengths, allowed)
+
+    def prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
+        """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
+        return self._search.store.drop_lost(lengths)
 
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> ReusePlan:
         """See ReuseStrategy.plan."""

@@ -62,10 +62,9 @@ class FeatureProjector(nn.Module):
         first layer runs once for all tokens.
         """
         tokens = self._first_layer(hidden.cpu().float())
-        return [
-            (tokens[group.tokens].view(group.count, -1) @ self.position[: group.length].flatten(0, 1)).numpy()
-            for group in groups
-        ]
+        second = self.position.flatten(0, 1)  # [positions * features of a token, dimensions]
+        flat = (tokens[group.tokens].view(group.count, -1) for group in groups)
+        return [(x @ second[: x.shape[1]]).numpy() for x in flat]
 
     def to_bytes(self) -> bytes:
         """Return the weights as the content of a safetensors file."""

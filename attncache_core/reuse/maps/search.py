@@ -61,13 +61,9 @@ class SearchEngine(ReuseStrategy):
     paying: frozenset[int] | None = None
     least_tokens: int = 0  # of a batch in which reuse saves time
 
-    def prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
-        """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
-        return self.store.drop_lost(lengths)
-
     def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
         """Return the reasons if the batch is too small or no length pays; see ReuseStrategy.rule_out."""
-        served = [length for length in set(lengths[allowed].tolist()) if self.can_serve(length)]
+        served = [length for length in set(lengths[allowed].tolist()) if self._has_records(length)]
         is_large = int(lengths.sum()) >= self.least_tokens
         if is_large and any(map(self._pays, served)):
             return None
@@ -75,6 +71,10 @@ class SearchEngine(ReuseStrategy):
         for length in served:
             reasons[allowed & (lengths == length)] = outcome_code(Outcome.SKIPPED_BY_COST)
         return reasons
+
+    def prepare(self, lengths: Collection[int]) -> tuple[int, ...]:
+        """Check the files of these lengths, and drop lost segments; see ReuseStrategy.prepare."""
+        return self.store.drop_lost(lengths)
 
     def plan(self, batch: TokenBatch, allowed: np.ndarray) -> SearchPlan:
         """Return the plan of a batch, as far as the tokens decide it; see ReuseStrategy.plan.
@@ -164,7 +164,10 @@ class SearchEngine(ReuseStrategy):
 
     def can_serve(self, length: int) -> bool:
         """Return whether records of this length exist, and the policy lets any of them serve."""
-        held = self.store.may_serve(length) and (length in self.index or length in self.prototypes)
+        return self.store.may_serve(length) and self._has_records(length)
+
+    def _has_records(self, length: int) -> bool:
+        held = length in self.store.segments and (length in self.index or length in self.prototypes)
         return held and not self.policy.group_of(length).is_off
 
     def nearest(
