@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from attncache_core.reuse.kv.blocks import (
     BLOCK_TOKENS,
-    TOKEN_BYTES,
     NO_CHAIN,
+    TOKEN_BYTES,
     BlockLayout,
     BlockName,
     Chain,
@@ -36,7 +36,10 @@ class PrefixKey(NamedTuple):
 
     @classmethod
     def of(cls, root: bytes, ids: Sequence[int], max_given: int, like: Chain = NO_CHAIN) -> PrefixKey:
-        """Return how a sequence of token ids is looked up behind a root. like: may begin with the same blocks."""
+        """Return how a sequence of token ids is looked up behind a root.
+
+        like: another sequence, which may begin with the same blocks.
+        """
         made = chain(root, token_bytes(ids), like)
         return cls(root, made.tokens, min(max_given, len(ids)), made.names)
 
@@ -130,8 +133,9 @@ class MemoryTier:
         return Known(blocks, tokens, following)
 
     def touch(self, prefix_keys: Sequence[PrefixKey], known: Sequence[Known]) -> None:
-        """Note that sequences were used, in this order. The last block of each becomes the oldest of them, so
-        that it leaves first.
+        """Note that sequences were used, in this order.
+
+        The last block of a sequence becomes its oldest, so that it leaves first.
         """
         used: dict[bytes, None] = {}  # latest use first
         last: PrefixKey | None = None
@@ -143,8 +147,7 @@ class MemoryTier:
                 used[block.name.key] = None
             last = own
         for key in reversed(used):
-            block = self._blocks.get(key)
-            if block and not block.is_pinned:
+            if key in self._blocks and not self._blocks[key].is_pinned:
                 self._policy.used(key)
 
     def expect(self, keys: Sequence[bytes]) -> None:
