@@ -6,7 +6,7 @@ Not thread safe: the store calls it under its lock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,6 +58,14 @@ class PrefixKey(NamedTuple):
         if first + length > self.max_given:
             return None
         return child(parent, self.tokens[first * TOKEN_BYTES : (first + length) * TOKEN_BYTES])
+
+
+def names_once(sequences: Iterable[PrefixKey]) -> Iterator[list[BlockName]]:
+    """Yield the names of each sequence's blocks, without those that it has from the sequence before it."""
+    last: PrefixKey | None = None
+    for own in sequences:
+        yield own.names[last.common_blocks(own, len(own.names)) if last else 0 :]
+        last = own
 
 
 @dataclass(eq=False, slots=True)
@@ -138,14 +146,11 @@ class MemoryTier:
         The last block of a sequence becomes its oldest, so that it leaves first.
         """
         used: dict[bytes, None] = {}  # latest use first
-        last: PrefixKey | None = None
-        for own, found in zip(reversed(prefix_keys), reversed(known), strict=True):
-            noted = last.common_blocks(own, len(own.names)) if last else 0
-            for name in own.names[noted:]:
+        for names, found in zip(names_once(reversed(prefix_keys)), reversed(known), strict=True):
+            for name in names:
                 used[name.key] = None
             for block in found.blocks[-1:]:  # all others are among the names
                 used[block.name.key] = None
-            last = own
         for key in reversed(used):
             if key in self._blocks and not self._blocks[key].is_pinned:
                 self._policy.used(key)
