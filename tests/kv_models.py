@@ -8,7 +8,7 @@ import torch
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import PackedModel
-from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, root_key
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, NO_CHAIN, root_key
 from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.opening import block_layout
 from attncache_core.reuse.kv.store import KeyValueStore
@@ -20,8 +20,14 @@ def store_of(model: PackedModel, memory=MEMORY, **more) -> KeyValueStore:
     return KeyValueStore(block_layout(model), memory, **more)
 
 
+_named = [NO_CHAIN]  # the sequence that was named last, whose names the next one takes, as in KeyValueReuse
+
+
 def prefix_key(ids, salt=b"", *, skipped=0, max_given=None):
-    return PrefixKey.of(root_key(b"model", salt, skipped), ids, len(ids) if max_given is None else max_given)
+    most = len(ids) if max_given is None else max_given
+    made = PrefixKey.of(root_key(b"model", salt, skipped), ids, most, _named[0])
+    _named[0] = made.chain
+    return made
 
 
 @torch.inference_mode()

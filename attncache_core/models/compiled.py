@@ -17,6 +17,7 @@ from torch import nn
 
 from attncache_core.models.linear import Linear, Norm
 from attncache_core.native import products
+from attncache_core.native.pooling import NativeNorm
 from attncache_core.native.products import PackedMatrix
 from attncache_core.native.stack import CompiledStack
 from attncache_core.native.stack_data import (
@@ -26,6 +27,7 @@ from attncache_core.native.stack_data import (
     CompiledPooling,
     ForwardHalf,
 )
+from attncache_core.runtime.devices import CPU
 
 Halves = tuple[AttentionHalf, list[ForwardHalf]]  # of one layer
 
@@ -153,6 +155,18 @@ def packed_matrix(linear: Linear) -> PackedMatrix:
     if not isinstance(packed, PackedMatrix):
         raise NotCompiled
     return packed
+
+
+def native_norm(module: nn.Module, device: torch.device) -> NativeNorm | None:
+    """Return a norm by compiled code, in float32; None if it cannot compute the norm on this device."""
+    library = products.library()
+    if library is None or device != CPU:
+        return None
+    try:
+        norm = compiled_norm(module)
+    except NotCompiled:
+        return None
+    return None if norm is None else NativeNorm(library, norm)
 
 
 def compiled_norm(module: nn.Module | Norm | None) -> CompiledNorm | None:

@@ -29,7 +29,7 @@ from attncache_core.models.blocks import (
     build_layers,
     output_linear,
 )
-from attncache_core.models.compiled import NotCompiled, compiled_norm
+from attncache_core.models.compiled import NotCompiled, compiled_norm, native_norm
 from attncache_core.models.experts import GatedNetwork, pack_networks
 from attncache_core.models.layer import (
     AttentionLayer,
@@ -173,17 +173,18 @@ class _Outputs:
 
     def __init__(self, norm: nn.Module, score: nn.Module | None, pool: Pooler) -> None:
         self._norm, self._score, self._pool = norm, score, pool
-        self._dtype = next(norm.parameters()).dtype
+        weight = next(norm.parameters())
+        self._dtype, self._native = weight.dtype, native_norm(norm, weight.device)
 
     def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
         if self._score is None:
-            return Outputs(self._pool(self._norm(hidden.to(self._dtype)), batch), None)
+            return Outputs(self._pool(self.states(hidden), batch), None)
         last = self.states(hidden[torch.from_numpy(batch.last_rows)])
         return Outputs(last, self.logits(last))
 
     def states(self, hidden: torch.Tensor) -> torch.Tensor:
         """See FinalStates."""
-        return self._norm(hidden.to(self._dtype)).float()
+        return self._native(hidden) if self._native else self._norm(hidden.to(self._dtype)).float()
 
     def logits(self, last: torch.Tensor) -> torch.Tensor | None:
         """See FinalStates."""

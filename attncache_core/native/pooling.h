@@ -60,6 +60,10 @@ static void norm_rows(const norm *by, const float *from, float *to, int rows, in
         norm_row(by, (const char *)(from + (size_t)r * width), (char *)(to + (size_t)r * width), width, FLOAT32);
 }
 
+void run_norm(const norm *by, const float *from, float *to, int64_t rows, int64_t width) {
+    norm_rows(by, from, to, (int)rows, (int)width);
+}
+
 // The larger of two numbers, or NaN if one of them is NaN.
 INLINE float larger_number(float a, float b) { return a > b || a != a ? a : b; }
 

@@ -12,6 +12,7 @@ import torch
 
 from attncache_core import native
 from attncache_core.native import products
+from attncache_core.native.stack_data import CompiledNorm
 
 _ARRAYS = ("hidden", "offsets", "parents", "starts", "skipped", "before", "chosen", "ends", "found")
 
@@ -62,6 +63,25 @@ class NormFields(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         ("kind", ctypes.c_int32),
     )
+
+
+class NativeNorm:
+    """A norm of rows by compiled code, in float32."""
+
+    def __init__(self, library: Any, norm: CompiledNorm) -> None:
+        self._library = _declared(library)
+        self._kept = [
+            None if each is None else each.float().contiguous() for each in (norm.weight, norm.bias)
+        ]
+        addresses = [None if each is None else each.data_ptr() for each in self._kept]
+        self._fields = NormFields(*addresses, norm.epsilon, 1 if norm.subtracts_mean else 2)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normed rows of x [rows, width], float32."""
+        x = x.float().contiguous()
+        normed = torch.empty_like(x)
+        self._library.run_norm(ctypes.addressof(self._fields), x.data_ptr(), normed.data_ptr(), *x.shape)
+        return normed
 
 
 class PoolingFields(ctypes.Structure):
@@ -138,11 +158,10 @@ def _library() -> Any:
 def _declared(library: Any) -> Any:
     numbers = [ctypes.c_void_p] * 3
     library.pool_states.argtypes = [*numbers, ctypes.c_int64, ctypes.c_int64]
-    library.pool_states.restype = None
+    library.run_norm.argtypes = [*numbers, ctypes.c_int64, ctypes.c_int64]
+    library.pool_states.restype = library.run_norm.restype = None
     # Rows are scaled in microseconds. A thread that gave up the interpreter lock meanwhile would wait longer.
     library.scale_rows = ctypes.PyDLL(None, handle=library._handle).scale_to_unit_length
-    library.scale_rows.argtypes, library.scale_rows.restype = (
-        [*numbers[:2], ctypes.c_int64, ctypes.c_int64],
-        None,
-    )
+    library.scale_rows.argtypes = [*numbers[:2], ctypes.c_int64, ctypes.c_int64]
+    library.scale_rows.restype = None
     return library

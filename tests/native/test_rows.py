@@ -12,6 +12,8 @@ from kernel_formulas import threads
 from attncache_core import native
 from attncache_core.models.prepacked import ACTIVATIONS
 from attncache_core.native import rows
+from attncache_core.native.pooling import NativeNorm
+from attncache_core.native.stack_data import CompiledNorm
 
 # The error of float32 and of the approximations of e^x and of the error function, relative to the magnitude
 # of the input; the largest error seen is 4e-6.
@@ -205,3 +207,17 @@ def test_row_kernel_exists_if_the_attention_kernel_does(monkeypatch):
     assert (chosen is None) == (native.kernel() is None)
     monkeypatch.setattr(native, "kernel", lambda: None)
     assert rows.kernel.__wrapped__() is None
+
+
+@settings(max_examples=50)
+@given(shapes, st.booleans(), st.integers(0, 1000))
+def test_norms_of_rows_are_those_of_torch_and_each_row_is_that_of_the_row_alone(kernel, shape, mean, seed):
+    x, weight, bias = (numbers(own, seed=seed + at) for at, own in enumerate((shape, shape[1:], shape[1:])))
+    norm = NativeNorm(kernel.library, CompiledNorm(weight, bias if mean else None, 1e-5, subtracts_mean=mean))
+    found, double = norm(x), x.double()
+    if mean:
+        expected = torch.layer_norm(double, shape[1:], weight.double(), bias.double(), 1e-5)
+    else:
+        expected = double * (double.square().mean(dim=1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    torch.testing.assert_close(found.double(), expected, rtol=FLOAT32, atol=FLOAT32 * 10)
+    assert torch.equal(found[-1:], norm(x[-1:]))

@@ -80,7 +80,10 @@ def chain(root: bytes, tokens: bytes, like: Chain = NO_CHAIN) -> Chain:
 
 
 def common_front(most: int, begins_alike: Callable[[int], bool]) -> int:
-    """Return the largest number up to `most` that `begins_alike` is true for. It is true up to some number."""
+    """Return the largest number up to `most` for which `begins_alike` is true.
+
+    It is true for all smaller numbers, and for no larger one.
+    """
     if most and begins_alike(most):
         return most
     low, high = 0, most  # begins_alike(low) is true, and begins_alike(high) is not

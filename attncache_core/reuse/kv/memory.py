@@ -6,14 +6,14 @@ Not thread safe: the store calls it under its lock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from attncache_core.reuse.kv.blocks import (
     BLOCK_TOKENS,
-    TOKEN_BYTES,
     NO_CHAIN,
+    TOKEN_BYTES,
     BlockLayout,
     BlockName,
     Chain,
@@ -36,7 +36,10 @@ class PrefixKey(NamedTuple):
 
     @classmethod
     def of(cls, root: bytes, ids: Sequence[int], max_given: int, like: Chain = NO_CHAIN) -> PrefixKey:
-        """Return how a sequence of token ids is looked up behind a root. like: may begin with the same blocks."""
+        """Return how a sequence of token ids is looked up behind a root.
+
+        like: another sequence, which may begin with the same blocks.
+        """
         made = chain(root, token_bytes(ids), like)
         return cls(root, made.tokens, min(max_given, len(ids)), made.names)
 
@@ -55,6 +58,14 @@ class PrefixKey(NamedTuple):
         if first + length > self.max_given:
             return None
         return child(parent, self.tokens[first * TOKEN_BYTES : (first + length) * TOKEN_BYTES])
+
+
+def names_once(sequences: Iterable[PrefixKey]) -> Iterator[list[BlockName]]:
+    """Yield the names of each sequence's blocks, without those that it has from the sequence before it."""
+    last: PrefixKey | None = None
+    for own in sequences:
+        yield own.names[last.common_blocks(own, len(own.names)) if last else 0 :]
+        last = own
 
 
 @dataclass(eq=False, slots=True)
@@ -130,21 +141,18 @@ class MemoryTier:
         return Known(blocks, tokens, following)
 
     def touch(self, prefix_keys: Sequence[PrefixKey], known: Sequence[Known]) -> None:
-        """Note that sequences were used, in this order. The last block of each becomes the oldest of them, so
-        that it leaves first.
+        """Note that sequences were used, in this order.
+
+        The last block of a sequence becomes its oldest, so that it leaves first.
         """
         used: dict[bytes, None] = {}  # latest use first
-        last: PrefixKey | None = None
-        for own, found in zip(reversed(prefix_keys), reversed(known), strict=True):
-            noted = last.common_blocks(own, len(own.names)) if last else 0
-            for name in own.names[noted:]:
+        for names, found in zip(names_once(reversed(prefix_keys)), reversed(known), strict=True):
+            for name in names:
                 used[name.key] = None
             for block in found.blocks[-1:]:  # all others are among the names
                 used[block.name.key] = None
-            last = own
         for key in reversed(used):
-            block = self._blocks.get(key)
-            if block and not block.is_pinned:
+            if key in self._blocks and not self._blocks[key].is_pinned:
                 self._policy.used(key)
 
     def expect(self, keys: Sequence[bytes]) -> None:

@@ -25,7 +25,7 @@ from attncache_core.runtime.devices import CPU
 from attncache_core.runtime.memory import available_memory
 
 # A change of what blocks hold is a new format.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

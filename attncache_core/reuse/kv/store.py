@@ -23,7 +23,7 @@ from attncache_core.reuse.kv.block_file import DamagedBlock, OpenBlock
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, TOKEN_BYTES, BlockLayout, BlockName
 from attncache_core.reuse.kv.capacity import window_length
 from attncache_core.reuse.kv.eviction import EvictionPolicy, LookAhead
-from attncache_core.reuse.kv.memory import Block, Known, MemoryTier, PrefixKey
+from attncache_core.reuse.kv.memory import Block, Known, MemoryTier, PrefixKey, names_once
 from attncache_core.reuse.kv.transfer import Loading, Transfers
 
 # `begin` computes blocks itself if the batch that computes them takes longer.
@@ -224,7 +224,8 @@ class KeyValueStore:
         size = blocks * self.layout.block_bytes
         memory = self.memory.pool.places * self.layout.block_bytes
         disk = self.transfers.disk.most_bytes if self.transfers else 0
-        keys = [name.key for own in sequences[: window_length(memory + disk, size)] for name in own.names]
+        window = sequences[: window_length(memory + disk, size)]
+        keys = [name.key for names in names_once(window) for name in names]
         with self._changed:
             self.memory.expect(keys)
         self.expected = frozenset(keys)

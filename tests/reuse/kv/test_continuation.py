@@ -1,6 +1,7 @@
 """Batches behind stored keys and values: results, what is computed, and what is stored."""
 
 import threading
+from itertools import takewhile
 from unittest import mock
 
 import numpy as np
@@ -16,7 +17,7 @@ from attncache_core.engine import continued
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.models import load_model
-from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
+from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, NO_CHAIN, chain, root_key, token_bytes
 from attncache_core.text import prefix_tree
 
 
@@ -55,6 +56,20 @@ batches = trees_of_prompts().flatmap(
         max_size=4,
     )
 )
+
+
+@given(trees_of_prompts(), st.lists(st.sampled_from([b"", b"other"]), min_size=8, max_size=8))
+def test_names_of_blocks_do_not_depend_on_the_sequence_named_before(prompts, salts):
+    last = NO_CHAIN
+    for ids, salt in zip(prompts, salts, strict=False):
+        own = chain(root_key(b"model", salt), token_bytes(ids), last)
+        assert own == chain(root_key(b"model", salt), token_bytes(ids))
+        alike = 0
+        if own.root == last.root:
+            pairs = zip(own.tokens, last.tokens, strict=False)
+            alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) // (4 * BLOCK_TOKENS)
+        assert all(one is other for one, other in zip(own.names[:alike], last.names, strict=False))
+        last = own
 
 
 @settings(max_examples=50, deadline=None)
