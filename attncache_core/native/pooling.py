@@ -134,12 +134,12 @@ def pool_states(
 
 def unit_length(rows: np.ndarray) -> np.ndarray | None:
     """Return float32 rows [n, d] scaled to unit length; None if nothing was compiled. Zeros stay zeros."""
-    library = _library()
-    if library is None:
+    kernel = native.kernel()
+    if kernel is None:
         return None
     rows = np.ascontiguousarray(rows)
     scaled = np.empty_like(rows)
-    library.scale_rows(address(rows), address(scaled), *rows.shape)
+    _scaling(kernel.library)(address(rows), address(scaled), *rows.shape)
     return scaled
 
 
@@ -160,8 +160,13 @@ def _declared(library: Any) -> Any:
     library.pool_states.argtypes = [*numbers, ctypes.c_int64, ctypes.c_int64]
     library.run_norm.argtypes = [*numbers, ctypes.c_int64, ctypes.c_int64]
     library.pool_states.restype = library.run_norm.restype = None
-    # Rows are scaled in microseconds. A thread that gave up the interpreter lock meanwhile would wait longer.
-    library.scale_rows = ctypes.PyDLL(None, handle=library._handle).scale_to_unit_length
-    library.scale_rows.argtypes = [*numbers[:2], ctypes.c_int64, ctypes.c_int64]
-    library.scale_rows.restype = None
     return library
+
+
+@cache
+def _scaling(library: ctypes.CDLL) -> Callable[[int, int, int, int], None]:
+    # Rows are scaled in microseconds. A thread that gave up the interpreter lock meanwhile would wait longer.
+    function = ctypes.PyDLL(None, handle=library._handle).scale_to_unit_length
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    function.restype = None
+    return function

@@ -115,11 +115,13 @@ def joined(parts: Sequence[tuple[Sequence[int], RequestResult]]) -> RequestResul
     order = np.argsort(np.concatenate([places for places, _ in parts])).tolist()
 
     def in_order(name: str, absent: Any = None) -> tuple[Any, ...]:
-        columns = [(getattr(part, name) or (absent,) * len(part.outcomes)) for _, part in parts]
-        values = list(chain.from_iterable(columns))
-        return (
-            tuple(values[index] for index in order) if any(getattr(part, name) for _, part in parts) else ()
-        )
+        columns = [getattr(part, name) for _, part in parts]
+        if not any(columns):
+            return ()
+        lengths = [len(part.outcomes) for _, part in parts]
+        whole = [own or (absent,) * length for own, length in zip(columns, lengths, strict=True)]
+        values = list(chain.from_iterable(whole))
+        return tuple([values[index] for index in order])
 
     return RequestResult(
         np.concatenate([part.outputs for _, part in parts])[order],
