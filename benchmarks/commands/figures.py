@@ -191,7 +191,12 @@ FIGURES = (
     Figure("benchmarks.md", "plain-executor", "plain-executor"),
     Figure("quality.md", "larger-shapes", "model-sizes --lengths 16 32 128 512 --rounds 3 --threads 2"),
     Figure("kv.md", "llama-shape", "model-sizes --model llama-3.2-1b --write {build}/random"),
-    Figure("kv.md", "prefix", f"prefix --model {_LLAMA} --texts 6 --batch 6 --rounds 3", prefixes),
+    Figure(
+        "kv.md",
+        "prefix",
+        f"prefix --model {_LLAMA} --texts 6 --batch 6 --rounds 3 --peer transformers --peer llama.cpp",
+        prefixes,
+    ),
     Figure(
         "kv.md",
         "sessions",
