@@ -184,7 +184,6 @@ FIGURES = (
     Figure("benchmarks.md", "products", "products"),
     Figure("benchmarks.md", "attention-kernel", "attention-kernel"),
     Figure("benchmarks.md", "index", "index", index),
-    Figure("benchmarks.md", "quantization", "quantization --texts {data}/STSB_test.tsv:sentence1,sentence2"),
     Figure("benchmarks.md", "experts", "experts --dtype bfloat16"),
     Figure("benchmarks.md", "first-starts", "first-starts --starts 5"),
     Figure("benchmarks.md", "busy-neighbour", "busy-neighbour"),
