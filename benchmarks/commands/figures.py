@@ -186,7 +186,6 @@ FIGURES = (
     Figure("benchmarks.md", "index", "index", index),
     Figure("benchmarks.md", "experts", "experts --dtype bfloat16"),
     Figure("benchmarks.md", "first-starts", "first-starts --starts 5"),
-    Figure("benchmarks.md", "busy-neighbour", "busy-neighbour"),
     Figure("benchmarks.md", "plain-executor", "plain-executor"),
     Figure("quality.md", "larger-shapes", "model-sizes --lengths 16 32 128 512 --rounds 3 --threads 2"),
     Figure("kv.md", "llama-shape", "model-sizes --model llama-3.2-1b --write {build}/random"),
