@@ -11,6 +11,7 @@ clock.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 import time
@@ -186,7 +187,9 @@ class SqliteStore:
             return True
         finally:
             if self._connection.in_transaction:
-                self._connection.rollback()
+                # The error that ended the transaction says more than one of its end.
+                with contextlib.suppress(sqlite3.Error):
+                    self._connection.rollback()
 
     async def count(self, prefix: str = "") -> int:
         """See Store."""

@@ -149,7 +149,7 @@ def _fields(line: str, path: str, number: int, columns: tuple[str, ...]) -> tupl
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise InvalidInput(f"{path}, line {number} is no JSON", field="corpus") from error
+        raise InvalidInput(f"{path}, line {number} is not JSON", field="corpus") from error
     values = [row.get(column) for column in columns] if isinstance(row, dict) else []
     texts = tuple(value for value in values if isinstance(value, str))
     if len(texts) < len(columns):

@@ -28,7 +28,9 @@ def parse_methods(text: str, known: Collection[str] = METHODS) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
-            raise InvalidInput(f"{name!r} is no method; the methods are {', '.join(known)}", field="methods")
+            raise InvalidInput(
+                f"{name!r} is not a known method; the methods are {', '.join(known)}", field="methods"
+            )
     return [FULL, *(name for name in dict.fromkeys(names) if name != FULL)]
 
 

@@ -76,7 +76,7 @@ typedef struct {
     // heads.
     int32_t block_tokens;         // tokens of a block
     const char *const *given;     // [blocks] first slot of each block in layer 0; or null
-    const int64_t *given_blocks;  // [trees + 1] first block of each tree; without their end in join_trees
+    const int64_t *given_blocks;  // [trees + 1] first block of each tree; after join_trees, without the end
     char *const *kept;            // [rows] slot of each row in layer 0, null for a row that is not kept; or null
     int64_t slot_bytes, layer_bytes;  // from a slot to that of the next token, and of the next layer
     atomic_int *ready;            // the number of layers whose given slots are filled; or null: all
@@ -217,7 +217,7 @@ static given_tokens given_to(const stack_job *job, const stack_layer *layer, int
                           .block_tokens = job->block_tokens, .half = table ? layer->half : 0};
 }
 
-// A distance term of one head, the only head of a task.
+// A distance term of one head. Heads with such terms are computed one by one.
 INLINE distance_term term_of_head(distance_term term, int head) {
     if (term.table) term.table += (size_t)head * (size_t)term.head_words;
     return term;
@@ -227,6 +227,7 @@ INLINE distance_term term_of_head(distance_term term, int head) {
 // once. Fewer if that would leave threads without a unit; always a divisor of the number of heads.
 static int heads_together(const stack_job *job, const stack_layer *layer, int threads) {
     if (!job->trees || layer->reused || !layer->heads) return 1;
+    if (layer->query_term.table || layer->key_term.table) return 1;
     int count = 1;
     while (count < layer->heads && layer->key_heads[count] == layer->key_heads[0]) count++;
     for (int head = 0; head < layer->heads; head++) {

@@ -5,7 +5,7 @@
 typedef struct {
     block whole;                  // all trees, or for `blocks` only the widths
     const int32_t *starts;        // [blocks + 1] first tree of each block
-    int32_t parts, threads;       // of the rows
+    int32_t parts, threads;       // parts of the rows, and the threads that compute them
 } stack_run;
 
 static void run_one_block(void *data, int phase_number, int unit) {

@@ -64,7 +64,7 @@ class QuotaUse:
         self._key = f"quota/{name}/{quotas.requests_per_minute}/{quotas.tokens_per_minute}/{quotas.in_flight}"
 
     async def begin(self) -> bool:
-        """Count a request that begins; `end` must follow. Returns whether it is counted as in flight.
+        """Count a request that begins; `end` must follow. Returns whether it was counted.
 
         Raises QuotaExceeded, and then counts nothing.
         """
@@ -93,7 +93,7 @@ class QuotaUse:
     async def end(self, tokens: int, *, is_in_flight: bool = True) -> None:
         """Count the end of a request. tokens: of all that was computed, or begun, for the request.
 
-        is_in_flight: what `begin` has returned; False if the request did not begin to compute.
+        is_in_flight: what `begin` has returned; False if `begin` was not called, or could not count.
         """
         if not (tokens or is_in_flight):
             return

@@ -171,7 +171,7 @@ class BatchRunner:
     def _count(self, batch: Batch, result: PrefillResult, started: float) -> None:
         """Put a batch into the metrics, and log files that were lost."""
         self._metrics.observe_queue(
-            started - own.request.timing.queued_at for own in batch if own.sequences[0].place == 0
+            started - own.request.timing.queued_at for own in batch if not own.request.timing.batch_at
         )
         self._metrics.observe_batch(result)
         for length in result.lost_lengths:

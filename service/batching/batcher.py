@@ -160,7 +160,9 @@ class Batcher:
 
         Requests in the queue stay there, because both engines have the same tokens.
         """
-        self._threads.grow(engine.parallel_runs)
+        with self._closing:
+            if not self._is_closed:
+                self._threads.grow(engine.parallel_runs)
         self._runner.replace(engine, verifier)
         self._queue.allow_threads(engine.parallel_runs)
 
@@ -302,3 +304,4 @@ class EngineThreads:
                 turn()
             except BaseException as error:
                 log_failure(logger, "a turn of an engine thread failed", error)
+            del turn  # while the thread waits, it must not keep an engine in memory

@@ -152,7 +152,9 @@ class PendingRequest:
             if self._added < self.count:
                 return None
         self.timing.computed_at = time.perf_counter()
-        return joined(self._results) if len(self._results) > 1 else result
+        # A sequence that was expected from another request in vain is computed behind those that follow it.
+        is_whole = len(self._results) == 1 and list(places) == list(range(self.count))
+        return result if is_whole else joined(self._results)
 
     def fitting(self, tokens: int, texts: int, begun_within: int | None = None) -> Fitting:
         """Return the waiting sequences that fit into `tokens` tokens and are of at most `texts` texts.

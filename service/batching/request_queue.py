@@ -155,7 +155,7 @@ class RequestQueue:
             with self._lock:
                 requests = list(self._order)
             for request in requests:
-                while not (request.is_tokenized or request.waits or request.future.done()):
+                while request.queued and not (request.is_tokenized or request.waits or request.future.done()):
                     self._tokenize_part(request)
                 found += (own for each in request.sequences[request.taken :] for own in each.stored_as)
                 if len(found) >= _MAX_UPCOMING:

@@ -4,7 +4,7 @@ share.
 alive/ID           this worker runs, and keeps its locks
 serving/NUMBER     this worker answers, and does what is asked of all
 findings/KIND      how often verification has tightened each part of a policy
-asked              what operators ask of all workers, and not all have done yet, by a random name
+asked              commands of operators that not all workers have done yet, each under a random name
 done/NAME/NUMBER   what this worker has answered
 """
 
@@ -127,10 +127,11 @@ class Group:
             is_changed = await self._store.compare_and_set("asked", before, after, _ANSWER_SECONDS)
 
     async def _look(self) -> None:
+        if self.is_serving:
+            self.worker.ready.touch()  # also if the store fails
         await self._store.put(f"alive/{self.process}", b"", _ALIVE_SECONDS)
         if self.is_serving:
             await self._store.put(f"serving/{self.worker.number}", b"", _ALIVE_SECONDS)
-            self.worker.ready.touch()
         await self._share_findings()
 
     async def _publish(self) -> None:
@@ -156,8 +157,10 @@ class Group:
 
     async def _do(self, obey: Obey) -> None:
         """Do what is asked of all workers and not done here yet."""
+        if not self.is_serving:
+            return
         asked = orjson.loads(await self._store.get("asked") or b"{}")
-        for name, command in asked.items() if self.is_serving else ():
+        for name, command in asked.items():
             if name not in self._done and command["from"] != self.process:
                 answer = b""
                 try:

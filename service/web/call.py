@@ -250,7 +250,7 @@ class Call:
         return message
 
     def _seconds_left(self, seconds: float) -> float:
-        """Return how long the request is younger than this number of seconds; 0 if it is older."""
+        """Return the seconds until the request is this old; 0 if it is older."""
         return max(0.0, self.started + seconds - time.perf_counter())
 
     def _require_timeout(self) -> None:

@@ -204,7 +204,7 @@ class Supervisor:
                 raise failure
             code = 0 if failure is None else 1
         except AttnCacheError as error:
-            place.refusal.write_text(str(error))
+            place.refusal.write_text(str(error), encoding="utf-8", errors="replace")
             code = _REFUSED_CODE
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
@@ -254,7 +254,7 @@ class Supervisor:
     def _replace(self, place: _Place, code: int) -> None:
         """Start a worker again that has ended by itself, or end all if it was never ready."""
         why = f"worker {place.worker.number} ended with code {code}"
-        refusal = place.refusal.read_text() if place.refusal.exists() else None
+        refusal = place.refusal.read_text(encoding="utf-8") if place.refusal.exists() else None
         place.refusal.unlink(missing_ok=True)
         if not place.worker.ready.exists():
             # The other workers would not be able to start either.

@@ -45,7 +45,7 @@ def test_variant_of_a_checkpoint_replaces_the_variant_that_it_has(tiny_checkpoin
 
 def test_names_of_ways_are_read_once_each_and_unknown_names_are_refused():
     assert parse_ways("int8, maps,int8") == ("int8", "maps")
-    with pytest.raises(InvalidInput, match=r"'int3' is no way; the ways are .*") as refused:
+    with pytest.raises(InvalidInput, match=r"'int3' is not a known way; the ways are .*") as refused:
         parse_ways("int8,int3")
     assert refused.value.field == "ways"
     assert set(Quantization) < set(WAYS)

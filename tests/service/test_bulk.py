@@ -344,7 +344,7 @@ def test_bad_row_keeps_the_rows_before_it_and_can_be_corrected(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", '{"text": "a"}\n{"text": "zanzibar"', ["a.jsonl, line 2 is no JSON"]),
+        ("a.jsonl", '{"text": "a"}\n{"text": "zanzibar"', ["a.jsonl, line 2 is not JSON"]),
         ("a.jsonl", '{"text": "a"}\n{"body": "zanzibar"}\n', ["line 2 has no text in 'text'"]),
         ("a.jsonl", '{"text": ""}\n', ["line 1: the text is empty"]),
         ("a.jsonl", '{"text": "zan\\u0000zibar"}\n', ["line 1: the text holds a null byte"]),

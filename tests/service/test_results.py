@@ -221,7 +221,7 @@ def test_parts_that_are_joined_are_the_whole_result(places, data):
     )
     cut = data.draw(st.integers(0, count))
     parts = []
-    for own in filter(None, (places[:cut], places[cut:])):
+    for own in filter(None, (places[:cut], places[cut:])):  # one part, if the cut is at an end
         part = RequestResult(
             whole.outputs[list(own)],
             *(tuple(column[place] for place in own) for column in whole[1:4]),
@@ -309,6 +309,20 @@ async def test_hits_that_were_asked_for_together_are_computed_for_each_request()
         await busy
     # The others are not computed one after the other, in the hope for an exact result.
     assert engine.batches[1:] == [["hits", "0", "1", "2"], ["hits", "hits"]]
+
+
+async def test_sequence_that_is_computed_behind_others_of_its_request_keeps_its_place():
+    engine = FakeEngine(stored={"hits"}, damage=0.1)
+    async with batching(engine, tokens=8) as batcher:
+        busy = await hold(engine, batcher)
+        # The second request waits for the hit of the first one, which is approximate, and computes its own.
+        first, second = submit(batcher, "hits", "zz"), submit(batcher, "hits", "full")
+        engine.may_run.set()
+        result = await second
+        await asyncio.gather(first, busy)
+    assert engine.batches[1:] == [["hits", "zz"], ["full", "hits"]]
+    assert result.outcomes == (Outcome.HIT, Outcome.MISS)
+    np.testing.assert_array_equal(result.outputs[1], embedding_of([ord(letter) for letter in "full"]))
 
 
 async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatch):

@@ -89,7 +89,7 @@ def parse_ways(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in WAYS:
-            raise InvalidInput(f"{name!r} is no way; the ways are {', '.join(WAYS)}", field="ways")
+            raise InvalidInput(f"{name!r} is not a known way; the ways are {', '.join(WAYS)}", field="ways")
     return names
 
 

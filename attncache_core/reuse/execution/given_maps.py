@@ -54,7 +54,7 @@ class GivenMaps(ABC):
     def attend(self, heads: ComputedHeads) -> None:
         """Compute the maps of the computed heads of a layer, and write maps @ V to `heads.context`.
 
-        For all sequences. A subclass may look at the maps.
+        For all sequences.
         """
         computed, batch = slice(heads.layer.reused_heads, heads.layer.heads), heads.batch
         heads.layer.attend(
