@@ -19,7 +19,8 @@ from core_models import (
     write_model,
     write_sentence_transformer,
 )
-from fake_engine import NOT_FINITE, FakeEngine, serving
+from fake_engine import NOT_FINITE, FakeEngine
+from fake_engine import serving as serving_with
 from running import samples
 from verifying import FAILURES, VERIFIED, AnyText, serve, verifier_of, verify_all
 
@@ -37,6 +38,11 @@ SOUND = [["where is my card", "money"], ["why was the bank closed", "card"], ["m
 DAMAGED = [["my card", "where ? is it"], ["? card", "my ?"]]
 # So many tokens that the next requests wait, and share the next batch.
 LONG = "card " * 480
+
+
+def serving(engine, **settings):
+    """As fake_engine.serving. On a busy machine, the long texts take more than a second."""
+    return serving_with(engine, max_queue_seconds=60, **settings)
 
 
 @pytest.fixture(scope="module")
