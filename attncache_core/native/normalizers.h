@@ -56,7 +56,7 @@ static void normalize_rows(void *data, int phase_number, int unit) {
 void run_normalizers(normalizer_job *job) {
     const int32_t units = (int32_t)((job->rows + ROWS_NORMALIZED - 1) / ROWS_NORMALIZED);
     const int threads = smaller(free_threads(job->threads), units);
-    slot *own = threads > 1 ? take_slot(0) : 0;
+    team_job *own = threads > 1 ? take_job(0) : 0;
     run_team(own, normalize_rows, job, &units, 1, threads, 0);
-    if (own) leave_slot(own);
+    if (own) leave_job(own);
 }

@@ -11,8 +11,8 @@
 // A helper can lose its processor in the middle of a unit. If the units of a job are repeatable, the leader
 // waits for such a helper only a moment and computes the unit itself. Both then write the same numbers, so a
 // repeatable unit must write only to memory that nobody else writes to, and that stays valid until the helper
-// has left, which may be after the leader. Such memory belongs to the slot of the job: slots are never freed,
-// and a slot is used again only when its last user has gone.
+// has left, which may be after the leader. Such memory belongs to the job: jobs are never freed, and a
+// job is used again only when its last user has gone.
 #pragma once
 
 #include <linux/futex.h>
@@ -22,8 +22,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#define MOST_PHASES 1024
-#define SLOTS 256
+#define MAX_PHASES 1024
+#define TEAM_JOBS 256
 
 typedef void (*unit_function)(void *data, int phase, int unit);
 
@@ -33,7 +33,7 @@ typedef struct {
 } phase;
 
 typedef struct {
-    phase phases[MOST_PHASES];
+    phase phases[MAX_PHASES];
     int32_t count;            // of phases
     int32_t is_repeatable;
     atomic_char *finished;    // for repeatable jobs: whether each unit of all phases is done
@@ -45,11 +45,11 @@ typedef struct {
     int32_t threads;          // that may compute while a helper of this job does
     int32_t users, room;      // threads inside; helpers that may still join. Both under `lock`
     int32_t open;             // whether helpers may join
-} slot;
+} team_job;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static sem_t wake;                       // posted once for each sleeping helper that is called
-static slot *slots[SLOTS];
+static team_job *jobs[TEAM_JOBS];
 static int helpers, sleepers;            // under `lock`
 static int allowed;                      // threads of the last job, under `lock`
 static atomic_int posts;                 // counts calls of helpers, so that helpers notice one without the lock
@@ -76,7 +76,7 @@ INLINE int64_t nanoseconds(void) {
 
 static int is_done(phase *now) { return atomic_load(&now->done) >= now->units; }
 
-static void run_unit(slot *job, int p, int unit) {
+static void run_unit(team_job *job, int p, int unit) {
     phase *now = job->phases + p;
     job->run(job->data, p, unit);
     if (job->is_repeatable && atomic_exchange(&job->finished[now->first + unit], 1)) return;
@@ -85,7 +85,7 @@ static void run_unit(slot *job, int p, int unit) {
 }
 
 // Sleep until the phase is done, at most for so many nanoseconds; 0: without a limit.
-static void sleep_until_done(slot *job, phase *now, int64_t limit) {
+static void sleep_until_done(team_job *job, phase *now, int64_t limit) {
     atomic_fetch_add(&job->sleeping, 1);
     const int done = atomic_load(&now->done);
     struct timespec time = {limit / 1000000000, limit % 1000000000};
@@ -94,7 +94,7 @@ static void sleep_until_done(slot *job, phase *now, int64_t limit) {
 }
 
 // Compute the units that other threads have begun and not finished.
-static void repeat_units(slot *job, int p) {
+static void repeat_units(team_job *job, int p) {
     phase *now = job->phases + p;
     for (int unit = 0; unit < now->units && !is_done(now); unit++)
         if (!atomic_load(&job->finished[now->first + unit])) run_unit(job, p, unit);
@@ -104,7 +104,7 @@ static void repeat_units(slot *job, int p) {
 static const int64_t patience = 30000;
 
 // Wait for the units of other threads. Repeat their units after `limit` nanoseconds, unless it is 0.
-static void finish_phase(slot *job, int p, int64_t limit) {
+static void finish_phase(team_job *job, int p, int64_t limit) {
     phase *now = job->phases + p;
     const int64_t until = limit && !is_done(now) ? nanoseconds() + limit : 0;
     for (int look = 0; look < looks && !is_done(now); look++) pause_a_moment();
@@ -124,7 +124,7 @@ static void call_helpers(int count) {
 
 // Compute units of the job until its last phase is done. A helper leaves earlier when another leader has begun,
 // and the leader calls a helper back when it has lacked one for a while.
-static void take_part(slot *job, int is_leader) {
+static void take_part(team_job *job, int is_leader) {
     int64_t called = 0;
     for (int p = 0; p < job->count; p++) {
         phase *now = job->phases + p;
@@ -152,9 +152,9 @@ static void take_part(slot *job, int is_leader) {
 }
 
 // Find a job with room for a helper. The caller holds `lock`.
-static slot *open_job(void) {
-    for (int i = 0; i < SLOTS && slots[i]; i++)
-        if (slots[i]->open && slots[i]->room > 0 && atomic_load(&busy) < slots[i]->threads) return slots[i];
+static team_job *open_job(void) {
+    for (int i = 0; i < TEAM_JOBS && jobs[i]; i++)
+        if (jobs[i]->open && jobs[i]->room > 0 && atomic_load(&busy) < jobs[i]->threads) return jobs[i];
     return 0;
 }
 
@@ -162,7 +162,7 @@ static void *help(void *unused) {
     (void)unused;
     pthread_mutex_lock(&lock);
     for (;;) {
-        slot *job = open_job();
+        team_job *job = open_job();
         if (job) {
             job->room--;
             job->users++;
@@ -196,7 +196,7 @@ static void forget(void) {
     sem_init(&wake, 0, 0);
     helpers = sleepers = 0;
     atomic_store(&busy, 0);
-    memset(slots, 0, sizeof slots);
+    memset(jobs, 0, sizeof jobs);
 }
 
 // Start helpers until there are `wanted`. The caller holds `lock`.
@@ -220,13 +220,13 @@ static int free_threads(int threads) {
     return others >= threads ? 1 : threads - others;
 }
 
-// Take a slot with this much memory. Return null if there is none.
-static slot *take_slot(size_t bytes) {
-    slot *job = 0;
+// Take a job with this much memory. Return null if there is none.
+static team_job *take_job(size_t bytes) {
+    team_job *job = 0;
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < SLOTS && !job; i++) {
-        if (!slots[i]) slots[i] = calloc(1, sizeof(slot));
-        if (slots[i] && !slots[i]->users) job = slots[i];
+    for (int i = 0; i < TEAM_JOBS && !job; i++) {
+        if (!jobs[i]) jobs[i] = calloc(1, sizeof(team_job));
+        if (jobs[i] && !jobs[i]->users) job = jobs[i];
     }
     if (job) job->users = 1, job->open = 0;
     pthread_mutex_unlock(&lock);
@@ -234,19 +234,19 @@ static slot *take_slot(size_t bytes) {
     return job;
 }
 
-static void leave_slot(slot *job) {
+static void leave_job(team_job *job) {
     pthread_mutex_lock(&lock);
     job->open = 0;
     job->users--;
     pthread_mutex_unlock(&lock);
 }
 
-// Run the phases of a job on the caller and up to threads - 1 helpers. `job` is a slot that the caller took,
+// Run the phases of a job on the caller and up to threads - 1 helpers. `job` is one that the caller took,
 // and stays taken.
-static void run_team(slot *job, unit_function run, void *data, const int32_t *units, int phases, int threads,
+static void run_team(team_job *job, unit_function run, void *data, const int32_t *units, int phases, int threads,
                      int is_repeatable) {
     atomic_fetch_add(&busy, 1);
-    if (!job || threads < 2 || phases > MOST_PHASES) {
+    if (!job || threads < 2 || phases > MAX_PHASES) {
         for (int p = 0; p < phases; p++)
             for (int unit = 0; unit < units[p]; unit++) run(data, p, unit);
         atomic_fetch_sub(&busy, 1);
@@ -294,12 +294,12 @@ void wake_helpers(int threads) {
 }
 
 // Wait until no helper is inside a job that its leader has left. Called before memory that units read, and
-// that belongs to no slot, is freed.
+// that belongs to no job, is freed.
 void wait_for_helpers(void) {
     for (int waiting = 1; waiting;) {
         waiting = 0;
         pthread_mutex_lock(&lock);
-        for (int i = 0; i < SLOTS; i++) waiting |= slots[i] && !slots[i]->open && slots[i]->users;
+        for (int i = 0; i < TEAM_JOBS; i++) waiting |= jobs[i] && !jobs[i]->open && jobs[i]->users;
         pthread_mutex_unlock(&lock);
         if (waiting) nanosleep(&(struct timespec){0, 1000000}, 0);
     }

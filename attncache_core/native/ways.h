@@ -219,7 +219,7 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
                          (size_t)(layers + 2) * sizeof(layer_memory) + sizeof(columns_run) +
                          (size_t)(rows + 2 * runs + job->count + 64) * 8 + (size_t)phases * 8 +
                          (size_t)most_units * sizeof(unit_counts);
-    slot *own = take_slot(bytes);
+    team_job *own = take_job(bytes);
     if (!own) abort();
     char *memory = own->memory.data;
     columns_run *run = taken(&memory, sizeof *run);
@@ -272,14 +272,14 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
         job->attention_nanoseconds += run->counts[unit].attention_nanoseconds;
         job->busy_nanoseconds += run->counts[unit].busy_nanoseconds;
     }
-    leave_slot(own);
+    leave_job(own);
 }
 
 // Run a job of long sequences: every thread takes some rows, or some heads, of each part of a layer.
 static void run_by_rows(stack_job *job, const block *widths, int rows, int threads) {
     const int layers = job->last - job->first, turns = (rows + rows_together * threads - 1) / (rows_together * threads);
     const size_t projections = block_space(widths, rows);
-    slot *own = take_slot(projections + (size_t)layers * 12 + 64);
+    team_job *own = take_job(projections + (size_t)layers * 12 + 64);
     if (!own) abort();
     stack_run run = {.whole = *widths, .parts = turns * threads, .threads = threads};
     place_block(&run.whole, 0, job->count, own->memory.data);
@@ -291,7 +291,7 @@ static void run_by_rows(stack_job *job, const block *widths, int rows, int threa
         units[3 * n + 2] = job->only_slots ? 0 : run.parts;
     }
     run_team(own, run_some_rows, &run, units, 3 * layers, threads, 0);
-    leave_slot(own);
+    leave_job(own);
 }
 
 // Fewer rows than this for each thread are split by columns.
@@ -320,9 +320,9 @@ static void run_layers(stack_job *job) {
     const int64_t turns = (blocks + threads - 1) / threads;
     if (threads == 1 || blocks >= 8 * threads || turns * longest * threads * 5 <= (int64_t)rows * 6) {
         stack_run run = {.whole = widths, .starts = starts};
-        slot *own = threads > 1 && blocks > 1 ? take_slot(0) : 0;
+        team_job *own = threads > 1 && blocks > 1 ? take_job(0) : 0;
         run_team(own, run_one_block, &run, &(int32_t){blocks}, 1, smaller(threads, blocks), 0);
-        if (own) leave_slot(own);
+        if (own) leave_job(own);
     } else {
         run_by_rows(job, &widths, rows, threads);
         pool_sequences(job, 0, job->count);
