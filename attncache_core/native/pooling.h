@@ -13,14 +13,14 @@ typedef enum {
     POOL_FIRST = 0, POOL_LAST = 1, POOL_MAXIMUM = 2, POOL_MEAN = 3, POOL_MEAN_OF_ROOT = 4, POOL_WEIGHTED_MEAN = 5
 } pooling_mode;
 
-#define MOST_POOLING_MODES 6
+#define MAX_POOLING_MODES 6
 
 typedef struct {
     norm last;                    // of each token, before pooling
     const int64_t *skipped;       // [sequences] tokens at the front that pooling leaves out; null: none
     float *vectors;               // [sequences, modes * width]
     char *finite;                 // [sequences] whether all states and vectors are finite
-    int32_t modes, mode[MOST_POOLING_MODES];
+    int32_t modes, mode[MAX_POOLING_MODES];
 } pooling;
 
 // See norm_row. whole: whether the width is a whole number of vectors.

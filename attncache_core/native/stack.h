@@ -62,7 +62,7 @@ typedef struct {
     // token of each run [runs]. Null: every run is a sequence, and a tree of its own.
     const int64_t *trees, *starts;
     const int64_t *positions;     // [rows]; null: each sequence begins at 0
-    int64_t most_tokens;          // of a sequence
+    int64_t max_tokens;          // of a sequence
     const float *const *angles;   // [tables, 2] the cosines and sines [positions, half] of each table
     const char *const *maps;      // [hits] the record of each hit, in 16 bits
     int32_t first, last;          // the layers from first to last - 1
@@ -395,7 +395,7 @@ static token_error place_tokens(stack_job *job, int64_t *positions, int64_t *pla
         int64_t counted = 0;
         for (int64_t r = first; r < end; r++) {
             positions[r] = job->positions ? job->positions[r] : r - first;
-            if (positions[r] >= job->most_tokens) return TOO_MANY_TOKENS;
+            if (positions[r] >= job->max_tokens) return TOO_MANY_TOKENS;
             if (!by) continue;
             int64_t place = by->has_positions ? positions[r] : 0;
             if (by->has_positions && by->padding >= 0)

@@ -87,7 +87,7 @@ class _Job(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("layers", "hidden", "embedding", "ids", "types", "places")),
         *((name, ctypes.c_void_p) for name in ("offsets", "trees", "starts", "positions")),
-        ("most_tokens", ctypes.c_int64),
+        ("max_tokens", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("angles", "maps")),
         *((name, ctypes.c_int32) for name in ("first", "last", "width", "count", "hits", "type")),
         *((name, ctypes.c_int32) for name in ("map_type", "packed", "threads", "widest")),
@@ -156,7 +156,7 @@ class CompiledStack:
             layers=ctypes.addressof(self._layers),
             width=width,
             type=NUMBER_TYPES[self.dtype],
-            most_tokens=min(((count + 1) // 2 for count in distances), default=_NO_LIMIT),
+            max_tokens=min(((count + 1) // 2 for count in distances), default=_NO_LIMIT),
             widest=max(width, *(attention.output.inputs for attention, _ in layers), *inner),
         )
 

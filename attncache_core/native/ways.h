@@ -210,15 +210,15 @@ static const int64_t *copied(char **to, const int64_t *numbers, int count) {
 // Run a job of few rows: every thread takes some columns of each product, or some heads.
 static void run_by_columns(stack_job *job, const block *widths, int rows, int threads) {
     const int layers = job->last - job->first, phases = 6 * layers, parts = threads;
-    int most_units = 0;
-    for (int n = 0; n < layers; n++) most_units += 5 * parts + job->count * job->layers[job->first + n].heads;
+    int max_units = 0;
+    for (int n = 0; n < layers; n++) max_units += 5 * parts + job->count * job->layers[job->first + n].heads;
     const int runs = job->trees ? (int)job->trees[job->count] : job->count;
     const size_t states = whole_lines((size_t)rows * job->width * 4), projections = block_space(widths, rows);
     const size_t inner = whole_lines((size_t)rows * job->widest * 4);
     const size_t bytes = (size_t)(layers + 1) * (projections + 4 * states + inner) + 4096 +
                          (size_t)(layers + 2) * sizeof(layer_memory) + sizeof(columns_run) +
                          (size_t)(rows + 2 * runs + job->count + 64) * 8 + (size_t)phases * 8 +
-                         (size_t)most_units * sizeof(unit_counts);
+                         (size_t)max_units * sizeof(unit_counts);
     team_job *own = take_job(bytes);
     if (!own) abort();
     char *memory = own->memory.data;
@@ -235,7 +235,7 @@ static void run_by_columns(stack_job *job, const block *widths, int rows, int th
     run->whole.job = &run->job;
     run->whole.rows = rows;
     run->parts = parts;
-    run->counts = taken(&memory, (size_t)most_units * sizeof(unit_counts));
+    run->counts = taken(&memory, (size_t)max_units * sizeof(unit_counts));
     run->first_units = first_units;
     run->layers = (layer_memory *)taken(&memory, (size_t)(layers + 1) * sizeof(layer_memory)) + 1;
     for (int n = -1; n < layers; n++) {
