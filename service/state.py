@@ -82,7 +82,7 @@ class ServiceState:
             shared,
             *([self.group.process] if self.group else []),
             ttl_seconds=settings.session_ttl_seconds,
-            most_waiting=settings.max_queue_sequences,
+            max_waiting=settings.max_queue_sequences,
             max_seconds=settings.request_seconds,
         )
         self.bodies = ByteBudget(settings.max_inflight_bytes)

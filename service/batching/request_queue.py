@@ -37,7 +37,7 @@ class RequestQueue:
 
     # Fewer tokens are not divided among free threads, and wait while a batch is computed: small batches cost
     # more of Python's time than they save, because a batch in compiled code also uses all threads.
-    least_part = 1024
+    min_part = 1024
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class RequestQueue:
         """Add sequences to an empty batch. free: the threads that are free to share what waits.
 
         A batch holds at most the part of the waiting tokens that this thread would get if all free threads
-        took equal parts, or `least_part` tokens if that is more, but at least one text.
+        took equal parts, or `min_part` tokens if that is more, but at least one text.
         """
         with self._lock:
             # Not what comes meanwhile, or requests whose results are known would keep others waiting.
@@ -246,7 +246,7 @@ class RequestQueue:
                     continue
                 if request.waits:
                     if not batch:  # only now, because the first part of the first request is tokenised
-                        room.part = max(self.least_part, math.ceil(self._waiting_tokens / free))
+                        room.part = max(self.min_part, math.ceil(self._waiting_tokens / free))
                     if not self._take(request, room, batch):
                         return
                 if request.is_tokenized and not request.waits:
@@ -343,7 +343,7 @@ class RequestQueue:
         """Return whether a free thread should begin a batch now. The caller must hold the lock."""
         if self._computing == self._idle_work:
             return True
-        return self._waiting_tokens >= self.least_part // max(1, self._threads - 1)
+        return self._waiting_tokens >= self.min_part // max(1, self._threads - 1)
 
     def _enter(self, request: PendingRequest, sequences: int, tokens: int) -> None:
         if not request.queued:

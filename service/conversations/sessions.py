@@ -39,7 +39,7 @@ class Sessions:
         process: str = "0",
         *,
         ttl_seconds: float,
-        most_waiting: int,
+        max_waiting: int,
         max_seconds: float,
         capacity_bytes: int = CAPACITY_BYTES,
         clock: Callable[[], float] = time.monotonic,
@@ -47,7 +47,7 @@ class Sessions:
         """histories: a store for histories alone, which drops some beyond its bounds. locks: a store.
 
         process: the name of this process among those that share the stores. ttl_seconds: how long a history
-        is kept after its last access. capacity_bytes: of `histories`. most_waiting: the most requests that
+        is kept after its last access. capacity_bytes: of `histories`. max_waiting: the most requests that
         may wait for another request of their session. max_seconds: that a request may take, after which its
         lock ends, even if this process could not unlock the session.
         """
@@ -55,7 +55,7 @@ class Sessions:
         self._locks = locks
         self._process = process.encode()
         self._ttl_seconds = ttl_seconds
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._max_seconds = max_seconds
         self._capacity_bytes = capacity_bytes
         # For each session with requests their turns, in order; the first is done and runs.
@@ -78,7 +78,7 @@ class Sessions:
         The caller calls `end` in any case, also after an exception while it waits. Raises QueueFull.
         """
         turns = self._turns.get(session)
-        if turns and self._waiting >= self._most_waiting:
+        if turns and self._waiting >= self._max_waiting:
             raise QueueFull("too many requests wait for their session", retry_after_seconds=1)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if turns:

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def few_tokens_are_divided(monkeypatch):
-    monkeypatch.setattr(RequestQueue, "least_part", 1)
+    monkeypatch.setattr(RequestQueue, "min_part", 1)
 
 
 class ParallelEngine(FakeEngine):
@@ -116,7 +116,7 @@ async def test_as_many_batches_run_at_once_as_the_engine_allows(threads):
 async def test_few_tokens_of_one_request_are_one_batch(monkeypatch):
     monkeypatch.undo()
     engine = ParallelEngine(2)
-    texts = ["x" * (RequestQueue.least_part // 50)] * 50
+    texts = ["x" * (RequestQueue.min_part // 50)] * 50
     async with batching(engine, tokens=10**6) as batcher:
         await submit(batcher, texts)
     assert engine.batches == [texts]
@@ -133,7 +133,7 @@ async def test_few_tokens_wait_for_the_batch_that_is_computed(monkeypatch):
         await queued(batcher, 3)
         await asyncio.sleep(0.05)
         assert engine.running == 1
-        many = submit(batcher, ["x" * 32] * (RequestQueue.least_part // 32))
+        many = submit(batcher, ["x" * 32] * (RequestQueue.min_part // 32))
         await running(engine, 2)
         engine.may_run.set()
         await asyncio.gather(first, many, *few)

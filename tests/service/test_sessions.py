@@ -414,7 +414,7 @@ def key(session):
 
 def sessions_with(clock=None, max_sessions=100, **limits):
     clock = clock or Clock()
-    limits = {"ttl_seconds": TTL, "most_waiting": 100, "max_seconds": 60, **limits}
+    limits = {"ttl_seconds": TTL, "max_waiting": 100, "max_seconds": 60, **limits}
     histories = LocalStore(max_sessions, limits.get("capacity_bytes", CAPACITY_BYTES), clock)
     return Sessions(histories, LocalStore(), **limits, clock=clock)
 
@@ -461,7 +461,7 @@ async def test_access_prolongs_the_life_of_a_session():
 
 
 async def test_waiting_requests_are_bounded():
-    sessions = sessions_with(most_waiting=2)
+    sessions = sessions_with(max_waiting=2)
     first, second, third = (sessions.begin(key("a")) for _ in range(3))
     with pytest.raises(QueueFull):
         sessions.begin(key("a"))
