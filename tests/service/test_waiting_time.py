@@ -265,3 +265,22 @@ async def test_refusal_has_the_shape_of_each_api(path, body, described):
         engine.may_run.set()
         assert [(await task).status_code for task in (busy, waiting)] == [200, 200]
         assert (await client.post(path, json=body)).status_code == 200
+
+
+def test_request_that_cannot_be_tokenised_is_looked_up_once_before_its_client_is_told():
+    looked_at = []
+
+    def failing(request):
+        looked_at.append(request)
+        assert len(looked_at) < 10
+        # The event loop will tell the client, so the future is not done yet.
+
+    limits = Limits(BATCH, MANY, MANY, MANY)
+    queue = RequestQueue(limits, failing, lambda _: None, lambda *_: None)
+    request = PendingRequest(
+        Texts(["a", "b"], truncate=False), OWN_PROMPT, False, True, future_of_nobody(), ("client",)
+    )
+    queue.add(request)
+    assert queue.upcoming() == []
+    assert looked_at == [request]
+    assert len(queue) == 0

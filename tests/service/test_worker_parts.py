@@ -11,9 +11,11 @@ from raw_http import request_and_leave
 
 from attncache_core import KeyValueOptions, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
-from service.errors import InvalidSettings
+from service.errors import InvalidSettings, StoreUnavailable
+from service.observability.metrics import Metrics
 from service.settings import Settings, read_settings
-from service.upkeep.group import Worker
+from service.store import LocalStore
+from service.upkeep.group import Group, Worker
 from service.web.listeners import Listener, bind
 from service.workers.acceptor import Acceptor
 from service.workers.shares import share_of, worker_count, workers_for
@@ -267,3 +269,38 @@ async def test_client_that_leaves_while_another_worker_has_locked_its_session_gi
             leave.set()
             await request_and_leave(app, {"session_id": "s", "append": "gone"}, leave)
             assert app.state.service.sessions._turns == {}
+
+
+class BrokenStore(LocalStore):
+    """A store whose disk is full."""
+
+    async def put(self, *_arguments):
+        raise StoreUnavailable("the disk is full", retry_after_seconds=1)
+
+
+@pytest.mark.anyio
+async def test_worker_is_ready_though_the_store_fails(tmp_path):
+    group = Group(Worker(0, 2, tmp_path), BrokenStore(), Metrics())
+    group.is_serving = True
+    with pytest.raises(StoreUnavailable):
+        await group._look()
+    assert group.worker.ready.exists()
+
+
+@pytest.mark.anyio
+async def test_worker_that_is_not_ready_yet_does_later_what_is_asked_of_all(tmp_path):
+    store, done = LocalStore(), []
+
+    async def obey(command):
+        done.append(command["what"])
+        return b"answer"
+
+    group = Group(Worker(1, 2, tmp_path), store, Metrics())
+    await store.put("asked", b'{"name": {"what": "warm", "from": "another"}}')
+    await group._do(obey)
+    assert done == []
+    group.is_serving = True
+    for _ in range(2):
+        await group._do(obey)
+    assert done == ["warm"]
+    assert await store.get("done/name/1") == b"answer"
