@@ -210,7 +210,7 @@ class BatchRunner:
     ) -> None:
         """Add the results of a batch to its requests, and to others that wait for them.
 
-        finished, failed: get the requests that are complete with it, and the requests that fail.
+        Adds each request that is complete to `finished`, and each request that fails to `failed`.
         """
         first = 0
         for request, sequences in batch:
@@ -241,9 +241,9 @@ class BatchRunner:
     def _shared(
         self, sequence: PendingSequence, part: RequestResult, index: int
     ) -> list[tuple[PendingRequest, RequestResult, list[int]]]:
-        """Return the other requests that waited for a sequence, with its result and their places for it.
+        """Return each request that waited for a sequence, with the result and the places of the result.
 
-        The result is sequence `index` of `part`, and is kept if it is exact.
+        The result is sequence `index` of `part`. An exact result is kept for later requests.
         """
         if self._results is None or sequence.name is None:
             return []

@@ -50,7 +50,10 @@ class RequestResult(NamedTuple):
 
     @classmethod
     def of(cls, result: PrefillResult, rows: range, tokens: list[int]) -> RequestResult:
-        """Return a part of a batch: these of its sequences. tokens: of each of them."""
+        """Return the results of some sequences of a batch.
+
+        rows: indices of the sequences in the batch. tokens: the number of tokens of each of the sequences.
+        """
         own = slice(rows.start, rows.stop)
         return cls(
             result.outputs[own],
@@ -111,7 +114,7 @@ class RequestResult(NamedTuple):
 
 
 def joined(parts: Sequence[tuple[Sequence[int], RequestResult]]) -> RequestResult:
-    """Return the result that several parts make. Each part comes with the places of its sequences."""
+    """Join the parts of a request's result. Each part comes with the places of its sequences in the request."""
     order = np.argsort(np.concatenate([places for places, _ in parts])).tolist()
 
     def in_order(name: str, absent: Any = None) -> tuple[Any, ...]:
