@@ -152,7 +152,7 @@ class PendingRequest:
             if self._added < self.count:
                 return None
         self.timing.computed_at = time.perf_counter()
-        # A sequence whose result was expected from another request in vain is computed behind later sequences.
+        # A sequence that waited for another request in vain is computed behind later sequences.
         is_whole = len(self._results) == 1 and list(places) == list(range(self.count))
         return result if is_whole else joined(self._results)
 

@@ -114,7 +114,7 @@ class RequestResult(NamedTuple):
 
 
 def joined(parts: Sequence[tuple[Sequence[int], RequestResult]]) -> RequestResult:
-    """Join the parts of a request's result. Each part comes with the places of its sequences in the request."""
+    """Join the parts of a request's result. Each part has the places of its sequences in the request."""
     order = np.argsort(np.concatenate([places for places, _ in parts])).tolist()
 
     def in_order(name: str, absent: Any = None) -> tuple[Any, ...]:
