@@ -4,7 +4,7 @@
       -> token ids of the turns -> what fits into the model's window -> sequence, and the History that follows
 
 Adding a turn changes no token of the turns before it, so their stored keys and values can be reused. If a
-conversation does not fit into the window, its oldest tokens are cut, as far as `Overflow` says.
+conversation does not fit into the window, its oldest tokens are cut, unless `OverflowWay` refuses it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,8 @@ from service.settings.reuse import OverflowWay
 
 # Models give much attention to the first tokens, whatever they are (StreamingLLM keeps four).
 _SINKS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Overflow:
-    """What happens if a conversation does not fit into the model's window."""
-
-    way: OverflowWay = "recompute"
-    keep_ratio: float = 0.5  # share of the window that the conversation has after a cut
+# Of the room in the window, after a cut: several turns fit before the next one.
+_KEPT_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +98,7 @@ class Conversation:
         field: Literal["append", "transcript"],
         *,
         truncate: bool,
-        overflow: Overflow,
+        overflow: OverflowWay,
     ) -> None:
         """history: before the request. turns: the new turn if `field` is append, else all turns.
 
@@ -154,7 +148,7 @@ class Conversation:
 
     def _require_cutting(self, new: int, room: int) -> None:
         """Raise InputTooLong if the conversation must not be cut. new: tokens of the last turn."""
-        if self._overflow.way == "refuse":
+        if self._overflow == "refuse":
             raise InputTooLong(
                 f"the conversation has more than {room} tokens; begin a new session, or send a transcript "
                 "with fewer or shorter turns",
@@ -171,10 +165,10 @@ class Conversation:
 
         The last turn, of `new` tokens, is cut only if it does not fit by itself.
         """
-        sinks = min(_SINKS, room // 2) if self._overflow.way == "keep-sinks" else 0
+        sinks = min(_SINKS, room // 2) if self._overflow == "keep-sinks" else 0
         if whole.dropped:
             sinks = min(sinks, whole.sinks)
-        kept = min(room, max(int(room * self._overflow.keep_ratio), new + sinks, 1))
+        kept = min(room, max(int(_KEPT_SHARE * room), new + sinks, 1))
         return replace(whole, sinks=sinks, dropped=whole.tokens - kept)
 
     def _truncated(
@@ -190,7 +184,7 @@ class Conversation:
 
         Returns the salt under which they are found; None if they are to be computed again.
         """
-        if salt is None or self._overflow.way == "recompute":
+        if salt is None or self._overflow == "recompute":
             return None
         before = whole.kept()[: -len(whole.turns[-1]) or None]
         sinks = min(cut.sinks, len(before))

@@ -9,6 +9,7 @@ from attncache_core.calibration.policy_selection import could_keep_floor
 from attncache_core.engine.info import EngineInfo
 from attncache_core.reuse.maps.manifest import Manifest
 from service.settings import Settings
+from service.settings.limits import MAX_BATCH_SEQUENCES
 
 
 def summary(engine: PrefillEngine, settings: Settings, urls: Sequence[str]) -> Iterator[str]:
@@ -119,7 +120,7 @@ def _database(engine: PrefillEngine) -> str:
 
 def _limits(settings: Settings) -> str:
     return (
-        f"batch {settings.max_batch_tokens:,} tokens, {settings.max_batch_sequences:,} texts; "
+        f"batch {settings.max_batch_tokens:,} tokens, {MAX_BATCH_SEQUENCES:,} texts; "
         f"request {settings.max_request_inputs:,} texts, {settings.max_request_tokens:,} tokens, "
         f"{settings.max_body_bytes / 2**20:,.1f} MiB; queue {settings.max_queue_sequences:,} texts"
     )

@@ -22,6 +22,7 @@ from service.errors import NotReady, ShuttingDown, StoreUnavailable, Stuck
 from service.routes.common import ERRORS
 from service.routes.served_names import served_name
 from service.settings import Settings
+from service.settings.limits import MAX_BATCH_SEQUENCES
 from service.upkeep.watchdog import Condition
 from service.web.call import CurrentCall
 
@@ -36,7 +37,7 @@ def tei_info(engine: PrefillEngine, info: EngineInfo, settings: Settings) -> dic
         "max_concurrent_requests": settings.max_queue_sequences,
         "max_input_length": info.max_tokens,
         "max_batch_tokens": settings.max_batch_tokens,
-        "max_batch_requests": settings.max_batch_sequences,
+        "max_batch_requests": MAX_BATCH_SEQUENCES,
         "max_client_batch_size": settings.max_request_inputs,
         "auto_truncate": settings.truncate,
         "tokenization_workers": engine.parallel_runs,
@@ -70,7 +71,6 @@ _SHOWN_SETTINGS = {
     "verify_rate",
     "truncate",
     "max_batch_tokens",
-    "max_batch_sequences",
     "max_queue_sequences",
     "max_queue_seconds",
     "max_request_inputs",

@@ -9,7 +9,7 @@ from typing import Literal
 from attncache_core import InputTooLong, InvalidInput, NotFinite
 from service.batching.segments import DividedTexts, Segments
 from service.batching.sources import Source, Texts, source_of
-from service.conversations.conversation import Conversation, History, Overflow
+from service.conversations.conversation import Conversation, History
 from service.errors import UnknownSession
 from service.routes.common import check_count
 from service.schemas import InferenceRequest
@@ -41,7 +41,6 @@ async def input_source(call: Call, serving: Serving, body: InferenceRequest) -> 
         return
     field, turns = _turns(body)
     check_count(turns, field, settings.max_request_inputs)
-    overflow = Overflow(settings.session_overflow, settings.session_keep_ratio)
     session = call.salt(body.cache_salt), body.session_id
     turn = state.sessions.begin(session)
     is_locked = False
@@ -51,6 +50,7 @@ async def input_source(call: Call, serving: Serving, body: InferenceRequest) -> 
             await call.pause(_LOCKED_SECONDS)
         stored = await state.sessions.history(session)
         history = _history(stored, field)
+        overflow = settings.session_overflow
         conversation = Conversation(history, turns, field, truncate=truncate, overflow=overflow)
         with _names(field):
             yield conversation

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from service.settings.names import Group
 
+# Most texts of one batch, however short they are.
+MAX_BATCH_SEQUENCES = 64
+
 
 class Limits(Group):
     """Sizes of texts, requests, batches and queues."""
@@ -33,7 +36,6 @@ class Limits(Group):
         description="Most tokens in one batch. A prefix that is computed once counts once. A longer text is "
         "a batch of its own.",
     )
-    max_batch_sequences: int = Field(64, ge=1, description="Most texts in one batch.")
     max_queue_sequences: int = Field(
         2048, ge=1, description="Most texts that may wait. Further requests get status 429."
     )

@@ -146,9 +146,3 @@ class Sessions(Group):
         "tokens and compute the rest again (recompute), refuse the request, or cut and use the stored keys "
         "and values of the rest, which is approximate (truncate; keep-sinks keeps the first 4 tokens too).",
     )
-    session_keep_ratio: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Share of the window that a conversation fills after it was cut.",
-    )

@@ -143,7 +143,7 @@ async def test_damaged_text_of_several_sequences_is_named_by_its_index(tmp_path,
     (money,) = scoring(tmp_path, labels).labels_in(Template("", ""), ["money", "card"]).tokens[0]
     damage_weights(tmp_path, money)
     engine = scoring(tmp_path, labels)
-    async with serving(engine, max_batch_sequences=5) as client:
+    async with serving(engine, max_batch_tokens=40) as client:
         alone = (await client.post("/classify", json={"inputs": ["card", "late"]})).json()
         requests = [["card", "late"], ["card", "late", "my money", "lost money"], ["card", "late"]]
         first, damaged, last = await asyncio.gather(

@@ -80,10 +80,10 @@ async def test_a_request_may_bring_labels_and_a_template(folder, labels):
 
 
 async def test_requests_of_all_kinds_share_batches_and_get_their_own_results(folder):
-    """A batch holds few sequences, so that the sequences of a request are in several batches."""
+    """A batch holds few tokens, so that the sequences of a request are in several batches."""
     bodies = [{}, {"labels": SEVERAL}, {"labels": SINGLE}, {"labels": SEVERAL[::-1], "template": "my {} is"}]
     engine = load(folder, SINGLE)
-    async with serving(engine, max_batch_sequences=5) as client:
+    async with serving(engine, max_batch_tokens=40) as client:
         alone = [(await client.post("/classify", json={"inputs": TEXTS, **more})).json() for more in bodies]
         requests = [client.post("/classify", json={"inputs": TEXTS, **more}) for more in bodies * 3]
         together = [response.json() for response in await asyncio.gather(*requests)]

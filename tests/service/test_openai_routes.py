@@ -237,7 +237,7 @@ async def test_every_refusal_has_the_shape_of_openai(path, body):
 async def test_full_queue_and_loading_have_the_shape_of_openai(path, body):
     engine = FakeEngine(labels=("a", "b"))
     engine.may_run.clear()
-    limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_sequences": 1}
+    limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_tokens": 1}
     async with serving(engine, **limits) as client:
         running = [asyncio.create_task(client.post("/embed", json={"inputs": "a"}))]
         await asyncio.to_thread(engine.runs.acquire)

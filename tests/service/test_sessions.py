@@ -293,11 +293,10 @@ async def test_overflow_is_recomputed_for_the_newest_tokens(turn):
         assert "X-AttnCache-History-Tokens" not in short.headers
 
 
-@pytest.mark.parametrize(("ratio", "kept"), [(0.25, 16), (0.9, 57), (1.0, 64), (0.001, 8)])
-async def test_keep_ratio_is_the_share_of_the_window_that_remains(ratio, kept):
-    async with overflowing("recompute", session_keep_ratio=ratio) as client:
-        response = await ask(client, append="ghijklmn")
-        assert_is_about(response, ("abcdef" * 10 + "ghijklmn")[-kept:])
+async def test_half_of_the_window_remains_unless_the_new_turn_is_longer():
+    for turn, kept in (("ghijklmn", 32), ("ghijklmn" * 5, 40)):
+        async with overflowing("recompute") as client:
+            assert_is_about(await ask(client, append=turn), ("abcdef" * 10 + turn)[-kept:])
 
 
 @pytest.mark.parametrize("field", ["append", "transcript"])
@@ -575,7 +574,7 @@ async def test_truncation_of_a_real_conversation_computes_only_new_tokens(folder
     engine = engine_of(folder, max_tokens=48, pooling=pooling)
     frame = engine.tokenizer.frame(engine.default_prompt)
     cuts = approximate = 0
-    async with serving(engine, session_overflow=way, session_keep_ratio=0.8) as client:
+    async with serving(engine, session_overflow=way) as client:
         for number, turn in enumerate(TURNS * 3):
             response = await ask(client, **({"append": turn} if number else {"transcript": [turn]}))
             known, asked = cached(response)

@@ -376,7 +376,7 @@ async def test_failures_name_the_text_of_the_request(path, text, status):
 async def test_full_queue_has_the_shape_of_tei(path):
     engine = FakeEngine(labels=("a", "b"))
     engine.may_run.clear()
-    limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_sequences": 1}
+    limits = {"max_queue_sequences": 2, "max_request_inputs": 2, "max_batch_tokens": 1}
     async with serving(engine, **limits) as client:
         running = [asyncio.create_task(client.post("/embed", json={"inputs": "a"}))]
         await asyncio.to_thread(engine.runs.acquire)
