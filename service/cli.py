@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import service.stopped_early  # noqa: F401 # isort: skip - before anything that loads torch
+import service.ending  # noqa: F401 # isort: skip - before anything that loads torch
 
 import importlib
 from collections import UserDict

@@ -1,12 +1,18 @@
-"""Ends the process at once, whatever its threads do."""
+"""End the process at once, whatever its threads do.
+
+The command line imports this module before torch: so SIGTERM and Ctrl+C end `attncache serve` with code 0
+while modules are imported, which takes seconds. Other commands keep what these signals do by default.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
+from types import FrameType
 from typing import NoReturn
 
 logger = logging.getLogger(__name__)
@@ -33,3 +39,13 @@ def _finish_logs(reason: str | None) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    os._exit(0)
+
+
+# The server has its own handlers as soon as it has something to finish.
+if sys.argv[1:2] == ["serve"]:
+    for _number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(_number, _end)

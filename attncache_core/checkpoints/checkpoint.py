@@ -20,17 +20,17 @@ from typing import Any, Literal
 
 from safetensors import safe_open
 
-from attncache_core.checkpoints.dense import Dense
-from attncache_core.checkpoints.json_files import read_json
 from attncache_core.checkpoints.sources import WEIGHTS
 from attncache_core.checkpoints.template import Template
 from attncache_core.corpus import default_corpus
 from attncache_core.corpus.reading import spread
-from attncache_core.errors import InvalidInput, readable
+from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 
 Task = Literal["embed", "classify", "label-logits"]
 # What makes a score of the logit of a cross-encoder with one class.
 Activation = Literal["sigmoid", "identity"]
+# The names of torch.nn classes; heads/embedding.py has the functions.
+DenseActivation = Literal["GELU", "Identity", "ReLU", "SiLU", "Sigmoid", "Tanh"]
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
 # Files from which a tokenizer can be made. The model's family decides which of them are used.
@@ -73,6 +73,17 @@ class Pooling:
 
     modes: tuple[str, ...] = ("mean",)  # the vectors of all modes are concatenated in this order
     include_prompt: bool = True  # False: the vectors of the prompt's tokens are left out
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A linear layer with an activation, applied to pooled vectors."""
+
+    weights: Path  # safetensors: linear.weight [outputs, inputs] and, with a bias, linear.bias [outputs]
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: DenseActivation
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,3 +325,18 @@ def _file_digest(path: Path, size: int, changed: int) -> bytes:  # noqa: ARG001
     """Return the SHA-256 of a file. A new size (bytes) or modification time (ns) invalidates the cache."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
+
+
+def read_json(path: Path, default: Any = None) -> Any:
+    """Return the parsed JSON of a file, or `default` if the file does not exist and a default is given.
+
+    Raises UnsupportedModel if the file is missing without a default, or cannot be read as JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if default is not None:
+            return default
+        raise UnsupportedModel(f"model folder {path.parent} has no {path.name}", field="model") from error
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{path} cannot be read as JSON", field="model") from error

@@ -12,9 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from attncache_core.checkpoints.checkpoint import Activation, Checkpoint, Pooling, PoolingMode, Task
-from attncache_core.checkpoints.dense import read_dense
-from attncache_core.checkpoints.json_files import read_json
+from attncache_core.checkpoints.checkpoint import (
+    Activation,
+    Checkpoint,
+    Dense,
+    DenseActivation,
+    Pooling,
+    PoolingMode,
+    Task,
+    read_json,
+)
 from attncache_core.checkpoints.sources import WEIGHTS, find_source
 from attncache_core.checkpoints.template import Template
 from attncache_core.errors import UnsupportedModel, readable
@@ -97,7 +104,7 @@ def _described(folder: Path, name: str, source: str) -> Checkpoint:
         lowercase=bool(settings.get("do_lower_case", False)),
         template=Template(prefix=prompts.get(prompting.get("default_prompt_name") or "", "")),
         prompts=prompts,
-        dense=tuple(read_dense(folder / path) for kind, path in listed if kind == "Dense"),
+        dense=tuple(_read_dense(folder / path) for kind, path in listed if kind == "Dense"),
         truncate_dim=_positive(prompting.get("truncate_dim")) if modules else None,
         matryoshka_dimensions=_matryoshka_dimensions(config),
         activation=activation or "sigmoid",
@@ -199,3 +206,44 @@ def _read_pooling(folder: Path) -> Pooling:
     if unknown:
         raise UnsupportedModel(f"pooling {', '.join(unknown)} of {folder} is not supported", field="model")
     return Pooling(modes, bool(config.get("include_prompt", True)))
+
+
+def _read_dense(folder: Path) -> Dense:
+    """Describe the Dense module in `folder`.
+
+    Raises UnsupportedModel if the folder has no weights in safetensors, and if the module has an unknown
+    activation, reads or writes token vectors, or adds its input to its output.
+    """
+    config, weights = read_json(folder / "config.json"), folder / "model.safetensors"
+    if not weights.is_file():
+        raise UnsupportedModel(
+            f"Dense module {folder} has no model.safetensors; other weight formats are not read",
+            field="model",
+        )
+    names = {config.get(name) or "sentence_embedding" for name in ("module_input_name", "module_output_name")}
+    if config.get("use_residual") or names != {"sentence_embedding"}:
+        raise UnsupportedModel(
+            f"Dense module {folder} is not a plain layer on pooled vectors (use_residual, module_input_name "
+            "or module_output_name in its config.json); such modules are not supported",
+            field="model",
+        )
+    return Dense(
+        weights=weights,
+        inputs=int(config["in_features"]),
+        outputs=int(config["out_features"]),
+        bias=bool(config.get("bias", True)),
+        activation=_dense_activation(config.get("activation_function", "torch.nn.Tanh"), folder),
+    )
+
+
+def _dense_activation(written: object, folder: Path) -> DenseActivation:
+    """Return the class name in a dotted name such as torch.nn.modules.linear.Identity."""
+    named = str(written).split(".")
+    for known in get_args(DenseActivation):
+        if named[:2] == ["torch", "nn"] and named[-1] == known:
+            return known
+    raise UnsupportedModel(
+        f"the activation_function of Dense module {folder} is not supported; supported are: "
+        f"{', '.join(get_args(DenseActivation))} of torch.nn",
+        field="model",
+    )

@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from attncache_core.checkpoints.checkpoint import Checkpoint
-from attncache_core.checkpoints.dense import Activation, Dense
+from attncache_core.checkpoints.checkpoint import Checkpoint, Dense, DenseActivation
 from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+_ACTIVATIONS: dict[DenseActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     "GELU": nn.functional.gelu,
     "ReLU": torch.relu,
     "SiLU": nn.functional.silu,

@@ -29,7 +29,7 @@ from benchmarks.papers.blending import (
     smallest_ratio,
 )
 from benchmarks.plots import PaperPlots
-from service.commands.evaluation_report import without_nan, write_markdown
+from service.commands.evaluation import without_nan, write_markdown
 from service.commands.options import json_option, max_tokens_option, model_options
 from service.commands.progress import shown_progress
 from service.commands.report import machine, show_machine, show_table, write_json

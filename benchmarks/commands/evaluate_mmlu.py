@@ -13,8 +13,7 @@ from attncache_core.corpus.reading import spread
 from attncache_core.evaluation.tasks import ClassificationTask
 from attncache_core.models.variant import is_count
 from benchmarks.papers.mmlu import LETTERS, Prompts, Question, read_questions
-from service.commands.evaluation import Evaluation, Request
-from service.commands.evaluation_options import fixed_evaluation_options
+from service.commands.evaluation import Evaluation, Request, fixed_evaluation_options
 from service.commands.report import show_table
 
 

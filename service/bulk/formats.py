@@ -16,7 +16,6 @@ import numpy as np
 import orjson
 
 from attncache_core import InvalidInput
-from service.bulk.parquet import pyarrow_parquet
 
 EMBEDDING_FORMATS = ("npy", "parquet")
 CLASS_FORMATS = ("jsonl", "tsv", "parquet")
@@ -54,6 +53,17 @@ def write_output(output: Path, spooled: Path, numbers: np.ndarray, labels: Seque
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def pyarrow_parquet() -> Any:
+    """Return the module pyarrow.parquet. Raises InvalidInput if pyarrow, an extra, is not installed."""
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise InvalidInput(
+            "Parquet files need pyarrow: pip install 'attncache[parquet]'", field="input"
+        ) from error
+    return parquet
 
 
 def check_labels(output: Path, labels: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from attncache_core import InvalidInput
 from attncache_core.corpus.tables import FORMATS, format_of, parse_rows
-from service.bulk.parquet import pyarrow_parquet
+from service.bulk.formats import pyarrow_parquet
 
 INPUT_FORMATS = (*FORMATS, "parquet")
 _ROWS_AT_ONCE = 1024

@@ -18,7 +18,7 @@ from attncache_core import (
 from attncache_core.corpus.reading import read_texts
 from attncache_core.corpus.tables import FORMATS, read_rows
 from attncache_core.runtime.devices import Device, Dtype
-from service.commands.database_report import show_database
+from service.commands.database import show_database
 from service.commands.options import (
     device_option,
     exclude_option,

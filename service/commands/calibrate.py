@@ -23,7 +23,7 @@ from attncache_core.reuse.maps.policy import Budget
 from attncache_core.runtime.devices import Device, Dtype
 from service.commands.blending import calibrate_segments
 from service.commands.build import min_text_cosine_option
-from service.commands.database_report import show_database
+from service.commands.database import show_database
 from service.commands.options import (
     device_option,
     exclude_option,

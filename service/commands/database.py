@@ -1,14 +1,21 @@
-"""`attncache inspect` and `verify`: show a database, and prove that its files are intact."""
+"""`attncache inspect` and `verify`: show a database for people, and prove that its files are intact."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
 
-from attncache_core import AttentionDatabase, CorruptDatabase
-from service.commands.database_report import show_database
+from attncache_core import AttentionDatabase, CorruptDatabase, Manifest
+from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.policy import Budget
+from attncache_core.reuse.maps.policy_state import ServedPolicy
+from service.loading.summary import why_exact
 
 
 @click.command("inspect")
@@ -39,3 +46,88 @@ def verify(database: Path) -> None:
     if problems:
         sys.exit(1)
     click.echo(f"{opened.search.store.records} records, all sound")
+
+
+def show_database(database: AttentionDatabase) -> None:
+    """Print a database's manifest for people: model, records by length, mask, thresholds, quality."""
+    manifest, console = database.manifest, Console(highlight=False)
+    console.print(f"[bold]{database.folder}[/bold]")
+    console.print(f"model        {manifest.model} (fingerprint {manifest.fingerprint[:12]})")
+    variant = manifest.build.get("variant")
+    if variant:
+        changes = ", ".join(f"{name.replace('_', ' ')} {change}" for name, change in variant.items())
+        console.print(f"variant      {changes}")
+    store = database.search.store
+    console.print(
+        f"records      {store.records:,} in {manifest.dtype}, {manifest.form} maps, {_size(store.file_bytes)}"
+    )
+    layers = ", ".join(
+        f"{layer}: {' '.join(map(str, sorted(order[:reused]))) or 'none'}"
+        for layer, (order, reused) in enumerate(zip(database.mask.order, database.mask.reused, strict=True))
+    )
+    console.print(
+        f"reuse mask   {database.mask.total} of {database.mask.heads} heads (layer: heads) {layers}"
+    )
+    if database.refitted:
+        console.print("weights      hits take refitted weights")
+    served = ServedPolicy(database.folder, database.search.policy)
+    policy = served.policy
+    for reason in served.reuse_off:
+        console.print(f"reuse off    {reason}")
+    console.print(f"budget       mean {policy.budget.measure} of the hits at least {policy.budget.least}")
+    for name, group in zip(policy.names(), policy.groups, strict=True):
+        thresholds = ", ".join(
+            f"{kind.name.lower()} {of_kind.threshold:.4f}" for kind, of_kind in group.kinds.items()
+        )
+        serves = "the mean serves" if group.mean_serves else "only recorded texts hit"
+        unsearched = "" if group.searched else f"no search, {serves}; else "
+        console.print(f"threshold θ  {name} tokens: {unsearched}{thresholds}")
+    console.print(f"quality      {_quality(manifest)}")
+    if left_out := (manifest.quality.get("unfamiliar") or {}).get("left_out"):
+        console.print(f"other texts  {_left_out(left_out, policy.budget)}")
+    distances = manifest.quality.get("map_distance")
+    if distances:
+        means = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in distances.items())
+        console.print(f"map distance {means}")
+    console.print(f"built        {json.dumps(manifest.build)}")
+    table = Table("tokens", "records", "bytes", title="records by length", title_justify="left")
+    for column in table.columns:
+        column.justify = "right"
+    for length, segment in store.segments.items():
+        table.add_row(str(length), f"{len(segment):,}", f"{segment.file_bytes:,}")
+    console.print(table)
+
+
+def _quality(manifest: Manifest) -> str:
+    quality = manifest.quality
+    if not quality["measured"]:
+        return "not measured (too few texts to hold out): only recorded texts hit unless θ is lowered"
+    measured = f"{quality['measured']} held-out texts: hit rate {quality['hit_rate']:.3f}"
+    if quality["mean"] is None:
+        return f"{measured}; {why_exact(manifest)}"
+    return (
+        f"{measured} ({quality['prototype_hit_rate']:.3f} by prototypes), mean of the hits "
+        f"{quality['mean']:.4f}, cosine {quality['mean_cosine']:.4f} on average and "
+        f"{quality['cosine_5th_percentile']:.4f} at the 5th percentile"
+    )
+
+
+def _left_out(left_out: dict[str, Any], budget: Budget) -> str:
+    """Return the results on the kinds of text that were left out when the limit of strangeness was chosen."""
+    harmed = f"below {budget.floor}" if budget.measure is Measure.COSINE else "with another decision"
+    text = (
+        f"{left_out['kinds']} kinds unlike the corpus, each left out of the fit: {left_out['hits']} hits, "
+        f"{left_out['harmed']} of them {harmed} (at most {left_out['harmed_at_most']:.1%}, with 95 % "
+        "confidence over kinds)"
+    )
+    if worst := left_out["worst"]:
+        text += f"; the worst mean of a kind is {worst['mean']:.4f} ({worst['kind']}, {worst['hits']} hits)"
+    return text
+
+
+def _size(size: float) -> str:
+    for unit in ("bytes", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

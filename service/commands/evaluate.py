@@ -16,8 +16,7 @@ from attncache_core.evaluation.tasks import (
     label_names,
     multi_token_labels,
 )
-from service.commands.evaluation import Evaluation, Request
-from service.commands.evaluation_options import evaluation_options
+from service.commands.evaluation import Evaluation, Request, evaluation_options
 
 
 @click.group("evaluate")

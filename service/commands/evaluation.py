@@ -1,10 +1,14 @@
-"""One run of `attncache evaluate`: compare methods with the full engine, and show a table."""
+"""What the commands of `attncache evaluate` share: options, one run, and the table of its result.
+
+A run compares methods with the full engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -23,17 +27,86 @@ from attncache_core import (
 )
 from attncache_core.corpus.reading import read_texts
 from attncache_core.evaluation.comparison import MethodReport, compare
-from attncache_core.evaluation.methods import Methods
+from attncache_core.evaluation.methods import METHODS, Methods, parse_methods
 from attncache_core.evaluation.tasks import AgreementTask, Sequences, Task, full_outputs, recordable_sequences
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.runtime.devices import Dtype
 from attncache_core.text.labels import LabelTokens
-from service.commands.evaluation_report import show_comparison
+from service.commands.options import (
+    drop_options,
+    json_option,
+    max_tokens_option,
+    use_options,
+    whole_model_options,
+)
 from service.commands.progress import shown_progress
-from service.commands.report import machine
+from service.commands.report import machine, show_machine, show_table, write_json
 
 # Most tokens of a text that an evaluation records, because a record grows with the square of the length.
 _LONGEST_RECORDED = 128
+
+
+def evaluation_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of an evaluation and the options for how the model is used."""
+    return fixed_evaluation_options(use_options(command))
+
+
+def fixed_evaluation_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of an evaluation that itself determines how the model is used."""
+    options = (
+        max_tokens_option,
+        click.option(
+            "--database",
+            type=click.Path(path_type=Path),
+            help="Folder of the database. Default: no database.",
+        ),
+        click.option(
+            "--corpus",
+            multiple=True,
+            metavar="FILE",
+            help="Texts that the database is built from: FILE or FILE:column,column. May be repeated. "
+            "Default: none.",
+        ),
+        click.option(
+            "--methods",
+            default=",".join(METHODS),
+            show_default=True,
+            callback=lambda _context, _option, names: parse_methods(names),
+            help=f"Methods to compare, separated by commas: {', '.join(METHODS)}.",
+        ),
+        click.option(
+            "--heads",
+            help="Heads to reuse: all, layers:0-3, or a number. Default: the reuse mask of the database.",
+        ),
+        click.option(
+            "--threshold",
+            type=float,
+            help="Least similarity θ of a hit, for all lengths. Default: the thresholds of the database.",
+        ),
+        click.option(
+            "--batch-size",
+            type=click.IntRange(min=1),
+            default=64,
+            show_default=True,
+            help="Most texts in a batch.",
+        ),
+        click.option(
+            "--rounds",
+            type=click.IntRange(min=1),
+            default=3,
+            show_default=True,
+            help="Number of timing repetitions; the methods alternate.",
+        ),
+        json_option,
+        click.option(
+            "--markdown",
+            type=click.Path(path_type=Path),
+            help="File to write the table to as Markdown. Default: the table is only printed.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return whole_model_options(drop_options(command))
 
 
 @dataclass(frozen=True)
@@ -134,7 +207,7 @@ class Evaluation:
             "texts": len(recordable_sequences(task)),
             "reused_heads": f"{opened.mask.total} of {opened.mask.heads}" if opened else None,
         }
-        show_comparison(task.metric, facts, reports, request.json_file, request.markdown)
+        _show_comparison(task.metric, facts, reports, request.json_file, request.markdown)
         for name in methods.engines:
             report = next(report for report in reports if report.method == name)
             click.echo(f"{name}: {1 - 1 / report.speedup:+.3f} of the time saved over all texts")
@@ -197,3 +270,73 @@ class Evaluation:
         )
         with shown_progress() as progress:
             build_database(engine, sentences, folder, options, progress)
+
+
+def _show_comparison(
+    metric: str,
+    facts: Mapping[str, Any],
+    reports: Sequence[MethodReport],
+    json_file: Path | None,
+    markdown: Path | None,
+) -> None:
+    """Print a table with a column for each method, and write it to the given files."""
+    columns = ["", *(report.method for report in reports)]
+    rows = _rows(metric, reports)
+    show_machine(facts)
+    show_table(f"{facts['texts']} texts", columns, rows)
+    if markdown:
+        write_markdown(markdown, columns, rows)
+    methods = [without_nan(asdict(report)) for report in reports]
+    write_json(json_file, {"machine": facts, "metric": metric, "methods": methods})
+
+
+def write_markdown(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table as Markdown. The first column is text; the other columns are figures."""
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    path.write_text(table + "\n", encoding="utf-8")
+
+
+def _rows(metric: str, reports: Sequence[MethodReport]) -> list[list[str]]:
+    """Return a row for each figure, with its value for each method. Rows without any value are omitted."""
+    rows = [
+        [f"{metric} {name}", *(f"{report.scores[name]:.4f}" for report in reports)]
+        for name in reports[0].scores
+    ]
+    if len(rows) > 1:
+        rows.append([f"{metric}, mean", *(f"{report.score:.4f}" for report in reports)])
+    figures: dict[str, Callable[[MethodReport], str]] = {
+        "difference to the full model, from": lambda report: _end(report, 0),
+        "to (95 %, paired)": lambda report: _end(report, 1),
+        "hits": lambda report: f"{report.hit_rate:.3f}",
+        "hits by prototypes": lambda report: f"{report.prototype_hit_rate:.3f}",
+        "recorded texts": lambda report: str(report.recorded),
+        "cosine of the hits": lambda report: _number(report.cosine),
+        "5th percentile": lambda report: _number(report.cosine_5th_percentile),
+        "agreement of the hits": lambda report: _number(report.agreement),
+        "seconds": lambda report: f"{report.seconds:.2f}",
+        "in attention and search": lambda report: f"{report.attention_seconds:.2f}",
+        "in search": lambda report: f"{report.search_seconds:.2f}",
+        "speed-up": lambda report: f"{report.speedup:.3f}",
+        "speed-up of attention": lambda report: f"{report.attention_speedup:.3f}",
+        "γ": lambda report: "" if report.gamma is None else f"{report.gamma:.3f}",
+    }
+    rows += [[name, *map(figure, reports)] for name, figure in figures.items()]
+    return [row for row in rows if any(row[1:])]
+
+
+def _end(report: MethodReport, end: int) -> str:
+    return f"{report.difference_interval[end]:+.4f}" if report.difference_interval else ""
+
+
+def _number(value: float) -> str:
+    return "" if value != value else f"{value:.4f}"
+
+
+def without_nan(value: Any) -> Any:
+    """Replace NaN by None, because JSON has no NaN. NaN stands for a value that could not be measured."""
+    if isinstance(value, dict):
+        return {name: without_nan(of_name) for name, of_name in value.items()}
+    if isinstance(value, tuple):
+        return [without_nan(each) for each in value]
+    return None if value != value else value

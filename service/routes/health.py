@@ -20,7 +20,7 @@ from attncache_core.engine.info import EngineInfo
 from attncache_core.version import __version__
 from service.errors import NotReady, ShuttingDown, StoreUnavailable, Stuck
 from service.routes.common import ERRORS
-from service.routes.served_names import served_name
+from service.routes.openai.models import served_name
 from service.settings import Settings
 from service.settings.limits import MAX_BATCH_SEQUENCES
 from service.upkeep.watchdog import Condition

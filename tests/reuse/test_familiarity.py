@@ -26,7 +26,7 @@ from attncache_core.reuse.maps.familiarity import (
 )
 from attncache_core.reuse.maps.policy import StrangenessLimit
 from attncache_core.reuse.plan import Outcome
-from service.commands.database_report import show_database
+from service.commands.database import show_database
 
 WEIGHTS = np.random.default_rng(0).normal(size=50).astype(np.float32)
 sequences_of_ids = st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=30), min_size=1, max_size=12)

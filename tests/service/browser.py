@@ -1,6 +1,5 @@
 """Drive Debian's chromium, without a window, by the DevTools protocol."""
 
-import base64
 import json
 import shutil
 import subprocess
@@ -129,11 +128,6 @@ class Page:
     def press(self, key):
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
-
-    def screenshot(self, *, whole=False):
-        """Return a picture of the page in PNG. whole: also what lies below the window."""
-        taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        return base64.b64decode(taken["data"])
 
     def problems(self):
         """Return the errors and warnings of the console, and what policies have blocked, since the start."""

@@ -25,7 +25,7 @@ from attncache_core.heads.classifier import fit_classifier
 from attncache_core.reuse.maps.database import AttentionDatabase
 from service.errors import error_response
 from service.routes.cache import Dropped, _of_other_workers
-from service.routes.served_names import check_model_name
+from service.routes.openai.models import check_model_name
 from service.settings import Settings, read_settings
 from service.store import SqliteStore
 from service.web.call import Call, Client

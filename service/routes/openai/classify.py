@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.batching.sources import Texts
 from service.routes.common import ANSWER_HEADERS, answer, check_count, classified, named
-from service.routes.openai.common import OPENAI_ERRORS, TAG, usage_of
-from service.routes.openai.schemas import ModelName, Salt, Usage, User
-from service.routes.served_names import check_model_name, served_name
+from service.routes.openai.models import check_model_name, served_name
+from service.routes.openai.schemas import OPENAI_ERRORS, TAG, ModelName, Salt, Usage, User, usage_of
 from service.schemas import Inputs
 from service.web.call import Answer, CurrentCall
 from service.web.endpoint import InferenceRoute

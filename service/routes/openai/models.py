@@ -1,22 +1,43 @@
-"""GET /v1/models: the one model of the server."""
+"""The one model of the server: the names by which clients may call it, and GET /v1/models."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Response
 
-from service.routes.openai.common import OPENAI_ERRORS, TAG
-from service.routes.openai.schemas import Model, Models
-from service.routes.served_names import check_model_name, served_name
+from service.errors import UnknownModel
+from service.routes.openai.schemas import OPENAI_ERRORS, TAG, Model, Models
+from service.settings import Settings
 from service.web.call import Call, CurrentCall
 
 router = APIRouter(prefix="/v1", tags=[TAG])
 
+# Accepts every name, as a name of --served-model-name.
+_ANY = "*"
+# Says for itself that the client means whatever model the server has.
+_DEFAULT = "default"
 _STARTED = int(time.time())
 _ERRORS: dict[int | str, dict[str, Any]] = {503: OPENAI_ERRORS[503]}
+
+
+def served_name(settings: Settings) -> str:
+    """Return the name that the server gives its model."""
+    return next(name for name in (*_given(settings), _own_name(settings)) if name != _ANY)
+
+
+def check_model_name(name: str | None, settings: Settings) -> None:
+    """Raise UnknownModel if a request is for another model. None: the request is for any model."""
+    accepted = _given(settings) or [_own_name(settings), settings.model, _DEFAULT]
+    if name is not None and name not in accepted and _ANY not in accepted:
+        raise UnknownModel(
+            f"model is not the model of this server, which is {served_name(settings)}; send this name, or "
+            "start the server with --served-model-name and the names that clients send",
+            field="model",
+        )
 
 
 @router.get("/models", response_model=Models, responses=_ERRORS)
@@ -44,3 +65,15 @@ def _described(call: Call) -> dict[str, Any]:
 
 def _json(content: Any) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _given(settings: Settings) -> list[str]:
+    """Return the names of --served-model-name."""
+    names = map(str.strip, (settings.served_model_name or "").split(","))
+    return [name for name in names if name]
+
+
+def _own_name(settings: Settings) -> str:
+    """Return the name of the model's folder, or its id on the Hugging Face Hub."""
+    model = Path(settings.model)
+    return model.resolve().name if model.is_dir() else settings.model

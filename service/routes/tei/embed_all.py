@@ -14,8 +14,7 @@ from attncache_core.text.prompts import Prompt
 from service.batching.sources import Source, Tokenized, prompt_of, source_of
 from service.routes.common import ANSWER_HEADERS, answer, check_count, computed
 from service.routes.embed import embedding_server
-from service.routes.tei.common import TAG, TEI_ERRORS, truncates
-from service.routes.tei.schemas import EmbedAllRequest
+from service.routes.tei.schemas import TAG, TEI_ERRORS, EmbedAllRequest, truncates
 from service.web.call import Answer, CurrentCall
 from service.web.endpoint import InferenceRoute
 

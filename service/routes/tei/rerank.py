@@ -13,13 +13,11 @@ from pydantic_core import PydanticCustomError
 
 from attncache_core import InvalidInput
 from service.routes.common import ANSWER_HEADERS, answer, check_count
-from service.routes.openai.common import OPENAI_ERRORS, usage_of
-from service.routes.openai.common import TAG as OPENAI_TAG
-from service.routes.openai.schemas import ModelName, Salt, Usage
+from service.routes.openai.models import check_model_name, served_name
+from service.routes.openai.schemas import OPENAI_ERRORS, ModelName, Salt, Usage, usage_of
+from service.routes.openai.schemas import TAG as OPENAI_TAG
 from service.routes.relevance import Question, Relevance, by_list, relevance
-from service.routes.served_names import check_model_name, served_name
-from service.routes.tei.common import TAG, TEI_ERRORS, truncates
-from service.routes.tei.schemas import TeiErrorBody
+from service.routes.tei.schemas import TAG, TEI_ERRORS, TeiErrorBody, truncates
 from service.schemas import REFUSED, Text, Texts, Truncate, TruncationDirection
 from service.web.call import Answer, Call, CurrentCall
 from service.web.endpoint import InferenceRoute

@@ -20,10 +20,9 @@ from service.errors import rename
 from service.routes.classify import scored
 from service.routes.common import ANSWER_HEADERS
 from service.routes.embed import embed
-from service.routes.tei.common import TAG, TEI_ERRORS
 from service.routes.tei.predict import predict
 from service.routes.tei.rerank import Rank, Ranked, RerankRequest, rerank
-from service.routes.tei.schemas import PredictParameters, PredictRequest, SimilarityRequest
+from service.routes.tei.schemas import TAG, TEI_ERRORS, PredictParameters, PredictRequest, SimilarityRequest
 from service.routes.tei.similarity import similarity
 from service.schemas import ClassifyRequest, EmbedRequest, Inputs, LabelScore, Text, Texts
 from service.web.call import Answer, Call, CurrentCall

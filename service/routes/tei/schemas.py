@@ -1,4 +1,4 @@
-"""The JSON schemas of the routes of text-embeddings-inference."""
+"""What the routes of text-embeddings-inference share: JSON schemas, and the documentation of errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import PydanticCustomError
 
 from attncache_core.checkpoints.template import Text as TextOrPair
+from service.routes.common import ERRORS
 from service.schemas import (
     REFUSED,
     Inputs,
@@ -21,7 +22,9 @@ from service.schemas import (
     as_lists_of_ids,
     checked_text,
 )
+from service.settings import Settings
 
+TAG = "text-embeddings-inference"
 PromptName = Annotated[
     Text | None,
     Field(
@@ -181,3 +184,13 @@ class TeiErrorBody(BaseModel):
 
     error: str = Field(examples=["inputs[3] must not be empty"])
     error_type: Literal["Validation", "Overloaded", "Backend", "Unhealthy"]
+
+
+TEI_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {**documented, "model": TeiErrorBody} for status, documented in ERRORS.items() if status != 404
+}
+
+
+def truncates(truncate: bool | None, settings: Settings) -> bool:
+    """Return whether texts that are too long are cut. truncate: of the request; None: as the server does."""
+    return settings.truncate if truncate is None else truncate

@@ -6,8 +6,7 @@ from attncache_core import normalize
 from service.batching.sources import Texts
 from service.routes.common import ANSWER_HEADERS, answer, check_count, computed, named
 from service.routes.embed import embedding_server
-from service.routes.tei.common import TAG, TEI_ERRORS, truncates
-from service.routes.tei.schemas import SimilarityParameters, SimilarityRequest
+from service.routes.tei.schemas import TAG, TEI_ERRORS, SimilarityParameters, SimilarityRequest, truncates
 from service.web.call import Answer, CurrentCall
 from service.web.endpoint import InferenceRoute
 

@@ -10,8 +10,7 @@ import orjson
 from attncache_core import InputTooLong, InvalidInput
 from attncache_core.text.prompts import Piece
 from service.routes.common import check_count
-from service.routes.tei.common import TAG, TEI_ERRORS
-from service.routes.tei.schemas import DecodeRequest, SimpleToken, TokenizeRequest
+from service.routes.tei.schemas import TAG, TEI_ERRORS, DecodeRequest, SimpleToken, TokenizeRequest
 from service.web.call import Answer, CurrentCall
 from service.web.endpoint import InferenceRoute
 
