@@ -145,7 +145,7 @@ def greedy(joint: np.ndarray, allowed) -> list[int]:
     return chosen
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(joints())
 def test_rank_equals_that_of_a_greedy_search_by_brute_force(table):
     joint, layers = table
@@ -155,7 +155,7 @@ def test_rank_equals_that_of_a_greedy_search_by_brute_force(table):
     assert np.argsort(rank, axis=None).tolist() == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(joints(), st.data())
 def test_rank_keeps_the_order_of_the_records_in_each_layer(table, data):
     joint, layers = table

@@ -175,19 +175,8 @@ def served_by(probes, measured, group: LengthGroup):
     return np.array(served), np.array(losses)
 
 
-@settings(max_examples=300)
 @given(probe_sets())
-def test_chosen_thresholds_never_break_the_bound_on_their_own_probes(table):
-    probes, measured, budget = table
-    group = choose_group(probes, all_rows(probes), measured, budget)
-    _, losses = served_by(probes, measured, group)
-    if len(losses):
-        assert upper_bounds(losses, budget.measure)[-1] <= 1 - budget.least + 1e-9
-
-
-@settings(max_examples=300)
-@given(probe_sets())
-def test_chosen_thresholds_are_the_loosest_of_all_limits_of_expected_damage(table):
+def test_chosen_thresholds_are_the_loosest_of_all_limits_of_expected_damage_that_keep_the_bound(table):
     probes, measured, budget = table
     group = choose_group(probes, all_rows(probes), measured, budget)
     expected, loss = [], []
@@ -208,7 +197,10 @@ def test_chosen_thresholds_are_the_loosest_of_all_limits_of_expected_damage(tabl
         inside = expected <= limit + 1e-12
         if upper_bounds(loss[inside], budget.measure)[-1] <= 1 - budget.least:
             best = inside
-    assert served_by(probes, measured, group)[0].tolist() == best.tolist()
+    served, losses = served_by(probes, measured, group)
+    assert served.tolist() == best.tolist()
+    if len(losses):
+        assert upper_bounds(losses, budget.measure)[-1] <= 1 - budget.least + 1e-9
 
 
 @given(probe_sets())
@@ -256,7 +248,6 @@ def test_mild_prototype_hits_at_a_similarity_at_which_a_sentence_misses():
     assert group.kinds[PROTOTYPE].threshold < 0.1
 
 
-@settings(max_examples=300)
 @given(probe_sets())
 def test_no_kind_hits_beyond_the_expected_damage_of_the_served_probes(table):
     probes, measured, budget = table
