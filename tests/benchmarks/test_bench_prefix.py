@@ -47,20 +47,25 @@ def run(*arguments: object):
     return CliRunner().invoke(main, [*shared, *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_command_reports_every_method_alone_and_in_batches(llama, tmp_path):
+def test_command_reports_every_method_and_a_peer_alone_and_in_batches(llama, tmp_path):
     file = tmp_path / "report.json"
     options = ("--prefix-tokens", 40, "--text-tokens", 9, "--batch", 4, "--memory-bytes", 1 << 20)
+    options += ("--peer", "transformers")
     shown = succeeded(run("--model", llama, *options, "--folder", tmp_path, "--json", file))
     report = json.loads(file.read_text("utf-8"))
     assert report["machine"]["threads"] == 1
     assert report["machine"]["dtype"] == "float32"
     assert (report["rounds"], report["texts"], report["tokens"]) == (2, 4, 49)
     assert report["disk_read_bytes_per_second"] > 0
+    peer = "transformers cache fp32"
     assert [(row["batch"], row["method"]) for row in report["rows"]] == [
-        (batch, method) for batch in (1, 4) for method in METHODS
+        (batch, method) for batch in (1, 4) for method in (*METHODS, peer)
     ]
     for row in report["rows"]:
         assert row["texts_per_second"] > 0
+        if row["method"] == peer:
+            assert row["computed_tokens"] is row["difference"] is None
+            continue
         assert 0 < row["least_speed_up"] <= row["speed_up"]
         assert row["difference"] < 1e-5
         assert row["cosine"] > 0.99999
@@ -79,7 +84,7 @@ def test_command_reports_every_method_alone_and_in_batches(llama, tmp_path):
         assert 0 < overhead["lower_quartile"] <= overhead["ratio"] <= overhead["upper_quartile"]
     assert "prompts of 49 tokens, each alone" in shown
     assert "prompts of 49 tokens, in batches of 4" in shown
-    assert all(method in shown for method in METHODS)
+    assert all(method in shown for method in (*METHODS, peer))
     assert "The disk was read at" in shown
     assert "Storing batches of 4 that share nothing took" in shown
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
@@ -246,17 +251,6 @@ def test_llama_cpp_runs_the_same_model(rope, tmp_path):
         found = peer.embed_tokens(texts)
         # llama.cpp keeps keys and values in 16 bits.
         assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
-
-
-def test_peer_is_measured_beside_the_methods(llama, tmp_path):
-    file = tmp_path / "report.json"
-    options = ("--prefix-tokens", 32, "--text-tokens", 8, "--batch", 1, "--peer", "transformers")
-    shown = succeeded(run("--model", llama, *options, "--json", file))
-    row = json.loads(file.read_text("utf-8"))["rows"][-1]
-    assert row["method"] == "transformers cache fp32"
-    assert row["texts_per_second"] > 0
-    assert row["computed_tokens"] is row["difference"] is None
-    assert "transformers cache fp32" in shown
 
 
 def test_peer_without_its_library_is_left_out_with_the_remedy(llama, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ from command_line import assert_one_line, run, succeeded
 from core_decoders import write_decoder_tokenizer, write_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attncache_core import AttentionDatabase
+from attncache_core import AttentionDatabase, BuildOptions
 from attncache_core.corpus.reading import spread
 from benchmarks.__main__ import main
 from benchmarks.papers.mmlu import LETTERS, Prompts, read_questions
+from service.commands import evaluation
 
 HEADER = "subject\tquestion\tA\tB\tC\tD\tanswer\n"
 SUBJECTS = ("sums", "world_history")
@@ -81,7 +83,9 @@ def test_accuracy_is_computed_from_the_logits_of_the_letters(decoder, files):
         assert float(rows[str(shots), "full"][2]) == pytest.approx(np.mean(right), abs=1e-4)
 
 
-def test_each_number_of_shots_has_a_database_of_its_own(decoder, files, tmp_path):
+def test_each_number_of_shots_has_a_database_of_its_own(decoder, files, tmp_path, monkeypatch):
+    # The projector's training is not what is tested, and takes most of the time.
+    monkeypatch.setattr(evaluation, "BuildOptions", partial(BuildOptions, training_steps=20))
     arguments = ("--database", tmp_path / "db", "--recorded", files / "more.tsv", "--shots", "1..2")
     rows = rows_of(succeeded(mmlu(decoder, files, *arguments)))
     assert sorted(path.name for path in (tmp_path / "db").iterdir() if path.is_dir()) == [

@@ -25,7 +25,9 @@ def page(folders: Folders) -> str:
     return (folders.pages / "page.md").read_text("utf-8")
 
 
-def test_figure_stands_in_its_block_beside_command_processor_threads_versions_and_date(folders):
+def test_figure_stands_in_its_block_beside_its_command_and_is_not_measured_again_unless_asked(
+    folders, monkeypatch
+):
     assert write_figures([TINY], folders, again=False)
     text = page(folders)
     assert text.startswith("# A page\n\n<!-- figure tiny -->\n    python -m benchmarks index --vectors 500")
@@ -36,14 +38,10 @@ def test_figure_stands_in_its_block_beside_command_processor_threads_versions_an
     )
     assert "as before" not in text
 
-
-def test_result_that_is_kept_is_not_measured_again_unless_asked(folders, monkeypatch):
-    assert write_figures([TINY], folders, again=False)
-    first = page(folders)
     (folders.pages / "page.md").write_text(PAGE, "utf-8")
     monkeypatch.setattr(product, "measured", lambda *_: None)  # a command that fails
     assert write_figures([TINY], folders, again=False)
-    assert page(folders) == first
+    assert page(folders) == text
     assert not write_figures([TINY], folders, again=True)
     other = Figure("page.md", "tiny", "index --vectors 400", product.index)
     assert not write_figures([other], folders, again=False)
