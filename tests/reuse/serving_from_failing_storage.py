@@ -1,9 +1,9 @@
 """Run batches in a thread while the database's files are damaged, as a process of test_failing_storage.
 
-    python serving_from_failing_storage.py MODEL DATABASE SEQUENCES COMPUTING
+    python serving_from_failing_storage.py MODEL SEQUENCES [COMPUTING DATABASE]...
 
-SEQUENCES is a JSON file of recorded token sequences. Ends with code 0 if the engine answered to the end and
-every answer was the full model's; prints the lengths whose segments were lost.
+SEQUENCES is a JSON file of recorded token sequences. Ends with code 0 if the engines answered to the end and
+every answer was the full model's; prints the lengths whose segments each engine lost.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def delete(maps: Path) -> None:
 
 
 if __name__ == "__main__":
-    model, folder, sequences, computing = sys.argv[1:]
-    with attention_by(computing):
-        main(Path(model), Path(folder), json.loads(Path(sequences).read_text()))
+    model, sequences, *engines = sys.argv[1:]
+    for computing, folder in zip(engines[::2], engines[1::2], strict=True):
+        with attention_by(computing):
+            main(Path(model), Path(folder), json.loads(Path(sequences).read_text()))

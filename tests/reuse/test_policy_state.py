@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 from dataclasses import replace
@@ -11,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from core_models import prefill, random_sequences
+from forked import forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tightening_process import POLICY, SHARED, group
+from tightening_acts import POLICY, SHARED, fill_the_disk, group, lack_permission, tighten_beside_another
 
 from attncache_core.calibration.database import calibrate_database
 from attncache_core.engine.prefill import PrefillEngine
@@ -208,19 +207,9 @@ def test_findings_can_be_deleted_even_if_there_are_none(tmp_path):
 # Several servers.
 
 
-def process(act: str, folder: Path, *more: str) -> subprocess.Popen[str]:
-    script = Path(__file__).with_name("tightening_process.py")
-    return subprocess.Popen(
-        [sys.executable, script, act, folder, *more],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_two_processes_that_tighten_concurrently_lose_no_step_and_no_hit(tmp_path):
-    both = [process("tighten_beside_another", tmp_path, number) for number in "01"]
-    assert [each.communicate()[1] for each in both] == ["", ""]
+    both = [forked(tighten_beside_another, tmp_path, number) for number in range(2)]
+    assert [finished() for finished in both] == [None, None]
     served = ServedPolicy(tmp_path, POLICY)
     assert served.policy.steps == Steps((5, 0, 0), 5)
     assert sorted(dict(served.keep({}).windows)[SHARED]) == [0.0] * 100 + [0.1] * 100
@@ -462,14 +451,14 @@ def test_reuse_stays_off_until_a_restart(tiny_checkpoint, folder):
 
 @pytest.mark.parametrize(
     ("act", "mode", "reason"),
-    [("fill_the_disk", 0o755, "File too large"), ("lack_permission", 0o555, "Permission denied")],
+    [(fill_the_disk, 0o755, "File too large"), (lack_permission, 0o555, "Permission denied")],
 )
 def test_step_that_cannot_be_written_ends_reuse(act, mode, reason):
     # tmp_path is accessible to its owner only, and the process may run as another user.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(mode)
-        told, _ = process(act, folder).communicate()
+        (told,) = forked(act, folder)()
         assert f"tightened.json cannot be written ({reason})" in told
         # The findings that were kept before are unchanged.
         assert ServedPolicy(folder, POLICY).policy == POLICY

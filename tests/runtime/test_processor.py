@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
+from forked import forked
 
 from attncache_core.runtime.processor import processor_name, waited_seconds
 
@@ -17,23 +19,22 @@ def test_processor_has_a_name() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no such statistics")
 def test_process_that_shares_its_processor_waits_for_it() -> None:
-    # Two processes compute on one processor, so each waits for the other.
-    program = """
-import os, signal, time
-from attncache_core.runtime.processor import waited_seconds
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-other = os.fork()
-if other == 0:
-    while True:
+    assert forked(waited_beside_another)() > 0.05
+
+
+def waited_beside_another() -> float:
+    """Compute on one processor while another process computes there, so each waits for the other."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    other = os.fork()
+    if other == 0:
+        while True:
+            pass
+    before, until = waited_seconds(), time.process_time() + 0.3
+    while time.process_time() < until:
         pass
-before, until = waited_seconds(), time.process_time() + 0.3
-while time.process_time() < until:
-    pass
-print(waited_seconds() - before)
-os.kill(other, signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert float(done.stdout) > 0.05
+    waited = waited_seconds() - before
+    os.kill(other, signal.SIGKILL)
+    return waited
 
 
 def test_waiting_never_becomes_less() -> None:

@@ -1,13 +1,7 @@
-"""Tighten a policy in a separate process, for test_policy_state.
-
-    python tightening_process.py ACT FOLDER [NUMBER]
-
-ACT is the name of a function below.
-"""
+"""What test_policy_state does to a policy in processes of their own."""
 
 import os
 import resource
-import sys
 import time
 from pathlib import Path
 
@@ -35,41 +29,36 @@ POLICY = ReusePolicy(
 SHARED = Window(1, Band.USUAL)
 
 
-def tighten_beside_another(folder: Path, number: str) -> None:
+def tighten_beside_another(folder: Path, number: int) -> None:
     """Take five steps and add a hundred hits, while the other process takes five steps of another part."""
     served = ServedPolicy(folder, POLICY)
     (folder / f"ready {number}").touch()
     while len(list(folder.glob("ready *"))) < 2:
         time.sleep(0.001)
     for _ in range(5):
-        served.tighten({"0": 0, "1": None}[number])
-        assert served.keep({SHARED: [int(number) / 10] * 20}, patience_seconds=60)
+        served.tighten([0, None][number])
+        assert served.keep({SHARED: [number / 10] * 20}, patience_seconds=60)
 
 
-def fill_the_disk(folder: Path) -> None:
+def fill_the_disk(folder: Path) -> list[str]:
     """Fail to keep a step because no byte can be written, as on a full disk."""
     served = ServedPolicy(folder, POLICY)
     assert served.keep({}) is not None
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    fail_to_keep(served)
+    return fail_to_keep(served)
 
 
-def lack_permission(folder: Path) -> None:
+def lack_permission(folder: Path) -> list[str]:
     """Fail to keep a step because of a missing write permission. Root always has it, so drop root first."""
     served = ServedPolicy(folder, POLICY)
     if os.getuid() == 0:
         os.setuid(NOBODY)
-    fail_to_keep(served)
+    return fail_to_keep(served)
 
 
-def fail_to_keep(served: ServedPolicy) -> None:
-    """Require that a step cannot be kept and switches reuse off; print the reason."""
+def fail_to_keep(served: ServedPolicy) -> list[str]:
+    """Require that a step cannot be kept and switches reuse off, and return the reason."""
     served.tighten(0)
     assert served.keep({}) is None
     assert all(each.is_off for each in served.policy.groups)
-    print(*served.reuse_off)
-
-
-if __name__ == "__main__":
-    act, folder, *more = sys.argv[1:]
-    globals()[act](Path(folder), *more)
+    return served.reuse_off
