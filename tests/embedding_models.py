@@ -71,7 +71,7 @@ def write_qwen3_embedding(folder: Path) -> Path:
         "use_sliding_window": False,
         "vocab_size": write_qwen_tokenizer(folder),
     }
-    _write_weights(folder, config)
+    write_weights(folder, config)
     _write_modules(folder, "lasttoken", 64)
     write_json(
         folder / "config_sentence_transformers.json",
@@ -119,7 +119,7 @@ def write_embedding_gemma(folder: Path) -> Path:
         "use_cache": True,
         "vocab_size": write_gemma_tokenizer(folder),
     }
-    _write_weights(folder, config)
+    write_weights(folder, config)
     _write_modules(folder, "mean", 48, dense=[(48, 192), (192, 48)])
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 2048, "do_lower_case": False})
     write_json(
@@ -135,11 +135,14 @@ def write_embedding_gemma(folder: Path) -> Path:
     return folder
 
 
-def write_bge_m3(folder: Path) -> Path:
-    """Write a model like BAAI/bge-m3: XLM-RoBERTa, first token."""
-    config = {
-        "_name_or_path": "",
-        "architectures": ["XLMRobertaModel"],
+def xlm_roberta(folder: Path, architecture: str, name: str, version: str) -> dict[str, Any]:
+    """Return the configuration of an XLM-RoBERTa, and write its tokenizer.
+
+    name: `_name_or_path`. version: of transformers.
+    """
+    return {
+        "_name_or_path": name,
+        "architectures": [architecture],
         "attention_probs_dropout_prob": 0.1,
         "bos_token_id": 0,
         "classifier_dropout": None,
@@ -158,12 +161,16 @@ def write_bge_m3(folder: Path) -> Path:
         "pad_token_id": 1,
         "position_embedding_type": "absolute",
         "torch_dtype": "float32",
-        "transformers_version": "4.33.0",
+        "transformers_version": version,
         "type_vocab_size": 1,
         "use_cache": True,
         "vocab_size": write_xlm_roberta_tokenizer(folder, 512),
     }
-    _write_weights(folder, config)
+
+
+def write_bge_m3(folder: Path) -> Path:
+    """Write a model like BAAI/bge-m3: XLM-RoBERTa, first token."""
+    write_weights(folder, xlm_roberta(folder, "XLMRobertaModel", "", "4.33.0"))
     _write_modules(folder, "cls", 64)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
     versions = {"sentence_transformers": "2.2.2", "transformers": "4.33.0", "pytorch": "2.1.2+cu121"}
@@ -173,33 +180,7 @@ def write_bge_m3(folder: Path) -> Path:
 
 def write_multilingual_e5_base(folder: Path) -> Path:
     """Write a model like intfloat/multilingual-e5-base: XLM-RoBERTa, mean."""
-    config = {
-        "_name_or_path": "xlm-roberta-base",
-        "architectures": ["XLMRobertaModel"],
-        "attention_probs_dropout_prob": 0.1,
-        "bos_token_id": 0,
-        "classifier_dropout": None,
-        "eos_token_id": 2,
-        "hidden_act": "gelu",
-        "hidden_dropout_prob": 0.1,
-        "hidden_size": 64,
-        "initializer_range": 0.02,
-        "intermediate_size": 128,
-        "layer_norm_eps": 1e-05,
-        "max_position_embeddings": 514,
-        "model_type": "xlm-roberta",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "output_past": True,
-        "pad_token_id": 1,
-        "position_embedding_type": "absolute",
-        "torch_dtype": "float32",
-        "transformers_version": "4.29.0",
-        "type_vocab_size": 1,
-        "use_cache": True,
-        "vocab_size": write_xlm_roberta_tokenizer(folder, 512),
-    }
-    _write_weights(folder, config)
+    write_weights(folder, xlm_roberta(folder, "XLMRobertaModel", "xlm-roberta-base", "4.29.0"))
     _write_modules(folder, "mean", 64)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
     return folder
@@ -231,18 +212,18 @@ def write_multilingual_e5_small(folder: Path) -> Path:
         "use_cache": True,
         "vocab_size": write_xlm_roberta_tokenizer(folder, 512),
     }
-    _write_weights(folder, config)
+    write_weights(folder, config)
     _write_modules(folder, "mean", 48)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
     return folder
 
 
-def write_gte_modernbert(folder: Path) -> Path:
-    """Write a model like Alibaba-NLP/gte-modernbert-base: ModernBERT, first token."""
+def modernbert(folder: Path, architecture: str) -> dict[str, Any]:
+    """Return the configuration of a ModernBERT, and write its tokenizer."""
     size = write_modernbert_tokenizer(folder)
-    unknown, first, last, padding = range(size - 5, size - 1)
-    config = {
-        "architectures": ["ModernBertModel"],
+    first, last, padding = range(size - 4, size - 1)
+    return {
+        "architectures": [architecture],
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": first,
@@ -283,10 +264,14 @@ def write_gte_modernbert(folder: Path) -> Path:
         "sparse_prediction": False,
         "torch_dtype": "float16",
         "transformers_version": "4.48.0",
-        "unk_token_id": unknown,
         "vocab_size": size,
     }
-    _write_weights(folder, config)
+
+
+def write_gte_modernbert(folder: Path) -> Path:
+    """Write a model like Alibaba-NLP/gte-modernbert-base: ModernBERT, first token."""
+    config = modernbert(folder, "ModernBertModel")
+    write_weights(folder, config | {"unk_token_id": config["cls_token_id"] - 1})
     _write_modules(folder, "cls", 64, normalize=False)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 8192, "do_lower_case": False})
     write_json(
@@ -372,16 +357,18 @@ def _write_modules(
         write_dense(folder / f"{number}_Dense", *sizes)
 
 
-def _write_weights(folder: Path, config: dict[str, Any]) -> None:
+def write_weights(folder: Path, config: dict[str, Any], loader: Any = AutoModel) -> Path:
     """Write config.json, and large random weights as in families.write_family under the published names."""
     write_json(folder / "config.json", config)
     torch.manual_seed(0)
-    model = AutoModel.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model = loader.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     with torch.no_grad():
         for values in model.parameters():
             if values.dim() > 1:
                 torch.nn.init.normal_(values, std=0.25)
             else:
                 values += torch.randn_like(values) * 0.1
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != tied}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -10,17 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from core_models import VOCABULARY, write_json, write_tokenizer
-from published_tokenizers import (
-    _QWEN_WORDS,
-    CORPUS,
-    write_modernbert_tokenizer,
-    write_xlm_roberta_tokenizer,
-)
-from safetensors.torch import save_file
+from embedding_models import modernbert, write_weights, xlm_roberta
+from published_tokenizers import _QWEN_WORDS, CORPUS
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 ONE_CLASS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 NLI = {
@@ -81,37 +75,8 @@ def write_ms_marco_minilm(folder: Path, **changes: Any) -> Path:
 
 def write_bge_reranker_v2_m3(folder: Path, **changes: Any) -> Path:
     """Write a model like BAAI/bge-reranker-v2-m3: XLM-RoBERTa."""
-    return _write(
-        folder,
-        {
-            "_name_or_path": "BAAI/bge-m3",
-            "architectures": ["XLMRobertaForSequenceClassification"],
-            "attention_probs_dropout_prob": 0.1,
-            "bos_token_id": 0,
-            "classifier_dropout": None,
-            "eos_token_id": 2,
-            "hidden_act": "gelu",
-            "hidden_dropout_prob": 0.1,
-            "hidden_size": 64,
-            **ONE_CLASS,
-            "initializer_range": 0.02,
-            "intermediate_size": 128,
-            "layer_norm_eps": 1e-05,
-            "max_position_embeddings": 514,
-            "model_type": "xlm-roberta",
-            "num_attention_heads": 4,
-            "num_hidden_layers": 3,
-            "output_past": True,
-            "pad_token_id": 1,
-            "position_embedding_type": "absolute",
-            "torch_dtype": "float32",
-            "transformers_version": "4.38.1",
-            "type_vocab_size": 1,
-            "use_cache": True,
-            "vocab_size": write_xlm_roberta_tokenizer(folder, 512),
-            **changes,
-        },
-    )
+    config = xlm_roberta(folder, "XLMRobertaForSequenceClassification", "BAAI/bge-m3", "4.38.1")
+    return _write(folder, config | ONE_CLASS | changes)
 
 
 def write_deberta_v3(folder: Path, **changes: Any) -> Path:
@@ -154,57 +119,7 @@ def write_deberta_v3(folder: Path, **changes: Any) -> Path:
 
 def write_gte_reranker_modernbert(folder: Path, **changes: Any) -> Path:
     """Write a model like Alibaba-NLP/gte-reranker-modernbert-base, or with other classes: ModernBERT."""
-    size = write_modernbert_tokenizer(folder)
-    _, first, last, padding = range(size - 5, size - 1)
-    return _write(
-        folder,
-        {
-            "architectures": ["ModernBertForSequenceClassification"],
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "bos_token_id": first,
-            "classifier_activation": "gelu",
-            "classifier_bias": False,
-            "classifier_dropout": 0.0,
-            "classifier_pooling": "mean",
-            "cls_token_id": first,
-            "decoder_bias": True,
-            "deterministic_flash_attn": False,
-            "embedding_dropout": 0.0,
-            "eos_token_id": last,
-            "global_attn_every_n_layers": 3,
-            "global_rope_theta": 160000.0,
-            "gradient_checkpointing": False,
-            "hidden_activation": "gelu",
-            "hidden_size": 64,
-            **ONE_CLASS,
-            "initializer_cutoff_factor": 2.0,
-            "initializer_range": 0.02,
-            "intermediate_size": 96,
-            "layer_norm_eps": 1e-05,
-            "local_attention": 16,
-            "local_rope_theta": 10000.0,
-            "max_position_embeddings": 8192,
-            "mlp_bias": False,
-            "mlp_dropout": 0.0,
-            "model_type": "modernbert",
-            "norm_bias": False,
-            "norm_eps": 1e-05,
-            "num_attention_heads": 4,
-            "num_hidden_layers": 4,
-            "pad_token_id": padding,
-            "position_embedding_type": "absolute",
-            "reference_compile": False,
-            "repad_logits_with_grad": False,
-            "sep_token_id": last,
-            "sparse_pred_ignore_index": -100,
-            "sparse_prediction": False,
-            "torch_dtype": "float16",
-            "transformers_version": "4.48.0",
-            "vocab_size": size,
-            **changes,
-        },
-    )
+    return _write(folder, modernbert(folder, "ModernBertForSequenceClassification") | ONE_CLASS | changes)
 
 
 def write_qwen3_reranker(folder: Path, **changes: Any) -> Path:
@@ -369,18 +284,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, **settings: Any) -> int
 
 def _write(folder: Path, config: dict[str, Any]) -> Path:
     """Write config.json and large random weights."""
-    write_json(folder / "config.json", config)
     is_causal = config["architectures"][0].endswith("ForCausalLM")
-    torch.manual_seed(0)
-    loader = AutoModelForCausalLM if is_causal else AutoModelForSequenceClassification
-    model = loader.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    with torch.no_grad():
-        for values in model.parameters():
-            if values.dim() > 1:
-                torch.nn.init.normal_(values, std=0.25)
-            else:
-                values += torch.randn_like(values) * 0.1
-    tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != tied}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return write_weights(
+        folder, config, AutoModelForCausalLM if is_causal else AutoModelForSequenceClassification
+    )
