@@ -91,6 +91,8 @@ def _compiled(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Comp
         rows, slots = StackRows(_NOTHING, _NOTHING[1:], _NOTHING, _NOTHING[1:], _NOTHING[1:]), None
         rows = replace(rows, skipped=plan.skipped, pooling=plan.pooling())
     else:
+        assert model.stack is not None
+        model.stack.wake(compiled_threads())
         hidden = torch.empty(len(batch.ids), model.hidden_size) if reads_rows else None
         rows, slots = rows_of(batch, plan.skipped, plan.pooling()), plan.slots()
     outputs, finite, seconds = stack_outputs(model, rows, compiled_threads(), slots=slots, hidden=hidden)

@@ -165,8 +165,9 @@ class Runner:
 
         share: compute shared prefixes once, and take no maps. blend: all requests have chunks.
         """
-        # A pass with a strategy wakes helpers itself, behind the search.
-        with threads_of(self.model, self.threads, wake=share or blend or not self.strategy):
+        # A pass behind a search, or behind a look into the store, wakes helpers itself.
+        wakes = not blend and (self.key_values if share else self.strategy) is not None
+        with threads_of(self.model, self.threads, wake=not wakes):
             return self._run_blended(requests) if blend else self._run_packed(requests, share=share)
 
     def _run_blended(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
