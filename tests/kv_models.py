@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.request import PrefillRequest
+from attncache_core.heads.pooling import Pooler
 from attncache_core.models import PackedModel
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS, NO_CHAIN, root_key
 from attncache_core.reuse.kv.memory import PrefixKey
@@ -30,15 +34,30 @@ def prefix_key(ids, salt=b"", *, skipped=0, max_given=None):
     return made
 
 
+def pooled_by(model, *modes):
+    """Return the same model, whose outputs pool in these modes."""
+    outputs = copy(model.outputs)
+    outputs._pool, outputs.modes = Pooler(modes), modes
+    found = replace(model, outputs=outputs, final=outputs)
+    if "stack" in model.__dict__ and model.stack is None:
+        found.__dict__["stack"] = None  # as the model was told
+    return found
+
+
+def computed_by(model):
+    """The name in engine/continued.py of what computes the batches of a model."""
+    return "run_layers" if model.compiled_outputs is None else "stack_outputs"
+
+
 @torch.inference_mode()
-def run(model, store, sequences, *, salts=None, modes=("mean",), skipped=0):
+def run(model, store, sequences, *, salts=None, skipped=0):
     """Run sequences of given salts; salt None: nothing is given and nothing is stored."""
     salts = [b""] * len(sequences) if salts is None else salts
     requests = [
         PrefillRequest(ids, False, None, None if salt is None else prefix_key(ids, salt, skipped=skipped))
         for ids, salt in zip(sequences, salts, strict=True)
     ]
-    return run_continued(model, store, requests, [skipped] * len(sequences), modes)
+    return run_continued(model, store, requests, [skipped] * len(sequences))
 
 
 def assert_same(model, found, expected):

@@ -60,7 +60,7 @@ def run_blended(model: PackedModel, store: KeyValueStore, request: PrefillReques
     if missing:
         # Otherwise the missing chunks could push out the others.
         with store.holding([chunk.prefix_key for chunk in blend.chunks]):
-            computed = run_continued(model, store, missing, [0] * len(missing), ["lasttoken"]).tokens
+            computed = run_continued(model, store, missing, [0] * len(missing)).tokens
     found: BlendedPass | None = None
     with (
         suppress(DamagedBlock),
@@ -187,6 +187,7 @@ class BlendedPass:
             (given - before).astype(np.uint64),
             np.array([0, len(given)]),
             (kept - before).astype(np.uint64),
+            np.arange(len(kept)),
             scattered=True,
             only=only,
         )
@@ -244,7 +245,7 @@ def _result(
     first = min(max(end, found.exact_tokens), len(request.ids) - 1)
     states = empty_states(1, model.hidden_size)
     states[0, LAST] = model.final.states(found.hidden[-1:]).cpu().numpy()
-    outputs = outputs_of(model, states, np.array([len(request.ids)]), np.zeros(1, np.int64), ["lasttoken"])
+    outputs = outputs_of(model, states, np.array([len(request.ids)]), np.zeros(1, np.int64))
     read = _consecutive(request.ids, first)
     of_targets = log_probabilities(model, read, found.hidden[-len(read.ids) :], [request])
     finite = bool(np.isfinite(outputs).all() and torch.isfinite(found.hidden.sum(1)).all())

@@ -1,6 +1,7 @@
 """Run sequences of a causal model behind the keys and values that are stored of them.
 
-requests -> Continuation -> the tokens that are not stored -> layers -> states -> PrefillResult
+requests -> Continuation -> the tokens that are not stored -> one compiled call, or layers and states
+         => PrefillResult
 """
 
 from __future__ import annotations
@@ -8,33 +9,31 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from attncache_core.engine.layers import NO_GIVEN_MAPS, run_layers
+from attncache_core.engine.layers import NO_GIVEN_MAPS, rows_of, run_layers, stack_outputs
 from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, pooled
 from attncache_core.heads.vectors import finite_sequences
 from attncache_core.models import PackedModel
+from attncache_core.native.stack_data import StackRows
 from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.continuation import Continuation, Continued
 from attncache_core.reuse.kv.store import KeyValueStore
-from attncache_core.reuse.plan import shared_no_reuse
+from attncache_core.reuse.plan import Outcome, shared_no_reuse
+from attncache_core.runtime.threads import compiled_threads
 
 
 def run_continued(
-    model: PackedModel,
-    store: KeyValueStore,
-    requests: Sequence[PrefillRequest],
-    skipped: Sequence[int],
-    modes: Sequence[str],
+    model: PackedModel, store: KeyValueStore, requests: Sequence[PrefillRequest], skipped: Sequence[int]
 ) -> PrefillResult:
     """Run requests behind what is stored of them, and store what is computed.
 
-    skipped: for each request, the tokens at the front that pooling leaves out. modes: of pooling, unless the
-    model has classes.
+    skipped: for each request, the tokens at the front that pooling leaves out.
     """
     started = time.perf_counter()
     sequences = [
@@ -42,44 +41,29 @@ def run_continued(
         for request, count in zip(requests, skipped, strict=True)
     ]
     with suppress(DamagedBlock), Continuation(store, sequences) as plan:
-        return _run(model, plan, requests, modes, started)
+        return _run(model, plan, requests, started)
     with Continuation(store, sequences, load=False) as plan:
-        return _run(model, plan, requests, modes, started)
+        return _run(model, plan, requests, started)
 
 
 def _run(
-    model: PackedModel,
-    plan: Continuation,
-    requests: Sequence[PrefillRequest],
-    modes: Sequence[str],
-    started: float,
+    model: PackedModel, plan: Continuation, requests: Sequence[PrefillRequest], started: float
 ) -> PrefillResult:
     """Run what is not given, and store it. Raises DamagedBlock if a block that was loaded is damaged."""
-    final, batch = model.final, plan.batch
-    assert final is not None
+    batch, compute = plan.batch, _by_layers if model.compiled_outputs is None else _compiled
+    outputs, finite, rows, attention_seconds = compute(model, plan, any(own.reads_more for own in requests))
     found: list[np.ndarray] | None = None
-    hidden, attention_seconds = None, 0.0
-    if batch is not None:
-        batch = batch.on(model.device)
-        rows, attention_seconds = run_layers(model, batch, None, NO_GIVEN_MAPS, slots=plan.slots())
-        hidden = final.states(rows).cpu().numpy()
-    plan.wait_until_loaded()
-    states, new_states = plan.states(hidden)
-    outputs = outputs_of(model, states, plan.lengths, plan.skipped, modes)
-    finite = np.isfinite(outputs).all(axis=1)
-    if batch is not None:
-        own = finite_sequences(batch, rows, outputs[plan.computed[batch.order]])
-        finite[plan.computed] = batch.in_callers_order(own)
+    if batch is not None and rows is not None:
         computed = [requests[index] for index in plan.computed.tolist()]
         found = _of_all(log_probabilities(model, batch, rows, computed), plan.computed, len(requests))
-        if found is not None:
-            finite &= [bool(np.isfinite(own).all()) for own in found]
-    plan.finish(new_states, finite)
+    if found is not None:
+        finite &= [bool(np.isfinite(own).all()) for own in found]
+    plan.finish(finite)
     nothing = shared_no_reuse(len(requests))
     return PrefillResult(
         outputs=outputs,
         finite=finite,
-        outcomes=tuple(nothing.outcomes()),
+        outcomes=(Outcome.NOT_SEARCHED,) * len(requests),
         similarities=nothing.similarities,
         strangeness=nothing.strangeness,
         tokens=len(batch.ids) if batch is not None else 0,
@@ -93,8 +77,52 @@ def _run(
     )
 
 
+# The outputs of the sequences of a plan, float32 [sequences, d]; whether all numbers that were computed for
+# each sequence are finite, bool [sequences]; the output of the last layer [rows, hidden], None if nobody
+# reads it; and the seconds of attention.
+_Computed = tuple[np.ndarray, np.ndarray, torch.Tensor | None, float]
+
+
+def _compiled(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Computed:
+    """Compute a plan by one call of the compiled stack, which writes the slots and states of new blocks."""
+    batch, hidden = plan.batch, None
+    if batch is None:
+        plan.wait_until_loaded()
+        rows, slots = StackRows(_NOTHING, _NOTHING[1:], _NOTHING, _NOTHING[1:], _NOTHING[1:]), None
+        rows = replace(rows, skipped=plan.skipped, pooling=plan.pooling())
+    else:
+        assert model.stack is not None
+        model.stack.wake(compiled_threads())
+        hidden = torch.empty(len(batch.ids), model.hidden_size) if reads_rows else None
+        rows, slots = rows_of(batch, plan.skipped, plan.pooling()), plan.slots()
+    outputs, finite, seconds = stack_outputs(model, rows, compiled_threads(), slots=slots, hidden=hidden)
+    plan.wait_until_loaded()
+    return outputs, finite, hidden, seconds
+
+
+_NOTHING = np.zeros(1, np.int64)  # the offsets of no run, and of no tree
+
+
+def _by_layers(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Computed:  # noqa: ARG001
+    """Compute a plan layer by layer, and write the slots and states of new blocks."""
+    final, batch = model.final, plan.batch
+    assert final is not None
+    if batch is None:
+        plan.wait_until_loaded()
+        outputs = outputs_of(model, plan.given_states(), plan.lengths, plan.skipped)
+        return outputs, np.isfinite(outputs).all(axis=1), None, 0.0
+    rows, seconds = run_layers(model, batch.on(model.device), None, NO_GIVEN_MAPS, slots=plan.slots())
+    plan.wait_until_loaded()
+    states = plan.states(final.states(rows).cpu().numpy())
+    outputs = outputs_of(model, states, plan.lengths, plan.skipped)
+    finite = np.isfinite(outputs).all(axis=1)
+    own = finite_sequences(batch, rows, outputs[plan.computed[batch.order]])
+    finite[plan.computed] = batch.in_callers_order(own)
+    return outputs, finite, rows, seconds
+
+
 def outputs_of(
-    model: PackedModel, states: np.ndarray, lengths: np.ndarray, skipped: np.ndarray, modes: Sequence[str]
+    model: PackedModel, states: np.ndarray, lengths: np.ndarray, skipped: np.ndarray
 ) -> np.ndarray:
     """Return the outputs of sequences with these states, float32 [sequences, d].
 
@@ -105,7 +133,7 @@ def outputs_of(
     logits = model.final.logits(torch.from_numpy(states[:, LAST]).to(model.device))
     if logits is not None:
         return logits.cpu().numpy()
-    vectors = pooled(states, lengths, skipped, modes)
+    vectors = pooled(states, lengths, skipped, model.final.modes)
     if model.embedding_head is None:
         return vectors
     return model.embedding_head(torch.from_numpy(vectors).to(model.device)).cpu().numpy()

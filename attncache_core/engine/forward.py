@@ -65,7 +65,7 @@ def forward_pass(
         search_seconds = time.perf_counter() - started
     hidden: torch.Tensor | None = None  # None: the layers begin with the embeddings
     embeds = model.stack is not None and model.stack.embeds
-    makes_outputs = model.compiled_outputs is not None and batch.tree is None and not reads_hidden
+    makes_outputs = model.compiled_outputs is not None and not reads_hidden
     outputs: np.ndarray | None = None
     attention_seconds, first, end = 0.0, 0, len(model.layers)
     segments: set[Segment] = set()  # whose records were used

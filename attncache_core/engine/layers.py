@@ -14,14 +14,19 @@ slice of tokens.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from attncache_core.models import AttentionLayer, PackedModel
 from attncache_core.native.stack import CompiledStack
-from attncache_core.native.stack_data import NO_RECORDS, GivenRecords, KeyValueSlots, StackRows
+from attncache_core.native.stack_data import (
+    NO_RECORDS,
+    GivenRecords,
+    KeyValueSlots,
+    StackRows,
+    TreePooling,
+)
 from attncache_core.reuse.execution.given_maps import ComputedHeads, GivenMaps, HitRecords, RecordGroup
 from attncache_core.reuse.execution.slots import SlotAttention
 from attncache_core.reuse.plan import ReusePlan
@@ -92,26 +97,52 @@ def run_layers(
 def run_to_outputs(
     model: PackedModel, batch: TokenBatch, records: GivenRecords
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return what `stack_outputs` returns for a batch without a tree. records: of the first sequences."""
-    assert model.stack is not None
+    """Return what `stack_outputs` returns for a batch. records: of the first sequences, without a tree."""
     assert model.compiled_outputs is not None
-    skipped = model.compiled_outputs.skipped(batch.lengths, batch.prompt_tokens)
-    rows = replace(_stack_rows(model.stack, batch, embeds=True), skipped=skipped)
-    return stack_outputs(model, rows, compiled_threads(), records)
+    tree, none = batch.tree, np.zeros(0, np.int64)
+    lengths = batch.lengths if tree is None else tree.lengths
+    skipped = model.compiled_outputs.skipped(lengths, batch.prompt_tokens)
+    pooling = None
+    if tree is not None:
+        given = np.zeros(len(lengths), np.uint64)
+        pooling = TreePooling(tree.parents, tree.ends, lengths, given, none, none)
+    return stack_outputs(model, rows_of(batch, skipped, pooling), compiled_threads(), records)
+
+
+def rows_of(batch: TokenBatch, skipped: np.ndarray | None, pooling: TreePooling | None) -> StackRows:
+    """Return the rows of a batch for `stack_outputs`. skipped, pooling: see StackRows."""
+    types = None if batch.types is None else batch.types.numpy()
+    if batch.tree is None:
+        return StackRows(batch.offsets, ids=batch.ids.numpy(), types=types, skipped=skipped)
+    return StackRows(
+        batch.offsets,
+        batch.positions.numpy(),
+        batch.tree.trees,
+        batch.tree.starts,
+        batch.ids.numpy(),
+        skipped=skipped,
+        pooling=pooling,
+    )
 
 
 def stack_outputs(
-    model: PackedModel, rows: StackRows, threads: int, records: GivenRecords = NO_RECORDS
+    model: PackedModel,
+    rows: StackRows,
+    threads: int,
+    records: GivenRecords = NO_RECORDS,
+    slots: KeyValueSlots | None = None,
+    hidden: torch.Tensor | None = None,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Run a model whose stack makes its outputs (`compiled_outputs`), by one call from token ids to vectors.
 
-    Returns the outputs float32 [sequences, d], whether all numbers computed for each sequence are finite,
-    bool [sequences], and the seconds of attention as `run_layers` does.
+    records, slots, hidden: see CompiledStack.vectors. Returns the outputs float32 [sequences, d], whether all
+    numbers computed for each sequence are finite, bool [sequences], and the seconds of attention as
+    `run_layers` does.
     """
     stack, outputs_of = model.stack, model.compiled_outputs
     assert stack is not None
     assert outputs_of is not None
-    pooled, counts = stack.vectors(rows, threads, records)
+    pooled, counts = stack.vectors(rows, threads, records, slots, hidden)
     if not outputs_of.finishes:
         return pooled.vectors, pooled.finite, counts.attention_seconds
     with one_thread():

@@ -112,7 +112,6 @@ class PrefillEngine:
                 self.model,
                 self.threads,
                 self.tokenizer.prompt_tokens,
-                self.checkpoint.pooling.modes,
                 self.strategy,
                 self.key_values,
                 self.share_prefixes,

@@ -10,7 +10,7 @@ requests -> nothing to reuse      -> one compiled call, from token ids to vector
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -57,7 +57,6 @@ class Runner:
     model: PackedModel
     threads: int  # of one batch
     prompt_tokens: int  # of the default prompt, at the front of a sequence
-    pooling: Sequence[str]  # modes
     strategy: ReuseStrategy | None
     key_values: KeyValueReuse | None
     share_prefixes: bool
@@ -122,6 +121,8 @@ class Runner:
         """Return whether the compiled stack makes all that is read from these requests, by itself."""
         if self.model.compiled_outputs is None:
             return False
+        if self.model.is_causal and any(self.shares_prefixes(own.takes_maps) for own in requests):
+            return False  # the batch is a tree, or continues what is stored
         return not any(own.blend or own.reads_more for own in requests)
 
     def _run_exact(self, requests: Sequence[PrefillRequest], reasons: np.ndarray) -> PrefillResult:
@@ -164,8 +165,9 @@ class Runner:
 
         share: compute shared prefixes once, and take no maps. blend: all requests have chunks.
         """
-        # A pass with a strategy wakes helpers itself, behind the search.
-        with threads_of(self.model, self.threads, wake=share or blend or not self.strategy):
+        # A pass behind a search, or behind a look into the store, wakes helpers itself.
+        wakes = not blend and (self.key_values if share else self.strategy) is not None
+        with threads_of(self.model, self.threads, wake=not wakes):
             return self._run_blended(requests) if blend else self._run_packed(requests, share=share)
 
     def _run_blended(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
@@ -176,8 +178,7 @@ class Runner:
     def _run_packed(self, requests: Sequence[PrefillRequest], *, share: bool) -> PrefillResult:
         if share and self.key_values:
             skipped = [self.key_values.skipped(request.sequence_plan) for request in requests]
-            store, modes = self.key_values.store, self.pooling
-            return run_continued(self.model, store, requests, skipped, modes)
+            return run_continued(self.model, self.key_values.store, requests, skipped)
         started = time.perf_counter()
         batch = self._packed(requests, share).on(self.model.device)
         try:
@@ -235,4 +236,11 @@ class Runner:
         sequences = [request.ids for request in requests]
         if not share:
             return pack(sequences, prompt_tokens)
-        return pack_shared(sequences, prompt_tokens, [request.group for request in requests])
+        groups: list[Hashable] = [request.group for request in requests]
+        if outputs := self.model.compiled_outputs:
+            lengths = np.array([len(ids) for ids in sequences])
+            skipped = outputs.skipped(lengths, np.array(prompt_tokens))
+            if skipped is not None:
+                # The stack pools the tokens that the sequences of a tree share once, for all of them.
+                groups = list(zip(groups, skipped.tolist(), strict=True))
+        return pack_shared(sequences, prompt_tokens, groups)

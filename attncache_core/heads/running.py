@@ -5,6 +5,8 @@
 A sequence whose first tokens are not computed again has no hidden states of these tokens. The state stands
 for them. Sums are added token by token, so the state does not depend on where a sequence was divided: pooled
 vectors are the same to the last bit whether all tokens were computed or only the last one.
+
+This module pools for the plain executor. The compiled stack pools by itself (native/states.h).
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from attncache_core.native.pooling import run_states
 from attncache_core.text.prefix_tree import PrefixTree
 
 # The rows of a state, each [width].
@@ -37,32 +38,17 @@ def running_states(
     each tree, float32 [trees, 5, width]. skipped: for each tree, the first position that pooling includes;
     LAST includes all positions. rows: int64 [n].
     """
-    distinct, index = np.unique(rows, return_inverse=True)
-    width = hidden.shape[1]
-    found = np.empty((len(distinct), 5, width), dtype=np.float32)
-    ends = np.empty((len(tree.parents), 5, width), dtype=np.float32)
-    chosen = np.full(len(hidden), -1, dtype=np.int64)
-    chosen[distinct] = np.arange(len(distinct))
-    of_runs = np.repeat(skipped, np.diff(tree.trees))
-    arrays = {"before": np.ascontiguousarray(before), "chosen": chosen, "ends": ends, "found": found}
-    runs = {"offsets": tree.offsets, "parents": tree.parents, "starts": tree.starts, "skipped": of_runs}
-    if not run_states(hidden=hidden, **runs, **arrays):
-        _run_states(hidden, tree, arrays, of_runs)
-    return found[index]
-
-
-def _run_states(
-    hidden: np.ndarray, tree: PrefixTree, arrays: dict[str, np.ndarray], skipped: np.ndarray
-) -> None:
-    """Do what native.states.run_states does. skipped: of each run."""
-    roots = iter(arrays["before"])
+    ends: list[np.ndarray] = []  # the state after each run
+    roots, of_runs = iter(before), np.repeat(skipped, np.diff(tree.trees)).tolist()
+    found = np.empty((len(rows), 5, hidden.shape[1]), dtype=np.float32)
     for run, (first, end) in enumerate(pairwise(tree.offsets.tolist())):
         parent = int(tree.parents[run])
-        begin = arrays["ends"][parent] if parent >= 0 else next(roots)
-        states = _states_of_run(hidden[first:end], begin, int(tree.starts[run]), int(skipped[run]))
-        arrays["ends"][run] = states[-1]
-        own = arrays["chosen"][first:end]
-        arrays["found"][own[own >= 0]] = states[own >= 0]
+        begin = ends[parent] if parent >= 0 else next(roots)
+        states = _states_of_run(hidden[first:end], begin, int(tree.starts[run]), of_runs[run])
+        ends.append(states[-1])
+        inside = np.flatnonzero((rows >= first) & (rows < end))
+        found[inside] = states[rows[inside] - first]
+    return found
 
 
 def _states_of_run(own: np.ndarray, begin: np.ndarray, start: int, skipped: int) -> np.ndarray:

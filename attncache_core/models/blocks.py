@@ -87,10 +87,14 @@ class WordEmbedding:
         return words if self._norm is None else self._norm(words)
 
     def compiled(self) -> CompiledEmbedding:
-        """See compiled.CompiledEmbed. Only for a plain table: some modules scale their rows."""
-        if type(self._module) is not nn.Embedding:
+        """See compiled.CompiledEmbed. Gemma's table scales its rows; a table is recognised by its rows."""
+        if not isinstance(self._module, nn.Embedding):
             raise NotCompiled
-        return CompiledEmbedding(self._module.weight, norm=compiled_norm(self._norm))
+        words, probe = self._module.weight, torch.arange(min(8, self._module.num_embeddings))
+        scale = torch.as_tensor(getattr(self._module, "embed_scale", 1.0), dtype=words.dtype)
+        if not torch.allclose(self._module(probe), words[probe] * scale, rtol=0, atol=0, equal_nan=True):
+            raise NotCompiled
+        return CompiledEmbedding(words, norm=compiled_norm(self._norm), scale=float(scale))
 
 
 class BaseAttentionLayer(ABC):

@@ -157,7 +157,7 @@ def packed_matrix(linear: Linear) -> PackedMatrix:
     return packed
 
 
-def native_norm(module: nn.Module, device: torch.device) -> NativeNorm | None:
+def native_norm(module: nn.Module | Norm, device: torch.device) -> NativeNorm | None:
     """Return a norm by compiled code, in float32; None if it cannot compute the norm on this device."""
     library = products.library()
     if library is None or device != CPU:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -41,7 +42,7 @@ from attncache_core.models.layer import (
 )
 from attncache_core.models.projections import LinearWeights, Projections
 from attncache_core.models.rotary import LayerRotary
-from attncache_core.native.stack_data import ForwardHalf
+from attncache_core.native.stack_data import CompiledPooling, ForwardHalf
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -172,7 +173,10 @@ class _Outputs:
     """The outputs of a decoder: the last norm, then pooled embeddings or the logits of the last token."""
 
     def __init__(self, norm: nn.Module, score: nn.Module | None, pool: Pooler) -> None:
-        self._norm, self._score, self._pool = norm, score, pool
+        self._norm, self._score = norm, score
+        self._pool = pool if score is None else Pooler(("lasttoken",))
+        self.modes = self._pool.modes
+        self.finishes = score is not None or pool.head is not None
         weight = next(norm.parameters())
         self._dtype, self._native = weight.dtype, native_norm(norm, weight.device)
 
@@ -189,6 +193,19 @@ class _Outputs:
     def logits(self, last: torch.Tensor) -> torch.Tensor | None:
         """See FinalStates."""
         return None if self._score is None else self._score(last.to(self._dtype)).float()
+
+    def compiled(self) -> CompiledPooling:
+        """See compiled.CompiledOutputs."""
+        return CompiledPooling(self.modes, compiled_norm(self._norm))
+
+    def skipped(self, lengths: np.ndarray, prompt_tokens: np.ndarray | None) -> np.ndarray | None:
+        """See compiled.CompiledOutputs."""
+        return self._pool.skipped(lengths, prompt_tokens)
+
+    def of_vectors(self, vectors: torch.Tensor) -> torch.Tensor:
+        """See compiled.CompiledOutputs."""
+        logits = self.logits(vectors)
+        return self._pool.finish(vectors) if logits is None else logits
 
 
 def capped_scores(scale: float, cap: float) -> Scores:

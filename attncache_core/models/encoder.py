@@ -26,7 +26,7 @@ from attncache_core.models.blocks import (
     build_layers,
     output_linear,
 )
-from attncache_core.models.compiled import NotCompiled, compiled_norm, packed_matrix
+from attncache_core.models.compiled import NotCompiled, compiled_norm, native_norm, packed_matrix
 from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, Outputs, PackedModel
 from attncache_core.models.linear import Norm, packed
 from attncache_core.models.projections import LinearWeights, Projections, head_rows
@@ -240,6 +240,7 @@ class EncoderOutputs:
         self._pool = pool if head is None else head.pool
         self._head = head
         self._norm = norm
+        self._native = None if norm is None else native_norm(norm, norm.weight.device)
         self.finishes = head is not None or pool.head is not None
 
     def __call__(self, hidden: torch.Tensor, batch: TokenBatch) -> Outputs:
@@ -248,12 +249,12 @@ class EncoderOutputs:
 
     def states(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what pooling reads from the last layer's output, [tokens, hidden]."""
-        return hidden if self._norm is None else self._norm(hidden.to(self._norm.weight.dtype))
+        if self._norm is None:
+            return hidden
+        return self._native(hidden) if self._native else self._norm(hidden.to(self._norm.weight.dtype))
 
     def compiled(self) -> CompiledPooling:
         """See compiled.CompiledOutputs."""
-        if self._norm is not None and self._norm.weight.dtype != torch.float32:
-            raise NotCompiled  # the norm would not be rounded
         return CompiledPooling(self._pool.modes, compiled_norm(self._norm))
 
     def skipped(self, lengths: np.ndarray, prompt_tokens: np.ndarray | None) -> np.ndarray | None:

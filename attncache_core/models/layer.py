@@ -173,6 +173,8 @@ class Outputs(NamedTuple):
 class FinalStates(Protocol):
     """The parts of a causal model's outputs, for sequences whose first tokens are not computed."""
 
+    modes: tuple[str, ...]  # of pooling; of the last token if the model has classes
+
     def states(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what pooling reads, float32 [n, hidden], from the last layer's output [n, hidden]."""
         ...

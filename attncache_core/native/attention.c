@@ -212,7 +212,7 @@ void attend(attention *job) {
 #include "products.h"
 #include "team.h"
 #include "pooling.h"
+#include "states.h"
 #include "stack.h"
 #include "ways.h"
 #include "normalizers.h"
-#include "states.h"

@@ -67,26 +67,41 @@ void run_norm(const norm *by, const float *from, float *to, int64_t rows, int64_
 // The larger of two numbers, or NaN if one of them is NaN.
 INLINE float larger_number(float a, float b) { return a > b || a != a ? a : b; }
 
-// Write the pooled vector of one mode to `to`. rows: of the `count` tokens of a sequence; skipped < count.
+// The mode by which a sequence of `count` tokens is pooled: if all tokens are left out, its last token is its vector.
+INLINE pooling_mode mode_for(pooling_mode mode, int64_t count, int64_t skipped) {
+    return skipped >= count ? POOL_LAST : mode;
+}
+
+// What the sum of a mode is divided by.
+static float pooling_divisor(pooling_mode mode, int64_t count, int64_t skipped) {
+    if (mode == POOL_MEAN) return (float)(count - skipped);
+    if (mode == POOL_MEAN_OF_ROOT) return __builtin_sqrtf((float)(count - skipped));
+    if (mode == POOL_WEIGHTED_MEAN) return (float)((count * (count + 1) - skipped * (skipped + 1)) / 2);
+    return 1;
+}
+
+// Whether no token is read but the last one.
+static int reads_last_only(const pooling *by) {
+    for (int m = 0; m < by->modes; m++) if (by->mode[m] != POOL_LAST) return 0;
+    return 1;
+}
+
+// Write the pooled vector of one mode to `to`. rows: of the `count` tokens of a sequence.
 static void pool_rows(pooling_mode mode, const float *rows, int64_t count, int64_t skipped, int width,
                       float *restrict to) {
+    mode = mode_for(mode, count, skipped);
     const float *first = rows + (mode == POOL_LAST ? count - 1 : skipped) * width;
     memcpy(to, first, (size_t)width * sizeof(float));
     if (mode == POOL_FIRST || mode == POOL_LAST) return;
-    float total = 1;
-    if (mode == POOL_WEIGHTED_MEAN) {
-        total = (float)(skipped + 1);
-        for (int i = 0; i < width; i++) to[i] *= total;
-    }
+    if (mode == POOL_WEIGHTED_MEAN) for (int i = 0; i < width; i++) to[i] *= (float)(skipped + 1);
     for (int64_t r = skipped + 1; r < count; r++) {
         const float *row = rows + r * width, weight = (float)(r + 1);
         if (mode == POOL_MAXIMUM) for (int i = 0; i < width; i++) to[i] = larger_number(row[i], to[i]);
         else if (mode == POOL_WEIGHTED_MEAN) for (int i = 0; i < width; i++) to[i] += weight * row[i];
         else for (int i = 0; i < width; i++) to[i] += row[i];
-        total += mode == POOL_WEIGHTED_MEAN ? weight : 1;
     }
     if (mode == POOL_MAXIMUM) return;
-    const float divisor = mode == POOL_MEAN_OF_ROOT ? __builtin_sqrtf(total) : total;
+    const float divisor = pooling_divisor(mode, count, skipped);
     for (int i = 0; i < width; i++) to[i] /= divisor;
 }
 
@@ -103,11 +118,12 @@ static int all_finite(const float *numbers, int64_t count) {
 static void pool_sequence(const pooling *by, int64_t sequence, const float *rows, int64_t count, int width,
                           float *space) {
     const int is_finite = all_finite(rows, count * width);
+    const int64_t skipped = by->skipped ? by->skipped[sequence] : 0;
     if (by->last.kind) {
-        norm_rows(&by->last, rows, space, (int)count, width);
+        const int64_t first = skipped >= count || reads_last_only(by) ? count - 1 : skipped;
+        norm_rows(&by->last, rows + first * width, space + first * width, (int)(count - first), width);
         rows = space;
     }
-    const int64_t own = by->skipped ? by->skipped[sequence] : 0, skipped = own < count ? own : count - 1;
     float *to = by->vectors + sequence * by->modes * width;
     for (int m = 0; m < by->modes; m++) pool_rows((pooling_mode)by->mode[m], rows, count, skipped, width, to + m * width);
     by->finite[sequence] = (char)(is_finite && all_finite(to, (int64_t)by->modes * width));

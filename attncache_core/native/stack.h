@@ -40,7 +40,7 @@ typedef struct {
     int32_t number;               // of the layer, in the slots of its keys and values
 } stack_layer;
 
-// The input of the first layer: norm(words[id] + added[place]).
+// The input of the first layer: norm(scale words[id] + added[place]).
 typedef struct {
     const char *words, *added;    // [word_count, width], [place_count, width] or null, both of `type`
     norm norm;
@@ -49,6 +49,7 @@ typedef struct {
     int32_t has_positions;        // whether a place depends on the position of the token
     int32_t types;                // places of each position, one for each type of a token
     int32_t type;
+    float scale;
 } embedding;
 
 typedef struct {
@@ -77,15 +78,19 @@ typedef struct {
     int32_t block_tokens;         // tokens of a block
     const char *const *given;     // [blocks] first slot of each block in layer 0; or null
     const int64_t *given_blocks;  // [trees + 1] first block of each tree; after join_trees, without the end
-    char *const *kept;            // [rows] slot of each row in layer 0, null for a row that is not kept; or null
+    char *const *kept;            // [kept_count] slots in layer 0 that rows are written to; or null
+    const int64_t *kept_rows;     // [kept_count] the row of each of these slots, rising
+    const int64_t *kept_starts;   // [rows + 1] set by place_slots: the first slot of each row
+    int64_t kept_count;
     int64_t slot_bytes, layer_bytes;  // from a slot to that of the next token, and of the next layer
-    atomic_int *ready;            // the number of layers whose given slots are filled; or null: all
+    atomic_int *ready;            // the number of layers whose given slots are filled, plus one if given states are; or null: all
     atomic_int *written;          // [layers] the number of rows whose keys and values are kept; or null
     // Whether every tree is one run of rows at any rising positions, which attend to the given tokens up to their
     // own position. The kept slots of the rows are among the given ones.
     int32_t scattered;
     int32_t only_slots;           // whether to keep the slots of the rows in one layer, and to compute nothing else
-    const pooling *pooling;       // of the sequences, behind the last layer; null: none, and for trees
+    const pooling *pooling;       // of the sequences, behind the last layer; null: none
+    const tree_pooling *tree_pooling;  // with `pooling`, for trees
     // Results. Nanoseconds are summed over threads: of attention, and of all units.
     atomic_llong multiplications, map_rows, attention_nanoseconds, busy_nanoseconds;
 } stack_job;
@@ -152,11 +157,13 @@ static void project_part(const block *b, const stack_layer *layer, operand x, in
     multiply_part(job, &layer->misses, from_row(x, skipped), rows - skipped, part, parts, end);
 }
 
-// The slot of a row of a block in a layer; null if the row is not kept.
-static char *slot_of(const block *b, const stack_layer *layer, int row) {
+// Copy `bytes` bytes of a row of a block to all slots of the row in a layer, at `at` bytes from the slot's first.
+static void keep(const block *b, const stack_layer *layer, int row, size_t at, const char *from, size_t bytes) {
     const stack_job *job = b->job;
-    char *slot = job->kept ? job->kept[b->first_row + row] : 0;
-    return slot ? slot + layer->number * job->layer_bytes : 0;
+    if (!job->kept) return;
+    const int64_t *starts = job->kept_starts + b->first_row + row;
+    at += (size_t)(layer->number * job->layer_bytes);
+    for (int64_t k = starts[0]; k < starts[1]; k++) memcpy(job->kept[k] + at, from, bytes);
 }
 
 // Norm and rotate the heads of Q and K in rows of one product, of which `at` is the first number. Normed keys
@@ -168,11 +175,11 @@ static void place_heads(const block *b, const stack_layer *layer, char *at, int 
     const float *const *table = layer->angles < 0 ? 0 : b->job->angles + 2 * layer->angles;
     for (int r = first; r < first + rows; r++) {
         const int64_t angles = b->job->positions[b->first_row + r] * layer->half;
-        char *head = at + (size_t)r * row_elements * bytes, *slot = slot_of(b, layer, r);
+        char *head = at + (size_t)r * row_elements * bytes;
         for (int h = 0; h < queries + keys; h++, head += head_bytes) {
             const norm *own = h < queries ? &layer->query : &layer->key;
             if (own->kind) norm_row(own, head, head, layer->width, type);
-            if (slot && h >= queries) memcpy(slot + (size_t)(h - queries) * head_bytes, head, head_bytes);
+            if (h >= queries) keep(b, layer, r, (size_t)(h - queries) * head_bytes, head, head_bytes);
             if (table) rotate_head(head, table[0] + angles, table[1] + angles, layer->half, type);
         }
     }
@@ -189,11 +196,9 @@ static void place_rows(const block *b, const stack_layer *layer, int first, int 
     const size_t value_bytes = (size_t)layer->values * layer->value_width * bytes;
     place_heads(b, layer, b->always + value_bytes, b->always_row, layer->heads - layer->reused, layer->keys_always,
                 first, rows);
-    for (int r = first; b->job->kept && r < first + rows; r++) {
-        char *slot = slot_of(b, layer, r);
-        if (slot) memcpy(slot + (size_t)layer->keys_always * layer->width * bytes,
-                         b->always + (size_t)r * b->always_row * bytes, value_bytes);
-    }
+    for (int r = first; r < first + rows; r++)
+        keep(b, layer, r, (size_t)layer->keys_always * layer->width * bytes,
+             b->always + (size_t)r * b->always_row * bytes, value_bytes);
     if (b->job->written) atomic_fetch_add(b->job->written + layer->number, rows);
     const int skipped = b->miss > first ? smaller(b->miss - first, rows) : 0;
     if (layer->misses.outputs)
@@ -201,11 +206,16 @@ static void place_rows(const block *b, const stack_layer *layer, int first, int 
                     rows - skipped);
 }
 
+// Wait until a part of what is given is there: the slots of a layer, or behind those of all layers the states.
+static void wait_for_part(const stack_job *job, int part) {
+    while (job->ready && atomic_load_explicit(job->ready, memory_order_acquire) <= part)
+        nanosleep(&(struct timespec){0, 20000}, 0);
+}
+
 // The keys and values of a head for the `tokens` tokens in front of a tree. Waits until they are there.
 static given_tokens given_to(const stack_job *job, const stack_layer *layer, int tree, int head, int tokens) {
     if (!tokens) return (given_tokens){0};
-    while (job->ready && atomic_load_explicit(job->ready, memory_order_acquire) <= layer->number)
-        nanosleep(&(struct timespec){0, 20000}, 0);
+    wait_for_part(job, layer->number);
     const size_t bytes = number_bytes((number_type)job->type);
     const size_t of_layer = (size_t)(layer->number * job->layer_bytes);
     const size_t keys = (size_t)layer->keys_always * layer->width * bytes;
@@ -411,6 +421,16 @@ static token_error place_tokens(stack_job *job, int64_t *positions, int64_t *pla
     return DONE;
 }
 
+// Set the first slot of each row. starts: memory for one number per row, and one more.
+static void place_slots(stack_job *job, int64_t rows, int64_t *starts) {
+    int64_t at = 0;
+    for (int64_t r = 0; r <= rows; r++) {
+        while (at < job->kept_count && job->kept_rows[at] < r) at++;
+        starts[r] = at;
+    }
+    job->kept_starts = starts;
+}
+
 // Join neighbouring trees behind the same given tokens, if these are more than the rows of the second tree: the
 // given tokens are laid out once for each tree. trees: memory for two numbers per tree.
 static void join_trees(stack_job *job, int64_t *trees) {
@@ -442,7 +462,7 @@ static void embed_rows(const stack_job *job, int64_t first, int rows, float *to)
         const char *word = by->words + (size_t)(job->ids[r] * width) * bytes;
         const char *added = by->added ? by->added + (size_t)(job->places[r] * width) * bytes : 0;
         for (int i = 0; i < width; i += LANES) {
-            floats part = load_some(word + i * bytes, type, width - i);
+            floats part = load_some(word + i * bytes, type, width - i) * by->scale;
             if (added) part += load_some(added + i * bytes, type, width - i);
             store_some((char *)(to + i), FLOAT32, part, width - i);
         }
@@ -512,9 +532,9 @@ static void place_block(block *b, int from, int to, char *space) {
     b->context = b->misses + whole_lines((size_t)b->rows * b->misses_row * bytes);
 }
 
-// Pool the sequences from .. to - 1, if the job pools.
+// Pool the sequences from .. to - 1, if the job pools sequences without trees.
 static void pool_sequences(const stack_job *job, int from, int to) {
-    for (int n = from; job->pooling && n < to; n++) {
+    for (int n = from; job->pooling && !job->trees && n < to; n++) {
         const int64_t first = first_row(job, n), count = first_row(job, n + 1) - first;
         float *space = (float *)stack_space((size_t)(count * job->width) * sizeof(float));
         pool_sequence(job->pooling, n, job->hidden + first * job->width, count, job->width, space);

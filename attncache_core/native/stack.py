@@ -31,6 +31,7 @@ from attncache_core.native.stack_data import (
     KeyValueSlots,
     Pooled,
     StackRows,
+    TreePooling,
 )
 
 _LANES = 16  # of vectors.h
@@ -45,6 +46,7 @@ class _Embedding(ctypes.Structure):
         ("norm", NormFields),
         *((name, ctypes.c_int64) for name in ("word_count", "place_count", "padding")),
         *((name, ctypes.c_int32) for name in ("has_positions", "types", "type")),
+        ("scale", ctypes.c_float),
     )
 
 
@@ -92,13 +94,37 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("first", "last", "width", "count", "hits", "type")),
         *((name, ctypes.c_int32) for name in ("map_type", "packed", "threads", "widest")),
         *((name, ctypes.c_int32) for name in ("refitted", "block_tokens")),
-        *((name, ctypes.c_void_p) for name in ("given", "given_blocks", "kept")),
-        *((name, ctypes.c_int64) for name in ("slot_bytes", "layer_bytes")),
+        *((name, ctypes.c_void_p) for name in ("given", "given_blocks", "kept", "kept_rows", "kept_starts")),
+        *((name, ctypes.c_int64) for name in ("kept_count", "slot_bytes", "layer_bytes")),
         *((name, ctypes.c_void_p) for name in ("ready", "written")),
         *((name, ctypes.c_int32) for name in ("scattered", "only_slots")),
-        ("pooling", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("pooling", "tree_pooling")),
         *((name, ctypes.c_int64) for name in _RESULTS),
     )
+
+
+class _TreePooling(ctypes.Structure):
+    """The structure `tree_pooling` of states.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("parents", "ends", "lengths", "given", "kept_rows", "kept")),
+        *((name, ctypes.c_int64) for name in ("count", "kept_count")),
+    )
+
+    @classmethod
+    def of(cls, pooling: TreePooling) -> _TreePooling:
+        """Return the structure, which does not keep the arrays."""
+        arrays = (
+            pooling.parents,
+            pooling.ends,
+            pooling.lengths,
+            pooling.given,
+            pooling.kept_rows,
+            pooling.kept,
+        )
+        assert len(pooling.ends) == len(pooling.lengths) == len(pooling.given)
+        assert len(pooling.kept_rows) == len(pooling.kept)
+        return cls(*map(address, arrays), len(pooling.ends), len(pooling.kept))
 
 
 class CompiledStack:
@@ -203,26 +229,38 @@ class CompiledStack:
             self._set_trees(job, rows)
         if len(given.addresses):
             self._set_records(job, rows, given)
-        if slots is not None:
-            self._set_slots(job, rows, slots)
-        elif rows.trees is not None:
-            assert rows.starts is not None
-            assert not rows.starts[rows.trees[:-1]].any()  # nothing is given in front of a root
+        self._set_slots(job, rows, slots)
         return hidden, self._run_job(job, rows)
 
     def vectors(
-        self, rows: StackRows, threads: int, given: GivenRecords = NO_RECORDS
+        self,
+        rows: StackRows,
+        threads: int,
+        given: GivenRecords = NO_RECORDS,
+        slots: KeyValueSlots | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> tuple[Pooled, Counts]:
-        """Run all layers from the token ids of sequences without trees, and pool.
+        """Run all layers from the token ids of sequences, and pool. Trees need `rows.pooling`.
 
-        given: see `run`. Raises IndexError as `run` does.
+        given, slots: see `run`. hidden: float32 [rows, width], to which the output of the last layer is
+        written; None: nobody reads it. Raises IndexError as `run` does.
         """
         assert self._pooling is not None
         job = self._job_of(rows, range(len(self._starts) - 1), threads)
+        if hidden is not None:
+            assert hidden.shape == (rows.offsets[-1], self._width)
+            job.hidden = hidden.data_ptr()
+        count = job.count
+        if rows.trees is not None:
+            assert rows.pooling is not None
+            self._set_trees(job, rows)
+            trees = _TreePooling.of(rows.pooling)
+            job.tree_pooling, count = ctypes.addressof(trees), trees.count
         if len(given.addresses):
             self._set_records(job, rows, given)
-        shape = job.count, self._pooling.modes * self._width
-        pooled = Pooled(np.empty(shape, np.float32), np.empty(job.count, np.bool_))
+        self._set_slots(job, rows, slots)
+        shape = count, self._pooling.modes * self._width
+        pooled = Pooled(np.empty(shape, np.float32), np.empty(count, np.bool_))
         pooling = PoolingFields.from_buffer_copy(self._pooling)
         pooling.write_to(pooled.vectors, pooled.finite, rows.skipped)
         job.pooling = ctypes.addressof(pooling)
@@ -247,7 +285,7 @@ class CompiledStack:
 
     def _run_job(self, job: _Job, rows: StackRows) -> Counts:
         """Run a job. Raises IndexError as `run` does."""
-        if self._angles:
+        if self._angles and rows.offsets[-1]:
             tables = [table for angles in self._angles for table in angles(_positions_of(rows))]
             pointers = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
             job.angles = ctypes.addressof(pointers)
@@ -267,7 +305,11 @@ class CompiledStack:
         job.trees, job.starts = address(rows.trees), address(rows.starts)
         job.count = len(rows.trees) - 1
 
-    def _set_slots(self, job: _Job, rows: StackRows, slots: KeyValueSlots) -> None:
+    def _set_slots(self, job: _Job, rows: StackRows, slots: KeyValueSlots | None) -> None:
+        if slots is None:
+            # Nothing is given in front of a root.
+            assert rows.trees is None or (rows.starts is not None and not rows.starts[rows.trees[:-1]].any())
+            return
         assert self.slot_bytes is not None
         assert rows.trees is not None
         assert rows.starts is not None
@@ -278,8 +320,10 @@ class CompiledStack:
         job.layer_bytes, job.scattered, job.only_slots = slots.layer_bytes, slots.scattered, slots.only
         job.given, job.given_blocks = address(slots.given), address(slots.given_blocks)
         if slots.kept is not None:
-            assert slots.kept.shape == (rows.offsets[-1],)
-            job.kept = address(slots.kept)
+            assert slots.kept_rows is not None
+            assert len(slots.kept_rows) == len(slots.kept)
+            job.kept, job.kept_rows = address(slots.kept), address(slots.kept_rows)
+            job.kept_count = len(slots.kept)
         if slots.ready is not None:
             job.ready = address(slots.ready)
         if slots.written is not None:
@@ -303,7 +347,7 @@ class CompiledStack:
         return layers
 
     def _embedding_of(self, embedding: CompiledEmbedding) -> _Embedding:
-        made = _Embedding(type=NUMBER_TYPES[embedding.words.dtype])
+        made = _Embedding(type=NUMBER_TYPES[embedding.words.dtype], scale=embedding.scale)
         assert embedding.words.is_contiguous()
         made.words, made.word_count = embedding.words.data_ptr(), len(embedding.words)
         if embedding.added is not None:

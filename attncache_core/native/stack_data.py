@@ -109,7 +109,7 @@ class GivenRecords:
 
 @dataclass(frozen=True)
 class CompiledEmbedding:
-    """The input of the first layer: norm(words[id] + added[place]), as data. Tables of one dtype."""
+    """The input of the first layer: norm(scale words[id] + added[place]), as data. Tables of one dtype."""
 
     words: torch.Tensor  # [tokens of the vocabulary, width]
     added: torch.Tensor | None = None  # [places, width]: position after position, one row for each type
@@ -118,6 +118,7 @@ class CompiledEmbedding:
     has_positions: bool = False  # whether the place of a token depends on its position
     # Places count from padding + 1, and skip tokens with this id, whose place is `padding`. None: from 0.
     padding: int | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,23 @@ class CompiledPooling:
 
     modes: Sequence[str]  # see heads/pooling.py; their vectors follow each other
     norm: CompiledNorm | None = None  # of each token, before pooling
+
+
+@dataclass(frozen=True)
+class TreePooling:
+    """The sequences of trees that are pooled, and the states that are kept; see states.h.
+
+    A state, float32 [5, width], is what every pooling needs to know of some tokens; see heads/running.py.
+    """
+
+    parents: np.ndarray  # int64 [runs], the run that each run continues; -1: the run is a root
+    ends: np.ndarray  # int64 [sequences], the last run of each sequence; -1: all its tokens are given
+    lengths: np.ndarray  # int64 [sequences], tokens of each sequence, given tokens too
+    # uint64 [sequences], address of the state after the given tokens of each sequence; 0: no token is given.
+    # The sequences of a tree have the same given tokens, and leave out the same number of tokens.
+    given: np.ndarray
+    kept_rows: np.ndarray  # int64 [states], the rows after which states are kept, rising
+    kept: np.ndarray  # uint64 [states], where each of these states goes
 
 
 @dataclass(frozen=True)
@@ -151,6 +169,7 @@ class StackRows:
     types: np.ndarray | None = None  # int64 [rows], token types, with `ids`; None: the first type
     # int64 [sequences], tokens at the front of each sequence that pooling leaves out; None: none
     skipped: np.ndarray | None = None
+    pooling: TreePooling | None = None  # of the sequences, if the rows have trees
 
 
 @dataclass(frozen=True)
@@ -166,9 +185,11 @@ class KeyValueSlots:
     layer_bytes: int  # from a slot to the slot of the same token in the next layer
     given: np.ndarray  # uint64 [blocks], address of the first slot of each given block
     given_blocks: np.ndarray  # int64 [trees + 1], first block of each tree
-    # uint64 [rows], address of the slot of each row in the first layer; 0: the row is not kept. None: none is
+    # uint64 [slots], addresses of slots in the first layer that rows are written to. None: no row is kept
     kept: np.ndarray | None = None
-    # int32 [1], the number of layers whose given slots are filled; the stack waits for the others. None: all
+    kept_rows: np.ndarray | None = None  # int64 [slots], the row of each of these slots, rising
+    # int32 [1], the number of layers whose given slots are filled, and one more once the given states are;
+    # the stack waits for the others. None: everything is filled.
     ready: np.ndarray | None = None
     # int32 [layers], to which the rows are added whose keys and values are kept. None: nobody asks.
     written: np.ndarray | None = None

@@ -334,13 +334,22 @@ static void run_layers(stack_job *job) {
 int32_t run_stack(stack_job *job) {
     static _Thread_local growing memory;
     const size_t rows = (size_t)first_row(job, job->count), states = whole_lines(rows * (size_t)job->width * 4);
-    const size_t trees = job->given ? whole_lines((size_t)(2 * job->count + 2) * 8) : 0;
-    char *space = grown(&memory, states + 2 * whole_lines(rows * 8) + trees);
+    const size_t numbers = whole_lines((rows + 1) * 8), trees = whole_lines((size_t)(2 * job->count + 2) * 8);
+    char *space = grown(&memory, states + 3 * numbers + trees);
+    int64_t *const own = (int64_t *)(space + states), *const second = own + numbers / 8, *const third = second + numbers / 8;
     if (!job->hidden) job->hidden = (float *)space;
-    const token_error error = place_tokens(job, (int64_t *)(space + states), (int64_t *)(space + states + whole_lines(rows * 8)));
+    const token_error error = place_tokens(job, own, second);
     if (error) return error;
-    if (job->given) join_trees(job, (int64_t *)(space + states + 2 * whole_lines(rows * 8)));
-    if (job->first < job->last) run_layers(job);
+    if (job->kept) place_slots(job, (int64_t)rows, third);
+    if (job->given) join_trees(job, third + numbers / 8);
+    if (rows && job->first < job->last) run_layers(job);
     else if (job->embedding) embed_rows(job, 0, (int)rows, job->hidden);
+    if (job->tree_pooling) {
+        int layers = 0;
+        for (int n = job->first; n < job->last; n++) if (job->layers[n].heads) layers = job->layers[n].number + 1;
+        wait_for_part(job, layers);
+        pool_trees(job->pooling, job->tree_pooling, job->hidden, job->offsets, job->starts, job->trees[job->count],
+                   job->width);
+    }
     return DONE;
 }

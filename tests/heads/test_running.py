@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncache_core.heads import running
 from attncache_core.heads.pooling import Pooler
 from attncache_core.heads.running import empty_states, pooled, running_states
-from attncache_core.native import products
 from attncache_core.text.prefix_tree import continued_prefixes
 from attncache_core.text.token_batch import pack
 
@@ -42,16 +40,7 @@ cases = st.lists(
 )
 
 
-@pytest.fixture(params=["compiled", "numpy"])
-def computing(request, monkeypatch):
-    if request.param == "compiled" and products.library() is None:
-        pytest.skip("nothing was compiled for this processor")
-    if request.param == "numpy":
-        monkeypatch.setattr(running, "run_states", lambda **_: False)
-
-
-@pytest.mark.usefixtures("computing")
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(cases=cases, skipped=st.integers(0, 12), mode=st.sampled_from(MODES))
 def test_divided_sequences_are_pooled_as_whole_ones(cases, skipped, mode):
     sequences = [ids for ids, _, _ in cases]

@@ -9,13 +9,15 @@ from core_models import attention_by, layers_output, random_sequences
 from families import CASES, write_family
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kv_models import pooled_by
 
 from attncache_core.checkpoints.checkpoint import Quantization
 from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.layers import run_to_outputs
 from attncache_core.models import load_model
 from attncache_core.native import products
-from attncache_core.native.stack_data import StackRows
-from attncache_core.text.token_batch import pack
+from attncache_core.native.stack_data import NO_RECORDS, StackRows
+from attncache_core.text.token_batch import pack, pack_shared
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiled products on this processor")
 
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiled 
 DEBERTAS = [name for name in CASES if name.startswith("deberta")]
 FAMILIES = ["bert", "modernbert-local-global", "qwen3", "mpnet", "gemma3", *DEBERTAS]
 LONGEST = 300
+MODES = [("lasttoken",), ("mean",), ("weightedmean", "cls"), ("max", "mean_sqrt_len_tokens")]
 # Parts that only the layers have: experts, latent attention, capped scores.
 NOT_COMPILED = ("deepseek", "mixtral", "qwen2-moe", "qwen3-moe")
 FLOAT32 = 1e-4
@@ -85,7 +88,31 @@ def test_models_of_which_every_part_is_compiled_have_a_stack(tmp_path, name):
     checkpoint = read_checkpoint(write_family(tmp_path, case.made(), saved_as=case.saved_as))
     has_caps = name == "gemma2"
     expected = not case.experts and not has_caps and not name.startswith(NOT_COMPILED)
-    assert (load_model(checkpoint, torch.float32).stack is not None) == expected
+    projects = "embedding_size" in case.changes  # of DeBERTa, to the width of the layers
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model(checkpoint, dtype)
+        assert (model.stack is not None) == expected
+        assert (model.compiled_outputs is not None) == (expected and not projects)
+
+
+@settings(max_examples=10)
+@given(lengths=any_lengths, seed=st.integers(0, 100), front=st.integers(0, 40), modes=st.sampled_from(MODES))
+def test_one_call_gives_the_outputs_of_the_layers_to_the_last_bit(model, lengths, seed, front, modes):
+    loaded = model[1]
+    if loaded.compiled_outputs is None:
+        pytest.skip("the embedding is not compiled")
+    sequences = random_sequences(lengths, seed)
+    batches = [pack(sequences)]
+    if loaded.is_causal:
+        loaded = pooled_by(loaded, *modes)
+        shared = random_sequences([40], seed)[0][:front]
+        batches.append(pack_shared([shared + ids for ids in sequences]))
+    with torch.inference_mode():
+        for batch in batches:
+            outputs, finite, _ = run_to_outputs(loaded, batch, NO_RECORDS)
+            expected = loaded.outputs(layers_output(loaded, batch, None), batch).rows.numpy()
+            assert finite.all()
+            assert np.array_equal(outputs, expected)
 
 
 def test_tokens_and_positions_outside_the_tables_are_refused(tmp_path):

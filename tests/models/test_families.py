@@ -17,6 +17,7 @@ from core_reference import rounded
 from families import CASES, HEADS, SIZES, Case, write_family
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kv_models import pooled_by
 
 from attncache_core.build.recording import smallest_form
 from attncache_core.calibration.substitution import collect_maps
@@ -422,6 +423,7 @@ class Slots:
             np.array([block.ctypes.data for own in given for block in own], dtype=np.uint64),
             np.concatenate(([0], np.cumsum([len(own) for own in given]))),
             np.array(kept, dtype=np.uint64) if keep else None,
+            np.arange(len(kept)) if keep else None,
             ready=ready,
             written=self.written if keep else None,
         )
@@ -483,13 +485,14 @@ def test_stored_keys_and_values_give_hugging_faces_pooled_vectors(any_family, co
     pooler = Pooler(modes, prompt_tokens=4)
     expected = [pooler(rows, pack([request.ids])) for rows, request in zip(hidden, requests, strict=True)]
     with attention_by(computing):
+        model = pooled_by(model, *modes)
         layout = block_layout(model)
         for opened in range(2):  # the second time, blocks come from disk
             disk = DiskTier(tmp_path / computing, layout.part_bytes, 2**24)
             store = KeyValueStore(layout, 2**24, transfers=Transfers(disk, 1000))
             for batch in (slice(6, None), slice(6), slice(None), slice(None)):
                 own = requests[batch]
-                result = run_continued(model, store, own, [4] * len(own), modes)
+                result = run_continued(model, store, own, [4] * len(own))
                 assert_near(list(map(torch.from_numpy, result.outputs[:, None])), expected[batch], FLOAT32)
             assert result.tokens == 0
             assert bool(store.transfers.counts.loaded_blocks) == bool(opened)

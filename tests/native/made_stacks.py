@@ -65,10 +65,13 @@ FORMS = {
 }
 
 
-def made_stack(library, form, kind=MatrixKind.WHOLE, reused=REUSED, seed=0, refitted=None):
+def made_stack(
+    library, form, kind=MatrixKind.WHOLE, reused=REUSED, seed=0, refitted=None, modes=("mean", "max")
+):
     """Make a stack with random weights; layer i has reused[i] reused heads.
 
     refitted: where the stack has refitted weights, "beside" its own or "instead" of them; None: nowhere.
+    modes: of pooling.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -136,7 +139,7 @@ def made_stack(library, form, kind=MatrixKind.WHOLE, reused=REUSED, seed=0, refi
         layers.append(with_refitted(attention, forward, packed, refitted))
     embedding = CompiledEmbedding(numbers(WORDS, HIDDEN), numbers(PLACES, HIDDEN), norm(HIDDEN), PLACES)
     dtype = torch.bfloat16 if kind is MatrixKind.PAIRS else torch.float32
-    return CompiledStack(library, layers, HIDDEN, embedding, CompiledPooling(("mean", "max")), dtype)
+    return CompiledStack(library, layers, HIDDEN, embedding, CompiledPooling(modes), dtype)
 
 
 def with_refitted(attention, forward, packed, where):

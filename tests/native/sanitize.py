@@ -34,7 +34,6 @@ TESTS = [
     "tests/reuse/test_failing_storage.py",
     "tests/reuse/test_store_damage.py",
     "tests/reuse/kv",
-    "tests/heads/test_running.py",
     "tests/models/test_compiled.py",
     "tests/models/test_families.py",
     "tests/models/test_quantized.py",

@@ -61,10 +61,11 @@ def run(stack, sequences, blocks, known, threads, *, keep=(), ready=None, writte
     rows = StackRows(offsets, positions, trees, np.array(known), ids, ids % PLACES)
     given_blocks = [own.addresses(count) for own, count in zip(blocks, known, strict=True)]
     kept = [
-        slot if number in keep else 0
+        slot
         for number, (own, count, ids) in enumerate(zip(blocks, known, sequences, strict=True))
-        for slot in own.slots(count, len(ids))
+        for slot in (own.slots(count, len(ids)) if number in keep else ())
     ]
+    kept_rows = np.flatnonzero(np.repeat([number in keep for number in range(len(known))], lengths))
     size = blocks[0].size
     slots = KeyValueSlots(
         size,
@@ -72,6 +73,7 @@ def run(stack, sequences, blocks, known, threads, *, keep=(), ready=None, writte
         np.array([address for own in given_blocks for address in own], dtype=np.uint64),
         np.concatenate(([0], np.cumsum([len(own) for own in given_blocks]))),
         np.array(kept, dtype=np.uint64) if keep else None,
+        kept_rows if keep else None,
         ready,
         written,
     )
@@ -187,6 +189,7 @@ def run_scattered(
         np.array([address for own in addresses for address in own], dtype=np.uint64),
         np.concatenate(([0], np.cumsum([len(own) for own in addresses]))),
         np.array(kept, dtype=np.uint64),
+        np.arange(len(kept)),
         scattered=True,
         only=only,
     )

@@ -82,13 +82,13 @@ class SlotAttention:
         return found.view(-1, like.shape[1]).to(like.device)
 
     def _keep(self, number: int, own: torch.Tensor) -> None:
-        if self._slots.kept is not None:
+        kept, kept_rows = self._slots.kept, self._slots.kept_rows
+        if kept is not None and kept_rows is not None:
             rows = own.cpu().contiguous()
             width = rows.shape[1] * rows.element_size()
-            for row, address in enumerate(self._slots.kept.tolist()):
-                if address:
-                    to = address + number * self._slots.layer_bytes
-                    ctypes.memmove(to, rows[row].data_ptr(), width)
+            for row, address in zip(kept_rows.tolist(), kept.tolist(), strict=True):
+                to = address + number * self._slots.layer_bytes
+                ctypes.memmove(to, rows[row].data_ptr(), width)
         if self._slots.written is not None:
             self._slots.written[number] += len(own)
 

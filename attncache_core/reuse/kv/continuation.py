@@ -1,21 +1,20 @@
 """A batch that continues stored blocks: from sequences to rows, slots and states.
 
 sequences -> KeyValueStore.begin -> the tokens that are not given, as a tree -> TokenBatch, KeyValueSlots
-last hidden states of the rows -> states of the sequences and of the new blocks -> KeyValueStore.finish
+the rows and the states that are given -> states of the new blocks, vectors -> KeyValueStore.finish
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from attncache_core.heads.running import empty_states, running_states
-from attncache_core.native.stack_data import KeyValueSlots
+from attncache_core.native.stack_data import KeyValueSlots, TreePooling
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 from attncache_core.reuse.kv.memory import Block, PrefixKey
 from attncache_core.reuse.kv.store import KeyValueStore
@@ -85,10 +84,10 @@ class Continuation:
     def _of_trees(self) -> list[int]:
         """For each tree one of its sequences, as an index of `sequences`."""
         assert self.batch is not None
-        trees = np.searchsorted(self._tree.trees, self._tree.ends, side="right") - 1
-        _, first = np.unique(trees, return_index=True)
-        of_trees: list[int] = self.computed[self.batch.order[first]].tolist()
-        return of_trees
+        of_trees = np.empty(len(self._tree.trees) - 1, dtype=np.int64)
+        of_trees[np.searchsorted(self._tree.trees, self._tree.ends, side="right") - 1] = self.batch.order
+        found: list[int] = self.computed[of_trees].tolist()
+        return found
 
     def slots(self) -> KeyValueSlots:
         """Return where the given keys and values are, and where those of the rows are to be written."""
@@ -98,64 +97,64 @@ class Continuation:
             BLOCK_TOKENS,
             layout.layer_bytes,
             pool.addresses([block.place for own in given for block in own]),
-            np.concatenate(([0], np.cumsum([len(own) for own in given]))),
-            self._kept(),
+            np.cumsum([0, *map(len, given)]),
+            *self._kept(),
             self._reservation.loading.ready if self._reservation.loading else None,
         )
+
+    def pooling(self) -> TreePooling:
+        """Return how the sequences are pooled, and where the states of new blocks are to be written."""
+        pool = self._store.memory.pool
+        has_given, order = np.flatnonzero(self.given_tokens), np.argsort(self._ends, kind="stable")
+        given = np.zeros(len(self.lengths), dtype=np.uint64)
+        given[has_given] = pool.state_addresses(
+            [self._given[index][-1].place for index in has_given.tolist()]
+        )
+        ends = np.full(len(self.lengths), -1, dtype=np.int64)
+        parents = ends[:0]
+        if self.batch is not None:
+            parents = self._tree.parents
+            ends[self.computed[self.batch.order]] = self._tree.ends
+        kept = pool.state_addresses([new.block.place for new in self._new])
+        return TreePooling(parents, ends, self.lengths, given, self._ends[order], kept[order])
 
     def wait_until_loaded(self) -> None:
         """Wait for given blocks that are being loaded. Raises DamagedBlock: nothing of the batch is right."""
         self._store.wait_until_loaded(self._reservation)
 
-    def _kept(self) -> np.ndarray | None:
-        """Return the address of each row's slot, uint64 [rows]. Notes the slots that need a copy of it."""
-        self._copies: list[tuple[Block, Block, slice]] = []
+    def _kept(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the slots of the new blocks, and the row that is written to each; see KeyValueSlots."""
         if not self._new:
-            return None
+            return None, None
         pool, size = self._store.memory.pool, self._store.layout.slot_bytes
-        firsts = np.array([max(first, self.given_tokens[of]) for _, of, first in self._new], dtype=np.int64)
-        ends = np.array([first + block.name.length for block, _, first in self._new], dtype=np.int64)
+        firsts, ends = self._spans
         counts = ends - firsts
         of_blocks = np.repeat(np.arange(len(self._new)), counts)
         positions = np.arange(len(of_blocks)) + np.repeat(firsts - (np.cumsum(counts) - counts), counts)
-        rows = self._rows(np.array([new.sequence for new in self._new])[of_blocks], positions)
-        kept = np.zeros(int(self._tree.offsets[-1]), dtype=np.uint64)
+        rows = self._rows(self._sequences_of_new[of_blocks], positions)
         places = pool.addresses([new.block.place for new in self._new])
         addresses = places[of_blocks] + (positions % BLOCK_TOKENS * size).astype(np.uint64)
-        distinct, first = np.unique(rows, return_index=True)
-        kept[distinct] = addresses[first]
-        self._note_copies(rows, of_blocks, positions, distinct, first)
-        return kept
+        order = np.argsort(rows, kind="stable")
+        return addresses[order], rows[order]
 
-    def _note_copies(
-        self,
-        rows: np.ndarray,
-        of_blocks: np.ndarray,
-        positions: np.ndarray,
-        distinct: np.ndarray,
-        first: np.ndarray,
-    ) -> None:
-        """Note the slots of new blocks that are copies of slots in another block: of one token, at one place.
+    @cached_property
+    def _sequences_of_new(self) -> np.ndarray:
+        """The sequence of each new block, as an index of `sequences`, int64 [blocks]."""
+        return np.array([new.sequence for new in self._new], dtype=np.int64)
 
-        A row that belongs to several new blocks is written to one of them. A new block may begin with tokens
-        of a given block.
-        """
-        again = np.ones(len(rows), dtype=bool)
-        again[first] = False
-        sources = of_blocks[first[np.searchsorted(distinct, rows[again])]]
-        slots = zip(of_blocks[again].tolist(), sources.tolist(), positions[again].tolist(), strict=True)
-        # Slots that follow each other, and so do their numbers, are one copy.
-        for (to, source, _), stretch in groupby(
-            enumerate(slots), lambda each: (*each[1][:2], each[1][2] - each[0])
-        ):
-            positions_of = [position for _, (_, _, position) in stretch]
-            at = positions_of[0] % BLOCK_TOKENS
-            copied = slice(at, at + len(positions_of))
-            self._copies.append((self._new[source].block, self._new[to].block, copied))
-        for block, of, start in self._new:
-            known = int(self.given_tokens[of]) - start
-            if known > 0:
-                self._copies.append((self._given[of][-1], block, slice(known)))
+    @cached_property
+    def _spans(self) -> tuple[np.ndarray, np.ndarray]:
+        """The position of the first computed token of each new block, and its end, int64 [blocks]."""
+        firsts = np.array([new.first for new in self._new], dtype=np.int64)
+        ends = firsts + np.array([new.block.name.length for new in self._new], dtype=np.int64)
+        return np.maximum(firsts, self.given_tokens[self._sequences_of_new]), ends
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """The row at the end of each new block, int64 [blocks]."""
+        if not self._new:
+            return np.zeros(0, dtype=np.int64)
+        return self._rows(self._sequences_of_new, self._spans[1] - 1)
 
     def _rows(self, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the row of each token, int64 [n]. sequences: indices of the caller's sequences."""
@@ -164,35 +163,35 @@ class Continuation:
         number[self.computed] = np.arange(len(self.computed))
         return self.batch.rows(number[sequences], positions)
 
-    def states(self, hidden: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the states of the sequences and of the new blocks, each float32 [n, 5, width].
-
-        hidden: what pooling reads of the batch's rows, float32 [rows, width]; None without a batch.
-        """
-        pool, width = self._store.memory.pool, self._store.layout.width
-        states = empty_states(len(self.lengths), width)
+    def given_states(self) -> np.ndarray:
+        """Return the states of the sequences after their given tokens, float32 [sequences, 5, width]."""
+        pool = self._store.memory.pool
+        states = empty_states(len(self.lengths), self._store.layout.width)
         for index, given in enumerate(self._given):
             if given:
                 states[index] = pool.state(given[-1].place)
-        if hidden is None:
-            return states, states[:0]
-        ends = [first + block.name.length - 1 for block, _, first in self._new]
-        sequences = np.array([*self.computed, *(new.sequence for new in self._new)], dtype=np.int64)
-        positions = np.array([*(self.lengths[self.computed] - 1), *ends], dtype=np.int64)
-        of_trees = self._of_trees
-        found = running_states(
-            hidden, self._tree, states[of_trees], self.skipped[of_trees], self._rows(sequences, positions)
-        )
-        states[self.computed] = found[: len(self.computed)]
-        return states, found[len(self.computed) :]
+        return states
 
-    def finish(self, states: np.ndarray, finite: np.ndarray) -> None:
-        """Store what was computed. states: of the new blocks. finite: bool [sequences], what may be kept."""
+    def states(self, hidden: np.ndarray) -> np.ndarray:
+        """Return the states of the sequences, float32 [sequences, 5, width], and write those of new blocks.
+
+        hidden: what pooling reads of the batch's rows, float32 [rows, width].
+        """
+        states, of_trees = self.given_states(), self._of_trees
+        rows = np.concatenate([self._rows(self.computed, self.lengths[self.computed] - 1), self._ends])
+        found = running_states(hidden, self._tree, states[of_trees], self.skipped[of_trees], rows)
+        states[self.computed] = found[: len(self.computed)]
+        for new, own in zip(self._new, found[len(self.computed) :], strict=True):
+            self._store.memory.pool.state(new.block.place)[:] = own
+        return states
+
+    def finish(self, finite: np.ndarray) -> None:
+        """Store what was computed. finite: bool [sequences], what may be kept."""
         pool = self._store.memory.pool
-        for source, to, slots in self._copies if self._new else ():
-            pool.slots(to.place)[:, slots] = pool.slots(source.place)[:, slots]
-        for new, own in zip(self._new, states, strict=True):
-            pool.state(new.block.place)[:] = own
+        for block, of, first in self._new:
+            known = int(self.given_tokens[of]) - first
+            if known > 0:  # the block begins with the tokens of a given one
+                pool.slots(block.place)[:, :known] = pool.slots(self._given[of][-1].place)[:, :known]
         damaged = {new.block for new in self._new if not finite[new.sequence]}
         self._store.finish(self._reservation, lambda new: new.block not in damaged)
 

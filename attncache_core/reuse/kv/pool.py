@@ -62,6 +62,10 @@ class BlockPool:
         found: np.ndarray = np.array(places, dtype=np.uint64) * np.uint64(self.layout.block_bytes)
         return found + np.uint64(self._first)
 
+    def state_addresses(self, places: Sequence[int]) -> np.ndarray:
+        """Return the address of each place's pooled state, uint64 [places]."""
+        return self.addresses(places) + np.uint64(self.layout.state_first)
+
     def slots(self, place: int) -> np.ndarray:
         """Return a place's slots, uint8 [layers, BLOCK_TOKENS, slot_bytes], which may be written."""
         layout = self.layout

@@ -39,19 +39,18 @@ class Loading:
 
     blocks: Sequence[tuple[OpenBlock, list[memoryview]]]  # each with the parts to fill
     quantized: Int8Slots | None = None  # how the blocks were saved; None: as they are in memory
-    # int32 [1], the number of layers that are loaded; see KeyValueSlots.ready
+    # int32 [1], the number of parts that are loaded, of all layers and of the state; see KeyValueSlots.ready
     ready: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int32))
     is_damaged: bool = False  # a part was not what was saved: nothing of these blocks may be used
     done: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Fill all parts, the layers in order. After damage, all layers count as loaded: nobody waits."""
-        layers = len(self.blocks[0][1]) - 1
+        """Fill all parts, the layers in order. After damage, all parts count as loaded: nobody waits."""
+        parts = len(self.blocks[0][1])
         try:
-            for layer in range(layers):
-                self._read(layer)
-                self.ready[0] = layer + 1
-            self._read(layers)
+            for part in range(parts):
+                self._read(part)
+                self.ready[0] = part + 1
         except DamagedBlock:
             self.is_damaged = True
         except BaseException:
@@ -60,7 +59,7 @@ class Loading:
         finally:
             for block, _ in self.blocks:
                 block.close()
-            self.ready[0] = layers
+            self.ready[0] = parts
             self.done.set()
 
     def _read(self, part: int) -> None:

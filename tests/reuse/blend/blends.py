@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from kv_models import pooled_by
 
 from attncache_core.checkpoints.checkpoint import Pooling
 from attncache_core.engine import blended
@@ -26,7 +27,7 @@ OPENING = [0]
 
 def loaded(checkpoint, executor):
     """Load a model in float32 whose layers the compiled stack runs ("stack"), or torch ("plain")."""
-    found = load_model(checkpoint, torch.float32)
+    found = pooled_by(load_model(checkpoint, torch.float32), "lasttoken")
     if executor == "plain":
         found.__dict__["stack"] = None
     elif found.stack is None:
@@ -62,7 +63,7 @@ def run_share(model, store, chunks, query, ratio, **more):
 @torch.inference_mode()
 def own_full_pass(model, store, ids) -> np.ndarray:
     """Return the last token's state of a pass that takes nothing from the store."""
-    return run_continued(model, store, [PrefillRequest(ids, False)], [0], ["lasttoken"]).outputs[0]
+    return run_continued(model, store, [PrefillRequest(ids, False)], [0]).outputs[0]
 
 
 def random_chunks(lengths, query, seed=0):

@@ -191,7 +191,7 @@ def slots_of_layer_0(model, chunks, query):
     ids, spans = joined(chunks, query)
     run_share(model, store, chunks, query, 0.0)
     whole = reuse.whole(ids, b"other")
-    run_continued(model, store, [PrefillRequest(ids, False, prefix_key=whole)], [0], ["lasttoken"])
+    run_continued(model, store, [PrefillRequest(ids, False, prefix_key=whole)], [0])
 
     def slots(prefix_key):
         places = [block.place for block in store.memory.known(prefix_key).blocks]

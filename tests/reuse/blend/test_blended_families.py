@@ -13,7 +13,7 @@ from blends import block_diagonal, joined, own_full_pass, run_share
 from core_models import needs_bfloat16, random_sequences
 from families import DECODERS, Case, write_family
 from family_reference import FamilyReference
-from kv_models import assert_nothing_is_in_use, store_of
+from kv_models import assert_nothing_is_in_use, pooled_by, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.heads.vectors import cosines
@@ -46,11 +46,11 @@ class Family:
 
     @cached_property
     def model(self):
-        return load_model(self.checkpoint, torch.float32)
+        return pooled_by(load_model(self.checkpoint, torch.float32), "lasttoken")
 
     @cached_property
     def plain_model(self):
-        model = load_model(self.checkpoint, torch.float32)
+        model = pooled_by(load_model(self.checkpoint, torch.float32), "lasttoken")
         model.__dict__["stack"] = None
         return model
 
@@ -110,7 +110,7 @@ def test_first_and_later_requests_agree(model):
 @pytest.mark.parametrize("name", ["llama-llama3", "qwen3", "gemma3"])
 def test_in_16_bits_recomputing_everything_is_the_full_pass_within_rounding(name, tmp_path):
     family = Family(DECODERS[name], tmp_path)
-    model = load_model(family.checkpoint, torch.bfloat16)
+    model = pooled_by(load_model(family.checkpoint, torch.bfloat16), "lasttoken")
     store, (ids, _) = store_of(model), joined(CHUNKS, QUERY)
     for ratio, least in ((1.0, 0.999), (0.5, 0.0)):
         found = run_share(model, store, CHUNKS, QUERY, ratio)

@@ -198,7 +198,7 @@ def test_targets_are_read_behind_an_exact_beginning_that_ends_behind_the_chunks(
     beginning = reuse.whole(ids[: spans[-1][1] + stored], b"")
     with torch.inference_mode():
         request = PrefillRequest(ids[: spans[-1][1] + stored], False, prefix_key=beginning)
-        run_continued(model, store, [request], [0], ["lasttoken"])
+        run_continued(model, store, [request], [0])
         blend = Blend.of(reuse, ids, spans, OPENING, b"", Recomputation(ratio))
         prefix_key = reuse.prefix_key(ids, plan, b"")
         found = run_blended(model, store, PrefillRequest(ids, False, plan, prefix_key, blend=blend))

@@ -19,7 +19,7 @@ from blends import (
     run_share,
 )
 from core_decoders import write_llama
-from kv_models import assert_nothing_is_in_use, run, store_of
+from kv_models import assert_nothing_is_in_use, computed_by, run, store_of
 from safetensors.torch import load_file, save_file
 
 from attncache_core.checkpoints.description import read_checkpoint
@@ -55,7 +55,7 @@ def store(model):
 def run_exactly(model, store, ids):
     """Run a sequence behind what is stored of it, and store it, as an exact request does."""
     request = PrefillRequest(ids, False, prefix_key=key_values(store).whole(ids[:-1], b""))
-    return run_continued(model, store, [request], [0], ["lasttoken"])
+    return run_continued(model, store, [request], [0])
 
 
 def blocks(*lengths):
@@ -250,17 +250,18 @@ def test_two_requests_at_once_with_the_same_new_chunks_compute_them_once(model, 
     chunks, query = random_chunks((20, 37, 9), 7)
     expected = run_share(model, store_of(model), chunks, query, 0.3)
     entered, may_go_on, results = threading.Event(), threading.Event(), {}
-    run_layers = continued.run_layers
+    computing = computed_by(model)
+    compute = getattr(continued, computing)
 
     def slow(*arguments, **more):
         entered.set()
         assert may_go_on.wait(10)
-        return run_layers(*arguments, **more)
+        return compute(*arguments, **more)
 
     def blend(name):
         results[name] = run_share(model, store, chunks, query, 0.3)
 
-    monkeypatch.setattr(continued, "run_layers", slow)
+    monkeypatch.setattr(continued, computing, slow)
     one, two = (threading.Thread(target=blend, args=(name,)) for name in ("one", "two"))
     one.start()
     assert entered.wait(10)

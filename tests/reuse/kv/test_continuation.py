@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 import torch
 from core_decoders import write_llama
+from core_models import damage_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_models import Remembered, assert_nothing_is_in_use, assert_same, prefix_key, run, store_of
+from kv_models import (
+    Remembered,
+    assert_nothing_is_in_use,
+    assert_same,
+    computed_by,
+    pooled_by,
+    prefix_key,
+    run,
+    store_of,
+)
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import continued
@@ -72,16 +82,26 @@ def test_names_of_blocks_do_not_depend_on_the_sequence_named_before(prompts, sal
         last = own
 
 
+MODES = ["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"]
+
+
+@pytest.fixture(scope="module")
+def models(model):
+    """The model by the modes that it pools in."""
+    return {modes: pooled_by(model, *modes) for modes in (*((mode,) for mode in MODES), ("max", "mean"))}
+
+
 @settings(max_examples=50, deadline=None)
-@given(batches=batches, mode=st.sampled_from(["mean", "max", "lasttoken"]), skipped=st.sampled_from([0, 5]))
-def test_results_and_computed_tokens_are_those_of_the_tree(model, batches, mode, skipped):
+@given(batches=batches, data=st.data(), skipped=st.sampled_from([0, 5]))
+def test_results_and_computed_tokens_are_those_of_the_tree(models, batches, data, skipped):
+    model = models[data.draw(st.sampled_from(list(models)))]
     store, remembered = store_of(model), Remembered()
     for batch in batches:
         sequences, salts = [ids for ids, _ in batch], [salt for _, salt in batch]
         # Every common prefix is shared, even if this saves little.
         with mock.patch.object(prefix_tree, "_MIN_SAVING", 10**9):
-            result = run(model, store, sequences, salts=salts, modes=(mode,), skipped=skipped)
-            expected = plain(model, sequences, modes=(mode,), skipped=skipped)
+            result = run(model, store, sequences, salts=salts, skipped=skipped)
+            expected = plain(model, sequences, skipped=skipped)
         assert_same(model, result.outputs, expected.outputs)
         given = [0 if salt is None else remembered.given(ids, salt) for ids, salt in batch]
         assert result.cached_tokens.tolist() == given
@@ -96,9 +116,8 @@ def test_results_and_computed_tokens_are_those_of_the_tree(model, batches, mode,
 def test_a_sequence_that_is_known_whole_runs_no_layer(model):
     store, sequences = store_of(model), [random_ids(40), random_ids(7, 1)]
     first = run(model, store, sequences)
-    with mock.patch.object(continued, "run_layers", side_effect=AssertionError):
-        again = run(model, store, sequences)
-    assert again.tokens == 0
+    again = run(model, store, sequences)
+    assert (again.tokens, again.attention_seconds) == (0, 0.0)
     assert_same(model, again.outputs, first.outputs)
 
 
@@ -138,21 +157,37 @@ def test_tokens_are_compared_not_only_keys(model):
     assert store.lookup(forged).memory == 0
 
 
-def test_sequences_that_are_not_finite_are_not_stored(model):
-    store, sequences = store_of(model), [random_ids(33, 5), random_ids(20, 6)]
-    one_is_not = mock.patch.object(continued, "finite_sequences", return_value=np.array([False, True]))
-    with one_is_not:
-        finite = run(model, store, sequences).finite.tolist()
-    assert sorted(finite) == [False, True]
-    for ids, is_finite in zip(sequences, finite, strict=True):
-        assert store.lookup(prefix_key(ids)).memory == (len(ids) if is_finite else 0)
-    assert_nothing_is_in_use(store)
+@pytest.fixture(params=["compiled", "by layers"])
+def damaged(request, tmp_path):
+    """A model in which the embedding of token 400 is NaN."""
+    model = load_model(read_checkpoint(damage_weights(write_llama(tmp_path), 400)), torch.float32)
+    if request.param == "by layers":
+        model.__dict__["stack"] = None
+    elif model.stack is None:
+        pytest.skip("there is no compiled stack")
+    return model
+
+
+@pytest.mark.parametrize("where", [0, 20, 39])
+def test_only_the_sequence_of_a_damaged_token_is_not_finite_and_not_stored(damaged, where):
+    store, front = store_of(damaged), random_ids(20)
+    sequences = [front + random_ids(20, seed) for seed in range(1, 4)]
+    sequences[1][where] = 400
+    for more in ([], random_ids(9, 9)):
+        sequences = [ids + more for ids in sequences]
+        found = run(damaged, store, sequences)
+        assert found.finite.tolist() == [True, False, True]
+        assert np.isfinite(found.outputs[[0, 2]]).all()
+        stored = [store.lookup(prefix_key(ids)).memory for ids in sequences]
+        assert stored[::2] == [len(ids) for ids in sequences[::2]]
+        assert stored[1] <= where
+        assert_nothing_is_in_use(store)
 
 
 def test_a_batch_that_fails_frees_what_it_reserved(model):
     store, ids = store_of(model), random_ids(40)
     with (
-        mock.patch.object(continued, "run_layers", side_effect=MemoryError),
+        mock.patch.object(continued, computed_by(model), side_effect=MemoryError),
         pytest.raises(MemoryError),
     ):
         run(model, store, [ids])
@@ -202,22 +237,22 @@ def test_two_batches_with_the_same_new_prefix_compute_it_once(model):
     store, prefix = store_of(model), random_ids(48)
     first, second = prefix + random_ids(5, 1), prefix + random_ids(9, 2)
     entered, may_go_on, results = threading.Event(), threading.Event(), {}
-    run_layers = continued.run_layers
+    compute = getattr(continued, computed_by(model))
 
     def slow(*arguments, **more):
         entered.set()
         assert may_go_on.wait(10)
-        return run_layers(*arguments, **more)
+        return compute(*arguments, **more)
 
-    def compute(name, ids):
+    def run_one(name, ids):
         results[name] = run(model, store, [ids])
 
-    with mock.patch.object(continued, "run_layers", slow):
-        one = threading.Thread(target=compute, args=("first", first))
+    with mock.patch.object(continued, computed_by(model), slow):
+        one = threading.Thread(target=run_one, args=("first", first))
         one.start()
         assert entered.wait(10)
         entered.clear()
-        two = threading.Thread(target=compute, args=("second", second))
+        two = threading.Thread(target=run_one, args=("second", second))
         two.start()
         assert not entered.wait(0.1)  # the second batch waits for the first
         may_go_on.set()
@@ -251,7 +286,7 @@ def test_a_batch_that_cannot_be_packed_frees_what_it_reserved(model):
 def test_groups_share_nothing_in_a_batch(model):
     store, ids = store_of(model), random_ids(40)
     requests = [PrefillRequest(ids, False, group=group) for group in ("one", "one", "two")]
-    assert run_continued(model, store, requests, [0] * 3, ("mean",)).tokens == 80
+    assert run_continued(model, store, requests, [0] * 3).tokens == 80
 
 
 def test_a_sequence_without_tokens_is_refused(model):

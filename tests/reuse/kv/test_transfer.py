@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from core_decoders import write_llama
-from kv_models import assert_nothing_is_in_use, assert_same, prefix_key, run, store_of
+from kv_models import assert_nothing_is_in_use, assert_same, computed_by, prefix_key, run, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine import continued
@@ -84,7 +84,8 @@ def test_layers_compute_while_later_layers_load(model, open_store, monkeypatch):
     settled(store)
     store, events = open_store(), []
     written = np.zeros(LAYERS, dtype=np.int32)
-    read_part, run_layers = OpenBlock.read_part, continued.run_layers
+    read_part, computing = OpenBlock.read_part, computed_by(model)
+    compute = getattr(continued, computing)
 
     def read(self, index, into):
         if index == LAYERS - 1:
@@ -95,12 +96,12 @@ def test_layers_compute_while_later_layers_load(model, open_store, monkeypatch):
 
     def noting(*arguments, slots, **more):
         events.append("run")
-        result = run_layers(*arguments, slots=slots.__class__(**{**vars(slots), "written": written}), **more)
+        result = compute(*arguments, slots=slots.__class__(**{**vars(slots), "written": written}), **more)
         events.append("computed")
         return result
 
     monkeypatch.setattr(OpenBlock, "read_part", read)
-    monkeypatch.setattr(continued, "run_layers", noting)
+    monkeypatch.setattr(continued, computing, noting)
     found = run(model, store, [ids + new])
     assert events[0] == "run"
     assert events[1] == "last layer"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from core_decoders import write_llama
-from kv_models import assert_nothing_is_in_use, prefix_key, run, store_of
+from kv_models import assert_nothing_is_in_use, pooled_by, prefix_key, run, store_of
 
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.models import load_model
@@ -13,7 +13,8 @@ from attncache_core.reuse.kv.truncation import store_truncated, truncated_salt
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return load_model(read_checkpoint(write_llama(tmp_path_factory.mktemp("llama"))), torch.float32)
+    checkpoint = read_checkpoint(write_llama(tmp_path_factory.mktemp("llama")))
+    return pooled_by(load_model(checkpoint, torch.float32), "lasttoken")
 
 
 def random_ids(length, seed=0):
@@ -54,13 +55,13 @@ def test_slots_are_those_of_the_kept_tokens_and_exact_in_the_first_layer(model, 
 
 def test_new_tokens_continue_the_kept_ones_and_only_they_are_computed(model):
     store, ids, new = store_of(model), random_ids(100), random_ids(7, 1)
-    run(model, store, [ids], modes=("lasttoken",))
+    run(model, store, [ids])
     positions = list(range(50, 100))
     kept = [ids[position] for position in positions]
     salt = truncate(store, ids, positions)
-    truncated = run(model, store, [kept + new], salts=[salt], modes=("lasttoken",))
+    truncated = run(model, store, [kept + new], salts=[salt])
     assert (truncated.tokens, truncated.cached_tokens.tolist()) == (7, [50])
-    exact = run(model, store, [kept + new], modes=("lasttoken",))
+    exact = run(model, store, [kept + new])
     assert exact.tokens == 57  # what was truncated does not stand for these tokens
     assert not np.array_equal(truncated.outputs, exact.outputs)
     assert truncated.finite.all()
