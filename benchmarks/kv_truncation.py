@@ -71,7 +71,7 @@ def unrotated(engine: PrefillEngine, salt: bytes, ids: Sequence[int], positions:
         delta = torch.from_numpy(np.asarray(positions)[new] - new)
         for layer, slots in zip(model.layers, pool.slots(block.place), strict=True):
             own = torch.from_numpy(slots[: block.name.length]).view(dtype)
-            key, _ = layer.keys_and_values(own.to(model.dtype), delta)
+            key, _ = layer.projections.keys_and_values(own.to(model.dtype), delta)
             heads = own.shape[1] // 2 // key.shape[2]
             own[:, : own.shape[1] // 2] = key[:, :: key.shape[1] // heads].flatten(1).to(dtype)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
@@ -22,9 +21,15 @@ from attncache_core.calibration.substitution import ObservedMaps, token_passes
 from attncache_core.engine.layers import NO_GIVEN_MAPS, attention_context
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.models import AttentionLayer
+from attncache_core.models.layer import Network
 from attncache_core.models.linear import quantizing
 from attncache_core.models.projections import LinearWeights
-from attncache_core.models.refitted import LastProducts, RefittableLayer, refittable_layers
+from attncache_core.models.refitted import (
+    LastProducts,
+    last_products,
+    refittable_layers,
+    with_last_products,
+)
 from attncache_core.reuse.execution.given_maps import GivenMaps
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.mask import ReuseMask
@@ -98,18 +103,19 @@ class Refitting:
         return ObservedMaps(replace)
 
 
-def _inputs(layers: Sequence[RefittableLayer]) -> int:
+def _inputs(layers: Sequence[AttentionLayer]) -> int:
     """Return the largest number of inputs of the products to fit."""
-    products = [layer.last_products() for layer in layers]
+    products = [last_products(layer) for layer in layers]
     return max(part.weight.shape[1] for own in products if own is not None for part in own)
 
 
 def _refit(
-    layer: RefittableLayer, number: int, states: Sequence[_States], given: ObservedMaps
+    layer: AttentionLayer, number: int, states: Sequence[_States], given: ObservedMaps
 ) -> LastProducts:
     """Return the products of hits in a layer, and move the states behind the layer."""
-    held, forward = layer.last_products(), layer.feed_forward
+    held, (half,) = last_products(layer), layer.halves
     assert held is not None
+    assert isinstance(half.network, Network)
     contexts, ridge = [], _Ridge(held.output)
     for own in states:
         full = _context(layer, number, own.full, own.batch, NO_GIVEN_MAPS)
@@ -118,24 +124,23 @@ def _refit(
         own.full = layer.add_attention(own.full, full)
         contexts.append(context)
     output = ridge.solve()
-    refitted, ridge = layer.with_last_products(LastProducts(output, held.down)), _Ridge(held.down)
+    refitted, ridge = with_last_products(layer, LastProducts(output, held.down)), _Ridge(held.down)
     for own, context in zip(states, contexts, strict=True):
         own.hit = refitted.add_attention(own.hit, context)
-        total = forward.down(forward.inner(own.full), own.full)
-        ridge.add(forward.inner(own.hit), total.float() - own.hit.float())
-        own.full = forward.norm(total)
+        total = half.network(own.full, own.full)
+        ridge.add(half.network.inner(own.hit), total.float() - own.hit.float())
+        own.full = half.norms.after(total)
     products = LastProducts(output, ridge.solve())
-    refitted = layer.with_last_products(products)
+    refitted = with_last_products(layer, products)
     for own in states:
         own.hit = refitted.feed_forward(own.hit)
     return products
 
 
 def _context(
-    layer: RefittableLayer, number: int, hidden: torch.Tensor, batch: TokenBatch, given: GivenMaps
+    layer: AttentionLayer, number: int, hidden: torch.Tensor, batch: TokenBatch, given: GivenMaps
 ) -> torch.Tensor:
-    attending = cast(AttentionLayer, layer)
-    return attention_context(number, attending, attending.attention_input(hidden), batch, given)
+    return attention_context(number, layer, layer.attention_input(hidden), batch, given)
 
 
 class _Ridge:

@@ -7,7 +7,9 @@ from typing import Any
 
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.encoder import EncoderParts, Head, dense_head, encoder, pooled_head
-from attncache_core.models.layer import Dropped, LayerHeads, PackedModel
+from attncache_core.models.layer import Dropped
+from attncache_core.models.model import PackedModel
+from attncache_core.models.projections import LayerHeads
 
 
 def bert(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:

@@ -1,12 +1,12 @@
-"""Describe a model's layers to the compiled stack (native/stack.h).
+"""Hand the description of a model (layer.py, embedding.py) to the compiled stack (native/stack.h).
 
-A layer describes its two halves as data. A layer with a part that the stack does not have (experts, latent
-attention, capped scores) describes nothing, and the model then runs on the plain executor, layer by layer.
+A layer with a part that the stack does not have (experts, latent attention, capped scores) is not compiled,
+and the model then runs on the plain executor, layer by layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -15,7 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from attncache_core.models.embedding import Embedding
+from attncache_core.models.layer import AttentionLayer, FeedForward, Network
 from attncache_core.models.linear import Linear, Norm
+from attncache_core.models.projections import Projections, SharedHeads
+from attncache_core.models.scores import ScoreTerms
 from attncache_core.native import products
 from attncache_core.native.pooling import NativeNorm
 from attncache_core.native.products import PackedMatrix
@@ -26,6 +30,7 @@ from attncache_core.native.stack_data import (
     CompiledNorm,
     CompiledPooling,
     ForwardHalf,
+    QueryKeyHeads,
 )
 from attncache_core.runtime.devices import CPU
 
@@ -33,36 +38,7 @@ Halves = tuple[AttentionHalf, list[ForwardHalf]]  # of one layer
 
 
 class NotCompiled(Exception):
-    """A part of a layer that the compiled stack does not have."""
-
-
-@runtime_checkable
-class CompiledForward(Protocol):
-    """A feed-forward half that the compiled stack can run."""
-
-    def compiled_halves(self) -> list[ForwardHalf]:
-        """Return the halves, usually one. Raises NotCompiled."""
-        ...
-
-
-@runtime_checkable
-class CompiledLayer(Protocol):
-    """A layer whose attention half the compiled stack can run."""
-
-    feed_forward: Callable[[torch.Tensor], torch.Tensor]
-
-    def compiled_attention(self) -> AttentionHalf:
-        """Return the attention half. Raises NotCompiled."""
-        ...
-
-
-@runtime_checkable
-class CompiledEmbed(Protocol):
-    """An embedding that the compiled stack can compute."""
-
-    def compiled(self) -> CompiledEmbedding:
-        """Return the embedding as data. Raises NotCompiled."""
-        ...
+    """A part of a model that the compiled stack does not have."""
 
 
 @runtime_checkable
@@ -113,10 +89,28 @@ def compiled_stack(
 
 
 def _compiled_embedding(embed: object) -> CompiledEmbedding | None:
-    try:
-        return embed.compiled() if isinstance(embed, CompiledEmbed) else None
-    except NotCompiled:
+    if not isinstance(embed, Embedding) or not isinstance(embed.words, nn.Embedding) or embed.projection:
         return None
+    scale = _scale_of_rows(embed.words)
+    if scale is None:
+        return None
+    return CompiledEmbedding(
+        embed.words.weight,
+        embed.added,
+        compiled_norm(embed.norm),
+        embed.types,
+        embed.has_positions,
+        embed.padding,
+        scale=scale,
+    )
+
+
+def _scale_of_rows(table: nn.Embedding) -> float | None:
+    """Return what the module multiplies its rows by (Gemma); None if it computes anything else."""
+    rows = torch.arange(min(8, table.num_embeddings))
+    scale = torch.as_tensor(getattr(table, "embed_scale", 1.0), dtype=table.weight.dtype)
+    same = torch.allclose(table(rows), table.weight[rows] * scale, rtol=0, atol=0, equal_nan=True)
+    return float(scale) if same else None
 
 
 def _compiled_pooling(outputs: object) -> CompiledPooling | None:
@@ -127,26 +121,67 @@ def _compiled_pooling(outputs: object) -> CompiledPooling | None:
 
 
 def _halves(layer: object) -> Halves:
-    if not isinstance(layer, CompiledLayer):
+    if not isinstance(layer, AttentionLayer):
         raise NotCompiled
-    return layer.compiled_attention(), compiled_halves(layer.feed_forward)
+    return attention_half(layer), [forward_half(half) for half in layer.halves]
 
 
 def _with_refitted(own: Halves, refitted: Halves) -> Halves:
     """Return the halves of a layer with the last weights of each half of `refitted` beside their own."""
-    forward = map(_with_refitted_down, own[1], refitted[1])
-    return replace(own[0], refitted_output=refitted[0].output), list(forward)
+    forward = [
+        replace(half, refitted_down=other.down) for half, other in zip(own[1], refitted[1], strict=True)
+    ]
+    return replace(own[0], refitted_output=refitted[0].output), forward
 
 
-def _with_refitted_down(own: ForwardHalf, refitted: ForwardHalf) -> ForwardHalf:
-    return replace(own, refitted_down=refitted.down)
-
-
-def compiled_halves(feed_forward: object) -> list[ForwardHalf]:
-    """Return the description of a feed-forward half. Raises NotCompiled."""
-    if not isinstance(feed_forward, CompiledForward):
+def attention_half(layer: AttentionLayer) -> AttentionHalf:
+    """Return the attention half of a layer for the stack. Raises NotCompiled."""
+    made, mask, norms = layer.projections, layer.attention_mask, layer.norms
+    terms = layer.score_terms or ScoreTerms()
+    if not isinstance(made, Projections) or terms.cap is not None:
         raise NotCompiled
-    return feed_forward.compiled_halves()
+    return AttentionHalf(
+        always=_query_key_heads(made.always, made.computed),
+        misses=None if made.misses is None else _query_key_heads(made.misses, made.reused),
+        output=packed_matrix(layer.output),
+        value_heads=made.values.used,
+        values=len(made.values.chosen),
+        width=made.width,
+        value_width=made.value_width,
+        scale=mask.scale,
+        before=mask.before,
+        after=mask.after,
+        input_norm=compiled_norm(norms.input),
+        branch_norm=compiled_norm(norms.branch),
+        output_norm=compiled_norm(norms.output),
+        query_norm=compiled_norm(made.query_norm),
+        key_norm=compiled_norm(made.key_norm),
+        angles=made.rotary.tables if made.rotary else None,
+        half=made.rotary.half if made.rotary else 0,
+        bias=terms.bias,
+        query_term=terms.query_term,
+        key_term=terms.key_term,
+    )
+
+
+def _query_key_heads(product: Linear, keys: SharedHeads) -> QueryKeyHeads:
+    return QueryKeyHeads(packed_matrix(product), keys.used, len(keys.chosen))
+
+
+def forward_half(half: FeedForward) -> ForwardHalf:
+    """Return a feed-forward half for the stack. Raises NotCompiled."""
+    network, norms = half.network, half.norms
+    if not isinstance(network, Network):
+        raise NotCompiled
+    return ForwardHalf(
+        up=packed_matrix(network.up),
+        down=packed_matrix(network.down),
+        activation=network.activation,
+        gate=None if network.gate is None else packed_matrix(network.gate),
+        input_norm=compiled_norm(norms.input),
+        branch_norm=compiled_norm(norms.branch),
+        output_norm=compiled_norm(norms.output),
+    )
 
 
 def packed_matrix(linear: Linear) -> PackedMatrix:

@@ -8,7 +8,6 @@ of one feed-forward network. A layer uses the parts that its module has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,98 +18,26 @@ from attncache_core.checkpoints.hugging_face import declared
 from attncache_core.errors import UnsupportedModel
 from attncache_core.heads.language import language_head
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models import attention
 from attncache_core.models.attention import AttentionMask
-from attncache_core.models.blocks import (
-    AttentionNorms,
-    BaseAttentionLayer,
-    QueryKeyValue,
-    Scores,
-    WordEmbedding,
-    build_layers,
-    output_linear,
-)
-from attncache_core.models.compiled import NotCompiled, compiled_norm, native_norm
-from attncache_core.models.experts import GatedNetwork, pack_networks
+from attncache_core.models.compiled import compiled_norm, native_norm
+from attncache_core.models.embedding import Embedding
+from attncache_core.models.experts import pack_networks
 from attncache_core.models.layer import (
     AttentionLayer,
     Dropped,
     FeedForward,
-    LayerHeads,
-    Outputs,
-    PackedModel,
+    Network,
+    Norms,
+    build_layers,
+    output_projection,
 )
-from attncache_core.models.projections import LinearWeights, Projections
+from attncache_core.models.linear import ActivatedLinear
+from attncache_core.models.model import Outputs, PackedModel
+from attncache_core.models.projections import LayerHeads, LinearWeights, Projections, QueryKeyValue
 from attncache_core.models.rotary import LayerRotary
-from attncache_core.native.stack_data import CompiledPooling, ForwardHalf
+from attncache_core.models.scores import ScoreTerms
+from attncache_core.native.stack_data import CompiledPooling
 from attncache_core.text.token_batch import TokenBatch
-
-
-class DecoderLayer(BaseAttentionLayer):
-    """One decoder layer, with any kind of projections to Q, K and V."""
-
-    def __init__(
-        self,
-        module: Any,
-        projections: QueryKeyValue,
-        attention_mask: AttentionMask,
-        heads: LayerHeads,
-        feed_forward: FeedForward,
-        scores: Scores | None = None,
-    ) -> None:
-        super().__init__(projections, attention_mask, heads, feed_forward, scores)
-        self._input_norm: nn.Module = module.input_layernorm
-        self._output = output_linear(module.self_attn.o_proj, heads)
-        # If the feed-forward half has a norm before it, "post_attention_layernorm" is a norm of attention's
-        # output. Otherwise it is the norm before the feed-forward half.
-        between = getattr(module, "pre_feedforward_layernorm", None)
-        self._output_norm: nn.Module | None = module.post_attention_layernorm if between else None
-
-    def _norms(self) -> AttentionNorms:
-        return AttentionNorms(self._input_norm, self._output_norm)
-
-    def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See AttentionLayer."""
-        return self._input_norm(hidden)
-
-    def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """See AttentionLayer."""
-        if self._output_norm is None:
-            return self._output(context.flatten(1), hidden)
-        return hidden + self._output_norm(self._output(context.flatten(1)))
-
-
-class _FeedForward:
-    """The second half of a layer: norm, feed-forward network, optional output norm, residual."""
-
-    def __init__(self, module: Any, config: Any) -> None:
-        self._network = feed_forward(module.mlp, config)
-        between = getattr(module, "pre_feedforward_layernorm", None)
-        self._input_norm: nn.Module = between or module.post_attention_layernorm
-        self._output_norm: nn.Module | None = getattr(module, "post_feedforward_layernorm", None)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        changed = self._network(self._input_norm(hidden))
-        return hidden + (changed if self._output_norm is None else self._output_norm(changed))
-
-    def compiled_halves(self) -> list[ForwardHalf]:
-        """See compiled.CompiledForward."""
-        if not isinstance(self._network, GatedNetwork):
-            raise NotCompiled
-        norms = compiled_norm(self._input_norm), compiled_norm(self._output_norm)
-        return [replace(self._network.compiled(), input_norm=norms[0], branch_norm=norms[1])]
-
-
-def feed_forward(module: nn.Module, config: Any) -> FeedForward:
-    """Pack a feed-forward network or a block of experts. Return a function on [tokens, hidden]."""
-    # A checkpoint may have both names.
-    name = declared(config, "hidden_activation") or config.hidden_act
-    network = pack_networks(module, name)
-    if isinstance(network, GatedNetwork):
-        return network
-    # The expert blocks of transformers expect a batch axis.
-    return lambda x: network(x[None])[0]
 
 
 def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:
@@ -119,47 +46,58 @@ def decoder(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> 
     config = base.config
     rotary = LayerRotary(base.rotary_emb, config)
 
-    def build(module: Any, number: int, own: LayerHeads, second_half: FeedForward) -> DecoderLayer:
-        attend = module.self_attn
-        attention_mask = layer_attention_mask(config, number, attend.scaling)
-        query, key, value = (
-            LinearWeights.from_module(part) for part in (attend.q_proj, attend.k_proj, attend.v_proj)
-        )
-        projections = Projections(
-            query,
-            key,
-            value,
+    def projections(attend: Any, number: int, own: LayerHeads) -> Projections:
+        return Projections(
+            LinearWeights.from_module(attend.q_proj),
+            LinearWeights.from_module(attend.k_proj),
+            LinearWeights.from_module(attend.v_proj),
             own,
             key_heads=config.num_key_value_heads,
-            transform_query=rotary.transform(number, getattr(attend, "q_norm", None)),
-            transform_key=rotary.transform(number, getattr(attend, "k_norm", None)),
+            rotary=rotary[number],
+            query_norm=getattr(attend, "q_norm", None),
+            key_norm=getattr(attend, "k_norm", None),
         )
-        cap = getattr(attend, "attn_logit_softcapping", None)
-        scores = capped_scores(attention_mask.scale, cap) if cap else None
-        return DecoderLayer(module, projections, attention_mask, own, second_half, scores)
 
-    return assemble_decoder(model, heads, build, pool)
+    return assemble_decoder(model, heads, projections, pool)
 
 
 def assemble_decoder(
     model: Any,
     heads: Sequence[LayerHeads | Dropped],
-    build: Callable[[Any, int, LayerHeads, FeedForward], AttentionLayer],
+    projections: Callable[[Any, int, LayerHeads], QueryKeyValue],
     pool: Pooler,
 ) -> PackedModel:
-    """Pack a decoder from the layers that `build` makes and the embeddings, last norm and head of `model`."""
+    """Pack a decoder.
+
+    projections: makes the projections to Q, K and V from the attention module of a layer, the number of the
+    layer and its heads.
+    """
     base = getattr(model, "model", model)
-    embed_tokens: nn.Module = base.embed_tokens
+    config = base.config
+
+    def attention(module: Any, number: int, own: LayerHeads) -> AttentionLayer:
+        attend, (norms, _) = module.self_attn, _norms(module)
+        cap = getattr(attend, "attn_logit_softcapping", None)
+        return AttentionLayer(
+            own.order,
+            own.reused,
+            projections(attend, number, own),
+            output_projection(LinearWeights.from_module(attend.o_proj), own),
+            norms,
+            layer_attention_mask(config, number, attend.scaling),
+            ScoreTerms(cap=cap) if cap else None,
+        )
+
     embed, layers = build_layers(
-        WordEmbedding(embed_tokens),
+        Embedding(base.embed_tokens),
         base.layers,
         heads,
-        lambda module: _FeedForward(module, base.config),
-        build,
+        attention,
+        lambda module: FeedForward(feed_forward(module.mlp, config), _norms(module)[1]),
     )
     outputs = _Outputs(base.norm, getattr(model, "score", None), pool)
     return PackedModel(
-        hidden_size=base.config.hidden_size,
+        hidden_size=config.hidden_size,
         embed=embed,
         layers=layers,
         outputs=outputs,
@@ -167,6 +105,29 @@ def assemble_decoder(
         token_states=outputs.states,
         language_head=language_head(model, base.norm),
     )
+
+
+def _norms(module: Any) -> tuple[Norms, Norms]:
+    """Return the norms of both halves of a layer.
+
+    If the feed-forward half has a norm before it, "post_attention_layernorm" is a norm of attention's output.
+    Otherwise it is the norm before the feed-forward half.
+    """
+    middle: nn.Module = module.post_attention_layernorm
+    before = getattr(module, "pre_feedforward_layernorm", None)
+    after = getattr(module, "post_feedforward_layernorm", None)
+    return Norms(module.input_layernorm, middle if before else None), Norms(before or middle, after)
+
+
+def feed_forward(module: nn.Module, config: Any) -> Network | ActivatedLinear:
+    """Pack a feed-forward network or a block of experts. Return a function on [tokens, hidden]."""
+    # A checkpoint may have both names.
+    name = declared(config, "hidden_activation") or config.hidden_act
+    network = pack_networks(module, name)
+    if isinstance(network, Network):
+        return network
+    # The expert blocks of transformers expect a batch axis.
+    return ActivatedLinear(lambda x: network(x[None])[0], None)
 
 
 class _Outputs:
@@ -206,15 +167,6 @@ class _Outputs:
         """See compiled.CompiledOutputs."""
         logits = self.logits(vectors)
         return self._pool.finish(vectors) if logits is None else logits
-
-
-def capped_scores(scale: float, cap: float) -> Scores:
-    """Return a function for capped scores, c tanh(score / c), as Gemma 2 has."""
-
-    def scores(query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:  # noqa: ARG001
-        return (attention.attention_scores(query, key, scale) / cap).tanh() * cap
-
-    return scores
 
 
 def layer_attention_mask(config: Any, number: int, scale: float) -> AttentionMask:

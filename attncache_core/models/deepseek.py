@@ -20,19 +20,18 @@ from torch import nn
 
 from attncache_core.checkpoints.hugging_face import declared
 from attncache_core.heads.pooling import Pooler
-from attncache_core.models.decoder import DecoderLayer, assemble_decoder, layer_attention_mask
-from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, PackedModel, Projection
+from attncache_core.models.decoder import assemble_decoder
+from attncache_core.models.layer import Dropped
 from attncache_core.models.linear import Linear, packed_linear
-from attncache_core.models.projections import LinearWeights, QueryKeyTransform, joined_linear
-from attncache_core.models.rotary import LayerRotary
+from attncache_core.models.model import PackedModel
+from attncache_core.models.projections import LayerHeads, LinearWeights, Projection, joined_linear
+from attncache_core.models.rotary import LayerRotary, Rotary
 
 
 class LatentProjections:
     """The projections of one layer to Q, K and V. For misses, the reused heads need the latents again."""
 
-    def __init__(
-        self, module: Any, heads: LayerHeads, rotate: QueryKeyTransform, rotary_dims: torch.Tensor
-    ) -> None:
+    def __init__(self, module: Any, heads: LayerHeads, rotate: Rotary, rotary_dims: torch.Tensor) -> None:
         """rotary_dims: int64 [r], the order in which `rotate` expects the rotary dimensions."""
         down, rank = LinearWeights.from_module(module.kv_a_proj_with_mqa), module.kv_lora_rank
         self._latent = packed_linear(*down.select_rows(torch.arange(rank)))
@@ -43,17 +42,17 @@ class LatentProjections:
         self._misses = _Heads(module, source, [], reused, rotate, rotary_dims) if reused else None
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
-        """See AttentionLayer."""
+        """See QueryKeyValue."""
         return self._always(x, self._norm(self._latent(x)), positions)
 
     def project_reused(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionLayer."""
+        """See QueryKeyValue."""
         assert self._misses is not None
         _, query, key = self._misses(x, self._norm(self._latent(x)), positions)
         return query, key
 
     def query_and_slots(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionLayer. A slot is the shared key before its rotation, then the latent."""
+        """See QueryKeyValue. A slot is the shared key before its rotation, then the latent."""
         assert self._misses is None
         query, shared_key = self._always.query_and_key(x, positions)
         return query, torch.cat([shared_key, self._norm(self._latent(x))], dim=1)
@@ -61,7 +60,7 @@ class LatentProjections:
     def keys_and_values(
         self, slots: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionLayer."""
+        """See QueryKeyValue."""
         shared_key, latent = slots.tensor_split([self._always.rotary_width], dim=1)
         return self._always.keys_and_values(shared_key.clone(), latent, positions)
 
@@ -104,7 +103,7 @@ class _Heads:
         source: _QuerySource,
         value_heads: Sequence[int],
         query_heads: Sequence[int],
-        rotate: QueryKeyTransform,
+        rotate: Rotary,
         rotary_dims: torch.Tensor,
     ) -> None:
         heads, plain_dims = module.num_heads, torch.arange(module.qk_nope_head_dim)
@@ -168,13 +167,10 @@ def deepseek(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) ->
         # dimension i with i + r/2, so the first of each pair come before the second of each pair.
         rotary_dims = torch.cat([rotary_dims[0::2], rotary_dims[1::2]])
 
-    def build(module: Any, number: int, own: LayerHeads, second_half: FeedForward) -> DecoderLayer:
-        attend = module.self_attn
-        projections = LatentProjections(attend, own, rotary.transform(number), rotary_dims)
-        attention_mask = layer_attention_mask(config, number, attend.scaling)
-        return DecoderLayer(module, projections, attention_mask, own, second_half)
+    def projections(attend: Any, number: int, own: LayerHeads) -> LatentProjections:
+        return LatentProjections(attend, own, rotary[number], rotary_dims)
 
-    return assemble_decoder(model, heads, build, pool)
+    return assemble_decoder(model, heads, projections, pool)
 
 
 def _real_angles(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

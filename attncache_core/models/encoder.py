@@ -8,9 +8,8 @@ these.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import reduce
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,19 +18,22 @@ from transformers.activations import ACT2FN
 
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.attention import AttentionMask
-from attncache_core.models.blocks import (
-    AttentionNorms,
-    BaseAttentionLayer,
-    Scores,
+from attncache_core.models.compiled import compiled_norm, native_norm
+from attncache_core.models.embedding import Embedding
+from attncache_core.models.layer import (
+    AttentionLayer,
+    Dropped,
+    FeedForward,
+    Network,
+    Norms,
     build_layers,
-    output_linear,
+    output_projection,
 )
-from attncache_core.models.compiled import NotCompiled, compiled_norm, native_norm, packed_matrix
-from attncache_core.models.layer import Dropped, FeedForward, LayerHeads, Outputs, PackedModel
 from attncache_core.models.linear import Norm, packed
-from attncache_core.models.projections import LinearWeights, Projections, head_rows
-from attncache_core.models.refitted import LastProducts, like_linear, plain_weights
-from attncache_core.native.stack_data import CompiledEmbedding, CompiledPooling, ForwardHalf
+from attncache_core.models.model import Outputs, PackedModel
+from attncache_core.models.projections import LayerHeads, LinearWeights, Projections
+from attncache_core.models.scores import ScoreTerms
+from attncache_core.native.stack_data import CompiledPooling
 from attncache_core.text.token_batch import TokenBatch
 
 
@@ -46,170 +48,6 @@ class EncoderParts(NamedTuple):
     up: nn.Linear
     down: nn.Linear
     norm: nn.LayerNorm
-
-
-class EncoderLayer(BaseAttentionLayer):
-    """One encoder layer: attention, residual and norm, then the feed-forward half."""
-
-    def __init__(
-        self, parts: EncoderParts, heads: LayerHeads, feed_forward: FeedForward, scores: Scores | None
-    ) -> None:
-        query, key, value = (
-            LinearWeights.from_module(part) for part in (parts.query, parts.key, parts.value)
-        )
-        super().__init__(
-            Projections(query, key, value, heads),
-            AttentionMask((len(query.weight) // len(heads.order)) ** -0.5),
-            heads,
-            feed_forward,
-            scores,
-        )
-        self._order = heads.order
-        self._output = output_linear(parts.output, heads)
-        self._norm = Norm(parts.attention_norm)
-
-    def _norms(self) -> AttentionNorms:
-        return AttentionNorms(output=self._norm)
-
-    def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `hidden` itself, since the norms come after attention."""
-        return hidden
-
-    def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """See AttentionLayer."""
-        return self._norm(self.attention_sum(hidden, context))
-
-    def attention_sum(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """See RefittableLayer."""
-        return self._output(context.flatten(1), hidden)
-
-    def last_products(self) -> LastProducts | None:
-        """See RefittableLayer."""
-        forward = self.feed_forward
-        if not isinstance(forward, EncoderForward):
-            return None
-        output, down = (plain_weights(product) for product in (self._output, forward.down))
-        if output is None or down is None:
-            return None
-        columns = head_rows(self._order, output.weight.shape[1] // self.heads)
-        return LastProducts(LinearWeights(output.weight[:, columns.argsort()], output.bias), down)
-
-    def with_last_products(self, products: LastProducts) -> Self:
-        """See RefittableLayer."""
-        assert isinstance(self.feed_forward, EncoderForward)
-        columns = head_rows(self._order, products.output.weight.shape[1] // self.heads)
-        output = LinearWeights(products.output.weight[:, columns], products.output.bias)
-        layer = copy(self)
-        layer._output = like_linear(self._output, output)
-        layer.feed_forward = self.feed_forward.with_down(products.down)
-        return layer
-
-    def with_heads(self, heads: LayerHeads) -> Self:
-        """See BaseAttentionLayer."""
-        layer = super().with_heads(heads)
-        layer._order = range(self.heads) if self._scores is not None else heads.order
-        return layer
-
-
-class EncoderForward:
-    """The second half of a layer: up projection, activation, down projection, residual, norm."""
-
-    def __init__(self, parts: EncoderParts, activation: str) -> None:
-        self._activation = activation
-        self._up = packed(parts.up, activation, ACT2FN[activation])
-        self.down = packed(parts.down)
-        self.norm = Norm(parts.norm)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        return self.norm(self.down(self.inner(hidden), hidden))
-
-    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See RefittableForward."""
-        return self._up(hidden)
-
-    def with_down(self, down: LinearWeights) -> EncoderForward:
-        """Return the same half with another down projection."""
-        half = copy(self)
-        half.down = like_linear(self.down, down)
-        return half
-
-    def compiled_halves(self) -> list[ForwardHalf]:
-        """See compiled.CompiledForward."""
-        return [
-            ForwardHalf(
-                packed_matrix(self._up),
-                packed_matrix(self.down),
-                self._activation,
-                output_norm=compiled_norm(self.norm),
-            )
-        ]
-
-
-class _Embeddings:
-    """The sum of word, position and token type embeddings, normalised.
-
-    A checkpoint may lack the positions or the types. A token without a type has the first type.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._words: torch.Tensor = module.word_embeddings.weight
-        positions = getattr(module, "position_embeddings", None)
-        types = getattr(module, "token_type_embeddings", None)
-        added = [] if positions is None else [positions.weight.float()[:, None]]
-        added += [] if types is None else [types.weight.float()[None]]
-        # [positions * types, hidden], position after position; without a part, it counts one row.
-        self._added = reduce(torch.add, added).flatten(0, 1).to(self._words.dtype) if added else None
-        self._has_positions = positions is not None
-        self._types = 1 if types is None else len(types.weight)
-        self._padding: int | None = getattr(module, "padding_idx", None)
-        self._projection: nn.Module | None = getattr(module, "embed_proj", None)
-        self._norm = Norm(module.LayerNorm)
-
-    def __call__(self, batch: TokenBatch) -> torch.Tensor:
-        """Return the first layer's input, [tokens, hidden]."""
-        embedded = torch.embedding(self._words, batch.ids)
-        if self._added is not None:
-            rows = self._rows(batch)
-            embedded.add_(self._added[:1] if rows is None else torch.embedding(self._added, rows))
-        return self._norm(embedded if self._projection is None else self._projection(embedded))
-
-    def compiled(self) -> CompiledEmbedding:
-        """See compiled.CompiledEmbed."""
-        if self._projection is not None:
-            raise NotCompiled
-        return CompiledEmbedding(
-            self._words,
-            self._added,
-            compiled_norm(self._norm),
-            self._types,
-            self._has_positions,
-            self._padding if self._has_positions else None,
-        )
-
-    def _rows(self, batch: TokenBatch) -> torch.Tensor | None:
-        """Return the row of each token in the table that is added, int64 [tokens]; None: row 0."""
-        types = None if self._types == 1 else batch.types
-        if not self._has_positions:
-            return types
-        rows = self._position_rows(batch) * self._types
-        return rows if types is None else rows + types
-
-    def _position_rows(self, batch: TokenBatch) -> torch.Tensor:
-        """Return each token's row in the table of positions, int64 [tokens]."""
-        return batch.positions if self._padding is None else _counted_positions(batch, self._padding)
-
-
-def _counted_positions(batch: TokenBatch, padding: int) -> torch.Tensor:
-    """Return positions as RoBERTa and MPNet count them, int64 [tokens].
-
-    padding: the id of the padding token. Positions count from padding + 1 and skip padding tokens. A text may
-    contain the padding token by name; such a token has position `padding`.
-    """
-    counts = (batch.ids != padding).long()
-    total = counts.cumsum(0)
-    first = torch.arange(len(counts), device=counts.device) - batch.positions  # of each token's sequence
-    return (total - (total - counts)[first]) * counts + padding
 
 
 class Head(NamedTuple):
@@ -281,25 +119,54 @@ def encoder(
     parts: Callable[[Any], EncoderParts],
     *,
     activation: str,
-    scores: Callable[[Any, LayerHeads], Scores] | None = None,
+    scale: float | None = None,
+    score_terms: Callable[[Any, LayerHeads], ScoreTerms] | None = None,
 ) -> PackedModel:
     """Pack the encoder `base`, for pooled embeddings or with its head.
 
-    parts: returns the modules of one of `layers`. activation: the name of the feed-forward activation.
-    scores: makes a layer's score function from the layer and its heads, for scores with more terms than
-    scale Q Kᵀ.
+    parts: returns the modules of one of `layers`. activation: the name of the feed-forward activation. scale:
+    of Q Kᵀ; None: one over the root of a head's width. score_terms: makes the further terms of a layer's
+    scores, if any, from the layer and its heads.
     """
 
-    def build(module: Any, _: int, own: LayerHeads, feed_forward: FeedForward) -> EncoderLayer:
-        return EncoderLayer(parts(module), own, feed_forward, scores and scores(module, own))
+    def attention(module: Any, _: int, own: LayerHeads) -> AttentionLayer:
+        made = parts(module)
+        query, key, value = (LinearWeights.from_module(part) for part in (made.query, made.key, made.value))
+        width = len(query.weight) // len(own.order)
+        return AttentionLayer(
+            own.order,
+            own.reused,
+            Projections(query, key, value, own),
+            output_projection(LinearWeights.from_module(made.output), own),
+            Norms(output=Norm(made.attention_norm)),
+            AttentionMask(width**-0.5 if scale is None else scale),
+            score_terms and score_terms(module, own),
+        )
 
-    embed, built = build_layers(
-        _Embeddings(base.embeddings),
-        layers,
-        heads,
-        lambda module: EncoderForward(parts(module), activation),
-        build,
-    )
+    def feed_forward(module: Any) -> FeedForward:
+        made = parts(module)
+        up = packed(made.up, activation, ACT2FN[activation])
+        return FeedForward(Network(up, packed(made.down), activation), Norms(output=Norm(made.norm)))
+
+    embed, built = build_layers(_embedding(base.embeddings), layers, heads, attention, feed_forward)
     return PackedModel(
         hidden_size=base.config.hidden_size, embed=embed, layers=built, outputs=EncoderOutputs(pool, head)
+    )
+
+
+def _embedding(module: Any) -> Embedding:
+    """Return the sum of word, position and token type embeddings; positions and types may be missing."""
+    positions = getattr(module, "position_embeddings", None)
+    types = getattr(module, "token_type_embeddings", None)
+    added = [] if positions is None else [positions.weight.float()[:, None]]
+    added += [] if types is None else [types.weight.float()[None]]
+    dtype = module.word_embeddings.weight.dtype
+    return Embedding(
+        module.word_embeddings,
+        norm=Norm(module.LayerNorm),
+        added=reduce(torch.add, added).flatten(0, 1).to(dtype) if added else None,
+        has_positions=positions is not None,
+        types=1 if types is None else len(types.weight),
+        padding=None if positions is None else getattr(module, "padding_idx", None),
+        projection=getattr(module, "embed_proj", None),
     )

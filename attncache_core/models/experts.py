@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from attncache_core.models.compiled import packed_matrix
-from attncache_core.models.layer import FeedForward
-from attncache_core.models.linear import Linear, activated_linear, packed, packed_linear
-from attncache_core.native.stack_data import ForwardHalf
+from attncache_core.models.layer import Network
+from attncache_core.models.linear import activated_linear, packed, packed_linear
 
 
 def pack_networks(module: Any, activation: str) -> nn.Module:
@@ -24,7 +22,8 @@ def pack_networks(module: Any, activation: str) -> nn.Module:
     """
     if {name for name, _ in module.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         gate = packed(module.gate_proj, activation, module.act_fn)
-        return GatedNetwork(gate, packed(module.up_proj), packed(module.down_proj), activation)
+        up, down = packed(module.up_proj), packed(module.down_proj)
+        return Network(up, down, activation, gate, rounds_branch=True)
     if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
         return _StackedExperts(module, activation)
     for name, part in list(module.named_children()):
@@ -34,7 +33,7 @@ def pack_networks(module: Any, activation: str) -> nn.Module:
 
 
 def run_experts(
-    experts: Sequence[FeedForward], x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    experts: Sequence[nn.Module], x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts, [tokens, hidden].
 
@@ -50,25 +49,6 @@ def run_experts(
     return (outputs * weights[..., None]).sum(dim=1).to(x.dtype)
 
 
-class GatedNetwork(nn.Module):
-    """A packed gated network: down(activation(gate(x)) * up(x))."""
-
-    def __init__(self, gate: Linear, up: Linear, down: Linear, activation: str) -> None:
-        """gate: fused with its activation. activation: the name of this activation."""
-        super().__init__()
-        self._gate, self._up, self._down, self._activation = gate, up, down, activation
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., hidden] -> [..., hidden]."""
-        rows = x.flatten(0, -2)
-        return self._down(self._gate(rows).mul_(self._up(rows)), residual).view_as(x)
-
-    def compiled(self) -> ForwardHalf:
-        """Describe the network to the compiled stack, without norms. Raises NotCompiled."""
-        up, down, gate = (packed_matrix(part) for part in (self._up, self._down, self._gate))
-        return ForwardHalf(up, down, self._activation, gate)
-
-
 class _StackedExperts(nn.Module):
     """Packed experts of a transformers module that stacks the weights of all experts in two tensors.
 
@@ -81,7 +61,7 @@ class _StackedExperts(nn.Module):
         for gate_up, down in zip(module.gate_up_proj, module.down_proj, strict=True):
             gate, up = gate_up.chunk(2)
             opened = activated_linear(gate, None, None, activation, module.act_fn)
-            self._experts.append(GatedNetwork(opened, packed_linear(up), packed_linear(down), activation))
+            self._experts.append(Network(packed_linear(up), packed_linear(down), activation, opened))
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `run_experts`."""

@@ -11,13 +11,11 @@ from attncache_core.models.bert import bert, distilbert, roberta
 from attncache_core.models.deberta import deberta
 from attncache_core.models.decoder import decoder
 from attncache_core.models.deepseek import deepseek
-from attncache_core.models.layer import (
-    Dropped,
-    LayerHeads,
-    PackedModel,
-)
+from attncache_core.models.layer import Dropped
+from attncache_core.models.model import PackedModel
 from attncache_core.models.modernbert import modernbert
 from attncache_core.models.mpnet import mpnet
+from attncache_core.models.projections import LayerHeads
 
 Family = Callable[[Any, Sequence[LayerHeads | Dropped], Pooler], PackedModel]
 

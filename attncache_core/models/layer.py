@@ -1,60 +1,52 @@
-"""The interface between the engine and a model of any family.
+"""A layer, described once as data. Two executors read the description.
 
-The engine runs Algorithm 2 of the paper over `layers`. A family file builds the layers from Hugging Face
-modules:
+    compiled.py   hands the description to the compiled stack (native/stack.h), which runs all layers at once
+    this module   computes the same with torch's operators, layer by layer: the methods below
 
-    hidden = model.embed(batch)
-    for layer in model.layers:
-        x = layer.attention_input(hidden)
-        V of every head, Q and K of the computed heads  = layer.project(x, positions)
-        Q and K of the reused heads, for the misses     = layer.project_reused(x, positions)
-        context                                         = maps @ V, head by head
-        hidden = layer.finish(hidden, context)
-    outputs = model.outputs(hidden, batch)
+A layer has two halves. Each adds a branch to the hidden states, with norms around the branch:
+
+    attention      hidden -> input norm -> Q, K, V -> maps @ V -> output projection -> + hidden -> output norm
+    feed-forward   hidden -> input norm -> up, activation, down                     -> + hidden -> output norm
+
+Either half can be dropped (AttnDrop and BlockDrop, He et al. 2024: the residual passes through). A layer
+without attention is not an AttentionLayer: its feed-forward half is appended to the previous layer. Layer
+counts and layer numbers in the engine include only layers with attention.
 
 A layer orders its heads by the damage that reuse does to them, least damage first. The first `reused_heads`
 heads are in the reuse mask: a hit takes their maps from a record. The other heads are computed for every
 sequence. With `reused_heads` = 0, all heads are computed.
-
-A layer consists of two halves, finish(hidden, context) = feed_forward(add_attention(hidden, context)), so
-that either half can be dropped (AttnDrop and BlockDrop, He et al. 2024: the residual passes through). A
-family makes both halves, and blocks.build_layers leaves out what is dropped. A layer without attention is not
-an AttentionLayer: its feed-forward half becomes the end of the previous layer. Layer counts and layer numbers
-in the engine include only layers with attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from attncache_core.heads.embedding import EmbeddingHead
-from attncache_core.heads.language import LanguageHead
+from attncache_core.models import attention
 from attncache_core.models.attention import AttentionMask
-from attncache_core.models.compiled import CompiledOutputs, compiled_stack
-from attncache_core.native.stack import CompiledStack
-from attncache_core.runtime.devices import CPU
+from attncache_core.models.linear import ActivatedLinear, Linear, Norm, packed_linear
+from attncache_core.models.projections import (
+    LayerHeads,
+    LinearWeights,
+    Projection,
+    Projections,
+    QueryKeyValue,
+    head_rows,
+)
+from attncache_core.models.scores import ScoreTerms
+from attncache_core.runtime.memory import release_mapped_weights
 from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import TokenBatch
 
-
-@dataclass(frozen=True, slots=True)
-class LayerHeads:
-    """The order of one layer's heads, and how many of the first heads are reused."""
-
-    order: Sequence[int]  # a permutation of the checkpoint's head numbers
-    reused: int
-
-    @property
-    def computed(self) -> Sequence[int]:
-        """The heads that are computed for every sequence, as head numbers of the checkpoint."""
-        return self.order[self.reused :]
+# Makes the input of the first layer, [tokens, hidden].
+Embed = Callable[[TokenBatch], torch.Tensor]
 
 
 class Dropped(Enum):
@@ -64,61 +56,122 @@ class Dropped(Enum):
     BLOCK = "block"  # attention and feed-forward
 
 
-class Projection(NamedTuple):
-    """The projections that every sequence needs in one layer. The width of V may differ from Q and K."""
+@dataclass(frozen=True)
+class Norms:
+    """The norms around the branch of a half: output(hidden + branch(product(... input(hidden))))."""
 
-    value: torch.Tensor  # [tokens, heads, d_v]
-    query: torch.Tensor  # [tokens, computed heads, d]
-    key: torch.Tensor  # [tokens, computed heads, d]
+    input: nn.Module | Norm | None = None
+    branch: nn.Module | Norm | None = None  # of the branch, before the residual is added
+    output: nn.Module | Norm | None = None  # of the sum with the residual
+
+    def before(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input of the branch."""
+        return hidden if self.input is None else self.input(hidden)
+
+    def total(self, hidden: torch.Tensor, last: Linear | Network, x: torch.Tensor) -> torch.Tensor:
+        """Return `hidden` plus the branch, whose last step is last(x)."""
+        return last(x, hidden) if self.branch is None else hidden + self.branch(last(x))
+
+    def after(self, total: torch.Tensor) -> torch.Tensor:
+        """Return the output of the half."""
+        return total if self.output is None else self.output(total)
 
 
-# The second half of a layer with its residual and its norms: [tokens, hidden] -> [tokens, hidden].
-FeedForward = Callable[[torch.Tensor], torch.Tensor]
+class Network(nn.Module):
+    """A feed-forward network: down(activation(up(x))), or gated, down(activation(gate(x)) * up(x))."""
+
+    def __init__(
+        self,
+        up: Linear,
+        down: Linear,
+        activation: str,
+        gate: Linear | None = None,
+        *,
+        rounds_branch: bool = False,
+    ) -> None:
+        """up: fused with its activation if there is no gate. gate: fused with its activation.
+
+        activation: the name of the activation. rounds_branch: whether torch rounds the product to the compute
+        dtype before it adds the residual.
+        """
+        super().__init__()
+        self.up, self.down, self.activation, self.gate = up, down, activation, gate
+        self._rounds_branch = rounds_branch
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        rows = self.inner(x.flatten(0, -2))
+        if self._rounds_branch and residual is not None:
+            return residual + self.down(rows).view_as(x)
+        return self.down(rows, residual).view_as(x)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input of the down projection, [tokens, inner]."""
+        up: torch.Tensor = self.up(x)
+        return up if self.gate is None else self.gate(x).mul_(up)
 
 
-class AttentionLayer(Protocol):
+@dataclass(frozen=True)
+class FeedForward:
+    """The feed-forward half of a layer."""
+
+    network: Network | ActivatedLinear  # or a block of experts, which is called like a linear layer
+    norms: Norms
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self.norms.after(self.norms.total(hidden, self.network, self.norms.before(hidden)))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
     """One layer with attention, on packed tokens."""
 
-    heads: int
-    reused_heads: int
+    order: Sequence[int]  # of the heads, as head numbers of the checkpoint
+    reused_heads: int  # how many of the first heads are reused
+    projections: QueryKeyValue
+    output: Linear  # projection of the context; its inputs have the order of the heads
+    norms: Norms  # of the attention half
     attention_mask: AttentionMask
-    feed_forward: FeedForward  # includes the second halves of following layers whose attention is dropped
+    score_terms: ScoreTerms | None = None  # None: scores are scale Q Kᵀ, which the compiled kernel computes
+    # The layer's feed-forward half, and the halves of following layers whose attention is dropped.
+    halves: tuple[FeedForward, ...] = field(default=())
+
+    @property
+    def heads(self) -> int:
+        """The number of heads."""
+        return len(self.order)
 
     def with_heads(self, heads: LayerHeads) -> AttentionLayer:
-        """Return the same layer with other heads reused; see load.with_heads."""
-        ...
+        """Return the same layer with the heads in another order and some of them reused.
+
+        The layer must have all heads computed, in the checkpoint's order, which stays if the layer has score
+        terms. Raises NotImplementedError if the projections cannot be packed again (DeepSeek).
+        """
+        if not isinstance(self.projections, Projections) or isinstance(self.output, ActivatedLinear):
+            raise NotImplementedError
+        if self.score_terms is not None:
+            heads = LayerHeads(range(self.heads), heads.reused)
+        weights = LinearWeights(self.output.weight, self.output.bias, self.output.smoothing)
+        return replace(
+            self,
+            order=heads.order,
+            reused_heads=heads.reused,
+            projections=self.projections.with_heads(heads),
+            output=output_projection(weights, heads),
+        )
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the input of attention: the norm of `hidden` if the layer is pre-norm, else `hidden`."""
-        ...
+        return self.norms.before(hidden)
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
-        """Project x [tokens, hidden] to V of all heads, and to Q and K of the computed heads.
-
-        positions: int64 [tokens], the position of each token in its own sequence.
-        """
-        ...
+        """See QueryKeyValue."""
+        return self.projections.project(x, positions)
 
     def project_reused(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project x [tokens, hidden] to Q and K of the reused heads, each [tokens, reused heads, d].
-
-        The engine calls this for the tokens of misses, and a few tokens before them.
-        """
-        ...
-
-    def query_and_slots(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project x [tokens, hidden] to Q [tokens, heads, d], and to what K and V of the tokens are made of.
-
-        The latter is a slot for each token, [tokens, n], which does not depend on the token's position. Only
-        for layers without reused heads.
-        """
-        ...
-
-    def keys_and_values(
-        self, slots: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V [tokens, heads, d] of slots [tokens, n]. positions: int64 [tokens]."""
-        ...
+        """See QueryKeyValue."""
+        return self.projections.project_reused(x, positions)
 
     def attention_maps(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> torch.Tensor:
         """Return the maps [n, h, L, L], after the softmax, of n sequences of one length.
@@ -126,7 +179,10 @@ class AttentionLayer(Protocol):
         query, key: [n, L, h, d]. heads: the slice of the layer's heads that Q and K belong to, in the layer's
         order. The dtype is attention.product_dtype, which may be wider than the model's dtype.
         """
-        ...
+        if self.score_terms is None:
+            return attention.attention_maps(query, key, self.attention_mask)
+        scores = self.score_terms.scores(query, key, self.attention_mask.scale, heads)
+        return attention.maps_from_scores(scores, self.attention_mask)
 
     def attend(
         self,
@@ -143,107 +199,79 @@ class AttentionLayer(Protocol):
         offsets: int64 [runs + 1], the first token of each run. heads: as in attention_maps. tree: which run
         each run continues; its tokens attend to the tokens of that run too. None: every run is a sequence.
         """
-        ...
+        terms, mask = self.score_terms, self.attention_mask
+        if tree is not None:
+            for alone in tree.alone:
+                self.attend(query, key, value, alone, heads, context)
+            scores_of = None if terms is None else partial(terms.scores, scale=mask.scale, heads=heads)
+            attention.attend_blocks(query, key, value, tree, mask, context, scores_of)
+        elif terms is None:
+            attention.attend(query, key, value, offsets, mask, context)
+        else:
+            maps_of = partial(self.attention_maps, heads=heads)
+            attention.attend_by_maps(maps_of, query, key, value, offsets, context)
+
+    def attention_sum(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """Return the layer's input plus the output projection of the context, before the output norm.
+
+        hidden: the layer's input, [tokens, hidden]. context: [tokens, heads, d_v].
+        """
+        return self.norms.total(hidden, self.output, context.flatten(1))
 
     def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """Return the layer's input plus the output projection of the context: [tokens, hidden].
+        """Return the output of the attention half, [tokens, hidden]. Arguments as for attention_sum."""
+        return self.norms.after(self.attention_sum(hidden, context))
 
-        hidden: the layer's input. context: [tokens, heads, d_v]. A family with a norm after attention applies
-        the norm here.
-        """
-        ...
+    def feed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output of the feed-forward halves, [tokens, hidden]. hidden: output of attention."""
+        for half in self.halves:
+            hidden = half(hidden)
+        return hidden
 
     def finish(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, feed_forward(add_attention(hidden, context))."""
-        ...
+        return self.feed_forward(self.add_attention(hidden, context))
 
 
-class Outputs(NamedTuple):
-    """The outputs of a model for a batch, one row per sequence."""
-
-    representation: torch.Tensor  # float32 [sequences, d]: the embedding, or the classifier's input
-    logits: torch.Tensor | None  # float32 [sequences, classes] of a classification model
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """The rows that a caller receives: the logits of a classification model, else the representations."""
-        return self.representation if self.logits is None else self.logits
+def output_projection(weights: LinearWeights, heads: LayerHeads) -> Linear:
+    """Pack the projection of a context, with its columns, which are its inputs, in the order of the heads."""
+    columns = head_rows(heads.order, weights.weight.shape[1] // len(heads.order))
+    smoothing = None if weights.smoothing is None else weights.smoothing[columns]
+    return packed_linear(weights.weight[:, columns], weights.bias, smoothing)
 
 
-class FinalStates(Protocol):
-    """The parts of a causal model's outputs, for sequences whose first tokens are not computed."""
+def build_layers(
+    embed: Embed,
+    modules: nn.ModuleList,
+    layers: Sequence[LayerHeads | Dropped],
+    attention: Callable[[Any, int, LayerHeads], AttentionLayer],
+    feed_forward: Callable[[Any], FeedForward],
+) -> tuple[Embed, list[AttentionLayer]]:
+    """Pack the layers and leave out what is dropped. Return `embed` and the layers that attend.
 
-    modes: tuple[str, ...]  # of pooling; of the last token if the model has classes
+    layers: for each module its heads, or what is dropped of it. attention: makes a layer without its second
+    half from the module, its number and its heads. feed_forward: packs the second half of a module.
 
-    def states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what pooling reads, float32 [n, hidden], from the last layer's output [n, hidden]."""
-        ...
+    The feed-forward half of a layer whose attention is dropped becomes the end of the layer before it, or of
+    `embed` if there is no layer before it. Removes each module from `modules` as the module is packed, so
+    that its original weights are freed.
+    """
+    built: list[AttentionLayer] = []
+    for number, own in enumerate(layers):
+        # The previous layer is packed by now, so the pages of its weight file are no longer needed.
+        release_mapped_weights()
+        module = modules.pop(0)
+        if own is Dropped.BLOCK:
+            continue
+        half = feed_forward(module)
+        if isinstance(own, LayerHeads):
+            built.append(replace(attention(module, number, own), halves=(half,)))
+        elif built:
+            built[-1] = replace(built[-1], halves=(*built[-1].halves, half))
+        else:
+            embed = _then(embed, half)
+    return embed, built
 
-    def logits(self, last: torch.Tensor) -> torch.Tensor | None:
-        """Return the class logits [n, classes] of last tokens' states [n, hidden]; None without classes."""
-        ...
 
-
-# Makes what pooling reads, float32 [tokens, hidden], from the last layer's output [tokens, hidden].
-TokenStates = Callable[[torch.Tensor], torch.Tensor]
-
-
-# Makes the input of the first layer, [tokens, hidden].
-Embed = Callable[[TokenBatch], torch.Tensor]
-
-
-@dataclass
-class PackedModel:
-    """A model whose forward pass runs on packed tokens."""
-
-    hidden_size: int
-    embed: Embed
-    layers: Sequence[AttentionLayer]  # first to last
-    # Makes the outputs from the last layer's [tokens, hidden], of `dtype` or float32, in packed order.
-    outputs: Callable[[torch.Tensor, TokenBatch], Outputs]
-    device: torch.device = CPU
-    dtype: torch.dtype = torch.float32  # of the weights and of the hidden states
-    final: FinalStates | None = None  # of a causal model
-    token_states: TokenStates = torch.Tensor.float
-    embedding_head: EmbeddingHead | None = None  # of `outputs`; None: pooled vectors are the embeddings
-    language_head: LanguageHead | None = None  # if a decoder was loaded with its language head
-    # The layers with the weights that hits take; see refitted.py. None: hits take the weights of `layers`.
-    refitted: Sequence[AttentionLayer] | None = None
-
-    @cached_property
-    def is_causal(self) -> bool:
-        """Whether no token depends on a later token."""
-        return all(layer.attention_mask.is_causal for layer in self.layers)
-
-    @cached_property
-    def stack(self) -> CompiledStack | None:
-        """The compiled stack of the layers; None if the layers run one by one on the plain executor."""
-        if self.device != CPU:
-            return None
-        return compiled_stack(
-            self.embed, self.layers, self.outputs, self.hidden_size, self.dtype, self.refitted
-        )
-
-    @cached_property
-    def compiled_outputs(self) -> CompiledOutputs | None:
-        """The outputs, if one call of the stack makes them from token ids, up to the vectors of sequences."""
-        makes_vectors = self.stack is not None and self.stack.embeds and self.stack.pools
-        return self.outputs if makes_vectors and isinstance(self.outputs, CompiledOutputs) else None
-
-    def finish(self, number: int, hidden: torch.Tensor, context: torch.Tensor, refitted: int) -> torch.Tensor:
-        """Return the output of layer `number`; see AttentionLayer.finish.
-
-        refitted: number of rows, from the first, that take the refitted weights.
-        """
-        layer = self.layers[number]
-        if not refitted:
-            return layer.finish(hidden, context)
-        assert self.refitted is not None
-        own = self.refitted[number].finish(hidden[:refitted], context[:refitted])
-        if refitted == len(hidden):
-            return own
-        return torch.cat([own, layer.finish(hidden[refitted:], context[refitted:])])
-
-    def search_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the input of the feature projector: what the first layer's attention reads."""
-        return self.layers[0].attention_input(hidden)
+def _then(embed: Embed, half: FeedForward) -> Embed:
+    return lambda batch: half(embed(batch))

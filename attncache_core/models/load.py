@@ -21,12 +21,10 @@ from attncache_core.errors import InvalidInput, UnsupportedModel, readable
 from attncache_core.heads.embedding import load_embedding_head
 from attncache_core.heads.pooling import Pooler
 from attncache_core.models.families import DECODERS, ENCODERS, FAMILIES
-from attncache_core.models.layer import (
-    Dropped,
-    LayerHeads,
-    PackedModel,
-)
+from attncache_core.models.layer import Dropped
 from attncache_core.models.linear import quantizing
+from attncache_core.models.model import PackedModel
+from attncache_core.models.projections import LayerHeads
 from attncache_core.models.smoothing import calibration_sequences, smooth
 from attncache_core.runtime.devices import CPU
 

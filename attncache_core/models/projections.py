@@ -11,20 +11,71 @@ of its query heads needs it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
 
-from attncache_core.models.compiled import NotCompiled, compiled_norm, packed_matrix
-from attncache_core.models.layer import LayerHeads, Projection
 from attncache_core.models.linear import ActivatedLinear, Linear, packed_linear
-from attncache_core.models.rotary import RotaryHeads
+from attncache_core.models.rotary import Rotary
 from attncache_core.models.smoothing import smoothing_of
-from attncache_core.native.products import PackedMatrix
-from attncache_core.native.stack_data import AttentionHalf, QueryKeyHeads
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """The order of one layer's heads, and how many of the first heads are reused."""
+
+    order: Sequence[int]  # a permutation of the checkpoint's head numbers
+    reused: int
+
+    @property
+    def computed(self) -> Sequence[int]:
+        """The heads that are computed for every sequence, as head numbers of the checkpoint."""
+        return self.order[self.reused :]
+
+
+class Projection(NamedTuple):
+    """The projections that every sequence needs in one layer. The width of V may differ from Q and K."""
+
+    value: torch.Tensor  # [tokens, heads, d_v]
+    query: torch.Tensor  # [tokens, computed heads, d]
+    key: torch.Tensor  # [tokens, computed heads, d]
+
+
+class QueryKeyValue(Protocol):
+    """The projections of a layer to Q, K and V.
+
+    x: [tokens, hidden], the input of attention. positions: int64 [tokens], the position of each token in its
+    own sequence.
+    """
+
+    def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
+        """Return V of all heads, and Q and K of the computed heads."""
+        ...
+
+    def project_reused(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return Q and K of the reused heads, each [tokens, reused heads, d].
+
+        The engine calls this for the tokens of misses, and a few tokens before them.
+        """
+        ...
+
+    def query_and_slots(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return Q [tokens, heads, d], and a slot for each token, [tokens, n].
+
+        A slot is what K and V of the token are made of. It does not depend on the position of the token. Only
+        for layers without reused heads.
+        """
+        ...
+
+    def keys_and_values(
+        self, slots: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V [tokens, heads, d] of slots [tokens, n]."""
+        ...
 
 
 class LinearWeights(NamedTuple):
@@ -67,19 +118,6 @@ def head_rows(heads: Sequence[int], head_dim: int, dims: torch.Tensor | None = N
     return (first + (torch.arange(head_dim) if dims is None else dims)).flatten()
 
 
-class QueryKeyTransform(Protocol):
-    """A transformation of Q or K after the projection: a norm of each head, a rotation by position."""
-
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x: [tokens, h, d], positions: int64 [tokens] -> [tokens, h, d]."""
-        ...
-
-
-def unchanged(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-    """Return `x` itself: the transform of a model without rotary positions and head norms."""
-    return x
-
-
 class SharedHeads:
     """The heads of K or V that a list of query heads uses, and the copy of each to its query heads."""
 
@@ -96,7 +134,7 @@ class SharedHeads:
 
 
 class Projections:
-    """The projections of one layer to Q, K and V."""
+    """The projections of one layer to Q, K and V: one packed product for all sequences, one for misses."""
 
     def __init__(
         self,
@@ -106,153 +144,109 @@ class Projections:
         heads: LayerHeads,
         *,
         key_heads: int | None = None,
-        transform_query: QueryKeyTransform = unchanged,
-        transform_key: QueryKeyTransform = unchanged,
+        rotary: Rotary | None = None,
+        query_norm: nn.Module | None = None,
+        key_norm: nn.Module | None = None,
     ) -> None:
         """query, key, value: the weights of all heads, in the checkpoint's order.
 
-        key_heads: the number of heads of K and V; None if every query head has its own.
+        key_heads: the number of heads of K and V; None if every query head has its own. query_norm, key_norm:
+        of each head of Q and K, before its rotation.
         """
         count = len(heads.order)
         shared = key_heads or count
-        self._split = partial(
-            Projections,
-            key_heads=key_heads,
-            transform_query=transform_query,
-            transform_key=transform_key,
+        self._with = partial(
+            Projections, key_heads=key_heads, rotary=rotary, query_norm=query_norm, key_norm=key_norm
         )
         self._heads = heads
-        group = count // shared
-        self._values = SharedHeads([head // group for head in heads.order], value.weight.device)
-        value_weights = value.select_heads(self._values.chosen, shared)
-        self._value_width = len(value_weights.weight)  # of all heads of V together
-        head_dim = len(query.weight) // count
-        self._transforms = transform_query, transform_key
-        self._computed, self._reused = (
-            _QueryKey(chosen, count, shared, head_dim, key.weight.device, transform_query, transform_key)
-            for chosen in (heads.computed, heads.order[: heads.reused])
+        self.rotary, self.query_norm, self.key_norm = rotary, query_norm, key_norm
+        self.width = len(query.weight) // count  # of a head of Q and K
+        self.value_width = len(value.weight) // shared  # of a head of V
+        # The heads of V of all query heads, and the heads of K of the computed and of the reused ones.
+        self.values, self.computed, self.reused = (
+            SharedHeads([head // (count // shared) for head in chosen], key.weight.device)
+            for chosen in (heads.order, heads.computed, heads.order[: heads.reused])
         )
-        self._always = joined_linear([value_weights, *self._computed.select(query, key)])
-        self._misses = joined_linear(self._reused.select(query, key)) if heads.reused else None
+
+        def query_and_key(chosen: Sequence[int], keys: SharedHeads) -> list[LinearWeights]:
+            return [query.select_heads(chosen, count), key.select_heads(keys.chosen, shared)]
+
+        self.always = joined_linear(
+            [value.select_heads(self.values.chosen, shared), *query_and_key(heads.computed, self.computed)]
+        )
+        self.misses = (
+            joined_linear(query_and_key(heads.order[: heads.reused], self.reused)) if heads.reused else None
+        )
 
     def with_heads(self, heads: LayerHeads) -> Projections:
         """Return the same projections with the heads in another order and some of them in the second block.
 
         Only for projections that have all heads in the first block, in the checkpoint's order.
         """
-        assert self._misses is None
+        assert self.misses is None
         assert list(self._heads.order) == list(range(len(self._heads.order)))
-        assert not isinstance(self._always, ActivatedLinear)
-        joined = LinearWeights(self._always.weight, self._always.bias, self._always.smoothing)
-        queries = len(self._heads.order) * self._computed.head_dim
-        ends = [0, self._value_width, self._value_width + queries, len(joined.weight)]
+        assert not isinstance(self.always, ActivatedLinear)
+        joined = LinearWeights(self.always.weight, self.always.bias, self.always.smoothing)
+        queries = self._values_end + len(self._heads.order) * self.width
+        ends = [0, self._values_end, queries, len(joined.weight)]
         value, query, key = (joined.select_rows(torch.arange(*rows)) for rows in pairwise(ends))
-        return self._split(query, key, value, heads)
-
-    def compiled(self, *, output: PackedMatrix, **rest: Any) -> AttentionHalf:
-        """Describe an attention half with these projections to the compiled stack. Raises NotCompiled.
-
-        output: the projection of the context. rest: the other fields of AttentionHalf.
-        """
-        width = self._computed.head_dim
-        values = len(self._values.chosen)
-        placed = self._transforms
-        rotary = placed[0].rotary if isinstance(placed[0], RotaryHeads) else None
-        norms = [compiled_norm(own.norm) if isinstance(own, RotaryHeads) else None for own in placed]
-        if rotary is None and any(own is not unchanged for own in placed):
-            raise NotCompiled
-        return AttentionHalf(
-            always=self._computed.compiled(self._always),
-            misses=None if self._misses is None else self._reused.compiled(self._misses),
-            output=output,
-            value_heads=self._values.used,
-            values=values,
-            width=width,
-            value_width=self._value_width // values,
-            query_norm=norms[0],
-            key_norm=norms[1],
-            angles=rotary.tables if rotary else None,
-            half=rotary.half if rotary else 0,
-            **rest,
-        )
+        return self._with(query, key, value, heads)
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Projection:
-        """See AttentionLayer."""
-        value, rest = self._always(x).tensor_split([self._value_width], dim=1)
-        value = value.unflatten(1, (len(self._values.chosen), -1))
-        return Projection(self._values.expand_kv_heads(value), *self._computed.split(rest, positions))
+        """See QueryKeyValue."""
+        value, rest = self.always(x).tensor_split([self._values_end], dim=1)
+        return Projection(self._value(value), *self._query_and_key(rest, self.computed, positions))
 
     def project_reused(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionLayer."""
-        assert self._misses is not None
-        return self._reused.split(self._misses(x), positions)
+        """See QueryKeyValue."""
+        assert self.misses is not None
+        return self._query_and_key(self.misses(x), self.reused, positions)
 
     def query_and_slots(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionLayer. A slot is K of all key heads, after their norm, then V of all value heads."""
-        assert self._misses is None
-        value, rest = self._always(x).tensor_split([self._value_width], dim=1)
-        query, key = self._computed.heads(rest)
-        query, key_norm = self._transforms[0](query, positions), getattr(self._transforms[1], "norm", None)
-        key = key if key_norm is None else key_norm(key)
-        return query, torch.cat([key.flatten(1), value], dim=1)
+        """See QueryKeyValue. A slot is K of all key heads, after their norm, then V of all value heads."""
+        assert self.misses is None
+        value, rest = self.always(x).tensor_split([self._values_end], dim=1)
+        query, key = self._normed_heads(rest, self.computed)
+        return self._rotated(query, positions), torch.cat([key.flatten(1), value], dim=1)
 
     def keys_and_values(
         self, slots: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionLayer."""
-        key, value = slots.tensor_split([slots.shape[1] - self._value_width], dim=1)
-        rotary = getattr(self._transforms[1], "rotary", unchanged)
-        value = value.unflatten(1, (len(self._values.chosen), -1))
-        key = rotary(key.unflatten(1, (-1, self._computed.head_dim)).clone(), positions)
-        return self._computed.expand_keys(key), self._values.expand_kv_heads(value)
+        """See QueryKeyValue."""
+        key, value = slots.tensor_split([slots.shape[1] - self._values_end], dim=1)
+        key = self._rotated(key.unflatten(1, (-1, self.width)).clone(), positions)
+        return self.computed.expand_kv_heads(key), self._value(value)
 
+    @property
+    def _values_end(self) -> int:
+        """The number of columns of `always` that are V."""
+        return len(self.values.chosen) * self.value_width
 
-class _QueryKey:
-    """Q and K of the chosen query heads."""
+    def _value(self, product: torch.Tensor) -> torch.Tensor:
+        """Return V of all query heads, from the columns of V."""
+        return self.values.expand_kv_heads(product.unflatten(1, (-1, self.value_width)))
 
-    def __init__(
-        self,
-        chosen: Sequence[int],
-        count: int,
-        shared: int,
-        head_dim: int,
-        device: torch.device,
-        transform_query: QueryKeyTransform,
-        transform_key: QueryKeyTransform,
-    ) -> None:
-        """count: the number of query heads of the layer; shared: the number of its heads of K."""
-        self._chosen, self._count, self._shared, self.head_dim = chosen, count, shared, head_dim
-        self._keys = SharedHeads([head // (count // shared) for head in chosen], device)
-        self._transform_query, self._transform_key = transform_query, transform_key
+    def _query_and_key(
+        self, product: torch.Tensor, keys: SharedHeads, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return Q and K of the heads that use `keys`, each [tokens, heads, d], from their columns."""
+        if not keys.used:
+            none = product.new_empty(len(product), 0, self.width)
+            return none, none
+        query, key = self._normed_heads(product, keys)
+        return self._rotated(query, positions), keys.expand_kv_heads(self._rotated(key, positions))
 
-    def compiled(self, product: Linear) -> QueryKeyHeads:
-        """Describe the product with the selected weights to the compiled stack. Raises NotCompiled."""
-        return QueryKeyHeads(packed_matrix(product), self._keys.used, len(self._keys.chosen))
-
-    def select(self, query: LinearWeights, key: LinearWeights) -> tuple[LinearWeights, LinearWeights]:
-        """Return the weights of Q and K of the chosen heads, from the weights of all heads."""
+    def _normed_heads(self, product: torch.Tensor, keys: SharedHeads) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return Q [tokens, heads, d] and K [tokens, key heads, d] before their rotation."""
+        heads = product.unflatten(1, (len(keys.used) + len(keys.chosen), self.width))
+        query, key = heads.tensor_split([len(keys.used)], dim=1)
         return (
-            query.select_heads(self._chosen, self._count),
-            key.select_heads(self._keys.chosen, self._shared),
+            query if self.query_norm is None else self.query_norm(query),
+            key if self.key_norm is None else self.key_norm(key),
         )
 
-    def split(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split the product with the selected weights into Q and K, each [tokens, chosen heads, d]."""
-        query, key = self.heads(x)
-        if not self._chosen:
-            return query, key
-        query, key = self._transform_query(query, positions), self._transform_key(key, positions)
-        return query, self.expand_keys(key)
-
-    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split the product into heads of Q and heads of K, before their transforms."""
-        heads = x.unflatten(1, (len(self._chosen) + len(self._keys.chosen), self.head_dim))
-        query, key = heads.tensor_split([len(self._chosen)], dim=1)
-        return query, key
-
-    def expand_keys(self, key: torch.Tensor) -> torch.Tensor:
-        """Copy heads of K to the query heads: [tokens, key heads, d] -> [tokens, chosen heads, d]."""
-        return self._keys.expand_kv_heads(key)
+    def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return x if self.rotary is None else self.rotary(x, positions)
 
 
 def joined_linear(parts: Sequence[LinearWeights]) -> Linear:

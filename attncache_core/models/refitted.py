@@ -9,16 +9,15 @@ first feed-forward matrix are those of the original layer, so refitted weights c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, Self, runtime_checkable
-
-import torch
+from typing import NamedTuple
 
 from attncache_core.checkpoints.checkpoint import Quantization
-from attncache_core.models.layer import AttentionLayer, PackedModel
+from attncache_core.models.layer import AttentionLayer, Network
 from attncache_core.models.linear import ActivatedLinear, Linear, packed_linear, quantizing
-from attncache_core.models.projections import LinearWeights
+from attncache_core.models.model import PackedModel
+from attncache_core.models.projections import LinearWeights, head_rows
 
 
 class LastProducts(NamedTuple):
@@ -28,56 +27,37 @@ class LastProducts(NamedTuple):
     down: LinearWeights  # states inside the feed-forward half -> hidden
 
 
-class RefittableForward(Protocol):
-    """A feed-forward half of the form norm(hidden + down(inner(hidden)))."""
-
-    down: Linear
-    norm: Callable[[torch.Tensor], torch.Tensor]
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        ...
-
-    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the input of the down projection, [tokens, inner]."""
-        ...
-
-
-@runtime_checkable
-class RefittableLayer(Protocol):
-    """A layer whose last products can be replaced for hits. Encoders like BERT have such layers."""
-
-    feed_forward: RefittableForward
-
-    def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See AttentionLayer."""
-        ...
-
-    def add_attention(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """See AttentionLayer."""
-        ...
-
-    def attention_sum(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """Return the output projection plus the layer's input, before the norm: [tokens, hidden]."""
-        ...
-
-    def last_products(self) -> LastProducts | None:
-        """Return the layer's own products; None if they cannot be replaced."""
-        ...
-
-    def with_last_products(self, products: LastProducts) -> Self:
-        """Return the same layer with other products. Everything else is shared with this layer."""
-        ...
-
-
-def refittable_layers(model: PackedModel) -> list[RefittableLayer] | None:
+def refittable_layers(model: PackedModel) -> list[AttentionLayer] | None:
     """Return the layers of a model, or None if the products of some layer cannot be replaced."""
-    layers: list[RefittableLayer] = []
-    for layer in model.layers:
-        if not isinstance(layer, RefittableLayer) or layer.last_products() is None:
-            return None
-        layers.append(layer)
-    return layers
+    layers = list(model.layers)
+    return None if any(last_products(layer) is None for layer in layers) else layers
+
+
+def last_products(layer: AttentionLayer) -> LastProducts | None:
+    """Return the products of a layer that hits replace; None if they cannot be replaced.
+
+    They can in layers like BERT's: both have biases, and the feed-forward half is one network without a gate.
+    """
+    networks = [half.network for half in layer.halves]
+    if len(networks) != 1 or not isinstance(networks[0], Network) or networks[0].gate is not None:
+        return None
+    output, down = _plain_weights(layer.output), _plain_weights(networks[0].down)
+    if output is None or down is None:
+        return None
+    columns = head_rows(layer.order, output.weight.shape[1] // layer.heads)
+    return LastProducts(LinearWeights(output.weight[:, columns.argsort()], output.bias), down)
+
+
+def with_last_products(layer: AttentionLayer, products: LastProducts) -> AttentionLayer:
+    """Return the same layer with other products. Everything else is shared with `layer`."""
+    (half,) = layer.halves
+    network = half.network
+    assert isinstance(network, Network)
+    columns = head_rows(layer.order, products.output.weight.shape[1] // layer.heads)
+    output = LinearWeights(products.output.weight[:, columns], products.output.bias)
+    down = _like_linear(network.down, products.down)
+    refitted = replace(half, network=Network(network.up, down, network.activation))
+    return replace(layer, output=_like_linear(layer.output, output), halves=(refitted,))
 
 
 def with_refitted(
@@ -105,21 +85,21 @@ def _refitted_layers(model: PackedModel, products: Sequence[LastProducts]) -> li
     if layers is None or len(layers) != len(products):
         raise ValueError("the refitted weights are of another model")
     for layer, own in zip(layers, products, strict=True):
-        held = layer.last_products()
+        held = last_products(layer)
         assert held is not None
         if any(new.weight.shape != old.weight.shape for new, old in zip(own, held, strict=True)):
             raise ValueError("the refitted weights have other shapes than the model's")
-    return [layer.with_last_products(own) for layer, own in zip(layers, products, strict=True)]  # type: ignore[misc]
+    return [with_last_products(layer, own) for layer, own in zip(layers, products, strict=True)]
 
 
-def plain_weights(linear: Linear) -> LinearWeights | None:
+def _plain_weights(linear: Linear) -> LinearWeights | None:
     """Return weight and bias of a linear layer; None if it is a module that cannot be packed."""
     if isinstance(linear, ActivatedLinear) or linear.bias is None:
         return None
     return LinearWeights(linear.weight, linear.bias)
 
 
-def like_linear(linear: Linear, weights: LinearWeights) -> Linear:
+def _like_linear(linear: Linear, weights: LinearWeights) -> Linear:
     """Pack other weights for the same inputs as those of `linear`: same dtype and smoothing."""
     assert not isinstance(linear, ActivatedLinear)
     assert weights.bias is not None

@@ -10,11 +10,9 @@ instead of halves becomes this layout if the rows of Q and K are permuted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from attncache_core import native
 from attncache_core.errors import UnsupportedModel
@@ -73,18 +71,6 @@ class Rotary:
         return cos, sin
 
 
-@dataclass(frozen=True)
-class RotaryHeads:
-    """The transform of Q or K: a norm of each head, if any, then the rotation."""
-
-    rotary: Rotary
-    norm: nn.Module | None
-
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See projections.QueryKeyTransform."""
-        return self.rotary(x if self.norm is None else self.norm(x), positions)
-
-
 class LayerRotary:
     """The rotary positions of all layers of a model; layers of one type share a table."""
 
@@ -107,13 +93,12 @@ class LayerRotary:
         self._module = module
         self._rotaries: dict[str, Rotary] = {}
 
-    def transform(self, number: int, norm: nn.Module | None = None) -> RotaryHeads:
-        """Return the transform of Q or K in layer `number`: `norm` on each head, then the rotation."""
+    def __getitem__(self, number: int) -> Rotary:
+        """Return the rotation of layer `number`."""
         arguments = (self._types[number],) if self._by_type else ()
-        own = self._rotaries.setdefault(
+        return self._rotaries.setdefault(
             "".join(arguments),
             Rotary(
                 lambda positions: self._module(torch.empty(0, device=positions.device), positions, *arguments)
             ),
         )
-        return RotaryHeads(own, norm)

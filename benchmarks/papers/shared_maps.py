@@ -25,9 +25,6 @@ from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.models import AttentionLayer, PackedModel, model_shape
 from attncache_core.models.attention import apply_maps
-from attncache_core.models.blocks import BaseAttentionLayer
-from attncache_core.models.compiled import NotCompiled
-from attncache_core.native.stack_data import AttentionHalf
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import ReusePlan, no_reuse
 from attncache_core.reuse.strategy import ReuseStrategy
@@ -124,21 +121,19 @@ class _Maps(threading.local):
 
 
 class SharingLayer:
-    """A layer of a block: the first one keeps its maps, the others take them and have no Q and K."""
+    """A layer of a block: the first one keeps its maps, the others take them and have no Q and K.
+
+    The compiled stack shares no maps, and runs no layers of other types than AttentionLayer.
+    """
 
     reused_heads = 0  # for the engine, which gives no maps
 
     def __init__(self, layer: AttentionLayer, takes: bool, maps: _Maps) -> None:
         self.takes, self._layer, self._maps = takes, layer, maps
-        self.feed_forward = layer.feed_forward
 
     def __getattr__(self, name: str) -> Any:
         """Return what is as in the layer itself."""
         return getattr(self._layer, name)
-
-    def compiled_attention(self) -> AttentionHalf:
-        """See compiled.CompiledLayer. The stack shares no maps."""
-        raise NotCompiled
 
     def attend(
         self,
@@ -153,8 +148,7 @@ class SharingLayer:
         """See AttentionLayer. query, key: of no heads if the layer takes maps. tree: None."""
         del tree
         layer, kernel = self._layer, native.kernel()
-        products = isinstance(layer, BaseAttentionLayer) and layer.scores_are_products
-        if kernel and products and kernel.supports(value):
+        if kernel and layer.score_terms is None and kernel.supports(value):
             self._attend_by_kernel(kernel, query, key, value, offsets, context)
             return
         lengths = np.diff(offsets)

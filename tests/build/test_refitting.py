@@ -17,7 +17,7 @@ from attncache_core.calibration.probes import find_probes, measure
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import CorruptDatabase
 from attncache_core.heads.comparator import Measure
-from attncache_core.models.refitted import refittable_layers, refitted_alone
+from attncache_core.models.refitted import last_products, refittable_layers, refitted_alone
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.refitted import REFITTED, read_refitted, write_refitted
@@ -73,7 +73,7 @@ def test_a_mask_without_heads_leaves_the_weights_as_they_are(tiny_engine, record
     nothing = replace(mildest_mask(recorded.rank, 1), reused=(0, 0, 0))
     layers = refittable_layers(tiny_engine.model)
     for layer, found in zip(layers, refit.products(nothing), strict=True):
-        for held, own in zip(layer.last_products(), found, strict=True):
+        for held, own in zip(last_products(layer), found, strict=True):
             torch.testing.assert_close(own.weight, held.weight.bfloat16(), atol=0.01, rtol=0.02)
             torch.testing.assert_close(own.bias, held.bias.bfloat16(), atol=0.01, rtol=0.02)
 
@@ -85,7 +85,7 @@ def test_the_first_fit_is_the_ridge_regression_of_least_squares(monkeypatch, tin
     monkeypatch.setattr(refitting._Ridge, "add", lambda self, *rows: (added.append(rows), add(self, *rows)))
     found = refit.products(mask)[0].output
     x, y = (part.double().numpy() for part in added[0])  # the batch of the first layer's output projection
-    held = refittable_layers(tiny_engine.model)[0].last_products().output
+    held = last_products(refittable_layers(tiny_engine.model)[0]).output
     weights = np.concatenate([held.weight.double(), held.bias.double()[:, None]], axis=1).T
     rows = np.concatenate([x, np.ones((len(x), 1))], axis=1)
     scale = np.sqrt(refitting._SHRINKAGE * np.square(x).sum(axis=0).mean())

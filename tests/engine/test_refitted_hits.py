@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import DatabaseRefused
 from attncache_core.models.projections import LinearWeights
-from attncache_core.models.refitted import LastProducts, refittable_layers, refitted_alone
+from attncache_core.models.refitted import LastProducts, last_products, refittable_layers, refitted_alone
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.plan import Outcome
@@ -35,7 +35,7 @@ def products(tiny_engine):
         return LinearWeights(*((part + own).bfloat16() for part, own in zip(weights[:2], noise, strict=True)))
 
     layers = refittable_layers(tiny_engine.model)
-    return [LastProducts(*map(moved, layer.last_products())) for layer in layers]
+    return [LastProducts(*map(moved, last_products(layer))) for layer in layers]
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +138,9 @@ def test_refitted_weights_are_quantised_like_the_models(tiny_checkpoint, databas
     assert compiled.outcomes == (Outcome.HIT,) * 4
     np.testing.assert_allclose(compiled.outputs, plain.outputs, atol=0.02)
     for one, other in zip(engine.model.layers, engine.model.refitted, strict=True):
-        assert type(one._output) is type(other._output)
-        assert type(one.feed_forward.down) is type(other.feed_forward.down)
+        assert type(one.output) is type(other.output)
+        for half, refitted in zip(one.halves, other.halves, strict=True):
+            assert type(half.network.down) is type(refitted.network.down)
 
 
 def test_weights_of_another_shape_are_refused(tiny_checkpoint, database, products):

@@ -1,5 +1,7 @@
 """Importance equals 1 - cosine of Hugging Face's hidden states before and after a module."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -61,10 +63,11 @@ def test_importance_of_a_sample_of_several_passes_is_a_mean_over_all_tokens(tiny
 
 @pytest.mark.parametrize("part", ["attention", "block"])
 def test_module_that_changes_nothing_has_no_importance(tiny_engine, monkeypatch, part):
-    layer = tiny_engine.model.layers[1]
-    monkeypatch.setattr(layer, "add_attention", lambda hidden, _: hidden)
+    layer = mock.Mock(wraps=tiny_engine.model.layers[1], heads=4, reused_heads=0)
+    layer.add_attention = lambda hidden, _: hidden
     if part == "block":
-        monkeypatch.setattr(layer, "feed_forward", lambda hidden: hidden)
+        layer.feed_forward = lambda hidden: hidden
+    monkeypatch.setitem(tiny_engine.model.layers, 1, layer)
     found = measure_importance(tiny_engine.model, random_sequences([6, 12]))
     assert found.attention[1] == pytest.approx(0, abs=1e-12)
     assert (found.blocks[1] == pytest.approx(0, abs=1e-12)) == (part == "block")

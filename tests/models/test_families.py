@@ -237,7 +237,7 @@ def test_heads_of_a_loaded_model_are_reused_as_if_it_was_loaded_with_them(family
         assert "deepseek_v" in family.checkpoint.config["model_type"]
         return
     # Scores that a layer computes itself depend on the order of the heads, which then stays.
-    orders = ORDERS if plain.layers[0].scores_are_products else natural
+    orders = ORDERS if plain.layers[0].score_terms is None else natural
     donors = [sequences[2], None, sequences[0], None]
     served = donated(family.model(orders=orders), reused, sequences, donors, tmp_path)
     for plan in (None, served):
@@ -404,7 +404,7 @@ class Slots:
 
     def __init__(self, model, lengths):
         layer, x = model.layers[0], torch.zeros(1, model.hidden_size, dtype=model.dtype)
-        _, own = layer.query_and_slots(x, torch.zeros(1, dtype=torch.int64))
+        _, own = layer.projections.query_and_slots(x, torch.zeros(1, dtype=torch.int64))
         self.bytes = own.shape[1] * own.element_size()
         size = (len(model.layers), self.TOKENS, self.bytes)
         self.blocks = [[np.zeros(size, np.uint8) for _ in range(length)] for length in lengths]

@@ -22,6 +22,7 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.corpus import default_corpus
 from attncache_core.heads.vectors import cosines
 from attncache_core.models import load, load_model, quantized
+from attncache_core.models.compiled import attention_half, forward_half
 from attncache_core.models.linear import quantizing
 from attncache_core.models.projections import LinearWeights, joined_linear
 from attncache_core.models.quantized import Int8Linear, int8_products_are_exact
@@ -228,10 +229,10 @@ def test_products_of_hits_and_misses_share_their_factors(family, tmp_path):
         replace(checkpoint, quantization=Quantization.INT8), torch.float32, reused_heads=(1, 2, 3)
     )
     for layer in model.layers:
-        half = layer.compiled_attention()
+        half = attention_half(layer)
         always, misses = (factors_of(part.packed) for part in (half.always, half.misses))
         np.testing.assert_array_equal(always, misses)
-        for forward in layer.feed_forward.compiled_halves():
+        for forward in map(forward_half, layer.halves):
             if forward.gate:
                 np.testing.assert_array_equal(factors_of(forward.gate), factors_of(forward.up))
 

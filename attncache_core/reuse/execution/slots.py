@@ -43,7 +43,7 @@ class SlotAttention:
 
         x: the input of attention, [tokens, hidden]. Result: [tokens, heads, head_dim].
         """
-        own_query, own = layer.query_and_slots(x, self._batch.positions)
+        own_query, own = layer.projections.query_and_slots(x, self._batch.positions)
         self._keep(number, own)
         slots = own.new_zeros(len(self._positions), own.shape[1])
         if self._slots.scattered:
@@ -53,7 +53,7 @@ class SlotAttention:
             slots[self._given_rows] = self._given(number, own)
         query = own_query.new_zeros(len(slots), *own_query.shape[1:])
         query[self._rows] = own_query
-        key, value = layer.keys_and_values(slots, self._positions)
+        key, value = layer.projections.keys_and_values(slots, self._positions)
         context = torch.empty_like(value)
         whole = slice(0, layer.heads)
         layer.attend(query, key, value, self._tree.offsets, whole, context, self._tree)
@@ -61,7 +61,7 @@ class SlotAttention:
 
     def keep(self, number: int, layer: AttentionLayer, x: torch.Tensor) -> None:
         """Keep the slots of the rows in layer `number`. x: as for `context`."""
-        self._keep(number, layer.query_and_slots(x, self._batch.positions)[1])
+        self._keep(number, layer.projections.query_and_slots(x, self._batch.positions)[1])
 
     def _given(self, number: int, like: torch.Tensor) -> torch.Tensor:
         """Wait for the given slots of a layer. Return them in the order of rows, [given tokens, n]."""

@@ -107,7 +107,7 @@ def block_layout(model: PackedModel) -> BlockLayout:
             raise NotReusable("layers have keys and values of different sizes")
         return BlockLayout(len(model.layers), model.stack.slot_bytes, model.hidden_size)
     one, position = torch.zeros(1, model.hidden_size, dtype=model.dtype), torch.zeros(1, dtype=torch.int64)
-    slots = [layer.query_and_slots(one, position)[1] for layer in model.layers]
+    slots = [layer.projections.query_and_slots(one, position)[1] for layer in model.layers]
     sizes = {slot.shape[1] * slot.element_size() for slot in slots}
     if len(sizes) > 1:
         raise NotReusable("layers have keys and values of different sizes")
