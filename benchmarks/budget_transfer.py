@@ -53,7 +53,11 @@ def main(
     """Print how often the budget fails, and by how much."""
     opened = AttentionDatabase.open(database)
     engine = PrefillEngine.load(find_checkpoint(model))
-    budget = Budget(Measure.AGREEMENT, min_agreement) if engine.labels else Budget(Measure.COSINE, min_cosine)
+    budget = (
+        Budget(Measure.AGREEMENT, min_agreement)
+        if engine.decisions.labels
+        else Budget(Measure.COSINE, min_cosine)
+    )
     rank = np.array(opened.manifest.rank)
     masks = candidate_masks(rank)
     sets = {}
@@ -61,7 +65,7 @@ def main(
         sequences = engine.tokenize(read_texts(source))
         probes = find_probes(engine.model, opened.search, unrecorded(opened, sequences, field="data"))
         measured = measure(
-            engine.model, opened.search.store, probes, masks, engine.comparator(budget.measure)
+            engine.model, opened.search.store, probes, masks, engine.decisions.comparator(budget.measure)
         )
         sets[Path(source.partition(":")[0]).stem] = (probes, measured)
     first, _ = next(iter(sets.values()))

@@ -90,7 +90,7 @@ def main(
         reports = compare(
             methods,
             task,
-            full.comparator(Measure.COSINE),
+            full.decisions.comparator(Measure.COSINE),
             rounds=rounds,
             on_step=lambda done, total: progress("measuring", done, total),
         )

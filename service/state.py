@@ -180,7 +180,7 @@ class ServiceState:
             loop.call_soon_threadsafe(callback, *arguments)
 
     def _loaded(self, engine: PrefillEngine, verifier: LaterVerifier[Any] | None) -> None:
-        scrubber = Scrubber(engine.database.search.store, self.metrics) if engine.database else None
+        scrubber = Scrubber(engine.map_reuse.search.store, self.metrics) if engine.map_reuse else None
         if self._serving is None:
             limits = Limits(
                 batch_tokens=self.settings.max_batch_tokens,

@@ -93,7 +93,7 @@ def build_database(
     created it while this call waited for the lock, return without building. Raises BuildFailed if the corpus
     is too small, the folder exists or the disk is full, and ValueError if the engine has a database.
     """
-    if engine.database is not None:
+    if engine.map_reuse is not None:
         raise ValueError("the engine has a database; build with an engine that has none")
     options = options or BuildOptions()
     if options.threshold is not None and not math.isfinite(options.threshold):

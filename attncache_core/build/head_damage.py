@@ -39,7 +39,7 @@ def measure_head_damage(
     return joint_damage(
         model,
         paired(model, probes, donors),
-        engine.comparator(measure).comparable,
+        engine.decisions.comparator(measure).comparable,
         partial(progress, "measuring heads"),
     )
 

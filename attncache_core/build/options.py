@@ -40,6 +40,6 @@ def default_budget(
     engine: PrefillEngine, min_cosine: float, min_text_cosine: float, min_agreement: float
 ) -> Budget:
     """Return the budget in agreement of decisions if the engine has classes, else in cosine."""
-    if engine.labels is not None:
+    if engine.decisions.labels is not None:
         return Budget(Measure.AGREEMENT, min_agreement)
     return Budget(Measure.COSINE, min_cosine, min_text_cosine)

@@ -183,7 +183,9 @@ def calibrate_blending(
 def _sequences(
     engine: PrefillEngine, prompts: Sequence[SegmentedText], separator: str, listwise: bool
 ) -> Iterator[Segmented]:
-    frame = engine.tokenizer.frame(engine.decisions.letters.prompt if listwise else engine.default_prompt)
+    frame = engine.tokenizer.frame(
+        engine.decisions.letters.prompt if listwise else engine.tokenizer.default_prompt
+    )
     (between,) = engine.tokenizer.turns([separator])
     for segments, query, place in prompts:
         try:
@@ -220,7 +222,9 @@ class _Measuring:
         exact, exact_seconds = self._run(sequence, None)
         if not exact.finite.all():
             raise NotFinite("the model computes NaN or infinity for a prompt", field="segments")
-        comparator = self._engine.comparator(self._measure, len(sequence.spans) if self._listwise else None)
+        comparator = self._engine.decisions.comparator(
+            self._measure, len(sequence.spans) if self._listwise else None
+        )
         fidelities, seconds = {}, {}
         for ratio in self._ratios:
             result, own = self._run(sequence, ratio)
@@ -272,7 +276,7 @@ class _Measuring:
         else:
             again = Recomputation(ratio, self._check_layer)
             blend = engine.blending.blend_with(sequence, sequence.ids, b"", again)
-        plan = engine.default_prompt.sequence_plans[0]
+        plan = engine.tokenizer.default_prompt.sequence_plans[0]
         return PrefillRequest(sequence.ids, False, plan, prefix_key, blend=blend)
 
 

@@ -213,7 +213,7 @@ class _Trials:
 
         products: the weights that hits take; None: the model's.
         """
-        comparator, model = self.engine.comparator(self.terms.budget.measure), self.engine.model
+        comparator, model = self.engine.decisions.comparator(self.terms.budget.measure), self.engine.model
         hit_model = (
             refitted_alone(model, products, self.engine.checkpoint.quantization) if products else model
         )

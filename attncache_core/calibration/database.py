@@ -60,7 +60,7 @@ def calibrate_database(
     joint = joint_damage(
         model,
         [make for _, make in batches],
-        engine.comparator(budget.measure).comparable,
+        engine.decisions.comparator(budget.measure).comparable,
         partial(progress, "measuring heads"),
     )
     held = ReuseMask(order, manifest.stored_heads).as_array()

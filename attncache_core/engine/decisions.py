@@ -20,7 +20,9 @@ from attncache_core.heads.classifier import LinearClassifier
 from attncache_core.heads.comparator import Measure, OutputComparator
 from attncache_core.heads.decisions import LETTERS
 from attncache_core.heads.decisions import TEMPLATE as LISTWISE
+from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel
+from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.tokenizer import TextTokenizer
 
@@ -34,7 +36,10 @@ class Decisions:
         model: PackedModel,
         tokenizer: TextTokenizer,
         classifier: LinearClassifier | None,
+        database: AttentionDatabase | None,
     ) -> None:
+        """classifier: on embeddings. database: the attention maps that are reused, if any."""
+        self._database = database
         self._checkpoint, self._model, self._tokenizer = checkpoint, model, tokenizer
         self.classifier = classifier
         self.label_tokens: LabelTokens | None = None  # the operator's labels, scored by their tokens
@@ -97,16 +102,41 @@ class Decisions:
             return own
         return LabelTokens.of(self._tokenizer, template, labels)
 
+    def zero_shot(self, labels: Sequence[str], hypothesis_template: str = HYPOTHESIS_TEMPLATE) -> ZeroShot:
+        """Prepare labels for a model of natural language inference; see ZeroShot.of. Thread safe.
+
+        Raises NoClassifier if the model has no class for entailment, and InvalidInput.
+        """
+        config = self._checkpoint.config if self._checkpoint.task == "classify" else {}
+        return ZeroShot.of(config, self._tokenizer.default_prompt, labels, hypothesis_template)
+
+    def comparator(self, measure: Measure, documents: int | None = None) -> OutputComparator:
+        """Return the comparator of outputs of `run` with reuse and without reuse.
+
+        Compares the decisions of the model, else of the classifier, else of the classifier for which the
+        database was calibrated. documents: in listwise reranking, how many are in the list; only their
+        letters are compared. Raises NoClassifier for agreement if nothing decides, and InvalidInput if
+        letters cannot be compared.
+        """
+        if documents is not None:
+            return self._letters_comparator(measure, documents)
+        if measure is Measure.COSINE and self._checkpoint.task != "classify":
+            return OutputComparator(measure, None)
+        if self.labels is not None:
+            return OutputComparator(measure, self.class_logits, self.multi_label)
+        if self._database and self._database.decisions:
+            return OutputComparator(measure, self._database.decisions.logits)
+        raise NoClassifier(
+            "agreement is of decisions, and neither the model nor a classifier has classes",
+            field="classifier",
+        )
+
     @cached_property
     def letters(self) -> LabelTokens:
         """The letters that listwise reranking scores. Raises InvalidInput without task label-logits."""
         return self.labels_in(LISTWISE, LETTERS)
 
-    def letters_comparator(self, measure: Measure, documents: int) -> OutputComparator:
-        """Return the comparator of the letters of a list of this many documents.
-
-        Raises InvalidInput if letters cannot be compared.
-        """
+    def _letters_comparator(self, measure: Measure, documents: int) -> OutputComparator:
         if not self.letters.one_token_each:
             raise InvalidInput(
                 "the letters of documents are several tokens each in this model's tokenizer, so lists of "

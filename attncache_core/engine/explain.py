@@ -88,7 +88,7 @@ def explain(
     if reuse:
         with engine.deciding:
             found = _search(reuse.search, batch, engine.model.search_input(hidden))
-    prefix_key = engine.prefix_key(ids, engine.default_prompt.sequence_plan(0), salt)
+    prefix_key = engine.prefix_key(ids, engine.tokenizer.default_prompt.sequence_plan(0), salt)
     cosine, given = _with_record(engine, batch, found)
     if given is None:
         found = replace(found, chosen=None)
@@ -193,7 +193,7 @@ def _with_record(
     if not segment.is_as_checked(found.changes):
         return None, None
     full = engine.run([PrefillRequest(batch.ids.tolist(), reuse=False)])
-    return float(engine.comparator(Measure.COSINE).fidelity(with_reuse, full.outputs)[0]), given
+    return float(engine.decisions.comparator(Measure.COSINE).fidelity(with_reuse, full.outputs)[0]), given
 
 
 def _outputs_with(engine: PrefillEngine, batch: TokenBatch, plan: ReusePlan) -> np.ndarray:

@@ -40,7 +40,7 @@ def explain_blend(
     Raises InvalidInput if chunks cannot be blended with this model, or fewer than two have tokens, and
     InputTooLong.
     """
-    prompt = engine.default_prompt
+    prompt = engine.tokenizer.default_prompt
     *own, asked, between = engine.tokenizer.turns([*segments, query, separator])
     sequence = segmented(engine.tokenizer.frame(prompt), own, asked, between)
     if len(sequence.spans) < 2:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,22 +19,21 @@ import numpy as np
 import torch
 
 from attncache_core import native
-from attncache_core.checkpoints.checkpoint import Activation, Checkpoint, Task
-from attncache_core.checkpoints.template import Template, Text
+from attncache_core.checkpoints.checkpoint import Activation, Checkpoint
+from attncache_core.checkpoints.template import Text
 from attncache_core.engine.blending import SWITCHED_OFF, Blending
 from attncache_core.engine.decisions import Decisions
 from attncache_core.engine.info import EngineInfo
 from attncache_core.engine.pair_scores import PairScores
 from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.engine.runner import Runner
-from attncache_core.errors import DatabaseRefused, InvalidInput, NoClassifier, NotFinite
+from attncache_core.errors import DatabaseRefused, InvalidInput, NotFinite
 from attncache_core.heads.classifier import LinearClassifier, nearest_label
-from attncache_core.heads.comparator import Measure, OutputComparator
+from attncache_core.heads.comparator import Measure
 from attncache_core.heads.decisions import TEMPLATE as LISTWISE
 from attncache_core.heads.embedding import require_dimensions
 from attncache_core.heads.vectors import normalize as unit_length
 from attncache_core.heads.vectors import require_finite
-from attncache_core.heads.zero_shot import HYPOTHESIS_TEMPLATE, ZeroShot
 from attncache_core.models import PackedModel, load_model
 from attncache_core.models.refitted import with_refitted
 from attncache_core.reuse.blend.gate import BlendGate
@@ -44,7 +43,6 @@ from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.opening import KeyValueOptions, NotReusable, open_key_values
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
-from attncache_core.reuse.maps.policy import ReusePolicy
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.devices import Device, Dtype, resolve_device, resolve_dtype
 from attncache_core.runtime.memory import keep_freed_memory
@@ -103,7 +101,8 @@ class PrefillEngine:
     _reuse_off: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        decisions = Decisions(self.checkpoint, self.model, self.tokenizer, self.classifier)
+        database = self.map_reuse.database if self.map_reuse else None
+        decisions = Decisions(self.checkpoint, self.model, self.tokenizer, self.classifier, database)
         made = {
             "decisions": decisions,
             "pair_scores": PairScores(self.checkpoint, decisions, self.tokenizer),
@@ -215,7 +214,7 @@ class PrefillEngine:
         not cover compute dtype, device and threads, because they change only the rounding of an answer, and
         does not cover reuse. Reads all weight files at first use.
         """
-        parts = [self.checkpoint.use_fingerprint(), self.max_tokens]
+        parts = [self.checkpoint.use_fingerprint(), self.tokenizer.max_tokens]
         # use_fingerprint covers a checkpoint's labels, and the classifier made from them has rounding errors.
         if self.classifier and not self.checkpoint.labels:
             parts.append(self.classifier.digest())
@@ -231,42 +230,12 @@ class PrefillEngine:
         return self.threads if self.model.stack else 1
 
     @property
-    def task(self) -> Task:
-        """What the outputs are: embeddings, class logits, or logits of labels."""
-        return self.checkpoint.task
-
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens of a sequence."""
-        return self.tokenizer.max_tokens
-
-    @property
-    def labels(self) -> tuple[str, ...] | None:
-        """The labels that outputs decide among; see Decisions.labels."""
-        return self.decisions.labels
-
-    @property
-    def multi_label(self) -> bool:
-        """Whether each class is decided by itself; see Decisions.multi_label."""
-        return self.decisions.multi_label
-
-    @property
-    def label_tokens(self) -> LabelTokens | None:
-        """The operator's labels, if labels are scored by their tokens."""
-        return self.decisions.label_tokens
-
-    @property
     def dimensions(self) -> int | None:
         """The dimensions of an embedding; None if the model gives classes or label logits."""
-        if self.task != "embed":
+        if self.checkpoint.task != "embed":
             return None
         head = self.model.embedding_head
         return head.dimensions if head else self.model.hidden_size * len(self.checkpoint.pooling.modes)
-
-    @property
-    def hidden_size(self) -> int:
-        """The numbers in the state of a token."""
-        return self.model.hidden_size
 
     @cached_property
     def vocabulary(self) -> int:
@@ -275,11 +244,6 @@ class PrefillEngine:
         rows = self.checkpoint.config.get("vocab_size")
         known = self.tokenizer.vocabulary
         return min(known, rows) if isinstance(rows, int) else known
-
-    @property
-    def default_prompt(self) -> Prompt:
-        """The prompt of the checkpoint's template."""
-        return self.tokenizer.default_prompt
 
     @overload
     def tokenize(
@@ -316,21 +280,6 @@ class PrefillEngine:
             texts, truncate=truncate, prompt=prompt, max_total_tokens=max_total_tokens
         )
 
-    def named_prompt(self, name: str) -> Prompt:
-        """Return the checkpoint's prompt with this name. Raises InvalidInput if there is none."""
-        prompts = self.checkpoint.prompts
-        if name not in prompts:
-            known = f"its prompts are {', '.join(prompts)}" if prompts else "it has no prompts"
-            raise InvalidInput(f"the model has no prompt of this name; {known}", field="prompt_name")
-        return self.tokenizer.prompt(Template(prefix=prompts[name]), field="prompt_name")
-
-    def front(self, template: Template) -> tuple[Prompt, list[int]]:
-        """Return the prompt of a template, and the token ids that all texts in the template begin with.
-
-        Raises InvalidInput; see TextTokenizer.front.
-        """
-        return self.tokenizer.prompt(template), self.tokenizer.front(template)
-
     def embed(
         self,
         texts: Sequence[str],
@@ -346,13 +295,15 @@ class PrefillEngine:
         the default prompt. normalize, dimensions: see `embeddings`. Raises NotFinite with the index of the
         first text whose embedding is not finite, and InvalidInput if an argument is not accepted.
         """
-        if self.task != "embed":
-            remedy = "; load it without task label-logits" if self.task == "label-logits" else ""
+        if self.checkpoint.task != "embed":
+            remedy = "; load it without task label-logits" if self.checkpoint.task == "label-logits" else ""
             raise InvalidInput(f"the model is a classifier and gives no embeddings{remedy}", field="model")
         self.require_dimensions(dimensions)
         if not texts:
             return np.zeros((0, dimensions or self.dimensions or 0), np.float32)
-        prompt = self.default_prompt if prompt_name is None else self.named_prompt(prompt_name)
+        prompt = (
+            self.tokenizer.default_prompt if prompt_name is None else self.tokenizer.named_prompt(prompt_name)
+        )
         result = self.run(self.requests(self.tokenize(texts, prompt=prompt), prompt, reuse=reuse))
         require_finite(result.finite)
         return self.embeddings(result.outputs, normalize=normalize, dimensions=dimensions)
@@ -396,18 +347,10 @@ class PrefillEngine:
         if not documents:
             return np.zeros(0, np.float32)
         sequences = self.tokenize([(query, document) for document in documents], prompt=prompt)
-        result = self.run(self.requests(sequences, prompt, self.label_tokens))
+        result = self.run(self.requests(sequences, prompt, self.decisions.label_tokens))
         plans = len(prompt.sequence_plans)
         require_finite(result.finite.reshape(-1, plans), "documents")
         return self.pair_scores.scores(result.outputs, result.log_probabilities, activation)
-
-    def zero_shot(self, labels: Sequence[str], hypothesis_template: str = HYPOTHESIS_TEMPLATE) -> ZeroShot:
-        """Prepare labels for a model of natural language inference; see ZeroShot.of. Thread safe.
-
-        Raises NoClassifier if the model has no class for entailment, and InvalidInput.
-        """
-        config = self.checkpoint.config if self.task == "classify" else {}
-        return ZeroShot.of(config, self.default_prompt, labels, hypothesis_template)
 
     def requests(
         self,
@@ -424,7 +367,7 @@ class PrefillEngine:
         of labels. reuse: let the sequences reuse what they can: stored keys and values of the same salt, and
         attention maps if `may_reuse` allows it for the prompt.
         """
-        prompt = prompt or self.default_prompt
+        prompt = prompt or self.tokenizer.default_prompt
         maps = reuse and self.may_reuse(prompt, labels)
         return [
             PrefillRequest(ids, maps, plan, self.prefix_key(ids, plan, salt if reuse else None))
@@ -444,14 +387,6 @@ class PrefillEngine:
             return None
         return self.key_values.prefix_key(ids, plan, salt, passing=passing)
 
-    def expect(self, waiting: Callable[[], Sequence[PrefixKey]]) -> None:
-        """Prepare stored keys and values for the sequences that wait for a batch.
-
-        waiting: returns them, soonest first. Called only if it matters.
-        """
-        if self.key_values and self.key_values.store.looks_ahead:
-            self.key_values.store.expect(waiting())
-
     def close(self) -> None:
         """Save the keys and values that wait to be saved. The engine must not run any more."""
         if self.key_values:
@@ -461,7 +396,7 @@ class PrefillEngine:
         """Measure how fast the model computes keys and values, to decide whether loading them pays."""
         transfers = self.key_values.store.transfers if self.key_values else None
         if transfers:
-            tokens = min(256, self.max_tokens)
+            tokens = min(256, self.tokenizer.max_tokens)
             text = [PrefillRequest([0] * tokens, reuse=False)]
             self.run(text)  # the first pass also prepares what later passes share
             transfers.prefill_speed = tokens / self.run(text).forward_seconds
@@ -478,32 +413,11 @@ class PrefillEngine:
         single-token labels in the operator's template.
         """
         if labels is None:
-            return prompt == self.default_prompt
-        if labels is self.label_tokens:
+            return prompt == self.tokenizer.default_prompt
+        if labels is self.decisions.label_tokens:
             return True
-        cosine = self.policy is not None and self.policy.budget.measure is Measure.COSINE
-        return cosine and prompt == self.default_prompt
-
-    def shares_prefixes(self, reuse: bool) -> bool:
-        """Return whether requests with this `reuse` share prefixes; see Runner.shares_prefixes."""
-        return self.runner.shares_prefixes(reuse)
-
-    def class_logits(self, outputs: np.ndarray) -> np.ndarray:
-        """Return logits [n, labels] from the outputs of `run`; see Decisions.class_logits."""
-        return self.decisions.class_logits(outputs)
-
-    def labels_in(self, template: Template | None = None, labels: Sequence[str] | None = None) -> LabelTokens:
-        """Prepare labels to be scored in a template; see Decisions.labels_in. Thread safe."""
-        return self.decisions.labels_in(template, labels)
-
-    def label_logits(
-        self,
-        labels: LabelTokens,
-        outputs: np.ndarray,
-        log_probabilities: Sequence[np.ndarray] | None = None,
-    ) -> np.ndarray:
-        """Return logits float32 [texts, labels] from results of `run`; see Decisions.label_logits."""
-        return self.decisions.label_logits(labels, outputs, log_probabilities)
+        cosine = self.map_reuse is not None and self.map_reuse.policy.budget.measure is Measure.COSINE
+        return cosine and prompt == self.tokenizer.default_prompt
 
     @torch.inference_mode()
     def run(self, requests: Sequence[PrefillRequest]) -> PrefillResult:
@@ -517,40 +431,9 @@ class PrefillEngine:
         return self.strategy if isinstance(self.strategy, MapReuse) else None
 
     @property
-    def database(self) -> AttentionDatabase | None:
-        """The database whose attention maps are reused, if any."""
-        return self.map_reuse.database if self.map_reuse else None
-
-    @property
-    def policy(self) -> ReusePolicy | None:
-        """The current policy of the database; None without a database."""
-        return self.map_reuse.policy if self.map_reuse else None
-
-    @property
     def reuse_off(self) -> list[str]:
         """Reasons why reuse is off although a database is set; empty if reuse is on."""
         return self.map_reuse.reuse_off if self.map_reuse else self._reuse_off
-
-    def comparator(self, measure: Measure, documents: int | None = None) -> OutputComparator:
-        """Return the comparator of outputs of `run` with reuse and without reuse.
-
-        Compares the decisions of the model, else of the classifier, else of the classifier for which the
-        database was calibrated. documents: in listwise reranking, how many are in the list; only their
-        letters are compared. Raises NoClassifier for agreement if nothing decides, and InvalidInput if
-        letters cannot be compared.
-        """
-        if documents is not None:
-            return self.decisions.letters_comparator(measure, documents)
-        if measure is Measure.COSINE and self.task != "classify":
-            return OutputComparator(measure, None)
-        if self.labels is not None:
-            return OutputComparator(measure, self.class_logits, self.multi_label)
-        if self.database and self.database.decisions:
-            return OutputComparator(measure, self.database.decisions.logits)
-        raise NoClassifier(
-            "agreement is of decisions, and neither the model nor a classifier has classes",
-            field="classifier",
-        )
 
     def open_gate(self, gate: BlendGate, path: Path | None = None) -> None:
         """Blend chunks as a gate allows from now on. path: its file, in which tightening is kept.
@@ -571,7 +454,7 @@ class PrefillEngine:
     def info(self) -> EngineInfo:
         """Return what is loaded, for people and /info."""
         checkpoint, reuse = self.checkpoint, self.map_reuse
-        embeds = self.task == "embed"
+        embeds = self.checkpoint.task == "embed"
         return EngineInfo(
             model=checkpoint.name,
             model_source=checkpoint.source,
@@ -579,14 +462,14 @@ class PrefillEngine:
             commit=checkpoint.commit,
             fingerprint=self.fingerprint,
             variant=checkpoint.variant,
-            task=self.task,
-            labels=list(self.labels or checkpoint.labels),
+            task=self.checkpoint.task,
+            labels=list(self.decisions.labels or checkpoint.labels),
             template=str(checkpoint.template),
             prompts=dict(checkpoint.prompts),
             pooling=checkpoint.pooling.modes if embeds else None,
             dimensions=self.dimensions,
             matryoshka_dimensions=checkpoint.matryoshka_dimensions,
-            max_tokens=self.max_tokens,
+            max_tokens=self.tokenizer.max_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
             device=str(self.model.device),
             threads=self.threads,

@@ -53,7 +53,7 @@ class Task(Protocol):
 
 def multi_token_labels(engine: PrefillEngine) -> LabelTokens | None:
     """Return the engine's labels if they have several tokens, so that an output does not decide by itself."""
-    return None if engine.labels else engine.label_tokens
+    return None if engine.decisions.labels else engine.decisions.label_tokens
 
 
 def recordable_sequences(task: Task) -> Sequences:
@@ -121,7 +121,7 @@ class ClassificationTask:
         self.sequences = sequences
         self.labels = multi_token_labels(engine)
         self._name, self._engine = name, engine
-        known = self.labels.labels if self.labels else engine.labels or ()
+        known = self.labels.labels if self.labels else engine.decisions.labels or ()
         column = {label: index for index, label in enumerate(known)}
         unknown = sorted(set(labels) - set(column))
         if unknown:
@@ -137,7 +137,7 @@ class ClassificationTask:
 
     def items(self, outputs: np.ndarray) -> np.ndarray:
         """See Task.items."""
-        logits = outputs if self.labels else self._engine.class_logits(outputs)
+        logits = outputs if self.labels else self._engine.decisions.class_logits(outputs)
         require_finite(np.isfinite(logits), "data")
         return np.equal(logits.argmax(axis=1), self._truth).astype(np.float64)
 

@@ -77,6 +77,7 @@ class TextTokenizer:
         # This class truncates texts itself, because the tokenizer would cut off the template's end.
         self._tokenizer.no_truncation()
         self.default_prompt = self.prompt(checkpoint.template)
+        self._prefixes = checkpoint.prompts
 
     def prompt(self, template: Template, *, field: str = "template", continuation_tokens: int = 0) -> Prompt:
         """Prepare a template for this tokenizer.
@@ -94,6 +95,13 @@ class TextTokenizer:
             if taken + continuation_tokens >= self.max_tokens:
                 raise no_room(self.max_tokens, "labels")
         return Prompt(template, (SequencePlan(self._front_tokens(template.prefix)),))
+
+    def named_prompt(self, name: str) -> Prompt:
+        """Return the checkpoint's prompt with this name. Raises InvalidInput if there is none."""
+        if name not in self._prefixes:
+            known = f"its prompts are {', '.join(self._prefixes)}" if self._prefixes else "it has no prompts"
+            raise InvalidInput(f"the model has no prompt of this name; {known}", field="prompt_name")
+        return self.prompt(Template(prefix=self._prefixes[name]), field="prompt_name")
 
     def front(self, template: Template) -> list[int]:
         """Return the token ids that texts in a template begin with.

@@ -107,7 +107,7 @@ def bench_blend(
     engine = PrefillEngine.load(checkpoint, dtype=dtype, threads=threads)
     layout_of(engine)
     limit = checkpoint.position_limit  # the tokens are no text, so the tokenizer's limit does not matter
-    opening = engine.tokenizer.frame(engine.default_prompt).opening
+    opening = engine.tokenizer.frame(engine.tokenizer.default_prompt).opening
     if limit and opening + longest > limit:
         raise InvalidInput(
             f"prompts have {opening + longest} tokens and the model accepts {limit}; use fewer --chunks or "

@@ -228,7 +228,7 @@ def blend(
         "mean": smallest_ratio(reports, least_agreement),
         "confident": smallest_ratio(reports, least_agreement, confident=True),
     }
-    if engine.labels:
+    if engine.decisions.labels:
         _show_decisions(reports[0])
         _show_smallest(least_agreement, kept)
     methods = [without_nan(asdict(report)) for report in reports]

@@ -105,7 +105,7 @@ def _plot_curves(
             field="database",
         )
     unseen = unrecorded(database, sequences, field="data")
-    comparator = full.comparator(Measure.AGREEMENT if full.labels else Measure.COSINE)
+    comparator = full.decisions.comparator(Measure.AGREEMENT if full.decisions.labels else Measure.COSINE)
     plots = PaperPlots(output, str(comparator.measure))
     probes = find_probes(full.model, database.search, unseen).sample(most)
     rank = np.array(manifest.rank)
@@ -131,7 +131,7 @@ def _plot_curves(
         compare(
             {name: methods.make(name) for name in names},
             task,
-            full.comparator(Measure.COSINE),
+            full.decisions.comparator(Measure.COSINE),
             rounds=_ROUNDS,
             on_step=lambda done, total: progress("measuring presets", done, total),
         )

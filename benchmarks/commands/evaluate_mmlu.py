@@ -62,12 +62,13 @@ def mmlu(
     prompts, rows = Prompts(read_questions(examples)), []
     # Without the usual limit on recorded texts, because all prompts with several examples exceed the limit.
     evaluation = Evaluation(replace(request, checkpoint=checkpoint, longest=None))
-    if evaluation.full.labels is None:
+    if evaluation.full.decisions.labels is None:
         raise InvalidInput(
             f"model {checkpoint.name} does not write each of {', '.join(LETTERS)} as one token after a "
             "question; choose another model",
             field="model",
         )
+    most = evaluation.full.tokenizer.max_tokens
     for number in _range(shots):
         # Long prompts are omitted, because a cut prompt would lose its question.
         texts = {q: prompts.of(q, number) for q in (*measured, *others)}
@@ -75,8 +76,8 @@ def mmlu(
         kept = [q for q in measured if q in fitting]
         if not kept:
             raise InvalidInput(
-                f"every prompt of {number} shots has more than {evaluation.full.max_tokens} tokens, which is "
-                "the limit; use fewer shots",
+                f"every prompt of {number} shots has more than {most} tokens, which is the limit; use fewer "
+                "shots",
                 field="shots",
             )
         task = ClassificationTask(
@@ -105,7 +106,7 @@ def mmlu(
             for report in reports
         ]
     show_table(
-        f"MMLU, prompts of at most {evaluation.full.max_tokens} tokens; speed-up of attention and in total",
+        f"MMLU, prompts of at most {most} tokens; speed-up of attention and in total",
         ["shots", "method", "questions", "tokens", "accuracy", "hits", "attention", "total"],
         rows,
     )

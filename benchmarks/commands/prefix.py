@@ -196,7 +196,7 @@ def _vocabulary(checkpoint: Checkpoint) -> int:
 def _tokenized(engine: PrefillEngine, texts: Sequence[str]) -> list[list[int]]:
     """Return the token sequences of the prompts that the model accepts in full."""
     sequences = engine.tokenize([text for text in texts if text.strip()])
-    return [ids for ids in sequences if len(ids) < engine.max_tokens]
+    return [ids for ids in sequences if len(ids) < engine.tokenizer.max_tokens]
 
 
 def _require(sequences: Sequence[Sequence[int]], needed: int, limit: int | None) -> None:

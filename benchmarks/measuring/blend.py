@@ -135,7 +135,7 @@ def random_cases(
 ) -> list[Case]:
     """Return prompts of random tokens: chunks of one small pool, in another order each, and a query."""
     random = np.random.default_rng(seed)
-    frame = engine.tokenizer.frame(engine.default_prompt)
+    frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)
     opening = frame.before[: frame.opening]
     pool = random.integers(_FIRST_TOKEN, engine.vocabulary, (chunks + _OTHER_CHUNKS, chunk_tokens))
     ends = [len(opening) + chunk_tokens * number for number in range(chunks + 1)]

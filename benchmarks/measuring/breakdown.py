@@ -70,8 +70,8 @@ def _break_down(
     batch = pack(sequences)
     hidden = full.model.embed(batch)
     layer, hit_layer = full.model.layers[0], hits.model.layers[0]
-    assert hits.database is not None
-    search = hits.database.search
+    assert hits.map_reuse is not None
+    search = hits.map_reuse.database.search
     value, query, key = layer.project(hidden, batch.positions)
     context = torch.empty(value.shape, dtype=value.dtype)
     width, inner = full.model.hidden_size, checkpoint.config["intermediate_size"]

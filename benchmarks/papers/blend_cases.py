@@ -148,7 +148,7 @@ def question_cases(
     cases = [case for case in found if case]
     if not cases:
         raise InvalidInput(
-            f"two paragraphs and a question never fit into {engine.max_tokens} tokens; use fewer "
+            f"two paragraphs and a question never fit into {engine.tokenizer.max_tokens} tokens; use fewer "
             "--chunk-tokens",
             field="chunk_tokens",
         )
@@ -176,7 +176,7 @@ def example_cases(
     if pool < shots:
         raise InvalidInput(f"a pool of {pool} examples is less than {shots} shots", field="pool")
     prompts, random = Prompts(engine, separator), np.random.default_rng(seed)
-    drawn_from = _named(spread(examples, pool), engine.labels)
+    drawn_from = _named(spread(examples, pool), engine.decisions.labels)
     found = []
     for text, label in texts:
         order = random.permutation(len(drawn_from))[:shots].tolist()
@@ -184,7 +184,8 @@ def example_cases(
     cases = [case for case in found if case]
     if not cases:
         raise InvalidInput(
-            f"every prompt of {shots} shots has more than {engine.max_tokens} tokens; use fewer shots",
+            f"every prompt of {shots} shots has more than {engine.tokenizer.max_tokens} tokens; "
+            "use fewer shots",
             field="shots",
         )
     return cases

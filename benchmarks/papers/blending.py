@@ -164,7 +164,9 @@ class Ways:
             for name, reduce in _REDUCTIONS.items()
         }
         if logits is not None:
-            best = int(class_scores(logits, multi_label=self._engine.multi_label).max(axis=1).argmax())
+            best = int(
+                class_scores(logits, multi_label=self._engine.decisions.multi_label).max(axis=1).argmax()
+            )
             answers = {MAP_RERANK: Answer(result.outputs[best], logits[best], result.tokens), **answers}
         return answers
 
@@ -179,7 +181,7 @@ class Ways:
         return result
 
     def _logits(self, result: PrefillResult) -> np.ndarray | None:
-        return self._engine.decisions.class_logits(result.outputs) if self._engine.labels else None
+        return self._engine.decisions.class_logits(result.outputs) if self._engine.decisions.labels else None
 
     def _answer(self, result: PrefillResult) -> Answer:
         logits = self._logits(result)
@@ -268,9 +270,9 @@ def _timed(
 def _truth(engine: PrefillEngine, cases: Sequence[Case]) -> np.ndarray | None:
     """Return the index of each case's label among the classes, int64 [cases]; None without labels."""
     labels = [case.label for case in cases if case.label is not None]
-    if engine.labels is None or engine.multi_label or len(labels) < len(cases):
+    if engine.decisions.labels is None or engine.decisions.multi_label or len(labels) < len(cases):
         return None
-    known = list(engine.labels)
+    known = list(engine.decisions.labels)
     names = label_names(labels, known)
     if unknown := set(names) - set(known):
         raise InvalidInput(
@@ -291,8 +293,8 @@ class _Comparing:
     ) -> None:
         self._outputs, self._logits = _rows(reference)
         self._seconds, self._truth, self._engine = seconds, truth, engine
-        self._cosine = engine.comparator(Measure.COSINE)
-        self._agreement = OutputComparator(Measure.AGREEMENT, np.asarray, engine.multi_label)
+        self._cosine = engine.decisions.comparator(Measure.COSINE)
+        self._agreement = OutputComparator(Measure.AGREEMENT, np.asarray, engine.decisions.multi_label)
 
     def report(
         self,
@@ -331,8 +333,8 @@ class _Comparing:
         )
 
     def _decisions(self, logits: np.ndarray | None) -> dict[str, float] | None:
-        classes = self._engine.labels
-        if logits is None or classes is None or self._engine.multi_label:
+        classes = self._engine.decisions.labels
+        if logits is None or classes is None or self._engine.decisions.multi_label:
             return None
         decided = class_decisions(logits)[:, 0]
         return {name: float((decided == index).mean()) for index, name in enumerate(classes)}

@@ -127,7 +127,8 @@ class BatchRunner:
         # Hits belong to the policy before the batch, because another thread may tighten it meanwhile.
         policy = verifier.policy if verifier else None
         prefills = [sequence.prefill for own in batch for sequence in own.sequences]
-        engine.expect(self._queue.upcoming)
+        if engine.key_values and engine.key_values.store.looks_ahead:
+            engine.key_values.store.expect(self._queue.upcoming())
         try:
             result = engine.run(prefills)
         except BaseException as error:

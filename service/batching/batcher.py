@@ -126,9 +126,9 @@ class Batcher:
         InternalError.
         """
         engine = self._runner.engine
-        own = prompt or engine.default_prompt
+        own = prompt or engine.tokenizer.default_prompt
         maps = reuse and engine.may_reuse(own, labels)
-        shares = engine.shares_prefixes(maps)
+        shares = engine.runner.shares_prefixes(maps)
         # Where prefixes are shared, no maps are reused, also if another engine computes the request later.
         maps = maps and not shares
         future: asyncio.Future[RequestResult] = self._loop.create_future()

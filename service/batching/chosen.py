@@ -42,14 +42,14 @@ class Chosen:
         max_total_tokens: int,
     ) -> Chosen:
         """Return the sequences of texts in the server's template. Raises InputTooLong."""
-        prompt = engine.default_prompt
+        prompt = engine.tokenizer.default_prompt
         return cls(prompt, engine.tokenize(texts, truncate, prompt, max_total_tokens), salt)
 
     @classmethod
     def template(cls, engine: PrefillEngine, written: str, salt: bytes) -> Chosen:
         """Return the sequence that all texts in a template begin with. Raises InvalidInput."""
-        prompt, front = engine.front(Template.parse(written))
-        return cls(prompt, [front], salt)
+        template = Template.parse(written)
+        return cls(engine.tokenizer.prompt(template), [engine.tokenizer.front(template)], salt)
 
     @classmethod
     def segments(cls, engine: PrefillEngine, segments: Sequence[str], salt: bytes) -> Chosen:
@@ -59,7 +59,7 @@ class Chosen:
         """
         if reason := engine.blending.refusal:
             raise InvalidInput(f"segments cannot be used in any order: {reason}", field="segments")
-        frame = engine.tokenizer.frame(engine.default_prompt)
+        frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)
         own = engine.tokenizer.turns(segments, "segments")
         if max(map(len, own)) > frame.room:
             raise InputTooLong(

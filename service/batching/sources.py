@@ -151,7 +151,7 @@ class TokenSequences:
         part: list[list[int]] = []
         part_tokens = tokens = 0
         for index in range(self.count):
-            ids = self._cut(index, engine.max_tokens, vocabulary)
+            ids = self._cut(index, engine.tokenizer.max_tokens, vocabulary)
             tokens += len(ids)
             if tokens > max_total_tokens:
                 raise too_many(tokens, max_total_tokens, "inputs")
@@ -191,7 +191,7 @@ def prompt_of(engine: PrefillEngine, source: Source, name: str | None) -> Prompt
     source is token ids.
     """
     if not isinstance(source, TokenSequences):
-        return None if name is None else engine.named_prompt(name)
+        return None if name is None else engine.tokenizer.named_prompt(name)
     if name is not None:
         raise InvalidInput(
             "prompt_name is accepted with texts only; token ids are computed as they are, so send the ids of "
@@ -203,8 +203,8 @@ def prompt_of(engine: PrefillEngine, source: Source, name: str | None) -> Prompt
 
 def bare_prompt(engine: PrefillEngine) -> Prompt:
     """Return the prompt of sequences that stand in no template."""
-    if engine.default_prompt.template == Template():
-        return engine.default_prompt
+    if engine.tokenizer.default_prompt.template == Template():
+        return engine.tokenizer.default_prompt
     return Prompt(Template(), (SequencePlan(0),))
 
 

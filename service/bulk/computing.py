@@ -45,7 +45,9 @@ def embedding(engine: PrefillEngine, prompt_name: str | None, dimensions: int | 
     if engine.dimensions is None:
         raise InvalidInput("the model is a classifier and gives no embeddings", field="model")
     engine.require_dimensions(dimensions)
-    prompt = engine.default_prompt if prompt_name is None else engine.named_prompt(prompt_name)
+    prompt = (
+        engine.tokenizer.default_prompt if prompt_name is None else engine.tokenizer.named_prompt(prompt_name)
+    )
     return Task(
         prompt,
         dimensions or engine.dimensions,
@@ -58,20 +60,24 @@ def classes(engine: PrefillEngine) -> Task:
 
     Raises NoClassifier if there are no labels.
     """
-    if engine.task == "label-logits":
-        tokens = engine.labels_in()
+    if engine.checkpoint.task == "label-logits":
+        tokens = engine.decisions.labels_in()
 
         def of_tokens(result: PrefillResult) -> np.ndarray:
-            return class_scores(engine.label_logits(tokens, result.outputs, result.log_probabilities))
+            return class_scores(
+                engine.decisions.label_logits(tokens, result.outputs, result.log_probabilities)
+            )
 
         return Task(tokens.prompt, len(tokens.labels), of_tokens, tokens, tokens.labels)
-    if engine.labels is None:
+    if engine.decisions.labels is None:
         raise NoClassifier("the model has no classes; give --labels or --classifier", field="labels")
     return Task(
-        engine.default_prompt,
-        len(engine.labels),
-        lambda result: class_scores(engine.class_logits(result.outputs), 1.0, engine.multi_label),
-        labels=engine.labels,
+        engine.tokenizer.default_prompt,
+        len(engine.decisions.labels),
+        lambda result: class_scores(
+            engine.decisions.class_logits(result.outputs), 1.0, engine.decisions.multi_label
+        ),
+        labels=engine.decisions.labels,
     )
 
 
@@ -147,7 +153,7 @@ class Computing:
         of_texts: the sequences of each text. If the engine shares prefixes, texts that begin alike are
         neighbours, and a shared prefix counts once.
         """
-        shares = self._engine.shares_prefixes(reuse=False)
+        shares = self._engine.runner.shares_prefixes(reuse=False)
         if shares:
             order = sorted(range(len(of_texts)), key=lambda index: list(map(list, of_texts[index])))
             flat = [ids for index in order for ids in of_texts[index]]

@@ -88,7 +88,7 @@ def classification(
     if train and not classifier:
         evaluation.fit(*read_labelled(train, text_column, label_column))
     read = multi_token_labels(evaluation.full)
-    known = read.labels if read else evaluation.full.labels
+    known = read.labels if read else evaluation.full.decisions.labels
     if known is None:
         raise InvalidInput(
             "the model has no classes: give --train, --classifier, or --labels with --task", field="train"

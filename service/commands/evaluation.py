@@ -169,7 +169,9 @@ class Evaluation:
 
     def run_agreement(self, name: str, sequences: Sequences) -> None:
         """Evaluate how well the methods agree with the full model."""
-        comparator = self.full.comparator(Measure.AGREEMENT if self.full.labels else Measure.COSINE)
+        comparator = self.full.decisions.comparator(
+            Measure.AGREEMENT if self.full.decisions.labels else Measure.COSINE
+        )
         outputs = full_outputs(self.full, sequences, self.request.batch_size)
         self.run(AgreementTask(name, comparator, sequences, outputs))
 
@@ -220,8 +222,8 @@ class Evaluation:
             return OutputComparator(Measure.COSINE, np.asarray), OutputComparator(
                 Measure.AGREEMENT, np.asarray
             )
-        agreement = self.full.comparator(Measure.AGREEMENT) if self.full.labels else None
-        return self.full.comparator(Measure.COSINE), agreement
+        agreement = self.full.decisions.comparator(Measure.AGREEMENT) if self.full.decisions.labels else None
+        return self.full.decisions.comparator(Measure.COSINE), agreement
 
     def _recorded(
         self, task: Task, texts: Sequence[str], folder: Path | None
@@ -261,7 +263,7 @@ class Evaluation:
 
     def _build(self, folder: Path, texts: Sequence[str]) -> None:
         request = self.request
-        longest = min(self.full.max_tokens, request.longest or self.full.max_tokens)
+        longest = min(self.full.tokenizer.max_tokens, request.longest or self.full.tokenizer.max_tokens)
         options = BuildOptions(max_length=longest, heads=request.heads)
         sentences = [CorpusSentence(text, text) for text in texts]
         # An engine without the fitted classifier, because the database is for embeddings.

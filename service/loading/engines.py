@@ -175,11 +175,11 @@ def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
         max_tokens=settings.max_tokens,
         key_values=_key_value_options(settings),
     )
-    if settings.max_tokens is not None and settings.max_tokens > engine.max_tokens:
+    if settings.max_tokens is not None and settings.max_tokens > engine.tokenizer.max_tokens:
         logger.warning(
             "--max-tokens is %d, and the model takes %d: longer texts are cut to these",
             settings.max_tokens,
-            engine.max_tokens,
+            engine.tokenizer.max_tokens,
         )
     if engine.map_reuse:
         if settings.verify_rate:

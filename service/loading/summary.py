@@ -102,8 +102,8 @@ def _model(engine: PrefillEngine) -> str:
         f", {name.replace('_', ' ')} {change}" for name, change in engine.checkpoint.variant.items()
     )
     return (
-        f"{engine.checkpoint.name} (fingerprint {engine.fingerprint[:12]}{variant}): task {engine.task}, "
-        f"up to {engine.max_tokens:,} tokens"
+        f"{engine.checkpoint.name} (fingerprint {engine.fingerprint[:12]}{variant}): "
+        f"task {engine.checkpoint.task}, up to {engine.tokenizer.max_tokens:,} tokens"
     )
 
 
@@ -113,9 +113,9 @@ def _processor(engine: PrefillEngine) -> str:
 
 
 def _database(engine: PrefillEngine) -> str:
-    if engine.database is None:
+    if engine.map_reuse is None:
         return "none"
-    return f"{engine.database.folder} ({engine.database.search.store.records:,} records)"
+    return f"{engine.map_reuse.database.folder} ({engine.map_reuse.search.store.records:,} records)"
 
 
 def _limits(settings: Settings) -> str:

@@ -270,7 +270,7 @@ async def capacity(call: CurrentCall) -> Response:
     plan = CapacityPlan(
         # With the pooled state of each block.
         bytes_per_token=-(-info.block_bytes // info.block_tokens),
-        context_window=serving.engine.max_tokens,
+        context_window=serving.engine.tokenizer.max_tokens,
         memory_bytes=info.memory.most_bytes,
         disk_bytes=info.disk.most_bytes if info.disk else 0,
         distinct_sessions=int(sessions),

@@ -45,8 +45,10 @@ class _Choice:
         if self.embeddings is not None:
             cosines = normalize(outputs) @ self.embeddings.T
             return class_scores(cosines, temperature or SIMILARITY_TEMPERATURE)
-        logits = serving.engine.class_logits(outputs)[:, self.columns]
-        return class_scores(logits, temperature or _CLASSIFIER_TEMPERATURE, serving.engine.multi_label)
+        logits = serving.engine.decisions.class_logits(outputs)[:, self.columns]
+        return class_scores(
+            logits, temperature or _CLASSIFIER_TEMPERATURE, serving.engine.decisions.multi_label
+        )
 
 
 async def classify(call: CurrentCall) -> Answer:
@@ -61,7 +63,7 @@ async def scored(
 ) -> Answer:
     """Answer with the labels of each input, best first. alone: answer with the labels of the first input."""
     async with input_source(call, serving, body) as source:
-        if serving.engine.task == "label-logits":
+        if serving.engine.checkpoint.task == "label-logits":
             scores = await _by_tokens(call, serving, body, source, reuse)
         else:
             scores = await _by_output(call, serving, body, source, reuse)
@@ -83,8 +85,8 @@ async def _by_output(
         _check_labels(body.labels, source.count, settings.max_request_inputs)
         return await by_entailment(call, serving, body, source, reuse)
     _refuse_zero_shot(body)
-    if serving.engine.labels is not None:
-        choice = _among_known(body.labels, serving.engine.labels)
+    if serving.engine.decisions.labels is not None:
+        choice = _among_known(body.labels, serving.engine.decisions.labels)
     else:
         if body.labels is None:
             raise NoClassifier("the server has no classifier; give labels to choose from", field="labels")
@@ -117,7 +119,7 @@ async def _by_tokens(
         _check_labels(body.labels, source.count, settings.max_request_inputs)
     template = None if body.template is None else Template.parse(body.template)
     # In a thread, because the template may be long and the labels many.
-    labels = await asyncio.to_thread(engine.labels_in, template, body.labels)
+    labels = await asyncio.to_thread(engine.decisions.labels_in, template, body.labels)
     per_input, limit = len(labels.prompt.sequence_plans), settings.max_queue_sequences
     sequences = source.count * per_input
     if sequences > limit:

@@ -127,7 +127,7 @@ async def computed(
 
     Raises TooManyInputs if the sequences of the texts would never fit into the queue.
     """
-    plans = len((prompt or serving.engine.default_prompt).sequence_plans)
+    plans = len((prompt or serving.engine.tokenizer.default_prompt).sequence_plans)
     most = call.state.settings.max_queue_sequences
     if source.count * plans > most:
         raise TooManyInputs(
@@ -241,7 +241,7 @@ async def label_logits(
     )
     # In a thread, because many labels have many log-probabilities to add.
     logits = await asyncio.to_thread(
-        serving.engine.label_logits, labels, result.outputs, result.log_probabilities
+        serving.engine.decisions.label_logits, labels, result.outputs, result.log_probabilities
     )
     # The outputs are finite, so a NaN here comes from a label's row of the language head.
     require_finite(np.isfinite(logits).T, "labels")
@@ -256,11 +256,16 @@ async def classified(
     Raises NoClassifier if the server has no labels, and as Batcher.submit.
     """
     engine = serving.engine
-    if engine.task == "label-logits":
-        labels = engine.labels_in()
+    if engine.checkpoint.task == "label-logits":
+        labels = engine.decisions.labels_in()
         logits, result = await label_logits(call, serving, source, labels, reuse=reuse, salt=salt)
         return Classified(labels.labels, logits, False, result)
-    if engine.labels is None:
+    if engine.decisions.labels is None:
         raise NoClassifier("the server has no labels of its own; use /classify, and give labels")
     result = await computed(call, serving, source, reuse=reuse, salt=salt)
-    return Classified(engine.labels, engine.class_logits(result.outputs), engine.multi_label, result)
+    return Classified(
+        engine.decisions.labels,
+        engine.decisions.class_logits(result.outputs),
+        engine.decisions.multi_label,
+        result,
+    )

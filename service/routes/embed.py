@@ -38,9 +38,9 @@ async def embed(call: CurrentCall) -> Answer:
 def embedding_server(call: Call) -> Serving:
     """Return the parts that serve this request. Raises NoEmbedding, and as Call.serving."""
     serving = call.serving()
-    if serving.engine.task == "classify":
+    if serving.engine.checkpoint.task == "classify":
         raise NoEmbedding("the served model is a classifier and has no embeddings; use /classify")
-    if serving.engine.task == "label-logits":
+    if serving.engine.checkpoint.task == "label-logits":
         raise NoEmbedding(
             "the server scores labels and has no embeddings; use /classify, or start it without --task"
         )

@@ -65,7 +65,7 @@ async def relevance(call: Call, serving: Serving, question: Question, *, raw: bo
     """
     if serving.engine.pair_scores.supported:
         return await _by_pairs(call, serving, question, raw)
-    if serving.engine.task != "embed":
+    if serving.engine.checkpoint.task != "embed":
         serving.engine.pair_scores.require()
     if question.instruction is not None:
         raise InvalidInput(
@@ -82,7 +82,7 @@ async def by_list(
 
     The scores sum to 1. Raises InvalidInput if the server has another task, and as Batcher.submit.
     """
-    if serving.engine.task != "label-logits":
+    if serving.engine.checkpoint.task != "label-logits":
         raise InvalidInput(
             "segments are read in one prompt by a decoder that scores labels (--task label-logits); send "
             "texts or documents to this server",
@@ -109,7 +109,7 @@ async def _by_pairs(call: Call, serving: Serving, question: Question, raw: bool)
                 source,
                 reuse=question.reuse,
                 prompt=engine.pair_scores.prompt(question.instruction),
-                labels=engine.label_tokens if own else None,
+                labels=engine.decisions.label_tokens if own else None,
                 salt=question.salt,
             )
     except InvalidInput as error:
@@ -167,4 +167,4 @@ def _joined(results: list[RequestResult]) -> RequestResult:
 def _prompt(engine: PrefillEngine, names: tuple[str, ...]) -> Prompt | None:
     """Return the first prompt of these names that the model has; None: the default prompt."""
     known = engine.checkpoint.prompts
-    return next((engine.named_prompt(name) for name in names if name in known), None)
+    return next((engine.tokenizer.named_prompt(name) for name in names if name in known), None)

@@ -36,10 +36,10 @@ def is_zero_shot(engine: PrefillEngine, body: ClassifyRequest) -> bool:
     They are if the model is one of NLI, unless all labels are classes of the model and the request has no
     field of zero-shot classification.
     """
-    if engine.task != "classify" or entailment_class(engine.checkpoint.config) is None:
+    if engine.checkpoint.task != "classify" or entailment_class(engine.checkpoint.config) is None:
         return False
     asks = body.hypothesis_template is not None or body.multi_label is not None
-    return asks or not set(body.labels or ()) <= set(engine.labels or ())
+    return asks or not set(body.labels or ()) <= set(engine.decisions.labels or ())
 
 
 async def by_entailment(
@@ -52,7 +52,9 @@ async def by_entailment(
                 f"{field} is not accepted with labels that are scored by entailment", field=field
             )
     assert isinstance(source, Texts)
-    zero_shot = serving.engine.zero_shot(body.labels or [], body.hypothesis_template or HYPOTHESIS_TEMPLATE)
+    zero_shot = serving.engine.decisions.zero_shot(
+        body.labels or [], body.hypothesis_template or HYPOTHESIS_TEMPLATE
+    )
     labels, most = len(zero_shot.labels), call.state.settings.max_queue_sequences
     if source.count * labels > most:
         raise TooManyInputs(
@@ -69,7 +71,7 @@ async def by_entailment(
             prompt=zero_shot.prompt,
             salt=call.salt(body.cache_salt),
         )
-    logits = serving.engine.class_logits(result.outputs)
+    logits = serving.engine.decisions.class_logits(result.outputs)
     scores = zero_shot.scores(logits, bool(body.multi_label))
     return Scores(list(zero_shot.labels), scores, result)
 

@@ -49,7 +49,7 @@ class BlendVerifier(LaterVerifier[_Blended]):
         self._engine, self._blending = engine, engine.blending
         self._rate, self._chance = rate, chance or random.Random()
         self._budget = self.policy.budget
-        engine.comparator(self._budget.measure, 2 if self.policy.listwise else None)
+        engine.decisions.comparator(self._budget.measure, 2 if self.policy.listwise else None)
         self._verified = VerifiedHits(self._budget)
 
     @property
@@ -100,7 +100,7 @@ class BlendVerifier(LaterVerifier[_Blended]):
         for hit, output in zip(hits, full, strict=True):
             assert hit.request.blend is not None
             documents = len(hit.request.blend.chunks) if self.policy.listwise else None
-            comparator = self._engine.comparator(measure, documents)
+            comparator = self._engine.decisions.comparator(measure, documents)
             found.append(float(comparator.fidelity(hit.output[None], output[None])[0]))
         return found
 

@@ -63,7 +63,7 @@ class Verifier(LaterVerifier[_Hit]):
         """engine: with a database. rate: share of hits to verify. chance: picks the hits; None: at random.
 
         Starts from the findings that this and other servers have kept with the database. Raises NoClassifier
-        if the budget is about decisions and there are no decisions; see PrefillEngine.comparator.
+        if the budget is about decisions and there are no decisions; see Decisions.comparator.
         """
         super().__init__(metrics)
         assert engine.map_reuse is not None
@@ -72,8 +72,8 @@ class Verifier(LaterVerifier[_Hit]):
         self._rate = rate
         self._chance = chance or random.Random()
         self._budget = policy.budget
-        self._cosine = engine.comparator(Measure.COSINE)
-        self._comparator = engine.comparator(policy.budget.measure)
+        self._cosine = engine.decisions.comparator(Measure.COSINE)
+        self._comparator = engine.decisions.comparator(policy.budget.measure)
         self._names = policy.names()
         self._verified = VerifiedHits(policy.budget)
         self._unkept = 0  # hits verified since findings were last kept

@@ -164,7 +164,7 @@ def test_paragraphs_are_cut_and_as_many_as_fit_are_taken_evenly(engine):
     assert shown == ["0", "4", "8"]
     (whole,) = question_cases(engine, [asked])
     assert 2 <= len(whole.sequence.spans) < 9
-    assert len(whole.sequence.ids) <= engine.max_tokens
+    assert len(whole.sequence.ids) <= engine.tokenizer.max_tokens
     with pytest.raises(InvalidInput, match="never fit") as refused:
         question_cases(engine, [Question("where?", ("card " * 300, "lost " * 300))])
     assert refused.value.field == "chunk_tokens"

@@ -44,7 +44,7 @@ def damage(engine, recorded, mask, products, held_out):
     sentences = [ids for ids in recorded.sentences.of_side(held_out=held_out) if len(ids) < 9]
     probes = find_probes(engine.model, recorded.search, sentences)
     models = [refitted_alone(engine.model, products, None)] if products else None
-    comparator, kinds = engine.comparator(Measure.COSINE), (RecordKind.MEAN,)
+    comparator, kinds = engine.decisions.comparator(Measure.COSINE), (RecordKind.MEAN,)
     (found,) = measure(
         engine.model, recorded.store, probes, [mask], comparator, kinds=kinds, hit_models=models
     )
@@ -184,4 +184,4 @@ def test_calibration_keeps_refitted_weights_with_their_mask_alone(
     if again.info().refitted:
         assert again.mask == database.mask
     assert again.verify() == []
-    assert PrefillEngine.load(tiny_checkpoint, database=again, dtype="float32").database is again
+    assert PrefillEngine.load(tiny_checkpoint, database=again, dtype="float32").map_reuse.database is again

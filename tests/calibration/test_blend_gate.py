@@ -208,7 +208,7 @@ def test_stopped_measurement_continues_and_forgets_what_was_measured_differently
 def test_listwise_prompts_are_measured_by_the_letters(tmp_path, prompts):
     folder = write_llama(tmp_path / "llama")
     with pytest.raises(InvalidInput, match="the letters of documents are several tokens"):
-        labelled(folder).comparator(Measure.AGREEMENT, 3)
+        labelled(folder).decisions.comparator(Measure.AGREEMENT, 3)
     write_decoder_tokenizer(folder, words=["card", "bank", *ascii_uppercase])
     engine = labelled(folder)
     found = calibrate_blending(
@@ -217,14 +217,14 @@ def test_listwise_prompts_are_measured_by_the_letters(tmp_path, prompts):
     assert found.listwise
     assert found.measured[0].mean == 1
     outputs = np.random.default_rng(0).standard_normal((2, 200, engine.model.hidden_size)).astype(np.float32)
-    logits = [engine.label_logits(engine.decisions.letters, own) for own in outputs]
+    logits = [engine.decisions.label_logits(engine.decisions.letters, own) for own in outputs]
     for documents in (2, 5):
-        agreement = engine.comparator(Measure.AGREEMENT, documents).fidelity(*outputs)
+        agreement = engine.decisions.comparator(Measure.AGREEMENT, documents).fidelity(*outputs)
         one, other = (own[:, :documents].argmax(axis=1) for own in logits)
         assert agreement.tolist() == (one == other).tolist()
     engine.open_gate(found)
     assert engine.may_blend(engine.decisions.letters.prompt, engine.decisions.letters)
-    assert not engine.may_blend(engine.default_prompt, engine.label_tokens)
+    assert not engine.may_blend(engine.tokenizer.default_prompt, engine.decisions.label_tokens)
 
 
 def test_equal_prompts_count_once(engine, prompts):

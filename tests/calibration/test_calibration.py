@@ -114,7 +114,7 @@ def test_calibrated_database_has_the_hit_rate_and_fidelity_of_the_report(
     reused, full = (prefill(each, texts) for each in (engine, tiny_engine))
     hits = np.array([outcome.is_hit for outcome in reused.outcomes])
     assert hits.mean() == pytest.approx(report["hit_rate"])
-    cosines = engine.comparator(Measure.COSINE).fidelity(reused.outputs, full.outputs)[hits]
+    cosines = engine.decisions.comparator(Measure.COSINE).fidelity(reused.outputs, full.outputs)[hits]
     # Calibration simulates the mask on the full model, and both sides store maps in 16 bits.
     assert cosines.mean() == pytest.approx(report["mean"], abs=2e-3)
 

@@ -26,7 +26,7 @@ LENGTHS = [5, 9, 5]
 
 
 def joint_of(engine, probes, donors, on_pass=lambda *_: None) -> np.ndarray:
-    comparable = engine.comparator(Measure.COSINE).comparable
+    comparable = engine.decisions.comparator(Measure.COSINE).comparable
     return joint_damage(engine.model, paired(engine.model, probes, donors), comparable, on_pass)
 
 
@@ -105,7 +105,7 @@ def test_damage_does_not_depend_on_the_order_of_the_probes_and_progress_reaches_
 
 def test_mean_damage_does_not_depend_on_the_batches(tiny_engine):
     probes, donors = (random_sequences([5, 9, 5], seed=seed) for seed in (5, 6))
-    model, comparable = tiny_engine.model, tiny_engine.comparator(Measure.COSINE).comparable
+    model, comparable = tiny_engine.model, tiny_engine.decisions.comparator(Measure.COSINE).comparable
     parts = [*paired(model, probes[:1], donors[:1]), *paired(model, probes[1:], donors[1:])]
     apart = joint_damage(model, parts, comparable)
     np.testing.assert_allclose(apart, joint_of(tiny_engine, probes, donors), atol=1e-6)

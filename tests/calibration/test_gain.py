@@ -63,7 +63,7 @@ def in_full_batches(*bounds):
 
 
 def decide(engine, folder, min_gain=0.05, **circumstances):
-    timing = Timing(engine, engine.database.search, always_idle)
+    timing = Timing(engine, engine.map_reuse.database.search, always_idle)
     return measure_gain(timing, TRAFFIC, min_gain, {**MACHINE, **circumstances}, folder)
 
 
@@ -119,7 +119,7 @@ def test_busy_machine_decides_nothing_and_the_engine_reuses_nothing(engine, monk
         require_gain(engine, 0.05)
     assert engine.map_reuse.awaits_gain
     assert engine.info().gain is None
-    assert not (engine.database.folder / "gain.json").exists()
+    assert not (engine.map_reuse.database.folder / "gain.json").exists()
     recorded = engine.tokenize([tiny_corpus[0].text])
     assert prefill(engine, recorded).outcomes == (Outcome.SKIPPED_BY_COST,)
 
@@ -236,11 +236,11 @@ def test_gain_of_real_passes_is_measured_and_reported(engine, monkeypatch):
     for gain in (*engine.map_reuse.gain.groups.values(), engine.map_reuse.gain.together):
         assert gain.one_text_bound <= gain.one_text
         assert gain.full_batch_bound <= gain.full_batch
-    assert AttentionDatabase.open(engine.database.folder).verify() == []
+    assert AttentionDatabase.open(engine.map_reuse.database.folder).verify() == []
 
 
 def test_rehearsal_searches_and_hits_at_the_calibrated_hit_rates(engine, monkeypatch):
-    search = engine.database.search
+    search = engine.map_reuse.database.search
     rehearsal = Rehearsal.of(search, {0: 1.0, 1: 0.5})
     batch = pack([[0] * 6] * 40 + [[0] * 9] * 400)
     plan = planned(rehearsal, batch, engine.model.embed(batch), np.ones(440, dtype=bool))

@@ -36,7 +36,7 @@ def masks(recorded):
 
 @pytest.fixture(scope="module")
 def measured(tiny_engine, recorded, probes, masks):
-    comparator = tiny_engine.comparator(Measure.COSINE)
+    comparator = tiny_engine.decisions.comparator(Measure.COSINE)
     return measure(tiny_engine.model, recorded.store, probes, masks, comparator)
 
 
@@ -178,7 +178,7 @@ def test_larger_masks_do_more_damage_and_damage_is_never_negative(measured):
 
 
 def test_damage_of_a_probe_does_not_depend_on_the_others(tiny_engine, recorded, probes, masks, measured):
-    comparator = tiny_engine.comparator(Measure.COSINE)
+    comparator = tiny_engine.decisions.comparator(Measure.COSINE)
     few = probes.sample(5)
     for mask, rows in zip(
         masks, measure(tiny_engine.model, recorded.store, few, masks, comparator), strict=True
@@ -198,7 +198,7 @@ def test_decisions_are_compared_where_the_budget_is_agreement(tiny_engine, recor
         logits = staticmethod(lambda outputs: outputs[:, :2])
 
     engine = replace(tiny_engine, classifier=FirstTwo())
-    comparator = engine.comparator(Measure.AGREEMENT)
+    comparator = engine.decisions.comparator(Measure.AGREEMENT)
     (rows,) = measure(engine.model, recorded.store, probes, masks[-1:], comparator)
     batches = stored_batches(engine.model, recorded.store, masks[-1].order, probes, probes.records[STORED])
     for indices, make in batches:
@@ -215,7 +215,7 @@ def test_progress_counts_the_batches_of_all_kinds_to_the_end(tiny_engine, record
     records = {kind: probes.records[kind] if kind < kinds else none for kind in RecordKind}
     probes = Probes(probes.sequences, records, probes.similarities)
     seen = []
-    comparator = tiny_engine.comparator(Measure.COSINE)
+    comparator = tiny_engine.decisions.comparator(Measure.COSINE)
     measure(tiny_engine.model, recorded.store, probes, masks, comparator, lambda *step: seen.append(step))
     assert seen == [(done, len(seen)) for done in range(1, len(seen) + 1)]
     assert len(seen) == kinds

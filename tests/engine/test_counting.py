@@ -106,7 +106,7 @@ def test_hits_never_have_q_and_k_or_softmax_of_the_reused_heads(engine, hits):
     _, hit = run(engine, hits)
     assert all(hit)
     tokens = sum(map(len, hits))
-    for layer, reused in zip(engine.model.layers, engine.database.mask.reused, strict=True):
+    for layer, reused in zip(engine.model.layers, engine.map_reuse.database.mask.reused, strict=True):
         assert layer.values == [(tokens, HEADS)]
         assert layer.computed == [(tokens, HEADS - reused)]
         assert layer.reused == []
@@ -130,7 +130,7 @@ def test_in_a_mixed_batch_only_misses_are_projected_for_the_reused_heads(engine,
     _, hit = run(engine, sequences)
     assert hit == [ids in hits for ids in sequences]
     tokens, missed = sum(map(len, sequences)), sum(map(len, misses))
-    for layer, reused in zip(engine.model.layers, engine.database.mask.reused, strict=True):
+    for layer, reused in zip(engine.model.layers, engine.map_reuse.database.mask.reused, strict=True):
         assert layer.values == [(tokens, HEADS)]
         assert layer.computed == [(tokens, HEADS - reused)]
         assert layer.reused == ([(missed, reused)] if reused else [])
@@ -205,7 +205,7 @@ def test_kernel_computes_no_reused_head_of_a_hit(engine, hits, misses, kind, mon
     of_hits = sum(len(ids) for ids in sequences if ids in hits)
     assert len(counted.contexts) == LAYERS
     by_layer = zip(counted.computed.values(), counted.reused.values(), strict=True)
-    for (computed, read), reused in zip(by_layer, engine.database.mask.reused, strict=True):
+    for (computed, read), reused in zip(by_layer, engine.map_reuse.database.mask.reused, strict=True):
         expected = np.zeros((tokens, HEADS), dtype=int)
         expected[:of_hits, :reused] = 1  # hits and reused heads come first
         np.testing.assert_array_equal(read, expected)
@@ -243,7 +243,7 @@ def test_operators_of_attention_compute_no_reused_head_of_a_hit(engine, hits, mi
     with attention_by("operators"):
         events, hit = profiled(engine, sequences)
     squares = np.array([len(ids) for ids in sequences]) ** 2
-    reused = engine.database.mask.total
+    reused = engine.map_reuse.database.mask.total
     expected = squares.sum() * (LAYERS * HEADS - reused) + squares[~hit].sum() * reused
     assert numbers_of_maps(events) == expected
 
@@ -270,7 +270,7 @@ def test_matrix_products_of_a_hit_have_no_rows_of_reused_q_and_k(engine, hits, m
     lengths = np.array([len(ids) for ids in sequences])
     tokens, missed = int(lengths.sum()), int(lengths[~np.array(hit)].sum())
     expected = [(tokens, PROJECTED)]  # the first layer of the feature projector
-    for reused in engine.database.mask.reused:
+    for reused in engine.map_reuse.database.mask.reused:
         expected.append((tokens, HIDDEN + 2 * (HEADS - reused) * WIDTH))
         if reused and missed:
             expected.append((missed, 2 * reused * WIDTH))
@@ -296,7 +296,7 @@ def test_the_stack_computes_no_reused_head_of_a_hit(engine, hits, misses, kind, 
     tokens, missed = int(lengths.sum()), int(lengths[~np.array(hit)].sum())
     # V, the output projection and the feed-forward half of every token in every layer.
     multiplications, map_rows = tokens * LAYERS * 2 * (HIDDEN * HIDDEN + HIDDEN * INNER), 0
-    for reused in engine.database.mask.reused:
+    for reused in engine.map_reuse.database.mask.reused:
         rows_of_heads = tokens * (HEADS - reused) + missed * reused
         multiplications += rows_of_heads * 2 * WIDTH * HIDDEN
         map_rows += rows_of_heads

@@ -99,22 +99,22 @@ def test_logits_are_those_of_hugging_face(classifier, tiny_classifier_checkpoint
     result = run(classifier, sequences)
     expected = reference_logits(tiny_classifier_checkpoint.folder, sequences)
     assert result.outputs.shape == (len(lengths), 3)
-    np.testing.assert_allclose(classifier.class_logits(result.outputs), expected, atol=FLOAT32)
+    np.testing.assert_allclose(classifier.decisions.class_logits(result.outputs), expected, atol=FLOAT32)
 
 
 def test_labels_are_in_the_order_of_the_logits(classifier):
-    assert (classifier.task, classifier.labels) == ("classify", LABELS)
+    assert (classifier.checkpoint.task, classifier.decisions.labels) == ("classify", LABELS)
 
 
 def test_more_than_ten_labels_are_sorted_as_numbers(tmp_path):
     names = [f"class {letter}" for letter in "abcdefghijkl"]
     engine = PrefillEngine.load(read_checkpoint(write_model(tmp_path, labels=names)), dtype="float32")
-    assert engine.labels == tuple(names)
+    assert engine.decisions.labels == tuple(names)
 
 
 def test_two_classes_without_names_have_the_names_of_hugging_face(tmp_path):
     engine = PrefillEngine.load(read_checkpoint(write_model(tmp_path, labels=["LABEL_0", "LABEL_1"])))
-    assert engine.labels == ("LABEL_0", "LABEL_1")
+    assert engine.decisions.labels == ("LABEL_0", "LABEL_1")
 
 
 def test_number_of_classes_without_names_is_read_from_the_configuration(tmp_path):
@@ -124,7 +124,7 @@ def test_number_of_classes_without_names_is_read_from_the_configuration(tmp_path
     write_json(folder / "config.json", config | {"num_labels": 3})
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
     assert run(engine, random_sequences([5])).outputs.shape == (1, 3)
-    assert engine.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert engine.decisions.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
 def test_classifier_gives_no_embeddings(classifier):
@@ -133,9 +133,9 @@ def test_classifier_gives_no_embeddings(classifier):
 
 
 def test_encoder_without_a_classifier_has_no_classes(tiny_engine):
-    assert tiny_engine.labels is None
+    assert tiny_engine.decisions.labels is None
     with pytest.raises(NoClassifier) as caught:
-        tiny_engine.class_logits(np.zeros((1, 32)))
+        tiny_engine.decisions.class_logits(np.zeros((1, 32)))
     assert caught.value.field == "labels"
 
 
@@ -150,9 +150,9 @@ def test_fitted_classifier_names_the_classes_and_gives_the_logits(tiny_checkpoin
         fitted={},
     )
     engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", classifier=fitted)
-    assert (engine.task, engine.labels) == ("embed", ("no", "yes"))
+    assert (engine.checkpoint.task, engine.decisions.labels) == ("embed", ("no", "yes"))
     outputs = run(engine, random_sequences([5, 8])).outputs
-    np.testing.assert_array_equal(engine.class_logits(outputs), fitted.logits(outputs))
+    np.testing.assert_array_equal(engine.decisions.class_logits(outputs), fitted.logits(outputs))
 
 
 def test_database_of_another_model_is_refused_before_anything_is_loaded(tmp_path, tiny_database):
@@ -190,7 +190,7 @@ def test_info_has_model_dtype_threads_and_database(tiny_checkpoint, tiny_engine,
         "compiled_off": native.compiled_off(),
         "gain": None,
         "reuse_off": [],
-        "database": asdict(engine.database.info()),
+        "database": asdict(engine.map_reuse.database.info()),
         "key_values": None,
         "key_values_off": "switched off",
         "blending": None,
@@ -236,7 +236,7 @@ def test_attention_time_is_part_of_the_forward_time(tiny_engine):
 
 def test_without_a_database_no_maps_are_reused(tiny_engine):
     assert tiny_engine.map_reuse is None
-    assert tiny_engine.policy is None
+    assert tiny_engine.map_reuse is None
     assert tiny_engine.reuse_off == []
 
 
@@ -244,12 +244,14 @@ def test_comparator_compares_embeddings_of_an_encoder_and_classes_of_a_classifie
     embeddings = run(tiny_engine, random_sequences([5, 9])).outputs
     expected = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
     np.testing.assert_allclose(
-        tiny_engine.comparator(Measure.COSINE).comparable(embeddings), expected, atol=1e-6
+        tiny_engine.decisions.comparator(Measure.COSINE).comparable(embeddings), expected, atol=1e-6
     )
     logits = run(classifier, random_sequences([5, 9])).outputs
     roots = np.sqrt(class_scores(logits))
-    np.testing.assert_allclose(classifier.comparator(Measure.COSINE).comparable(logits), roots, atol=1e-6)
-    comparator = classifier.comparator(Measure.AGREEMENT)
+    np.testing.assert_allclose(
+        classifier.decisions.comparator(Measure.COSINE).comparable(logits), roots, atol=1e-6
+    )
+    comparator = classifier.decisions.comparator(Measure.AGREEMENT)
     assert comparator.fidelity(logits, logits[:, ::-1]).tolist() == [
         float(first == 2 - second) for first, second in zip(*[logits.argmax(axis=1)] * 2, strict=True)
     ]
@@ -257,7 +259,7 @@ def test_comparator_compares_embeddings_of_an_encoder_and_classes_of_a_classifie
 
 def test_agreement_of_an_encoder_needs_a_classifier(tiny_engine):
     with pytest.raises(NoClassifier):
-        tiny_engine.comparator(Measure.AGREEMENT)
+        tiny_engine.decisions.comparator(Measure.AGREEMENT)
 
 
 def signs(dimensions: int, **changes) -> LinearClassifier:
@@ -282,20 +284,20 @@ def deciding(tiny_checkpoint, tiny_engine, tiny_database, tmp_path) -> PrefillEn
 def test_agreement_of_an_encoder_uses_the_classifier_of_its_database(deciding):
     outputs = run(deciding, random_sequences([5, 9])).outputs
     outputs[:, 0] = (-1, 1)
-    comparator = deciding.comparator(Measure.AGREEMENT)
+    comparator = deciding.decisions.comparator(Measure.AGREEMENT)
     assert comparator.fidelity(outputs, outputs[::-1]).tolist() == [0, 0]
     assert comparator.fidelity(outputs, 2 * outputs).tolist() == [1, 1]
     # The classifier of the database is used for nothing else.
-    assert deciding.labels is None
-    assert deciding.comparator(Measure.COSINE).class_logits is None
+    assert deciding.decisions.labels is None
+    assert deciding.decisions.comparator(Measure.COSINE).class_logits is None
 
 
 def test_agreement_prefers_the_engines_classifier_to_that_of_the_database(deciding):
     outputs = run(deciding, random_sequences([5])).outputs
     outputs[:, 0] = 1
-    assert deciding.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [0]
+    assert deciding.decisions.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [0]
     fitted = replace(deciding, classifier=signs(outputs.shape[1], bias=np.array([9, 0], np.float32)))
-    assert fitted.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [1]
+    assert fitted.decisions.comparator(Measure.AGREEMENT).fidelity(outputs, -outputs).tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -310,18 +312,18 @@ def test_agreement_prefers_the_engines_classifier_to_that_of_the_database(decidi
     ],
 )
 def test_damaged_or_changed_classifier_of_a_database_is_refused(deciding, spoil):
-    spoil(deciding.database.folder / "decisions")
+    spoil(deciding.map_reuse.database.folder / "decisions")
     with pytest.raises(CorruptDatabase, match=r"a\.db.*decisions.* calibrate ") as refused:
-        deciding.comparator(Measure.AGREEMENT)
+        deciding.decisions.comparator(Measure.AGREEMENT)
     assert refused.value.field == "database"
 
 
 def test_classifier_that_the_manifest_does_not_name_is_ignored(deciding, tiny_checkpoint, tiny_database):
-    folder = deciding.database.folder
+    folder = deciding.map_reuse.database.folder
     AttentionDatabase.open(tiny_database).manifest.write(folder)
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
     with pytest.raises(NoClassifier):
-        engine.comparator(Measure.AGREEMENT)
+        engine.decisions.comparator(Measure.AGREEMENT)
 
 
 def test_engine_takes_a_database_or_a_strategy(tiny_checkpoint, tiny_database):

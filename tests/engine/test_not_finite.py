@@ -238,7 +238,7 @@ def test_evaluation_names_the_text_that_is_not_finite(engine, folder):
     sequences = engine.tokenize([*SOUND, DAMAGED[0]])
     with pytest.raises(NotFinite, match=r"data\[3\]"):
         full_outputs(engine, sequences, batch_size=2)
-    comparator = engine.comparator(Measure.COSINE)
+    comparator = engine.decisions.comparator(Measure.COSINE)
     task = AgreementTask("texts", comparator, sequences, full_outputs(engine, sequences[:3]))
     methods = Methods(engine, read_checkpoint(folder), None, [], dtype="float32")
     with pytest.raises(NotFinite, match=r"data\[3\]"):
@@ -326,10 +326,12 @@ def copied(folder, tmp_path):
 
 def test_damage_is_reported_per_sequence_of_a_text(llama, tmp_path):
     labels = ["bank account lost", "zebra"]
-    account = scoring(llama, labels).label_tokens.tokens[0][1]
+    account = scoring(llama, labels).decisions.label_tokens.tokens[0][1]
     engine = scoring(damage_weights(copied(llama, tmp_path), account), labels)
-    sequences = engine.tokenize(["money"], prompt=engine.label_tokens.prompt)
-    result = prefill(engine, sequences, reuse=False, plans=engine.label_tokens.prompt.sequence_plans)
+    sequences = engine.tokenize(["money"], prompt=engine.decisions.label_tokens.prompt)
+    result = prefill(
+        engine, sequences, reuse=False, plans=engine.decisions.label_tokens.prompt.sequence_plans
+    )
     assert [account in ids for ids in sequences] == [False, True]
     assert result.finite.tolist() == [True, False]
 
@@ -337,11 +339,11 @@ def test_damage_is_reported_per_sequence_of_a_text(llama, tmp_path):
 def test_damage_of_a_label_does_not_reach_the_labels_computed_beside_it(llama, tmp_path):
     """All labels are one tree, and the tokens of different labels are computed together."""
     labels = ["bank account lost", "zebra", "bank lost zebra", "bank lost money"]
-    account = scoring(llama, labels).label_tokens.tokens[0][1]
+    account = scoring(llama, labels).decisions.label_tokens.tokens[0][1]
     engine = scoring(damage_weights(copied(llama, tmp_path), account), labels)
-    prompt = engine.label_tokens.prompt
+    prompt = engine.decisions.label_tokens.prompt
     sequences = engine.tokenize(["money", "my account"], prompt=prompt)
-    requests = engine.requests(sequences, prompt, engine.label_tokens, reuse=False)
+    requests = engine.requests(sequences, prompt, engine.decisions.label_tokens, reuse=False)
     shared = engine.run(requests)
     alone = replace(engine, share_prefixes=False).run(requests)
     assert shared.tokens < alone.tokens
@@ -354,7 +356,7 @@ def test_damaged_language_head_is_reported_for_every_sequence(llama, tmp_path):
     """The outputs are finite, but the log-probabilities are not, because of the sum over the vocabulary."""
     damage_weights(copied(llama, tmp_path), 417, names=("lm_head.weight",))
     engine = scoring(tmp_path, ["bank account lost", "card"])
-    prompt = engine.label_tokens.prompt
+    prompt = engine.decisions.label_tokens.prompt
     sequences = engine.tokenize(["money"], prompt=prompt)
     result = prefill(engine, sequences, reuse=False, plans=prompt.sequence_plans)
     assert np.isfinite(result.outputs).all()

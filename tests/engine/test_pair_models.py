@@ -160,7 +160,7 @@ def test_model_without_a_single_class_scores_no_pairs(tmp_path):
     # Its pairs have class logits all the same.
     ids = engine.tokenize([(QUERY, text) for text in DOCUMENTS])
     expected = cross_encoder(tmp_path / str(labels)).predict([(QUERY, text) for text in DOCUMENTS])
-    logits = engine.class_logits(engine.run(engine.requests(ids)).outputs)
+    logits = engine.decisions.class_logits(engine.run(engine.requests(ids)).outputs)
     np.testing.assert_allclose(logits, expected, atol=FLOAT32)
 
 
@@ -233,7 +233,7 @@ def test_documents_of_a_query_share_instruction_and_query(qwen3):
         return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
     def run(query):
-        return engine.run(engine.requests(tokens(query), prompt, engine.label_tokens))
+        return engine.run(engine.requests(tokens(query), prompt, engine.decisions.label_tokens))
 
     first, again, other = run(QUERY), run(QUERY), run("how do I reset it")
     assert first.tokens <= first.asked_tokens - 3 * shared(tokens(QUERY))
@@ -249,10 +249,10 @@ def test_labels_of_several_tokens_score_pairs_too(qwen3):
     checkpoint = replace(qwen3, labels=("never ever", "always"))
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     assert len(engine.pair_scores.prompt().sequence_plans) > 1
-    labels = engine.label_tokens
+    labels = engine.decisions.label_tokens
     sequences = engine.tokenize([(QUERY, text) for text in DOCUMENTS], prompt=labels.prompt)
     result = engine.run(engine.requests(sequences, labels.prompt, labels))
-    both = class_scores(engine.label_logits(labels, result.outputs, result.log_probabilities))
+    both = class_scores(engine.decisions.label_logits(labels, result.outputs, result.log_probabilities))
     np.testing.assert_allclose(engine.rerank(QUERY, DOCUMENTS), both[:, 1], atol=FLOAT32)
 
 
@@ -349,9 +349,9 @@ def test_zero_shot_scores_are_those_of_transformers_pipeline(tmp_path, write, cl
         )
     ]
     engine = load(folder, max_tokens=60)
-    choice = engine.zero_shot(labels, template)
+    choice = engine.decisions.zero_shot(labels, template)
     sequences = engine.tokenize(choice.pairs(TEXTS), prompt=choice.prompt)
-    logits = engine.class_logits(engine.run(engine.requests(sequences, choice.prompt)).outputs)
+    logits = engine.decisions.class_logits(engine.run(engine.requests(sequences, choice.prompt)).outputs)
     found = choice.scores(logits, multi_label)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, [[row[label] for label in labels] for row in expected], atol=FLOAT32)
@@ -360,7 +360,7 @@ def test_zero_shot_scores_are_those_of_transformers_pipeline(tmp_path, write, cl
 def test_model_without_entailment_takes_no_labels(tmp_path):
     engine = load(write_deberta_v3(tmp_path, **GUARD))
     with pytest.raises(NoClassifier, match="no class named entailment") as refused:
-        engine.zero_shot(LABELS)
+        engine.decisions.zero_shot(LABELS)
     assert refused.value.field == "labels"
 
 
@@ -368,13 +368,13 @@ def test_model_without_entailment_takes_no_labels(tmp_path):
 def test_hypothesis_template_without_exactly_one_place_is_refused(tmp_path, template):
     engine = load(write_deberta_v3(tmp_path, **NLI))
     with pytest.raises(InvalidInput, match="hypothesis_template must hold") as refused:
-        engine.zero_shot(LABELS, template)
+        engine.decisions.zero_shot(LABELS, template)
     assert refused.value.field == "hypothesis_template"
 
 
 def test_hypothesis_that_leaves_no_room_is_refused(tmp_path):
     engine = load(write_deberta_v3(tmp_path, **NLI), max_tokens=40)
-    choice = engine.zero_shot(["money", "delivery " * 30])
+    choice = engine.decisions.zero_shot(["money", "delivery " * 30])
     with pytest.raises(InvalidInput, match=r"inputs\[1\]: there is no room left"):
         engine.tokenize(choice.pairs(["my parcel"]), prompt=choice.prompt)
 
@@ -393,10 +393,12 @@ def test_guard_classifies_texts_as_transformers_pipeline_does(tmp_path, write):
     texts = [*DOCUMENTS[:3], "where is my account ?"]
     expected = [{own["label"]: own["score"] for own in found} for found in theirs(texts)]
     engine = load(folder)
-    assert engine.labels == ("BENIGN", "INJECTION", "JAILBREAK")
-    scores = class_scores(engine.class_logits(engine.run(engine.requests(engine.tokenize(texts))).outputs))
+    assert engine.decisions.labels == ("BENIGN", "INJECTION", "JAILBREAK")
+    scores = class_scores(
+        engine.decisions.class_logits(engine.run(engine.requests(engine.tokenize(texts))).outputs)
+    )
     np.testing.assert_allclose(
-        scores, [[row[label] for label in engine.labels] for row in expected], atol=FLOAT32
+        scores, [[row[label] for label in engine.decisions.labels] for row in expected], atol=FLOAT32
     )
 
 

@@ -61,7 +61,7 @@ def with_model(engine, model):
         engine.tokenizer,
         dtype=engine.dtype,
         threads=1,
-        strategy=MapReuse(engine.database),
+        strategy=MapReuse(engine.map_reuse.database),
     )
 
 

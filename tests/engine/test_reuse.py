@@ -368,7 +368,7 @@ def test_a_damaged_record_is_not_used(tiny_database, tiny_checkpoint, tiny_refer
         expected = tiny_reference.means(sequences)
         np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
         np.testing.assert_allclose(result.outputs[[1, 3]], expected[[1, 3]], atol=FLOAT32)
-    assert engine.database.verify() == ["length 7: 1 damaged records, the first is 3"]
+    assert engine.map_reuse.database.verify() == ["length 7: 1 damaged records, the first is 3"]
 
 
 @needs_bfloat16

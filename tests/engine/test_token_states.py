@@ -25,7 +25,7 @@ FLOAT32 = 3e-5
 
 def read(engine, texts):
     """Return the states of some texts, and the result of their batch."""
-    prompt = engine.default_prompt
+    prompt = engine.tokenizer.default_prompt
     [plan] = prompt.sequence_plans
     reading = replace(prompt, sequence_plans=(replace(plan, states=True),))
     result = engine.run(engine.requests(engine.tokenize(texts, prompt=reading), reading, reuse=False))
@@ -55,7 +55,7 @@ def test_states_are_read_where_keys_and_values_are_stored_and_beside_requests_wi
     plain = PrefillEngine.load(checkpoint, dtype="float32")
     storing = PrefillEngine.load(checkpoint, dtype="float32", key_values=KeyValueOptions())
     storing.embed(TEXTS)
-    prompt = storing.default_prompt
+    prompt = storing.tokenizer.default_prompt
     [plan] = prompt.sequence_plans
     sequences = storing.tokenize(TEXTS)
     reading = replace(prompt, sequence_plans=(replace(plan, states=True),))

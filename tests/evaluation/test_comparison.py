@@ -350,7 +350,9 @@ def test_classes_of_a_baseline_are_compared_over_all_texts(tiny_classifier_check
     sharing = shared_maps_engine(tiny_classifier_checkpoint, lazyformer_blocks(3), dtype="float32")
     logits = prefill(full, sequences, reuse=False).outputs
     changed = prefill(sharing, sequences).outputs
-    labels = [full.labels[row.argmax()] for row in logits[::-1]]  # labels that are right for some texts
+    labels = [
+        full.decisions.labels[row.argmax()] for row in logits[::-1]
+    ]  # labels that are right for some texts
     methods = {
         "full": lambda batch: prefill(full, batch, reuse=False),
         "lazyformer": lambda batch: prefill(sharing, batch),
@@ -358,8 +360,8 @@ def test_classes_of_a_baseline_are_compared_over_all_texts(tiny_classifier_check
     own, report = compare(
         methods,
         ClassificationTask("data", full, sequences, labels),
-        full.comparator(Measure.COSINE),
-        full.comparator(Measure.AGREEMENT),
+        full.decisions.comparator(Measure.COSINE),
+        full.decisions.comparator(Measure.AGREEMENT),
         changing_all=("lazyformer",),
         rounds=1,
     )

@@ -176,7 +176,10 @@ def test_labels_can_be_numbers_of_the_models_classes(tiny_classifier_checkpoint,
     engine = PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
     texts = (files / "corpus.txt").read_text(encoding="utf-8").splitlines()[::8]
     logits = prefill(engine, engine.tokenize(texts), reuse=False).outputs
-    for labels in (map(str, logits.argmax(axis=1)), (engine.labels[row.argmax()] for row in logits)):
+    for labels in (
+        map(str, logits.argmax(axis=1)),
+        (engine.decisions.labels[row.argmax()] for row in logits),
+    ):
         data = write_table(tmp_path / "data.tsv", "text\tlabel", zip(texts, labels, strict=True))
         given = ("--methods", "full", "--data", data, "--json", tmp_path / "a.json")
         succeeded(evaluate("classification", tiny_classifier_checkpoint, *given))

@@ -54,7 +54,7 @@ def logits_of(engine, texts, reuse):
     for text in texts:
         sequences = engine.tokenize([text], prompt=asked.prompt)
         result = prefill(engine, sequences, reuse=reuse, plans=asked.prompt.sequence_plans)
-        rows.append(engine.label_logits(asked, result.outputs, result.log_probabilities)[0])
+        rows.append(engine.decisions.label_logits(asked, result.outputs, result.log_probabilities)[0])
     return np.array(rows)
 
 

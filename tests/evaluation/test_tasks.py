@@ -106,7 +106,9 @@ def test_model_without_classes_refuses_every_label(tiny_engine):
 
 def test_agreement_of_embeddings_is_the_mean_cosine_to_the_full_model(tiny_engine):
     full, changed = vectors(7), vectors(7, seed=1)
-    task = AgreementTask("texts", tiny_engine.comparator(Measure.COSINE), random_sequences([5] * 7), full)
+    task = AgreementTask(
+        "texts", tiny_engine.decisions.comparator(Measure.COSINE), random_sequences([5] * 7), full
+    )
     expected = [1 - cosine(*pair) for pair in zip(changed, full, strict=True)]
     np.testing.assert_allclose(task.items(changed), expected, atol=1e-6)
     assert task.scores(changed) == {"texts": pytest.approx(np.mean(expected), abs=1e-6)}
@@ -117,7 +119,7 @@ def test_agreement_of_embeddings_is_the_mean_cosine_to_the_full_model(tiny_engin
 def test_agreement_of_decisions_is_the_share_of_unchanged_decisions(classifier_engine):
     full = np.array([[0, 2, 1], [5, 0, 6], [3, 2, 1], [9, 8, 7]], dtype=np.float32)
     changed = np.array([[0, 1, 0], [9, 0, 6], [1, 2, 3], [3, 2, 1]], dtype=np.float32)
-    comparator = classifier_engine.comparator(Measure.AGREEMENT)
+    comparator = classifier_engine.decisions.comparator(Measure.AGREEMENT)
     task = AgreementTask("texts", comparator, random_sequences([5] * 4), full)
     assert task.items(changed).tolist() == [1, 0, 0, 1]
     assert task.scores(changed) == {"texts": 0.5}

@@ -230,13 +230,13 @@ def test_decisions_are_kept_by_a_model_with_classes(options, tiny_classifier_che
     for own in report.measured:
         engine = PrefillEngine.load(own.way.variant_of(tiny_classifier_checkpoint), dtype="float32")
         decided = [
-            loaded.class_logits(
+            loaded.decisions.class_logits(
                 loaded.run(loaded.requests(loaded.tokenize(tuning.measuring.texts), reuse=False)).outputs
             ).argmax(axis=1)
             for loaded in (engine, exact)
         ]
         assert own.quality.mean == np.equal(*decided).mean()
-        names = [engine.labels[row] for row in decided[0]]
+        names = [engine.decisions.labels[row] for row in decided[0]]
         assert own.accuracy == np.mean(np.array(names) == np.array(tuning.measuring.labels))
     assert str(report.budget.measure) == "agreement"
     with pytest.raises(InvalidInput, match="labels of the texts are none of the model's 3 classes"):

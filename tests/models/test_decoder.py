@@ -25,8 +25,8 @@ def test_class_scores_in_a_batch_are_hugging_faces(tmp_path, name):
     checkpoint = read_checkpoint(write_family(tmp_path, case.made(), labels=["a", "b", "c"]))
     sequences = random_sequences([4, 17, 1, 17, 30])
     engine = PrefillEngine.load(checkpoint, dtype="float32")
-    assert engine.task == "classify"
-    assert engine.labels == ("a", "b", "c")
+    assert engine.checkpoint.task == "classify"
+    assert engine.decisions.labels == ("a", "b", "c")
     found = torch.from_numpy(prefill(engine, sequences, reuse=False).outputs)
     expected = torch.from_numpy(case.reference.class_scores(tmp_path, sequences))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

@@ -140,13 +140,13 @@ def test_labels_have_the_logits_of_their_tokens(published, tmp_path, tied):
     labels = ("bank", "card", "lost")
     checkpoint = read_checkpoint(tmp_path).adapted(label_logits=True, labels=labels)
     engine = PrefillEngine.load(checkpoint, dtype="float32")
-    asked = engine.labels_in(None, labels)
+    asked = engine.decisions.labels_in(None, labels)
     assert asked.one_token_each
     sequences = engine.tokenize(["my money is", "where is the"], prompt=asked.prompt)
     result = prefill(
         engine, sequences, reuse=False, plans=[asked.prompt.sequence_plan(index) for index in range(2)]
     )
-    found = engine.label_logits(asked, result.outputs, result.log_probabilities)
+    found = engine.decisions.label_logits(asked, result.outputs, result.log_probabilities)
     plain = PlainDeepseek(tmp_path)
     tokens = [own[0] for own in asked.tokens]
     expected = np.stack([plain.token_logits(ids)[-1, tokens].numpy() for ids in sequences])

@@ -111,7 +111,7 @@ def test_only_qwen_is_causal_and_stores_keys_and_values(folders):
     for name in EMBEDDING_MODELS:
         engine = loaded(folders(name), key_values=KeyValueOptions(memory_bytes=2**20))
         assert (engine.key_values is not None) == (name in causal)
-        assert engine.shares_prefixes(reuse=False) == (name in causal)
+        assert engine.runner.shares_prefixes(reuse=False) == (name in causal)
 
 
 def test_qwen_ends_each_text_with_the_token_that_is_pooled(folders):
@@ -258,7 +258,7 @@ def test_labels_are_compared_with_embeddings_behind_dense_modules(folders):
     checkpoint = read_checkpoint(folders("embedding-gemma")).adapted(labels=CORPUS[:3])
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     result = engine.run(engine.requests(engine.tokenize(CORPUS[:3])))
-    assert engine.class_logits(result.outputs).argmax(axis=1).tolist() == [0, 1, 2]
+    assert engine.decisions.class_logits(result.outputs).argmax(axis=1).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("dimensions", [0, -1, 65])

@@ -102,7 +102,7 @@ def test_embeddings_of_a_plain_folder_are_those_of_sentence_transformers(tmp_pat
     texts += ["", f"my {padding} card zebra {padding}", f"{padding} lost é"]
     theirs = SentenceTransformer(str(checkpoint.folder), device="cpu").encode(texts)
     engine = PrefillEngine.load(checkpoint, dtype="float32")
-    assert max(map(len, engine.tokenize(texts))) == engine.max_tokens == 30
+    assert max(map(len, engine.tokenize(texts))) == engine.tokenizer.max_tokens == 30
     np.testing.assert_allclose(engine.embed(texts, normalize=False), theirs, atol=FLOAT32)
 
 
@@ -112,8 +112,8 @@ def test_classes_are_those_of_hugging_face(tmp_path, name):
     checkpoint = read_checkpoint(write_family(tmp_path, ENCODERS[name].made(), labels))
     sequences = random_sequences([9, 1, 30, 9, 66])
     engine = PrefillEngine.load(checkpoint, dtype="float32")
-    assert engine.task == "classify"
-    assert engine.labels == tuple(labels)
+    assert engine.checkpoint.task == "classify"
+    assert engine.decisions.labels == tuple(labels)
     logits = prefill(engine, sequences, reuse=False).outputs
     np.testing.assert_allclose(logits, reference_logits(tmp_path, sequences), atol=FLOAT32)
 
@@ -139,7 +139,7 @@ def test_position_limit_excludes_the_positions_before_the_first(tiny_checkpoint,
 def test_text_is_cut_at_the_number_of_positions(tmp_path, family):
     checkpoint = write_tokenized(tmp_path, family, longest=10**30, max_position_embeddings=34)
     engine = PrefillEngine.load(checkpoint, dtype="float32")
-    assert engine.max_tokens == 32
+    assert engine.tokenizer.max_tokens == 32
     texts = ["my card " * 40]
     theirs = SentenceTransformer(str(checkpoint.folder), device="cpu")
     theirs.max_seq_length = 32

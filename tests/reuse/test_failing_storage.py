@@ -349,7 +349,7 @@ STEP = 512  # bytes, less than a record
 
 
 def changed_by_scrub(engine: PrefillEngine) -> int:
-    return sum(step.changed for step in engine.database.search.store.scrub(STEP))
+    return sum(step.changed for step in engine.map_reuse.database.search.store.scrub(STEP))
 
 
 def change_through_a_mapping(segment: Segment, record: int) -> None:
@@ -369,7 +369,7 @@ def test_scrub_excludes_records_that_changed_and_reports_each_once(tiny_checkpoi
     engine = engine_on(tiny_checkpoint, folder)
     run(engine, recorded)
     assert changed_by_scrub(engine) == 0
-    segment = engine.database.search.store.segments[7]
+    segment = engine.map_reuse.database.search.store.segments[7]
     records = [segment.record_of(ids) for ids in recorded if len(ids) == 7]
     change(segment, records[2])
     change(segment, records[4])
@@ -382,7 +382,7 @@ def test_scrub_excludes_records_that_changed_and_reports_each_once(tiny_checkpoi
 
 def test_scrub_reads_exactly_the_checked_records_in_steps(tiny_checkpoint, folder, recorded):
     engine = engine_on(tiny_checkpoint, folder)
-    store = engine.database.search.store
+    store = engine.map_reuse.database.search.store
     assert list(store.scrub(STEP)) == [Scrubbed(0, 0)]
     run(engine, recorded)
     used = 2 * 12 * sum(len(ids) ** 2 for ids in recorded)  # bytes: twelve maps of 16-bit numbers per record

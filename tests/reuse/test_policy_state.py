@@ -221,7 +221,7 @@ def test_steps_of_one_engine_reach_the_other(tiny_checkpoint, folder):
     second.map_reuse.tighten(1)
     for engine in (first, second, first):
         engine.map_reuse.keep_verified({})
-    assert first.policy == second.policy == after(replace(POLICY, limit=None), [0, 1])
+    assert first.map_reuse.policy == second.map_reuse.policy == after(replace(POLICY, limit=None), [0, 1])
 
 
 def test_engine_does_not_wait_for_a_held_lock_and_keeps_its_findings_later(tiny_checkpoint, folder):
@@ -229,7 +229,7 @@ def test_engine_does_not_wait_for_a_held_lock_and_keeps_its_findings_later(tiny_
     with locked(folder / "tightened.json", on_wait=pytest.fail):
         engine.map_reuse.tighten(0)
         assert engine.map_reuse.keep_verified({FIRST: [0.5]}) is None
-        assert engine.policy.steps.groups == (1, 0, 0)
+        assert engine.map_reuse.policy.steps.groups == (1, 0, 0)
     assert engine.reuse_off == []
     assert not (folder / "tightened.json").exists()
     assert engine.map_reuse.keep_verified({}).steps.groups == (1, 0, 0)
@@ -258,15 +258,15 @@ def test_step_that_is_found_while_the_groups_that_pay_are_set_is_not_lost(folder
 def test_steps_of_an_engine_hold_after_a_restart(tiny_checkpoint, folder):
     engine = engine_of(tiny_checkpoint, folder)
     tighten(engine, 0, 2, 0)
-    policy = engine_of(tiny_checkpoint, folder).policy
-    assert policy == engine.policy == after(replace(POLICY, limit=None), [0, 2, 0])
+    policy = engine_of(tiny_checkpoint, folder).map_reuse.policy
+    assert policy == engine.map_reuse.policy == after(replace(POLICY, limit=None), [0, 2, 0])
     assert [each.tightened for each in policy.groups] == [2, 0, 1]
 
 
 def test_tightening_continues_after_a_restart(tiny_checkpoint, folder):
     for _ in range(3):
         tighten(engine_of(tiny_checkpoint, folder), 0)
-    assert engine_of(tiny_checkpoint, folder).policy.steps.groups == (3, 0, 0)
+    assert engine_of(tiny_checkpoint, folder).map_reuse.policy.steps.groups == (3, 0, 0)
 
 
 def test_tightening_does_not_change_the_manifest(tiny_checkpoint, folder):
@@ -277,20 +277,20 @@ def test_tightening_does_not_change_the_manifest(tiny_checkpoint, folder):
 
 def test_group_that_was_switched_off_stays_off(tiny_checkpoint, folder):
     tighten(engine_of(tiny_checkpoint, folder), *[0] * 6)
-    assert engine_of(tiny_checkpoint, folder).policy.groups[0].is_off
+    assert engine_of(tiny_checkpoint, folder).map_reuse.policy.groups[0].is_off
 
 
 @pytest.mark.parametrize("overrides", [{"threshold": 0.3}, {"threshold": 0.3, "heads": "all"}])
 def test_operators_own_threshold_ignores_kept_steps(tiny_checkpoint, folder, overrides):
     tighten(engine_of(tiny_checkpoint, folder), 0)
-    policy = engine_of(tiny_checkpoint, folder, **overrides).policy
+    policy = engine_of(tiny_checkpoint, folder, **overrides).map_reuse.policy
     assert policy == replace(POLICY, limit=None).with_threshold(0.3)
     assert policy.steps.groups == (0, 0, 0)
 
 
 def test_operators_own_heads_have_no_budget_and_ignore_kept_steps(tiny_checkpoint, folder):
     tighten(engine_of(tiny_checkpoint, folder), 1)
-    policy = engine_of(tiny_checkpoint, folder, heads="3").policy
+    policy = engine_of(tiny_checkpoint, folder, heads="3").map_reuse.policy
     assert policy == replace(POLICY, limit=None).without_budget()
 
 
@@ -303,8 +303,8 @@ def test_calibration_deletes_the_findings(tiny_checkpoint, tiny_engine, folder):
     )
     assert not (folder / "tightened.json").exists()
     engine = engine_of(tiny_checkpoint, folder)
-    assert engine.policy == engine.database.manifest.policy
-    assert set(engine.policy.steps.groups) == {0}
+    assert engine.map_reuse.policy == engine.map_reuse.database.manifest.policy
+    assert set(engine.map_reuse.policy.steps.groups) == {0}
 
 
 # Files that cannot be read.
@@ -400,7 +400,7 @@ def test_engine_with_an_unreadable_file_reuses_nothing(tiny_checkpoint, tiny_cor
     assert reason.startswith("tightened.json cannot be read (")
     assert f"attention maps are not reused: {reason}" in caplog.text
     assert prefill(engine, recorded).outcomes == (Outcome.NOT_SEARCHED,) * 3
-    assert all(each.is_off for each in engine.policy.groups)
+    assert all(each.is_off for each in engine.map_reuse.policy.groups)
 
 
 @pytest.mark.parametrize("spoil", UNREADABLE)
@@ -411,7 +411,7 @@ def test_file_that_becomes_unreadable_while_serving_ends_reuse(tiny_checkpoint, 
     spoil(folder / "tightened.json")
     assert engine.map_reuse.keep_verified({FIRST: [1.0]}) is None
     assert engine.reuse_off
-    assert all(each.is_off for each in engine.policy.groups)
+    assert all(each.is_off for each in engine.map_reuse.policy.groups)
 
 
 def test_database_can_be_opened_and_verified_with_an_unreadable_file(folder):
@@ -434,7 +434,7 @@ def test_missing_folder_ends_reuse_and_is_not_created(tiny_checkpoint, folder):
         "tightened.json cannot be written (No such file or directory), so nothing would remember that the "
         "policy was found too loose; make the database's folder writable and start again"
     ]
-    assert all(each.is_off for each in engine.policy.groups)
+    assert all(each.is_off for each in engine.map_reuse.policy.groups)
 
 
 def test_reuse_stays_off_until_a_restart(tiny_checkpoint, folder):

@@ -84,16 +84,16 @@ def plan(engine, sequences):
     batch = pack(sequences)
     with torch.inference_mode():
         allowed = np.ones(len(sequences), dtype=bool)
-        found = planned(engine.database.search, batch, engine.model.embed(batch), allowed)
+        found = planned(engine.map_reuse.database.search, batch, engine.model.embed(batch), allowed)
     return batch.in_callers_order(found.records), batch.in_callers_order(found.kinds)
 
 
 def expected_outputs(engine, reference, sequences) -> np.ndarray:
-    order, outputs = engine.database.mask.order, []
+    order, outputs = engine.map_reuse.database.mask.order, []
     for ids, record, kind in zip(sequences, *plan(engine, sequences), strict=True):
         maps = {}
         if record >= 0:
-            segment = engine.database.search.store.segments[len(ids)]
+            segment = engine.map_reuse.database.search.store.segments[len(ids)]
             assert segment.kinds[record] == kind
             maps = {
                 (layer, head): segment.layer_maps(int(record), layer, 4)[index].float()
@@ -139,7 +139,7 @@ def test_recorded_sequence_is_served_by_its_own_record(engines, tiny_reference, 
 
 def test_a_length_without_texts_is_served_by_synthetic_records(engines):
     engine = engines["prototypes"]
-    assert UNSEEN not in engine.database.manifest.records
+    assert UNSEEN not in engine.map_reuse.database.manifest.records
     sequences = random_sequences([4, UNSEEN, 11], seed=4)
     outcomes = (Outcome.NOT_SEARCHED, Outcome.PROTOTYPE_HIT, Outcome.NOT_SEARCHED)
     assert run(engine, sequences).outcomes == outcomes
@@ -191,20 +191,20 @@ def test_tightening_raises_an_engines_thresholds_until_its_group_is_off(tiny_che
     hits = np.array([outcome.is_hit for outcome in run(engine, sequences).outcomes])
     longer = hits[~short]
     for _ in range(6):
-        before = engine.policy
+        before = engine.map_reuse.policy
         engine.map_reuse.tighten(0)
-        assert engine.policy == before.tightened(0)
-        assert engine.info().database.policy == engine.policy.info()
+        assert engine.map_reuse.policy == before.tightened(0)
+        assert engine.info().database.policy == engine.map_reuse.policy.info()
         outcomes = np.array(run(engine, sequences).outcomes, dtype=object)
         now = np.array([outcome.is_hit for outcome in outcomes])
         assert (now[short] <= hits[short]).all()
         assert now[~short].tolist() == longer.tolist()
         hits = now
-    assert engine.policy.groups[0].tightened == 6
-    assert engine.policy.groups[0].is_off
+    assert engine.map_reuse.policy.groups[0].tightened == 6
+    assert engine.map_reuse.policy.groups[0].is_off
     assert set(outcomes[short]) == {Outcome.NOT_SEARCHED}
     # Other engines and the database are not affected.
-    assert engine.database.search.policy == policy
+    assert engine.map_reuse.database.search.policy == policy
     assert AttentionDatabase.open(folder).manifest == opened.manifest
 
 
@@ -245,7 +245,7 @@ def test_damaged_synthetic_record_is_not_used_is_counted_and_found_by_verify(
         assert [not outcome.is_hit for outcome in result.outcomes] == victims
         full = tiny_reference.means(sequences)
         np.testing.assert_allclose(result.outputs[victims], full[victims], atol=FLOAT32)
-    assert engine.database.verify() == [f"length 7: 1 damaged records, the first is {record}"]
+    assert engine.map_reuse.database.verify() == [f"length 7: 1 damaged records, the first is {record}"]
 
 
 @pytest.mark.parametrize("name", ["prototypes", "means", "unsearched"])

@@ -51,6 +51,8 @@ class FakeMapReuse:
     """The policy of the fake engine, kept in `folder` as a real server keeps its own; None: not kept."""
 
     gain = None
+    database = SimpleNamespace(folder="fake.db")
+    search = SimpleNamespace(store=SimpleNamespace(records=0, scrub=lambda _: ()))
 
     def __init__(self, policy, folder):
         self._served = ServedPolicy(folder, policy) if folder else None
@@ -80,6 +82,11 @@ class FakeMapReuse:
 
 class FakeTokenizer:
     vocabulary = 0x110000
+    max_tokens = 64
+    default_prompt = OWN_PROMPT
+
+    def named_prompt(self, name):
+        return Prompt(Template(prefix=f"{name}: "), (SequencePlan(len(name) + 2),))
 
     def pieces(self, texts, *, special=True):  # noqa: ARG002
         return [
@@ -96,23 +103,20 @@ class FakeTokenizer:
 
     def frame(self, prompt):
         before, after = self.turns([prompt.template.prefix, prompt.template.suffix])
-        return Frame(before, after, FakeEngine.max_tokens - len(before) - len(after))
+        return Frame(before, after, self.max_tokens - len(before) - len(after))
 
 
 class FakeEngine:
     tokenizer = FakeTokenizer()
     fingerprint = "0123456789abcdef" * 4
-    max_tokens = 64
     vocabulary = 0x110000
-    hidden_size = DIMENSIONS
-    default_prompt = OWN_PROMPT
+    model = SimpleNamespace(hidden_size=DIMENSIONS)
+    label_tokens = None
     multi_label = False
-    database = None
     parallel_runs = 1
     key_values = None
     blending = SimpleNamespace(gate=None, refusal="the engine is fake")
     key_values_off = "the engine is fake"
-    checkpoint = SimpleNamespace(config={}, prompts={})
 
     def __init__(
         self,
@@ -128,8 +132,9 @@ class FakeEngine:
         failure=RuntimeError,
     ):
         """damage, strangeness: of each text. folder: where the findings of verification are kept."""
-        self.task = task
+        self.checkpoint = SimpleNamespace(config={}, prompts={}, task=task)
         self.labels = labels
+        self.decisions = self.runner = self
         self.stored = stored
         self.prototypes = prototypes
         self.damage = damage
@@ -149,22 +154,16 @@ class FakeEngine:
     def policy(self):
         return self.map_reuse.policy if self.map_reuse else None
 
-    def named_prompt(self, name):
-        return Prompt(Template(prefix=f"{name}: "), (SequencePlan(len(name) + 2),))
-
     def may_blend(self, *_):
         return False
 
     def may_reuse(self, prompt, labels=None):
-        return labels is None and prompt == self.default_prompt
+        return labels is None and prompt == OWN_PROMPT
 
     def shares_prefixes(self, reuse):  # noqa: ARG002
         return self.sharing
 
     def prefix_key(self, ids, plan, salt, *, passing=0):
-        """Nothing is stored."""
-
-    def expect(self, waiting):
         """Nothing is stored."""
 
     def close(self):
@@ -182,11 +181,11 @@ class FakeEngine:
     ):
         texts = [prompt.template.around(text) for text in texts]
         for index, text in enumerate(texts):
-            if len(text) > self.max_tokens and not truncate:
+            if len(text) > self.tokenizer.max_tokens and not truncate:
                 raise InputTooLong(
-                    f"the text has more than {self.max_tokens} tokens", field=f"inputs[{index}]"
+                    f"the text has more than {self.tokenizer.max_tokens} tokens", field=f"inputs[{index}]"
                 )
-        return [[ord(character) for character in text[: self.max_tokens]] for text in texts]
+        return [[ord(character) for character in text[: self.tokenizer.max_tokens]] for text in texts]
 
     def run(self, requests):
         assert all(request.sequence_plan for request in requests)
@@ -252,14 +251,14 @@ class FakeEngine:
             commit=None,
             fingerprint=self.fingerprint,
             variant={},
-            task=self.task,
+            task=self.checkpoint.task,
             labels=list(self.labels or ()),
             template="{}",
             prompts={},
             pooling=None,
             dimensions=None,
             matryoshka_dimensions=(),
-            max_tokens=self.max_tokens,
+            max_tokens=self.tokenizer.max_tokens,
             dtype="float32",
             device="cpu",
             threads=1,

@@ -162,7 +162,7 @@ async def test_blended_answers_are_not_kept_for_equal_texts(folder):
 def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder):
     engine = blending(folder, 0.5)
     source = Segments(SEGMENTS, BODY["query"], "\n")
-    prompt = engine.default_prompt
+    prompt = engine.tokenizer.default_prompt
     future = None
     request = PendingRequest(source, prompt, False, True, future, salt=b"a", may_blend=True)
     (sequence,) = request.next_part(engine, 10**6)
@@ -349,7 +349,10 @@ def test_failed_verification_tightens_the_gate_step_by_step_and_keeps_it_in_its_
     ids = joined(engine, BODY)
     *turns, query = engine.tokenizer.turns([*SEGMENTS, BODY["query"]])
     sequence = segmented(
-        engine.tokenizer.frame(engine.default_prompt), turns, query, engine.tokenizer.turns(["\n"])[0]
+        engine.tokenizer.frame(engine.tokenizer.default_prompt),
+        turns,
+        query,
+        engine.tokenizer.turns(["\n"])[0],
     )
     assert sequence.ids == ids
     for steps, ratio in ((1, 0.1), (2, None)):

@@ -168,7 +168,7 @@ def test_labels_are_compared_by_embedding(tiny_checkpoint, tmp_path, source, tex
     given = ("--labels", "card, bank", "--input", source, "--output", output)
     succeeded(run("classify", *model_arguments(tiny_checkpoint), *given))
     engine = PrefillEngine.load(tiny_checkpoint.adapted(labels=["card", "bank"]), dtype="float32")
-    scores = class_scores(engine.class_logits(engine.embed(texts)))
+    scores = class_scores(engine.decisions.class_logits(engine.embed(texts)))
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     np.testing.assert_allclose([list(row["scores"].values()) for row in rows], scores, atol=1e-5)
 
@@ -197,13 +197,13 @@ def test_labels_are_scored_by_their_tokens(tmp_path, source, texts, labels):
     succeeded(run("classify", *model_arguments(checkpoint), *options, *given))
     names = labels.split(",")
     engine = PrefillEngine.load(checkpoint.adapted(label_logits=True, labels=names), dtype="float32")
-    tokens = engine.labels_in()
+    tokens = engine.decisions.labels_in()
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == len(texts)
     for text, row in list(zip(texts, rows, strict=True))[::7]:
         requests = engine.requests(engine.tokenize([text], prompt=tokens.prompt), tokens.prompt, tokens)
         result = engine.run(requests)
-        logits = engine.label_logits(tokens, result.outputs, result.log_probabilities)
+        logits = engine.decisions.label_logits(tokens, result.outputs, result.log_probabilities)
         np.testing.assert_allclose(
             [row["scores"][name] for name in names], class_scores(logits)[0], atol=1e-4
         )
@@ -561,7 +561,7 @@ def test_batches_hold_texts_of_like_lengths_and_at_most_the_given_tokens(tiny_en
 
 def test_shared_prefix_counts_once_in_a_batch(tmp_path):
     engine = PrefillEngine.load(read_checkpoint(write_llama(tmp_path / "llama")), dtype="float32")
-    assert engine.shares_prefixes(reuse=False)
+    assert engine.runner.shares_prefixes(reuse=False)
     front = "my card is lost and my bank is closed " * 4
     texts = [f"{front}{word}" for word in ("today", "tomorrow", "online", "abroad")]
     tokens = [len(ids) for ids in engine.tokenize(texts)]

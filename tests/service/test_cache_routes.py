@@ -216,14 +216,14 @@ async def test_capacity_is_that_of_the_paper(folder):
             client.get("/cache/capacity?memory_price=0.5&disk_price=0.01&distinct_sessions=20")
         )
     per_token = -(-info.block_bytes // 16)
-    window = engine.max_tokens * per_token
+    window = engine.tokenizer.max_tokens * per_token
     # K and V of 3 layers, 2 heads of 8 numbers of 4 bytes; the pooled state of a block has 5 rows of 32.
     assert info.token_bytes == 2 * 3 * 2 * 8 * 4
     assert per_token == info.token_bytes + 5 * 32 * 4 // 16
     most = info.memory.most_bytes
     assert plain == {
         "bytes_per_token": per_token,
-        "context_window": engine.max_tokens,
+        "context_window": engine.tokenizer.max_tokens,
         "memory_bytes": most,
         "disk_bytes": 0,
         "distinct_sessions": 0,

@@ -107,7 +107,9 @@ def test_calibrated_database_is_sound_and_serves(
     full = prefill(tiny_engine, sequences, reuse=False)
     hits = np.array([outcome.is_hit for outcome in result.outcomes])
     assert hits.mean() > 0
-    assert engine.comparator(Measure.COSINE).fidelity(result.outputs, full.outputs)[hits].mean() >= 0.8
+    assert (
+        engine.decisions.comparator(Measure.COSINE).fidelity(result.outputs, full.outputs)[hits].mean() >= 0.8
+    )
     assert result.outcomes[-1] is Outcome.HIT
 
 

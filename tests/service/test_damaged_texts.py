@@ -122,7 +122,7 @@ async def test_classifier_gives_no_scores_for_a_damaged_text(tmp_path, problem):
         sound, damaged, *_ = await ask_together(client, "/classify", [SOUND[0], DAMAGED[0], SOUND[1]])
     assert_refused(damaged, "inputs[1]")
     logits = prefill(engine, engine.tokenize(SOUND[0]), reuse=False).outputs
-    expected = np.sort(class_scores(logits, multi_label=engine.multi_label), axis=1)[:, ::-1]
+    expected = np.sort(class_scores(logits, multi_label=engine.decisions.multi_label), axis=1)[:, ::-1]
     found = [[row["score"] for row in scores] for scores in sound.json()]
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
@@ -140,7 +140,7 @@ def scoring(folder, labels):
 @pytest.mark.parametrize("labels", [["bank", "card"], ["bank account lost", "bank account", "zebra"]])
 async def test_damaged_text_of_several_sequences_is_named_by_its_index(tmp_path, labels):
     write_llama(tmp_path)
-    (money,) = scoring(tmp_path, labels).labels_in(Template("", ""), ["money", "card"]).tokens[0]
+    (money,) = scoring(tmp_path, labels).decisions.labels_in(Template("", ""), ["money", "card"]).tokens[0]
     damage_weights(tmp_path, money)
     engine = scoring(tmp_path, labels)
     async with serving(engine, max_batch_tokens=40) as client:
@@ -160,7 +160,7 @@ async def test_damaged_text_of_several_sequences_is_named_by_its_index(tmp_path,
 async def test_label_whose_row_of_the_language_head_is_damaged_is_named(tmp_path):
     write_llama(tmp_path)
     labels = ["bank", "card", "lost"]
-    (card,) = scoring(tmp_path, labels).label_tokens.tokens[1]
+    (card,) = scoring(tmp_path, labels).decisions.label_tokens.tokens[1]
     damage_weights(tmp_path, card, names=("lm_head.weight",))
     async with serving(scoring(tmp_path, labels)) as client:
         damaged = await client.post("/classify", json={"inputs": "money"})

@@ -174,9 +174,9 @@ def test_worker_that_finds_no_database_serves_until_another_process_has_built_it
     engines = load_engines(settings, tiny_checkpoint, builds=False)
     first = next(engines)
     assert isinstance(first, PrefillEngine)
-    assert (first.database, first.reuse_off) == (None, [NO_DATABASE_YET])
+    assert (first.map_reuse, first.reuse_off) == (None, [NO_DATABASE_YET])
     shutil.copytree(tiny_database, default_database_folder(tiny_checkpoint, tmp_path))
     (second,) = engines
     assert first.reuse_off == [FIRST_WORKER_DECIDES]
     assert isinstance(second, PrefillEngine)
-    assert second.database is not None
+    assert second.map_reuse is not None

@@ -44,10 +44,12 @@ def expected(folder, labels, written=WRITTEN):
         summed = []
         for label in labels:
             # The second label has several tokens, so that the first label has a log-probability in any case.
-            prepared = engine.labels_in(Template.parse(written), [label, "way out of here"])
+            prepared = engine.decisions.labels_in(Template.parse(written), [label, "way out of here"])
             sequences = engine.tokenize([text], prompt=prepared.prompt)
             result = prefill(engine, sequences, reuse=False, plans=prepared.prompt.sequence_plans)
-            summed.append(engine.label_logits(prepared, result.outputs, result.log_probabilities)[0, 0])
+            summed.append(
+                engine.decisions.label_logits(prepared, result.outputs, result.log_probabilities)[0, 0]
+            )
         rows.append(dict(zip(labels, class_scores(np.array(summed)).tolist(), strict=True)))
     return rows
 
@@ -95,7 +97,7 @@ async def test_requests_of_all_kinds_share_batches_and_get_their_own_results(fol
 
 async def test_headers_and_metrics_count_sequences(folder):
     engine = load(folder, SEVERAL)
-    sequences = len(TEXTS) * len(engine.labels_in().prompt.sequence_plans)
+    sequences = len(TEXTS) * len(engine.decisions.labels_in().prompt.sequence_plans)
     assert sequences > len(TEXTS)
     async with serving(engine) as client:
         response = await client.post("/classify", json={"inputs": TEXTS})

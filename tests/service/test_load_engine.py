@@ -29,23 +29,23 @@ def engine_of(checkpoint, database, **values):
 
 
 def thresholds(engine):
-    assert engine.policy
-    return {kind.threshold for group in engine.policy.groups for kind in group.kinds.values()}
+    assert engine.map_reuse.policy
+    return {kind.threshold for group in engine.map_reuse.policy.groups for kind in group.kinds.values()}
 
 
 def test_more_tokens_than_the_model_takes_are_warned_of(tiny_checkpoint, caplog):
-    most = engine_of(tiny_checkpoint, None, maps=False).max_tokens
+    most = engine_of(tiny_checkpoint, None, maps=False).tokenizer.max_tokens
     engine_of(tiny_checkpoint, None, maps=False, max_tokens=most)
     assert not caplog.records
-    assert engine_of(tiny_checkpoint, None, maps=False, max_tokens=100_000).max_tokens == most
+    assert engine_of(tiny_checkpoint, None, maps=False, max_tokens=100_000).tokenizer.max_tokens == most
     assert "--max-tokens is 100000" in caplog.text
 
 
 def test_given_threshold_keeps_no_budget(tiny_checkpoint, tiny_database):
     engine = engine_of(tiny_checkpoint, tiny_database, threshold="0.95")
     assert thresholds(engine) == {0.95}
-    assert engine.policy
-    assert engine.policy.budget.least == 0
+    assert engine.map_reuse.policy
+    assert engine.map_reuse.policy.budget.least == 0
 
 
 def test_given_threshold_decides_what_hits(tiny_checkpoint, tiny_database, tiny_corpus):
@@ -60,7 +60,7 @@ def test_given_threshold_decides_what_hits(tiny_checkpoint, tiny_database, tiny_
 
 def test_without_an_override_the_databases_own_thresholds_hold(tiny_checkpoint, tiny_database):
     engine = engine_of(tiny_checkpoint, tiny_database)
-    assert engine.policy == AttentionDatabase.open(tiny_database).manifest.policy
+    assert engine.map_reuse.policy == AttentionDatabase.open(tiny_database).manifest.policy
 
 
 def test_gain_is_required(tiny_checkpoint, tiny_database, required_gains):
@@ -76,7 +76,7 @@ def test_sound_database_gives_one_engine(tiny_checkpoint, tiny_database, tmp_pat
         settings = read_settings({"dtype": "float32", **given})
         (engine,) = load_engines(settings, tiny_checkpoint)
         assert isinstance(engine, PrefillEngine)
-        assert (engine.database is not None) == settings.reuse
+        assert (engine.map_reuse is not None) == settings.reuse
         assert engine.info().reuse_off == []
 
 
@@ -90,7 +90,7 @@ def test_engine_without_reuse_serves_first_where_the_default_database_is_damaged
     settings = read_settings({"dtype": "float32", "cache_dir": str(tmp_path), **given})
     engine = next(load_engines(settings, tiny_checkpoint))
     assert isinstance(engine, PrefillEngine)
-    assert engine.database is None
+    assert engine.map_reuse is None
     assert engine.info().reuse_off == [loading.DAMAGED]
     # The database stays unchanged until the first engine serves.
     assert folder.is_dir()
@@ -110,7 +110,7 @@ def test_damaged_database_of_the_option_ends_the_start_and_stays_unchanged(
 def test_cross_encoder_gets_no_default_database_because_pairs_take_no_maps(tmp_path):
     checkpoint = read_checkpoint(write_model(tmp_path / "reranker", ["relevance"]))
     engine = engine_of(checkpoint, None, cache_dir=str(tmp_path / "cache"))
-    assert engine.database is None
+    assert engine.map_reuse is None
     assert engine.pair_scores.supported
     assert not (tmp_path / "cache").exists()
 
@@ -142,11 +142,11 @@ def test_first_start_serves_at_once_and_builds_the_database_behind_it(
     loaded = first_start(tiny_checkpoint, tmp_path)
     first = next(loaded)
     assert isinstance(first, PrefillEngine)
-    assert (first.database, first.reuse_off, builds) == (None, [loading.NO_DATABASE_YET], [])
+    assert (first.map_reuse, first.reuse_off, builds) == (None, [loading.NO_DATABASE_YET], [])
     *lines, second = loaded
     assert lines == [loading.MEASURING_PROSPECT, "building: 50%"]
     assert isinstance(second, PrefillEngine)
-    assert second.database is not None
+    assert second.map_reuse is not None
     assert len(builds) == 1
 
 

@@ -73,7 +73,7 @@ def test_model_that_predicts_a_number_is_refused(tmp_path):
 
 
 def test_engine_compares_each_class_by_itself(tmp_path):
-    comparator = engine_of(tmp_path, TOPICS, **MULTI_LABEL).comparator(Measure.AGREEMENT)
+    comparator = engine_of(tmp_path, TOPICS, **MULTI_LABEL).decisions.comparator(Measure.AGREEMENT)
     full = np.array([[3.0, 1.0, -2.0]] * 3, dtype=np.float32)
     # One class is lost although the best stays the best; one class is gained; no decision changes.
     changed = np.array([[3.0, -1.0, -2.0], [1.0, 3.0, 2.0], [0.1, 0.2, -9.0]], dtype=np.float32)

@@ -116,7 +116,7 @@ async def test_classes_are_shaped_as_by_vllm():
         answer = (await client.post("/v1/classify", json={"input": ["a", "ab"], "model": "fake"})).json()
         body = {"input": ["a", "ab"], "use_activation": False}
         raw = (await client.post("/v1/classify", json=body)).json()
-    logits = engine.class_logits(np.stack([embedding_of([1]), embedding_of([1, 2])]))
+    logits = engine.decisions.class_logits(np.stack([embedding_of([1]), embedding_of([1, 2])]))
     assert (answer["object"], answer["model"], answer["usage"]["prompt_tokens"]) == ("list", "fake", 3)
     assert answer["id"].startswith("classify-")
     for index, own in enumerate(answer["data"]):

@@ -76,8 +76,8 @@ def test_inspect_says_that_nothing_will_be_reused_and_shows_what_was_tightened(t
     assert "reuse off" not in succeeded(run("inspect", folder))
     engine.map_reuse.tighten(0)
     engine.map_reuse.keep_verified({})
-    assert engine.policy is not None
-    theta = next(iter(engine.policy.groups[0].kinds.values())).threshold
+    assert engine.map_reuse is not None
+    theta = next(iter(engine.map_reuse.policy.groups[0].kinds.values())).threshold
     assert f"{theta:.4f}" in succeeded(run("inspect", folder))
     (folder / "tightened.json").write_bytes(b"garbage")
     shown = " ".join(succeeded(run("inspect", folder)).split())

@@ -492,7 +492,7 @@ def cached(response):
 @pytest.mark.parametrize("pooling", ["mean", "lasttoken"])
 async def test_turns_equal_one_run_of_all_tokens_and_compute_only_what_is_new(folder, pooling):
     engine = engine_of(folder, pooling=pooling)
-    frame = engine.tokenizer.frame(engine.default_prompt)
+    frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)
     ids = engine.tokenizer.turns(TURNS)
     async with serving(engine) as client:
         for count in range(1, len(TURNS) + 1):
@@ -502,7 +502,7 @@ async def test_turns_equal_one_run_of_all_tokens_and_compute_only_what_is_new(fo
             sequence = frame.around([token for own in ids[:count] for token in own])
             known = len(frame.before) + before if count > 1 else 0
             assert cached(response) == (known, len(sequence))
-            plan = engine.default_prompt.sequence_plan(0)
+            plan = engine.tokenizer.default_prompt.sequence_plan(0)
             alone = engine.run([PrefillRequest(sequence, reuse=False, sequence_plan=plan)]).outputs
             np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
         # An edited turn falls back to what is common, also for another session.
@@ -529,7 +529,7 @@ async def test_texts_of_one_salt_share_keys_and_values(folder):
 async def test_labels_of_several_tokens_are_scored_behind_the_history(folder):
     labels = ["bank account lost", "bank account", "card", "zebra"]
     engine = engine_of(folder, label_logits=True, labels=labels)
-    frame = engine.tokenizer.frame(engine.labels_in(None, labels).prompt)
+    frame = engine.tokenizer.frame(engine.decisions.labels_in(None, labels).prompt)
     async with serving(engine) as client:
         for count in range(1, len(TURNS) + 1):
             turn = {"transcript": TURNS[:1]} if count == 1 else {"append": TURNS[count - 1]}
@@ -541,14 +541,14 @@ async def test_labels_of_several_tokens_are_scored_behind_the_history(folder):
             )
             assert scores == pytest.approx(expected, abs=1e-5)
             history = sum(map(len, engine.tokenizer.turns(TURNS[: count - 1])))
-            plans = len(engine.labels_in(None, labels).prompt.sequence_plans)
+            plans = len(engine.decisions.labels_in(None, labels).prompt.sequence_plans)
             assert cached(response)[0] == (plans * (len(frame.before) + history) if count > 1 else 0)
 
 
 @pytest.mark.parametrize("way", ["recompute", "refuse"])
 async def test_real_conversation_never_exceeds_the_window(folder, way):
     engine = engine_of(folder, max_tokens=48, pooling="mean")
-    frame = engine.tokenizer.frame(engine.default_prompt)
+    frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)
     turns = []
     async with serving(engine, session_overflow=way) as client:
         for turn in TURNS * 3:
@@ -561,8 +561,8 @@ async def test_real_conversation_never_exceeds_the_window(folder, way):
             all_ids = [token for own in engine.tokenizer.turns(turns) for token in own]
             kept = asked - len(frame.before) - len(frame.after)
             sequence = frame.around(all_ids[len(all_ids) - kept :])
-            assert known < len(sequence) <= engine.max_tokens
-            plan = engine.default_prompt.sequence_plan(0)
+            assert known < len(sequence) <= engine.tokenizer.max_tokens
+            plan = engine.tokenizer.default_prompt.sequence_plan(0)
             alone = engine.run([PrefillRequest(sequence, reuse=False, sequence_plan=plan)]).outputs
             np.testing.assert_allclose(response.json(), alone, rtol=1e-5, atol=1e-5)
     assert (len(turns) == len(TURNS) * 3) == (way == "recompute")
@@ -572,7 +572,7 @@ async def test_real_conversation_never_exceeds_the_window(folder, way):
 @pytest.mark.parametrize("pooling", ["lasttoken", "mean"])
 async def test_truncation_of_a_real_conversation_computes_only_new_tokens(folder, way, pooling):
     engine = engine_of(folder, max_tokens=48, pooling=pooling)
-    frame = engine.tokenizer.frame(engine.default_prompt)
+    frame = engine.tokenizer.frame(engine.tokenizer.default_prompt)
     cuts = approximate = 0
     async with serving(engine, session_overflow=way) as client:
         for number, turn in enumerate(TURNS * 3):
@@ -589,7 +589,7 @@ async def test_truncation_of_a_real_conversation_computes_only_new_tokens(folder
 
 
 async def test_session_of_an_encoder_computes_every_turn_in_full(tiny_engine):
-    frame = tiny_engine.tokenizer.frame(tiny_engine.default_prompt)
+    frame = tiny_engine.tokenizer.frame(tiny_engine.tokenizer.default_prompt)
     turns = ["lost card", "help my bank", "money"]
     async with serving(tiny_engine) as client:
         for count in range(1, len(turns) + 1):

@@ -81,8 +81,8 @@ async def test_byte_that_changes_without_a_write_is_found_and_its_record_used_no
     engine, folder, tiny_corpus, caplog
 ):
     text = text_of(engine, tiny_corpus, 7)
-    assert engine.database
-    record = engine.database.search.store.record_of(engine.tokenize([text])[0])
+    assert engine.map_reuse.database
+    record = engine.map_reuse.database.search.store.record_of(engine.tokenize([text])[0])
     assert record is not None
     async with serving(engine) as client:
         hits, before = await embedded(client, text)

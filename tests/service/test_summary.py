@@ -28,7 +28,7 @@ def lines_of(engine, **settings):
 def test_summary_names_model_processor_limits_and_address(tiny_engine):
     lines = lines_of(tiny_engine, max_batch_tokens=2048, max_body_bytes=2**19)
     assert lines["model"].startswith(f"tiny-bert (fingerprint {tiny_engine.fingerprint[:12]}): task embed")
-    assert f"up to {tiny_engine.max_tokens} tokens" in lines["model"]
+    assert f"up to {tiny_engine.tokenizer.max_tokens} tokens" in lines["model"]
     assert lines["computes"].startswith(f"in float32 on cpu, {tiny_engine.threads} threads, by ")
     assert lines["database"] == "none"
     assert lines["reuse"] == "serving exactly: there is no database"

@@ -60,7 +60,7 @@ async def test_every_token_has_a_vector():
 
 async def test_vectors_of_many_tokens_are_refused_before_they_are_computed():
     engine = FakeEngine()
-    engine.hidden_size = 2**23 // 100
+    engine.model.hidden_size = 2**23 // 100
     async with serving(engine) as client:
         allowed = await client.post("/embed_all", json={"inputs": [[7] * 50, [8] * 50]})
         refused = await client.post("/embed_all", json={"inputs": [[7] * 50, [8] * 51]})
@@ -83,7 +83,7 @@ async def test_predictions_have_the_shape_of_the_inputs(inputs, texts, is_list):
     async with serving(engine) as client:
         found = (await client.post("/predict", json={"inputs": inputs})).json()
         raw = (await client.post("/predict", json={"inputs": inputs, "raw_scores": True})).json()
-    logits = engine.class_logits(np.stack([unit(own) * 0 + len(own) / 128 for own in texts]))
+    logits = engine.decisions.class_logits(np.stack([unit(own) * 0 + len(own) / 128 for own in texts]))
     for answers, rows in ((found, class_scores(logits)), (raw, logits)):
         for own, row in zip(answers if is_list else [answers], rows, strict=True):
             assert [one["score"] for one in own] == sorted((one["score"] for one in own), reverse=True)

@@ -20,7 +20,7 @@ def engine(tmp_path_factory):
 
 
 def made(engine, source, prompt=None, max_total_tokens=10**6):
-    parts = source.tokenize(engine, prompt or engine.default_prompt, b"", max_total_tokens)
+    parts = source.tokenize(engine, prompt or engine.tokenizer.default_prompt, b"", max_total_tokens)
     return [list(ids) for part in parts for ids in part.sequences]
 
 

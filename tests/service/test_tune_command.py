@@ -66,7 +66,7 @@ def test_fastest_way_inside_the_budget_is_what_the_settings_serve(tiny_checkpoin
     )
     assert settings == expected
     assert engine.info().variant == {"quantization": "int8-weight-only"}
-    assert engine.database is None
+    assert engine.map_reuse is None
     comment = [line for line in output.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     rows = {line.split("  ")[0].removeprefix("# "): line for line in comment if line.endswith("side")}
     assert list(rows) == ["int4", "* int8-weight-only", "exact"]
@@ -162,7 +162,7 @@ def test_reuse_of_maps_is_served_as_it_was_measured(tiny_checkpoint, texts, tiny
     assert "chosen: maps" in shown
     settings, engine = served(output)
     assert (settings.database, settings.min_gain, settings.maps) == (tiny_database, 0.0, True)
-    assert engine.database.folder == tiny_database
+    assert engine.map_reuse.database.folder == tiny_database
     assert engine.map_reuse.approximates
 
 
@@ -178,7 +178,7 @@ def test_classifier_is_served_with_the_variant_that_keeps_its_decisions(tiny_che
     succeeded(tune(tiny_checkpoint, texts, output, *given))
     settings, engine = served(output)
     assert settings.classifier == tmp_path / "tuned.classifier"
-    assert engine.labels == LinearClassifier.load(fitted).labels == ("card", "other")
+    assert engine.decisions.labels == LinearClassifier.load(fitted).labels == ("card", "other")
     assert engine.info().variant == {"quantization": "int8-weight-only"}
 
 
@@ -188,7 +188,7 @@ def test_labels_are_compared_by_embedding_and_their_decisions_are_kept(tiny_chec
     shown = succeeded(tune(tiny_checkpoint, texts, output, *given))
     assert "at least 0.85 of the decisions" in shown
     settings, engine = served(output)
-    assert (settings.labels, engine.labels) == ("card,other", ("card", "other"))
+    assert (settings.labels, engine.decisions.labels) == ("card,other", ("card", "other"))
 
 
 @pytest.mark.parametrize(

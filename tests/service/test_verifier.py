@@ -83,7 +83,7 @@ def test_pending_hit_keeps_its_own_output_and_not_those_of_the_batch():
 @given(lengths=st.lists(st.integers(1, 200), max_size=80))
 def test_every_hit_is_verified_once_oldest_first_and_few_at_a_time(lengths):
     engine, metrics = hitting_engine(), Metrics()
-    engine.max_tokens = 200
+    engine.tokenizer.max_tokens = 200
     verifier = verifier_of(engine, metrics)
     texts = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
     if texts:
@@ -113,7 +113,7 @@ def test_hits_inside_the_budget_tighten_nothing():
     for _ in range(10):
         serve(engine, verifier, ["short"] * 50)
         verify_all(verifier)
-    assert engine.policy == policy_of()
+    assert engine.map_reuse.policy == policy_of()
     assert numbers(metrics)[(FAILURES,)] == 0
 
 
@@ -125,7 +125,7 @@ def test_group_below_the_budget_is_tightened_counted_and_logged(caplog):
     assert numbers(metrics)[(FAILURES,)] == 0
     serve(engine, verifier, ["short"])
     verify_all(verifier)
-    assert engine.policy == policy_of().tightened(0)
+    assert engine.map_reuse.policy == policy_of().tightened(0)
     assert numbers(metrics)[(FAILURES,)] == 1
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -153,10 +153,10 @@ def test_budget_of_agreement_is_kept_by_decisions_not_by_cosines():
     kept = requests_of(engine, ["keeps"] * 50)
     verifier.offer(kept, hitting_engine().run(kept), verifier.policy)
     verify_all(verifier)
-    assert engine.policy == policy
+    assert engine.map_reuse.policy == policy
     serve(engine, verifier, ["loses"])
     verify_all(verifier)
-    assert engine.policy == policy.tightened(0)
+    assert engine.map_reuse.policy == policy.tightened(0)
     assert numbers(metrics)[("attncache_verify_cosine_sum",)] == pytest.approx(50.5)
 
 
@@ -191,7 +191,7 @@ def test_many_good_usual_hits_hide_no_bad_unusual_ones(caplog):
     # The mean of all hits would be 0.989 and would keep the budget.
     serve(engine, verifier, ["good"] * 180 + ["odd, bad"] * 20)
     verify_all(verifier)
-    assert engine.policy == LIMITED.tightened(None)
+    assert engine.map_reuse.policy == LIMITED.tightened(None)
     assert numbers(metrics)[(FAILURES,)] == 1
     (record,) = caplog.records
     assert record.getMessage() == (
@@ -206,7 +206,7 @@ def test_bad_usual_hits_tighten_their_group_and_not_the_limit():
     serve(engine, verifier, ["good"] * 90 + ["bad"] * 4 + ["odd"] * 90)
     verify_all(verifier)
     # The mean of the usual hits, 0.995, keeps the budget.
-    assert engine.policy == LIMITED.tightened(0)
+    assert engine.map_reuse.policy == LIMITED.tightened(0)
 
 
 def test_tightening_the_limit_drops_pending_hits_of_unusual_texts_only():
@@ -226,10 +226,10 @@ def test_limit_that_is_never_tight_enough_lets_only_recorded_texts_hit(caplog):
     for _ in range(20):
         serve(engine, verifier, ["bad"] * 8)
         verify_all(verifier)
-    assert engine.policy is not None
-    assert engine.policy.limit is not None
-    assert engine.policy.limit.is_off
-    assert [group.is_off for group in engine.policy.groups] == [False, False]
+    assert engine.map_reuse is not None
+    assert engine.map_reuse.policy.limit is not None
+    assert engine.map_reuse.policy.limit.is_off
+    assert [group.is_off for group in engine.map_reuse.policy.groups] == [False, False]
     assert caplog.records[-1].getMessage().endswith("; only recorded texts hit from now on")
 
 
@@ -310,8 +310,8 @@ def test_hits_of_two_servers_count_together(tmp_path):
     for verifier, _, _ in verifiers:
         verify_all(verifier)
     (_, first, _), (_, second, metrics) = verifiers
-    assert first.policy == policy_of()
-    assert second.policy == policy_of().tightened(0)
+    assert first.map_reuse.policy == policy_of()
+    assert second.map_reuse.policy == policy_of().tightened(0)
     assert numbers(metrics)[(FAILURES,)] == 1
 
 
@@ -321,7 +321,7 @@ def test_lock_of_another_process_delays_neither_verifying_nor_tightening(tmp_pat
     with locked(tmp_path / "tightened.json", on_wait=pytest.fail):
         serve(engine, verifier, ["short"] * 56)
         verify_all(verifier)
-        assert engine.policy == policy_of().tightened(0)
+        assert engine.map_reuse.policy == policy_of().tightened(0)
         assert (numbers(metrics)[(VERIFIED,)], numbers(metrics)[(FAILURES,)]) == (56, 1)
     assert ServedPolicy(tmp_path, policy_of()).policy == policy_of()
     # The next hits are kept together with the tightening, however few the hits are.
@@ -643,8 +643,8 @@ async def test_budget_for_decisions_of_the_database_is_verified(deciding_engine,
 
 @pytest.mark.parametrize("verify_rate", [0, 1])
 async def test_damaged_decisions_are_refused_at_the_start_if_hits_are_verified(deciding_engine, verify_rate):
-    assert deciding_engine.database is not None
-    (deciding_engine.database.folder / "decisions" / "classifier.json").unlink()
+    assert deciding_engine.map_reuse is not None
+    (deciding_engine.map_reuse.database.folder / "decisions" / "classifier.json").unlink()
     failures = []
     ready = False
     async with starting(lambda: deciding_engine, failures.append, verify_rate=verify_rate) as client:

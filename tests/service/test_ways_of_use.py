@@ -165,11 +165,11 @@ def test_server_of_labels_compares_hits_by_decisions(folder):
         template=Template.parse(WRITTEN), label_logits=True, labels=["card", "bank", "lost"]
     )
     engine = PrefillEngine.load(adapted, database=AttentionDatabase.open(folder / "l.db"), dtype="float32")
-    comparator = engine.comparator(engine.policy.budget.measure)
+    comparator = engine.decisions.comparator(engine.map_reuse.policy.budget.measure)
     sequences = engine.tokenize(texts_of(folder))
     outputs = prefill(engine, sequences).outputs
     full = prefill(engine, sequences, reuse=False).outputs
-    decided = [engine.class_logits(rows).argmax(axis=1) for rows in (outputs, full)]
+    decided = [engine.decisions.class_logits(rows).argmax(axis=1) for rows in (outputs, full)]
     assert comparator.fidelity(outputs, full).tolist() == (decided[0] == decided[1]).tolist()
 
 

@@ -188,11 +188,11 @@ async def test_worker_that_serves_no_more_takes_no_part(tmp_path):
 async def test_what_verification_finds_in_one_worker_holds_in_all(tmp_path):
     bad, other = FakeEngine(stored={"short"}, damage=0.1), FakeEngine(stored={"short"}, damage=0.1)
     async with two_workers(tmp_path, [bad, other], verify_rate=1) as (first, _):
-        while bad.policy == policy_of():
+        while bad.map_reuse.policy == policy_of():
             await first.post("/embed", json={"inputs": ["short"] * 8})
-        while other.policy != bad.policy:
+        while other.map_reuse.policy != bad.map_reuse.policy:
             await asyncio.sleep(0.01)
-    assert other.policy.steps.groups[0] >= 1
+    assert other.map_reuse.policy.steps.groups[0] >= 1
     assert other.verified == []
 
 

@@ -19,7 +19,7 @@ def verifier_of(engine, metrics, rate=1.0, chance=None):
 
 
 def requests_of(engine, texts, reuse=True):
-    (plan,) = engine.default_prompt.sequence_plans
+    (plan,) = engine.tokenizer.default_prompt.sequence_plans
     return [PrefillRequest(ids, reuse, plan) for ids in engine.tokenize(list(texts), truncate=True)]
 
 

@@ -83,11 +83,11 @@ def engine(folder):
 
 def summed(engine, texts, labels, template=None, reuse=False):
     """Return the engine's scores of all labels for all texts, computed in one batch."""
-    label_tokens = engine.labels_in(template, labels)
+    label_tokens = engine.decisions.labels_in(template, labels)
     sequences = engine.tokenize(texts, prompt=label_tokens.prompt)
     plans = [label_tokens.prompt.sequence_plan(index) for index in range(len(sequences))]
     result = prefill(engine, sequences, reuse=reuse, plans=plans)
-    return engine.label_logits(label_tokens, result.outputs, result.log_probabilities)
+    return engine.decisions.label_logits(label_tokens, result.outputs, result.log_probabilities)
 
 
 def some_texts(count=4):
@@ -114,7 +114,7 @@ def distinct_prefixes(sequences):
 
 def test_labels_of_several_tokens_compute_each_distinct_prefix_once(engine):
     """The shape of banking77: 77 labels of several tokens, several texts in a batch."""
-    label_tokens = engine.labels_in(None, INTENTS)
+    label_tokens = engine.decisions.labels_in(None, INTENTS)
     prompt, texts = label_tokens.prompt, some_texts(3)
     sequences = engine.tokenize(texts, prompt=prompt)
     assert len(sequences) > 30 * len(texts)
@@ -182,7 +182,7 @@ def test_label_has_the_same_score_alone_and_among_any_other_labels(engine, oracl
 
 @given(labels_of_words)
 def test_every_token_of_every_label_is_read_once_from_the_fewest_possible_sequences(engine, labels):
-    label_tokens = engine.labels_in(None, labels)
+    label_tokens = engine.decisions.labels_in(None, labels)
     if label_tokens.one_token_each:
         assert [plan.targets for plan in label_tokens.prompt.sequence_plans] == [()]
         return
@@ -201,7 +201,7 @@ def test_every_token_of_every_label_is_read_once_from_the_fewest_possible_sequen
 
 
 def test_label_that_begins_another_label_needs_no_sequence_of_its_own(engine):
-    with_it, without = (engine.labels_in(None, labels) for labels in (SEVERAL[:4], SEVERAL[:1]))
+    with_it, without = (engine.decisions.labels_in(None, labels) for labels in (SEVERAL[:4], SEVERAL[:1]))
     assert len(with_it.prompt.sequence_plans) == len(without.prompt.sequence_plans) == 1
 
 
@@ -289,7 +289,7 @@ def test_tokenizer_that_ends_a_text_with_a_special_token_is_refused(tmp_path):
 
 def test_text_is_cut_so_that_template_and_label_stay_whole(folder):
     engine = load(folder, max_tokens=40)
-    label_tokens = engine.labels_in(None, SEVERAL)
+    label_tokens = engine.decisions.labels_in(None, SEVERAL)
     text = "my card " * 30
     sequences = engine.tokenize([text], prompt=label_tokens.prompt)
     assert max(map(len, sequences)) == 40
@@ -341,7 +341,7 @@ def test_memory_for_long_labels_grows_with_their_tokens_and_not_with_the_square(
 
 def test_texts_whose_sequences_have_too_many_tokens_are_refused(engine):
     texts = some_texts(3)
-    for prompt, field in ((engine.labels_in(None, SEVERAL).prompt, "labels"), (None, "inputs")):
+    for prompt, field in ((engine.decisions.labels_in(None, SEVERAL).prompt, "labels"), (None, "inputs")):
         sequences = engine.tokenize(texts, prompt=prompt)
         tokens = sum(map(len, sequences))
         assert engine.tokenize(texts, prompt=prompt, max_total_tokens=tokens) == sequences
@@ -355,14 +355,14 @@ def test_texts_whose_sequences_have_too_many_tokens_are_refused(engine):
 def test_own_labels_of_one_token_are_classes_to_agree_on(folder, oracle):
     engine = load(folder, SINGLE)
     texts = some_texts()
-    assert engine.labels == SINGLE
+    assert engine.decisions.labels == SINGLE
     assert default_budget(engine, 0.9, 0.7, 0.8).measure is Measure.AGREEMENT
     outputs = prefill(engine, engine.tokenize(texts), reuse=False).outputs
     expected = oracle.scores(texts, SINGLE)
     np.testing.assert_allclose(
-        class_scores(engine.class_logits(outputs)), class_scores(expected), atol=SUMMED
+        class_scores(engine.decisions.class_logits(outputs)), class_scores(expected), atol=SUMMED
     )
-    comparator = engine.comparator(Measure.AGREEMENT)
+    comparator = engine.decisions.comparator(Measure.AGREEMENT)
     decided = expected.argmax(axis=1)
     assert comparator.fidelity(outputs, outputs[::-1]).tolist() == (decided == decided[::-1]).tolist()
     assert engine.info().labels == list(SINGLE)
@@ -370,13 +370,14 @@ def test_own_labels_of_one_token_are_classes_to_agree_on(folder, oracle):
 
 def test_own_labels_of_several_tokens_leave_outputs_to_be_compared_as_embeddings(folder):
     engine = load(folder, SEVERAL)
-    assert engine.labels is None
+    assert engine.decisions.labels is None
     assert engine.info().labels == list(SEVERAL)
     assert default_budget(engine, 0.9, 0.7, 0.8).measure is Measure.COSINE
     with pytest.raises(NoClassifier):
-        engine.comparator(Measure.AGREEMENT)
+        engine.decisions.comparator(Measure.AGREEMENT)
     np.testing.assert_array_equal(
-        engine.labels_in().prompt.sequence_plans, engine.labels_in(TEMPLATE, SEVERAL).prompt.sequence_plans
+        engine.decisions.labels_in().prompt.sequence_plans,
+        engine.decisions.labels_in(TEMPLATE, SEVERAL).prompt.sequence_plans,
     )
 
 
@@ -393,8 +394,8 @@ def test_self_hits_score_as_the_full_model_does(folder, tmp_path):
     result = prefill(engine, sequences)
     assert result.outcomes == (Outcome.HIT,) * 5
     full = summed(plain, texts[:5], SINGLE)
-    np.testing.assert_allclose(engine.class_logits(result.outputs), full, atol=0.05)
-    assert (engine.class_logits(result.outputs).argmax(axis=1) == full.argmax(axis=1)).all()
+    np.testing.assert_allclose(engine.decisions.class_logits(result.outputs), full, atol=0.05)
+    assert (engine.decisions.class_logits(result.outputs).argmax(axis=1) == full.argmax(axis=1)).all()
     # Longer sequences reuse maps of other texts, so their targets are approximate but finite.
     reused, computed = (summed(engine, texts[:3], SEVERAL, reuse=reuse) for reuse in (True, False))
     np.testing.assert_allclose(computed, summed(plain, texts[:3], SEVERAL), atol=SUMMED)
@@ -408,7 +409,7 @@ def test_sequences_that_reuse_and_sequences_that_share_prefixes_keep_their_order
     build_database(plain, [CorpusSentence(text, text) for text in texts], tmp_path / "a.db", options)
     database = AttentionDatabase.open(tmp_path / "a.db")
     engine = PrefillEngine.load(plain.checkpoint, database=database, dtype="float32")
-    several = engine.labels_in(None, SEVERAL).prompt
+    several = engine.decisions.labels_in(None, SEVERAL).prompt
     # Sequences with targets, which share prefixes, between sequences without targets, which may reuse maps.
     sequences = engine.tokenize(texts[:4], prompt=several)
     reuse = [index % 3 == 1 for index in range(len(sequences))]
@@ -427,9 +428,9 @@ def test_sequences_that_reuse_and_sequences_that_share_prefixes_keep_their_order
 
 
 def test_a_result_has_log_probabilities_where_a_sequence_plan_has_targets(engine):
-    label_tokens = engine.labels_in(None, SEVERAL)
+    label_tokens = engine.decisions.labels_in(None, SEVERAL)
     sequences = [*engine.tokenize(["card"], prompt=label_tokens.prompt), *engine.tokenize(["card"])]
-    plans = [*label_tokens.prompt.sequence_plans, *engine.default_prompt.sequence_plans]
+    plans = [*label_tokens.prompt.sequence_plans, *engine.tokenizer.default_prompt.sequence_plans]
     result = prefill(engine, sequences, reuse=False, plans=plans)
     assert [len(part) for part in result.log_probabilities] == [len(plan.targets) for plan in plans]
     assert prefill(engine, sequences, reuse=False).log_probabilities is None
@@ -451,9 +452,9 @@ def test_embeddings_of_a_model_that_is_served_for_labels_are_refused(engine):
 
 def test_without_labels_there_is_nothing_to_choose_from(engine):
     with pytest.raises(NoClassifier, match="give labels"):
-        engine.labels_in(TEMPLATE)
+        engine.decisions.labels_in(TEMPLATE)
     with pytest.raises(NoClassifier):
-        engine.comparator(Measure.AGREEMENT)
+        engine.decisions.comparator(Measure.AGREEMENT)
 
 
 def test_model_that_predicts_no_next_token_is_refused_with_what_helps(tmp_path, tiny_classifier_checkpoint):
@@ -476,7 +477,7 @@ def test_decoder_without_its_head_is_refused(tmp_path):
 
 def test_template_of_a_model_that_is_not_served_for_labels_is_refused(tiny_engine):
     with pytest.raises(InvalidInput, match="task label-logits only"):
-        tiny_engine.labels_in(TEMPLATE, SINGLE)
+        tiny_engine.decisions.labels_in(TEMPLATE, SINGLE)
 
 
 def test_labels_of_an_embedding_model_are_compared_by_embedding(tmp_path):
@@ -484,8 +485,8 @@ def test_labels_of_an_embedding_model_are_compared_by_embedding(tmp_path):
     engine = PrefillEngine.load(checkpoint, dtype="float32")
     texts = some_texts()
     cosines = engine.embed(texts) @ engine.embed(["my card", "help"]).T
-    assert engine.labels == ("my card", "help")
-    logits = engine.class_logits(engine.embed(texts))
+    assert engine.decisions.labels == ("my card", "help")
+    logits = engine.decisions.class_logits(engine.embed(texts))
     np.testing.assert_allclose(class_scores(logits), class_scores(cosines, 0.05), atol=1e-5)
     with pytest.raises(InvalidInput, match="classifier or labels"):
         PrefillEngine.load(checkpoint, classifier=engine.classifier)

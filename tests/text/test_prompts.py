@@ -221,7 +221,11 @@ def test_each_sequence_of_a_batch_leaves_its_own_prompt_out_of_the_pooling(tmp_p
         tmp_path, {"pooling_mode": "mean", "include_prompt": False}, prompts=PROMPTS
     )
     engine = PrefillEngine.load(read_checkpoint(folder), dtype="float32")
-    prompts = [engine.default_prompt, engine.named_prompt("find"), engine.named_prompt("none")]
+    prompts = [
+        engine.tokenizer.default_prompt,
+        engine.tokenizer.named_prompt("find"),
+        engine.tokenizer.named_prompt("none"),
+    ]
     sequences = [engine.tokenize(["card lost"], prompt=prompt)[0] for prompt in prompts]
     # Sequences of equal length are pooled together.
     sequences[2] += sequences[0][: len(sequences[0]) - len(sequences[2])]

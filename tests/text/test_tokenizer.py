@@ -96,7 +96,7 @@ def test_text_longer_than_the_operators_limit_is_refused_if_truncation_is_declin
 def test_engine_cuts_to_the_operators_limit(tiny_checkpoint):
     engine = PrefillEngine.load(tiny_checkpoint, dtype="float32", max_tokens=6)
     (ids,) = engine.tokenize(["my card is lost where is it"])
-    assert engine.max_tokens == engine.info().max_tokens == len(ids) == 6
+    assert engine.tokenizer.max_tokens == engine.info().max_tokens == len(ids) == 6
     assert ids[-1] == SEP
 
 

@@ -60,13 +60,13 @@ class Subject:
     def __init__(self, engine: PrefillEngine, texts: Sequence[str]) -> None:
         """Tokenise the texts and form batches. Raises NoClassifier for task label-logits without labels."""
         self.engine = engine
-        self._labels = engine.labels_in() if engine.task == "label-logits" else None
-        prompt = self._labels.prompt if self._labels else engine.default_prompt
+        self._labels = engine.decisions.labels_in() if engine.checkpoint.task == "label-logits" else None
+        prompt = self._labels.prompt if self._labels else engine.tokenizer.default_prompt
         self._plans = len(prompt.sequence_plans)
         sequences = engine.tokenize(texts, prompt=prompt)
         requests = engine.requests(sequences, prompt, self._labels)
         of_texts = [requests[at : at + self._plans] for at in range(0, len(requests), self._plans)]
-        self._batches = service_batches(of_texts, engine.shares_prefixes(reuse=True))
+        self._batches = service_batches(of_texts, engine.runner.shares_prefixes(reuse=True))
         self._alone = spread(of_texts, _ALONE)
 
     def answers(self, results: Sequence[PrefillResult]) -> np.ndarray:
@@ -81,8 +81,12 @@ class Subject:
 
     def _answers(self, result: PrefillResult) -> np.ndarray:
         if self._labels:
-            return self.engine.label_logits(self._labels, result.outputs, result.log_probabilities)
-        return self.engine.class_logits(result.outputs) if self.engine.labels else result.outputs
+            return self.engine.decisions.label_logits(self._labels, result.outputs, result.log_probabilities)
+        return (
+            self.engine.decisions.class_logits(result.outputs)
+            if self.engine.decisions.labels
+            else result.outputs
+        )
 
     def run(self) -> tuple[float, list[PrefillResult]]:
         """Run all batches on all engine threads. Returns the seconds and the results, in order."""

@@ -284,14 +284,18 @@ class Tuning:
     def _budget_of(self, engine: PrefillEngine) -> Budget:
         """Return the budget of decisions if the engine decides, else the budget of embeddings."""
         options = self.options
-        if engine.labels is not None or engine.task == "label-logits":
+        if engine.decisions.labels is not None or engine.checkpoint.task == "label-logits":
             return Budget(Measure.AGREEMENT, options.min_agreement)
         return Budget(Measure.COSINE, options.min_cosine, options.min_text_cosine)
 
     def _judge(self) -> Judge:
         """Return the judge of answers. Raises InvalidInput if a true label is no class of the model."""
         engine, truth = self.exact.engine, self.measuring.labels
-        classes = engine.labels_in().labels if engine.task == "label-logits" else engine.labels
+        classes = (
+            engine.decisions.labels_in().labels
+            if engine.checkpoint.task == "label-logits"
+            else engine.decisions.labels
+        )
         classifier = None
         if truth is not None and classes is not None:
             truth = label_names(truth, classes)
@@ -313,7 +317,7 @@ class Tuning:
         )
         with self._text_numbers(self.measuring):
             reference = subject.answers(subject.run()[1])
-        return Judge(self.budget.measure, reference, classes, engine.multi_label, truth, classifier)
+        return Judge(self.budget.measure, reference, classes, engine.decisions.multi_label, truth, classifier)
 
     @contextmanager
     def _text_numbers(self, part: Texts) -> Iterator[None]:

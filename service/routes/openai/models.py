@@ -59,7 +59,7 @@ def _described(call: Call) -> dict[str, Any]:
         "object": "model",
         "created": _STARTED,
         "owned_by": "attncache",
-        "max_model_len": call.serving().engine.max_tokens,
+        "max_model_len": call.serving().engine.tokenizer.max_tokens,
     }
 
 

@@ -59,11 +59,11 @@ async def embed_all(call: CurrentCall) -> Answer:
     body = await call.read(EmbedAllRequest)
     check_count(body.inputs, "inputs", settings.max_request_inputs)
     source = source_of(body.inputs, truncates(body.truncate, settings), body.truncation_direction or "right")
-    prompt = prompt_of(engine, source, body.prompt_name) or engine.default_prompt
+    prompt = prompt_of(engine, source, body.prompt_name) or engine.tokenizer.default_prompt
     reading = replace(
         prompt, sequence_plans=tuple(replace(plan, states=True) for plan in prompt.sequence_plans)
     )
-    limited = _Limited(source, _MAX_NUMBERS // engine.hidden_size)
+    limited = _Limited(source, _MAX_NUMBERS // engine.model.hidden_size)
     result = await computed(call, serving, limited, reuse=reuse, prompt=reading, salt=call.salt())
     content = await asyncio.to_thread(_json, result.token_states)
     return answer(orjson.Fragment(content), result, call, source)

@@ -62,7 +62,7 @@ async def task(call: CurrentCall) -> Answer:
 
 def _handler(content: bytes, engine: PrefillEngine) -> Callable[[Call], Awaitable[Answer]]:
     """Return what answers a request with this body, and also raises the errors for it."""
-    classes = engine.task != "embed"
+    classes = engine.checkpoint.task != "embed"
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -76,7 +76,7 @@ def _handler(content: bytes, engine: PrefillEngine) -> Callable[[Call], Awaitabl
         return rerank
     if isinstance(parameters, dict) and "candidate_labels" in parameters:
         return partial(_zero_shot, alone=not isinstance(body.get("inputs"), list))
-    if classes or (parameters is not None and (engine.labels or _classify(parameters))):
+    if classes or (parameters is not None and (engine.decisions.labels or _classify(parameters))):
         return predict
     return embed if parameters is None else _refuse_parameters
 

@@ -21,7 +21,7 @@ async def similarity(call: CurrentCall) -> Answer:
     check_count(body.inputs.sentences, _SENTENCES, settings.max_request_inputs - 1)
     parameters = body.parameters or SimilarityParameters()
     name = parameters.prompt_name
-    prompt = None if name is None else serving.engine.named_prompt(name)
+    prompt = None if name is None else serving.engine.tokenizer.named_prompt(name)
     source = Texts(
         [body.inputs.source_sentence, *body.inputs.sentences],
         truncates(parameters.truncate, settings),
