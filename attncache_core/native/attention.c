@@ -216,3 +216,4 @@ void attend(attention *job) {
 #include "ways.h"
 #include "normalizers.h"
 #include "states.h"
+#include "search.h"

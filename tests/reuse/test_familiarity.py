@@ -20,6 +20,7 @@ from attncache_core.errors import CorruptDatabase
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.familiarity import (
     Familiarity,
+    plain_statistics,
     read_familiarity,
     sequence_statistics,
     write_familiarity,
@@ -36,7 +37,7 @@ def packed(sequences):
     return np.concatenate([np.array(ids) for ids in sequences]), np.array([len(ids) for ids in sequences])
 
 
-def plain_statistics(ids: list[int]) -> list[float]:
+def counted_statistics(ids: list[int]) -> list[float]:
     """Return the statistics of one sequence, computed without vectorisation over sequences."""
     weights, length = WEIGHTS[ids], len(ids)
     pairs = [(ids[max(position - 1, 0)], token) for position, token in enumerate(ids)]
@@ -53,12 +54,17 @@ def plain_statistics(ids: list[int]) -> list[float]:
     ]
 
 
-@given(sequences_of_ids)
-def test_statistics_equal_plain_counts(sequences):
+# Compiled code, if there is any, and without it.
+both_ways = pytest.mark.parametrize("statistics_of", [sequence_statistics, plain_statistics])
+
+
+@both_ways
+@given(sequences=sequences_of_ids)
+def test_statistics_equal_plain_counts(statistics_of, sequences):
     ids, lengths = packed(sequences)
-    found = sequence_statistics(WEIGHTS[ids], ids, lengths)
+    found = statistics_of(WEIGHTS[ids], ids, lengths)
     # The tolerance covers float32 and a standard deviation computed from squares.
-    np.testing.assert_allclose(found, [plain_statistics(own) for own in sequences], atol=2e-3)
+    np.testing.assert_allclose(found, [counted_statistics(own) for own in sequences], atol=2e-3)
 
 
 @given(sequences_of_ids)
@@ -99,12 +105,13 @@ def test_interrupted_calibration_leaves_the_database_unchanged(strict):
     assert after.token_counts.tolist() == before.token_counts.tolist()
 
 
-def test_statistics_of_more_sequences_than_fit_into_a_key_are_correct():
+@both_ways
+def test_statistics_of_more_sequences_than_fit_into_a_key_are_correct(statistics_of):
     sequences = [[5, 5, 5, 5], *[[1, 2, 3]] * 40_000, [7, 7, 7, 8]]
     ids, lengths = packed(sequences)
-    found = sequence_statistics(WEIGHTS[ids], ids, lengths)
+    found = statistics_of(WEIGHTS[ids], ids, lengths)
     np.testing.assert_allclose(
-        found[[0, 1, -1]], [plain_statistics(sequences[index]) for index in (0, 1, -1)], atol=2e-3
+        found[[0, 1, -1]], [counted_statistics(sequences[index]) for index in (0, 1, -1)], atol=2e-3
     )
     assert (found[1:-1] == found[1]).all()
 
