@@ -1,4 +1,4 @@
-// The search of records: statistics of token ids, the nearest records of sequences, and which record serves.
+// The search of records: the strangeness of sequences, their nearest records, and which record serves.
 //
 // hidden -> first layer of the projector -> second layer: features -> nearest record of each kind -> choice
 //
@@ -7,7 +7,6 @@
 #pragma once
 
 #define RECORD_KINDS 3  // stored, prototype and mean, in this order
-#define STATISTICS 8
 
 // Neighbouring sequences of one length.
 typedef struct {
@@ -42,23 +41,32 @@ typedef struct {
     int64_t record;
 } nearest_record;
 
+// Vectors that are compared together, so that the sums of one do not wait for each other.
+#define COMPARED 4
+
 // Return the squared distances of x to `count` vectors, one in each lane.
 INLINE floats squared_distances(const float *x, const float *vectors, int count, int dimensions) {
     words sums[LANES];
-    for (int v = 0; v < LANES; v++) {
-        const float *other = vectors + (size_t)(v < count ? v : 0) * (size_t)dimensions;
-        floats sum = every(0);
+    for (int first = 0; first < LANES; first += COMPARED) {
+        const float *others[COMPARED];
+        floats sum[COMPARED];
+        UNROLLED for (int v = 0; v < COMPARED; v++) {
+            others[v] = vectors + (size_t)(first + v < count ? first + v : 0) * (size_t)dimensions;
+            sum[v] = every(0);
+        }
         int i = 0;
-        for (; i + LANES <= dimensions; i += LANES) {
-            const floats off = *(const floats_unaligned *)(x + i) - *(const floats_unaligned *)(other + i);
-            sum += off * off;
-        }
-        if (i < dimensions) {
-            const floats off = load_some((const char *)(x + i), FLOAT32, dimensions - i) -
-                               load_some((const char *)(other + i), FLOAT32, dimensions - i);
-            sum += off * off;
-        }
-        sums[v] = (words)sum;
+        for (; i + LANES <= dimensions; i += LANES)
+            UNROLLED for (int v = 0; v < COMPARED; v++) {
+                const floats off = *(const floats_unaligned *)(x + i) - *(const floats_unaligned *)(others[v] + i);
+                sum[v] += off * off;
+            }
+        if (i < dimensions)
+            UNROLLED for (int v = 0; v < COMPARED; v++) {
+                const floats off = load_some((const char *)(x + i), FLOAT32, dimensions - i) -
+                                   load_some((const char *)(others[v] + i), FLOAT32, dimensions - i);
+                sum[v] += off * off;
+            }
+        UNROLLED for (int v = 0; v < COMPARED; v++) sums[first + v] = (words)sum[v];
     }
     transpose(sums);
     floats total = (floats)sums[0];
@@ -115,8 +123,7 @@ static void write_nearest(const search_job *job, int64_t sequence, const float *
 static void search_group_of(const search_job *job, const search_group *group, int64_t sequence, const float *tokens) {
     const int dimensions = job->second_layer->outputs;
     const size_t numbers = (size_t)group->length * (size_t)job->first_layer->outputs;
-    const record_vectors none = {0};
-    const record_vectors *own = group->length < job->lengths ? job->vectors + group->length : &none;
+    const record_vectors *own = job->vectors + group->length;
     for (int64_t first = 0; first < group->count; first += TILE) {
         const int rows = group->count - first < TILE ? (int)(group->count - first) : TILE;
         float *features = job->features + (size_t)(sequence + first) * (size_t)dimensions;
@@ -132,14 +139,15 @@ static void search_group_of(const search_job *job, const search_group *group, in
     }
 }
 
-// Find the nearest records of the sequences of some groups, on one thread.
-void find_nearest(const search_job *job) {
+// Find the nearest records of the sequences of some groups, on one thread. Return -1 if a sequence is too long.
+int find_nearest(const search_job *job) {
     static _Thread_local growing memory;
     const matrix *layer = job->first_layer;
     const size_t row_bytes = (size_t)layer->inputs * number_bytes(job->type);
     int64_t sequence = 0;
     for (int64_t g = 0; g < job->group_count; g++) {
         const search_group *group = job->groups + g;
+        if (group->length >= job->lengths) return -1;
         const int64_t rows = group->count * group->length;
         float *tokens = (float *)grown(&memory, (size_t)rows * (size_t)layer->outputs * 4);
         product_job product = {
@@ -151,6 +159,7 @@ void find_nearest(const search_job *job) {
         search_group_of(job, group, sequence, tokens);
         sequence += group->count;
     }
+    return 0;
 }
 
 // When records of one kind may serve.
@@ -217,14 +226,17 @@ void choose_records(const choice_job *job) {
     }
 }
 
-// Statistics of token ids; see sequence_statistics in reuse/maps/familiarity.py.
+#define STATISTICS 8
+
+// The strangeness of sequences; see reuse/maps/familiarity.py.
 typedef struct {
-    const float *weights;      // [tokens] the weight of each token
-    const int64_t *ids;        // [tokens]
-    const int64_t *lengths;    // [sequences]
-    float *statistics;         // [sequences, STATISTICS]; the logarithm is left out
-    int64_t sequences;
-} statistics_job;
+    const float *weights;       // [vocabulary] the weight of each token
+    const float *coefficients;  // [STATISTICS]
+    const int64_t *ids;         // [tokens]
+    const int64_t *lengths;     // [sequences]
+    float *sums;                // [sequences] coefficients @ statistics, without the logarithm of the length
+    int64_t sequences, vocabulary;
+} strangeness_job;
 
 // Note a key in a table of zeros. Return whether the key was there. mask: places - 1, a power of two minus one.
 static int64_t was_noted(uint64_t *table, uint64_t mask, uint64_t key) {
@@ -235,40 +247,37 @@ static int64_t was_noted(uint64_t *table, uint64_t mask, uint64_t key) {
     return 0;
 }
 
-static void write_statistics(const float *weights, const int64_t *ids, int64_t length, float *statistics) {
+static double strangeness_of(const strangeness_job *job, const int64_t *ids, int64_t length) {
     uint64_t places = 16;
     while (places < 2 * (uint64_t)length) places *= 2;
     uint64_t *tokens = (uint64_t *)scratch_of(2 * places * sizeof(uint64_t)), *pairs = tokens + places;
     memset(tokens, 0, 2 * places * sizeof(uint64_t));
-    double sum = 0, squares = 0;
-    float largest = weights[0];
+    double sum = 0, squares = 0, largest = -__builtin_inf();
     int64_t old_tokens = 0, old_pairs = 0, same = 0;
     for (int64_t i = 0; i < length; i++) {
         // The first token has no predecessor, so it counts as its own predecessor.
         const uint64_t id = (uint64_t)ids[i], before = (uint64_t)ids[i ? i - 1 : 0];
-        sum += weights[i];
-        squares += (double)weights[i] * weights[i];
-        largest = weights[i] > largest ? weights[i] : largest;
+        const double weight = job->weights[id];
+        sum += weight;
+        squares += weight * weight;
+        largest = weight > largest ? weight : largest;
         old_tokens += was_noted(tokens, places - 1, id);
         old_pairs += was_noted(pairs, places - 1, id << 32 | before);
         same += id == before;
     }
     const double count = (double)length, mean = sum / count, spread = squares / count - mean * mean;
-    statistics[0] = (float)mean;
-    statistics[1] = __builtin_sqrtf(spread > 0 ? (float)spread : 0);
-    statistics[2] = (float)((double)old_tokens / count);
-    statistics[3] = (float)((double)old_pairs / count);
-    statistics[4] = (float)((double)same / count);
-    statistics[5] = largest;
-    statistics[7] = (float)(mean / count);
+    const float *by = job->coefficients;
+    return by[0] * mean + by[1] * __builtin_sqrt(spread > 0 ? spread : 0) + by[2] * (double)old_tokens / count +
+           by[3] * (double)old_pairs / count + by[4] * (double)same / count + by[5] * largest + by[7] * mean / count;
 }
 
-void run_statistics(const statistics_job *job) {
-    const float *weights = job->weights;
+// Return -1 if a token is not in the vocabulary.
+int measure_strangeness(const strangeness_job *job) {
     const int64_t *ids = job->ids;
-    for (int64_t s = 0; s < job->sequences; s++) {
-        write_statistics(weights, ids, job->lengths[s], job->statistics + s * STATISTICS);
-        weights += job->lengths[s];
-        ids += job->lengths[s];
+    for (int64_t s = 0; s < job->sequences; ids += job->lengths[s], s++) {
+        for (int64_t i = 0; i < job->lengths[s]; i++)
+            if ((uint64_t)ids[i] >= (uint64_t)job->vocabulary) return -1;
+        job->sums[s] = (float)strangeness_of(job, ids, job->lengths[s]);
     }
+    return 0;
 }

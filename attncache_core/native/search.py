@@ -1,6 +1,6 @@
 """Python binding of search.h: the search of records for the sequences of a batch.
 
-    sequence_statistics(...)        statistics of token ids
+    NativeStrangeness(...)          how strange sequences are, but for their lengths
     NativeSearch(...).nearest(...)  the nearest record of each kind
     NativePolicy(...).choose(...)   the record that serves each sequence
 
@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from attncache_core import native
 from attncache_core.native.attention_kernel import NUMBER_TYPES
 from attncache_core.native.pooling import address
 from attncache_core.native.products import PackedMatrix
 
 KINDS = 3  # of records: kind 0 are the records of sentences, the other kinds are synthetic
-_STATISTICS = 8
 
 
 class _Vectors(ctypes.Structure):
@@ -67,12 +65,12 @@ class _Choice(ctypes.Structure):
     )
 
 
-class _Statistics(ctypes.Structure):
-    """The structure `statistics_job` of search.h."""
+class _Strangeness(ctypes.Structure):
+    """The structure `strangeness_job` of search.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "ids", "lengths", "statistics")),
-        ("sequences", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("weights", "coefficients", "ids", "lengths", "sums")),
+        *((name, ctypes.c_int64) for name in ("sequences", "vocabulary")),
     )
 
 
@@ -116,10 +114,10 @@ class NativeSearch:
         hidden: [tokens, hidden] of the whole batch, on the CPU. groups: int64 [groups, 4], as the fields of
         `search_group`. Returns the features, float32 [sequences, dimensions], the number of the nearest
         record of each kind, int64 [kinds, sequences], -1 if there is none, and the similarity of this
-        record, float32 [kinds, sequences], -inf if there is none.
+        record, float32 [kinds, sequences], -inf if there is none. Raises IndexError if a sequence is longer
+        than all records.
         """
         hidden = hidden.contiguous()
-        assert groups[:, 3].max() < len(self._table)
         sequences = int(groups[:, 1].sum())
         features = np.empty((sequences, self._dimensions), np.float32)
         records = np.empty((KINDS, sequences), np.int64)
@@ -129,7 +127,8 @@ class NativeSearch:
         job.groups, job.group_count, job.sequences = address(groups), len(groups), sequences
         job.features, job.records = address(features), address(records)
         job.similarities = address(similarities)
-        self._find(ctypes.addressof(job))
+        if self._find(ctypes.addressof(job)):
+            raise IndexError("a sequence is longer than all records")
         return features, records, similarities
 
 
@@ -185,25 +184,33 @@ class NativePolicy:
         self._choose(ctypes.addressof(job))
 
 
-def sequence_statistics(weights: np.ndarray, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
-    """Return the statistics of sequences as reuse/maps/familiarity.py does; None if nothing was compiled.
+class NativeStrangeness:
+    """The linear model of strangeness, for compiled code; see reuse/maps/familiarity.py."""
 
-    The column of the logarithm is not written.
-    """
-    kernel = native.kernel()
-    if kernel is None:
-        return None
-    weights, ids = np.ascontiguousarray(weights), np.ascontiguousarray(ids)
-    statistics = np.empty((len(lengths), _STATISTICS), np.float32)
-    job = _Statistics(*map(address, (weights, ids, lengths, statistics)), len(lengths))
-    _functions(kernel.library).run_statistics(ctypes.addressof(job))
-    return statistics
+    def __init__(self, library: ctypes.CDLL, weights: np.ndarray, coefficients: np.ndarray) -> None:
+        """weights: float32 [vocabulary]. coefficients: float32 [8]."""
+        self._measure = _functions(library).measure_strangeness
+        self._kept = np.ascontiguousarray(weights), np.ascontiguousarray(coefficients)
+        self._job = _Strangeness(*map(address, self._kept), vocabulary=len(weights))
+
+    def __call__(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return coefficients @ statistics of each sequence, without the logarithm, float32 [sequences].
+
+        ids: int64 [tokens]. lengths: int64 [sequences]. Raises IndexError if a token has no weight.
+        """
+        sums = np.empty(len(lengths), np.float32)
+        job = _Strangeness.from_buffer_copy(self._job)
+        job.ids, job.lengths, job.sums = address(ids), address(lengths), address(sums)
+        job.sequences = len(lengths)
+        if self._measure(ctypes.addressof(job)):
+            raise IndexError("a token id is not in the vocabulary of the familiarity test")
+        return sums
 
 
 class _Functions(NamedTuple):
     find_nearest: Any
     choose_records: Any
-    run_statistics: Any
+    measure_strangeness: Any
 
 
 @cache
@@ -211,7 +218,7 @@ def _functions(library: ctypes.CDLL) -> _Functions:
     # A search of a large batch takes a millisecond, the other calls microseconds: a thread that gave up the
     # interpreter lock for them would wait longer.
     holding = ctypes.PyDLL(None, handle=library._handle)
-    functions = _Functions(library.find_nearest, holding.choose_records, holding.run_statistics)
+    functions = _Functions(library.find_nearest, holding.choose_records, holding.measure_strangeness)
     for function in functions:
-        function.argtypes, function.restype = [ctypes.c_void_p], None
+        function.argtypes = [ctypes.c_void_p]
     return functions

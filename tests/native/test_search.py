@@ -114,6 +114,13 @@ def test_features_that_are_not_finite_find_no_record_and_have_no_similarity(kern
     assert np.isnan(similarities[:, 1]).all()
 
 
+def test_sequence_that_is_longer_than_all_records_is_refused(kernel):
+    layers = Layers(40)
+    search = NativeSearch(*layers.packed(kernel.library), {3: vectors_of(layers, 3, 20, 5)})
+    with pytest.raises(IndexError):
+        search.nearest(torch.zeros(4, HIDDEN), np.array([(0, 1, 0, 4)]))
+
+
 def test_only_a_record_of_a_sentence_can_have_similarity_one(kernel):
     layers = Layers(40)
     search = NativeSearch(*layers.packed(kernel.library), {2: vectors_of(layers, 2, 1, 1)})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from core_models import prefill, random_sequences
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attncache_core import native
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.calibration.familiarity_fit import TokenStatistics, count_tokens, fit_familiarity
@@ -20,7 +23,6 @@ from attncache_core.errors import CorruptDatabase
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.familiarity import (
     Familiarity,
-    plain_statistics,
     read_familiarity,
     sequence_statistics,
     write_familiarity,
@@ -37,7 +39,7 @@ def packed(sequences):
     return np.concatenate([np.array(ids) for ids in sequences]), np.array([len(ids) for ids in sequences])
 
 
-def counted_statistics(ids: list[int]) -> list[float]:
+def plain_statistics(ids: list[int]) -> list[float]:
     """Return the statistics of one sequence, computed without vectorisation over sequences."""
     weights, length = WEIGHTS[ids], len(ids)
     pairs = [(ids[max(position - 1, 0)], token) for position, token in enumerate(ids)]
@@ -54,17 +56,12 @@ def counted_statistics(ids: list[int]) -> list[float]:
     ]
 
 
-# Compiled code, if there is any, and without it.
-both_ways = pytest.mark.parametrize("statistics_of", [sequence_statistics, plain_statistics])
-
-
-@both_ways
-@given(sequences=sequences_of_ids)
-def test_statistics_equal_plain_counts(statistics_of, sequences):
+@given(sequences_of_ids)
+def test_statistics_equal_plain_counts(sequences):
     ids, lengths = packed(sequences)
-    found = statistics_of(WEIGHTS[ids], ids, lengths)
+    found = sequence_statistics(WEIGHTS[ids], ids, lengths)
     # The tolerance covers float32 and a standard deviation computed from squares.
-    np.testing.assert_allclose(found, [counted_statistics(own) for own in sequences], atol=2e-3)
+    np.testing.assert_allclose(found, [plain_statistics(own) for own in sequences], atol=2e-3)
 
 
 @given(sequences_of_ids)
@@ -74,6 +71,29 @@ def test_strangeness_does_not_depend_on_the_rest_of_the_batch(sequences):
     together = familiarity.strangeness(*packed(sequences))
     alone = [familiarity.strangeness(*packed([ids]))[0] for ids in sequences]
     np.testing.assert_allclose(together, alone, rtol=1e-5)
+
+
+@given(sequences_of_ids)
+def test_strangeness_is_the_same_with_and_without_compiled_code(sequences):
+    coefficients = np.linspace(-0.3, 0.4, 8, dtype=np.float32)
+    familiarity = Familiarity(WEIGHTS, coefficients, np.array([-4.0], np.float32))
+    ids, lengths = packed(sequences)
+    statistics = [plain_statistics(own) for own in sequences]
+    # The tolerance is that of the statistics.
+    expected = np.exp(statistics @ coefficients.astype(np.float64) - 4)
+    np.testing.assert_allclose(familiarity.strangeness(ids, lengths), expected, rtol=1e-3)
+    with mock.patch.object(native, "kernel", return_value=None):
+        plainly = replace(familiarity).strangeness(ids, lengths)
+    np.testing.assert_allclose(familiarity.strangeness(ids, lengths), plainly, rtol=1e-3)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_token_without_a_weight_is_refused(compiled):
+    familiarity = Familiarity(WEIGHTS, np.ones(8, np.float32), np.ones(1, np.float32))
+    with nullcontext() if compiled else mock.patch.object(native, "kernel", return_value=None):
+        familiarity.strangeness(*packed([[3, 49]]))
+        with pytest.raises(IndexError):
+            familiarity.strangeness(*packed([[3, 50]]))
 
 
 @pytest.mark.parametrize("fitted", [True, False])
@@ -105,13 +125,12 @@ def test_interrupted_calibration_leaves_the_database_unchanged(strict):
     assert after.token_counts.tolist() == before.token_counts.tolist()
 
 
-@both_ways
-def test_statistics_of_more_sequences_than_fit_into_a_key_are_correct(statistics_of):
+def test_statistics_of_more_sequences_than_fit_into_a_key_are_correct():
     sequences = [[5, 5, 5, 5], *[[1, 2, 3]] * 40_000, [7, 7, 7, 8]]
     ids, lengths = packed(sequences)
-    found = statistics_of(WEIGHTS[ids], ids, lengths)
+    found = sequence_statistics(WEIGHTS[ids], ids, lengths)
     np.testing.assert_allclose(
-        found[[0, 1, -1]], [counted_statistics(sequences[index]) for index in (0, 1, -1)], atol=2e-3
+        found[[0, 1, -1]], [plain_statistics(sequences[index]) for index in (0, 1, -1)], atol=2e-3
     )
     assert (found[1:-1] == found[1]).all()
 

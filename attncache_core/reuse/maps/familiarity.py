@@ -15,17 +15,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from attncache_core import native
 from attncache_core.errors import CorruptDatabase
-from attncache_core.native import search
+from attncache_core.native.search import NativeStrangeness
 from attncache_core.runtime.files import write_whole
 
 _PREFIX = "familiarity-"
+LOG_OF_LENGTH = 6  # column of the statistics
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,18 @@ class Familiarity:
         ids: int64 [tokens], token ids of all sequences, one sequence after another. lengths: int64
         [sequences], tokens of each sequence.
         """
+        if self._compiled:
+            logarithms = np.log(lengths, dtype=np.float32) * self.coefficients[LOG_OF_LENGTH]
+            return np.exp(self._compiled(ids, lengths) + logarithms + self.intercept)
         statistics = sequence_statistics(self.token_weights[ids], ids, lengths)
         return np.exp(statistics @ self.coefficients + self.intercept)
+
+    @cached_property
+    def _compiled(self) -> NativeStrangeness | None:
+        kernel = native.kernel()
+        if kernel is None:
+            return None
+        return NativeStrangeness(kernel.library, self.token_weights, self.coefficients)
 
 
 def write_familiarity(folder: Path, familiarity: Familiarity | None, token_counts: np.ndarray) -> str:
@@ -91,20 +104,11 @@ def sequence_statistics(weights: np.ndarray, ids: np.ndarray, lengths: np.ndarra
     neighbouring tokens that occurred before in the sequence; share of tokens equal to their predecessor;
     maximum of the weights; log of the length; mean of the weights divided by the length.
     """
-    statistics = search.sequence_statistics(weights, ids, lengths)
-    if statistics is None:
-        return plain_statistics(weights, ids, lengths)
-    np.log(lengths, out=statistics[:, 6], casting="same_kind")
-    return statistics
-
-
-def plain_statistics(weights: np.ndarray, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return what `sequence_statistics` returns, without compiled code."""
     if len(lengths) > _MAX_SEQUENCES:
         first, rest = lengths[:_MAX_SEQUENCES], lengths[_MAX_SEQUENCES:]
         end = int(first.sum())
         parts = (weights[:end], ids[:end], first), (weights[end:], ids[end:], rest)
-        return np.concatenate([plain_statistics(*part) for part in parts])
+        return np.concatenate([sequence_statistics(*part) for part in parts])
     starts = np.cumsum(lengths) - lengths
     # The first token of a sequence has no predecessor, so it counts as its own predecessor.
     before = np.empty_like(ids)
@@ -127,7 +131,7 @@ def plain_statistics(weights: np.ndarray, ids: np.ndarray, lengths: np.ndarray) 
     mean, square = statistics[0], statistics[1]
     statistics[1] = np.sqrt(np.maximum(square - mean * mean, 0))
     np.maximum.reduceat(weights, starts, out=statistics[5])
-    np.log(lengths, out=statistics[6], casting="same_kind")
+    np.log(lengths, out=statistics[LOG_OF_LENGTH], casting="same_kind")
     np.divide(mean, lengths, out=statistics[7], casting="same_kind")
     return statistics.T
 

@@ -8,10 +8,11 @@ length groups without a search       -> the sequence's own record, or the mean o
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -120,12 +121,13 @@ class SearchEngine(ReuseStrategy):
         assert isinstance(plan, SearchPlan)
         nearest = self.nearest(batch, hidden, plan.compared, plan.segments)
         self._apply_policy(plan.compared, nearest, plan)
-        # Sequences that are not compared have no similarity.
-        refused = ~plan.allowed | (~plan.familiar & (plan.similarities < 1))
-        for group in plan.compared if refused.any() else ():
-            own = group.sequences
-            plan.records[own][refused[own]] = -1
-            plan.similarities[own][refused[own]] = np.nan
+        if not (plan.allowed.all() and plan.familiar.all()):
+            # Sequences that are not compared have no similarity.
+            refused = ~plan.allowed | (~plan.familiar & (plan.similarities < 1))
+            for group in plan.compared:
+                own = group.sequences
+                plan.records[own][refused[own]] = -1
+                plan.similarities[own][refused[own]] = np.nan
         corrupt = plan.corrupt_records + self._drop_corrupt(plan.compared, plan)
         return replace(plan, until=ALL_LAYERS, corrupt_records=corrupt)
 
@@ -152,7 +154,7 @@ class SearchEngine(ReuseStrategy):
         limit = self.policy.limit
         if self.familiarity is None or limit is None:
             return np.ones(len(batch.lengths), dtype=bool)
-        ids = batch.ids[: batch.offsets[-1]].cpu().numpy()
+        ids = batch.ids.cpu().numpy()
         plan.strangeness[:] = self.familiarity.strangeness(ids, batch.lengths)
         return plan.strangeness <= limit.strangest
 
@@ -232,18 +234,19 @@ class SearchEngine(ReuseStrategy):
         features: float32 [sequences, dimensions]. A similarity is 1 exactly if the sequence is recorded.
         """
         records, similarities = found.records[RecordKind.STORED], found.similarities[RecordKind.STORED]
-        first = 0
-        for group in groups:
-            own = slice(first, first + group.count)
-            first += group.count
+        firsts = list(accumulate((group.count for group in groups), initial=0))
+        for group, first in zip(groups, firsts, strict=False):
             if self.index.is_compressed(group.length) if self._compiled else group.length in self.index:
+                own = slice(first, first + group.count)
                 records[own], distances = self.index.nearest(group.length, features[own])
                 similarities[own] = 1.0 - distances
-            # The distance of a self-hit is zero except for rounding, which differs between batches.
-            for row in np.flatnonzero(similarities[own] > _SURELY_OTHER).tolist():
-                ids = batch.ids[group.first_token + row * group.length :][: group.length].tolist()
-                recorded = segments[group.length].holds_tokens(int(records[own][row]), ids)
-                similarities[own][row] = 1.0 if recorded else min(similarities[own][row], MOST_SIMILAR_OTHER)
+        # The distance of a self-hit is zero except for rounding, which differs between batches.
+        for row in np.flatnonzero(similarities > _SURELY_OTHER).tolist():
+            number = bisect_right(firsts, row) - 1
+            group = groups[number]
+            ids = batch.ids[group.tokens].view(group.count, -1)[row - firsts[number]].tolist()
+            recorded = segments[group.length].holds_tokens(int(records[row]), ids)
+            similarities[row] = 1.0 if recorded else min(similarities[row], MOST_SIMILAR_OTHER)
 
     def _plan_unsearched(
         self, batch: TokenBatch, group: Group, allowed: np.ndarray, familiar: np.ndarray, plan: ReusePlan
@@ -297,10 +300,11 @@ class SearchEngine(ReuseStrategy):
         corrupt = 0
         for group in groups:
             records = plan.records[group.sequences]
-            hits = records >= 0
-            sound = plan.segments[group.length].are_sound(records[hits])
-            records[hits] = np.where(sound, records[hits], -1)
-            corrupt += int((~sound).sum())
+            hits = np.flatnonzero(records >= 0)
+            damaged = hits[~plan.segments[group.length].are_sound(records[hits])]
+            if len(damaged):
+                records[damaged] = -1
+                corrupt += len(damaged)
         return corrupt
 
 
