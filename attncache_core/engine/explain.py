@@ -141,13 +141,13 @@ def _search(search: SearchEngine, batch: TokenBatch, attended: torch.Tensor) -> 
     candidates = tuple(
         Candidate(
             kind,
-            float(nearest.similarities[kind][0]),
+            float(nearest.similarities[kind, 0]),
             policy.kinds[kind].threshold,
             float(policy.kinds[kind].expected_damage(nearest.similarities[kind])[0]),
-            int(records[0]),
+            record,
         )
-        for kind, records in nearest.records.items()
-        if records[0] >= 0 and segment.is_sound(int(records[0]))
+        for kind, record in zip(RecordKind, nearest.records[:, 0].tolist(), strict=True)
+        if record >= 0 and segment.is_sound(record)
     )
     chosen = _chosen(search, batch, candidates)
     return _Found(strangeness, candidates, chosen, segment, segment.changes)

@@ -216,3 +216,4 @@ void attend(attention *job) {
 #include "stack.h"
 #include "ways.h"
 #include "normalizers.h"
+#include "search.h"

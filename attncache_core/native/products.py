@@ -122,7 +122,7 @@ class PackedMatrix:
             weight = levels
         dtype = {MatrixKind.WHOLE: torch.float32, MatrixKind.PAIRS: torch.bfloat16}.get(kind, torch.int8)
         self._weights = self._packed(weight.to(dtype))
-        self._library = library
+        self.library = library
         self._run = library.run_product
         self._run.argtypes, self._run.restype = [ctypes.c_void_p], None
         self.matrix = Matrix(
@@ -186,7 +186,7 @@ class PackedMatrix:
             type=_TYPES[x.dtype],
             threads=threads,
         )
-        run = self._library.run_normalizers
+        run = self.library.run_normalizers
         run.argtypes, run.restype = [ctypes.c_void_p], None
         run(ctypes.addressof(job))
         return largest + sums.log()

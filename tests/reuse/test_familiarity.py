@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from core_models import prefill, random_sequences
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attncache_core import native
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
 from attncache_core.calibration.familiarity_fit import TokenStatistics, count_tokens, fit_familiarity
@@ -68,6 +71,29 @@ def test_strangeness_does_not_depend_on_the_rest_of_the_batch(sequences):
     together = familiarity.strangeness(*packed(sequences))
     alone = [familiarity.strangeness(*packed([ids]))[0] for ids in sequences]
     np.testing.assert_allclose(together, alone, rtol=1e-5)
+
+
+@given(sequences_of_ids)
+def test_strangeness_is_the_same_with_and_without_compiled_code(sequences):
+    coefficients = np.linspace(-0.3, 0.4, 8, dtype=np.float32)
+    familiarity = Familiarity(WEIGHTS, coefficients, np.array([-4.0], np.float32))
+    ids, lengths = packed(sequences)
+    statistics = [plain_statistics(own) for own in sequences]
+    # The tolerance is that of the statistics.
+    expected = np.exp(statistics @ coefficients.astype(np.float64) - 4)
+    np.testing.assert_allclose(familiarity.strangeness(ids, lengths), expected, rtol=1e-3)
+    with mock.patch.object(native, "kernel", return_value=None):
+        plainly = replace(familiarity).strangeness(ids, lengths)
+    np.testing.assert_allclose(familiarity.strangeness(ids, lengths), plainly, rtol=1e-3)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_token_without_a_weight_is_refused(compiled):
+    familiarity = Familiarity(WEIGHTS, np.ones(8, np.float32), np.ones(1, np.float32))
+    with nullcontext() if compiled else mock.patch.object(native, "kernel", return_value=None):
+        familiarity.strangeness(*packed([[3, 49]]))
+        with pytest.raises(IndexError):
+            familiarity.strangeness(*packed([[3, 50]]))
 
 
 @pytest.mark.parametrize("fitted", [True, False])

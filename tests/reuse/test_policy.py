@@ -67,6 +67,25 @@ def damage_plainly(policy: KindPolicy, similarity: float) -> float:
     return corners[-1][1]
 
 
+@given(policies(), st.data())
+def test_compiled_code_chooses_what_each_length_group_chooses(policy, data):
+    if policy.compiled is None:
+        pytest.skip("the choice was not compiled")
+    found = data.draw(nearest())
+    count = len(found[STORED])
+    lengths = data.draw(st.lists(st.integers(1, 70), min_size=count, max_size=count))
+    laid_out = np.array([(row, 1, 0, length) for row, length in enumerate(lengths)])
+    similarities = np.array([found[kind] for kind in RecordKind])
+    records = np.arange(similarities.size).reshape(similarities.shape)
+    chosen = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.float32)
+    policy.compiled.choose(laid_out, (records, similarities), chosen)
+    for row, (served, kind, similarity) in enumerate(zip(*(part.tolist() for part in chosen), strict=True)):
+        alone = {of: values[row : row + 1] for of, values in found.items()}
+        kinds, serves = policy.group_of(lengths[row]).choose(alone)
+        assert (kind, similarity) == (kinds[0], found[RecordKind(kind)][row])
+        assert served == (records[kind, row] if serves[0] else -1)
+
+
 @given(groups(), nearest())
 def test_kind_with_the_least_expected_damage_among_those_at_their_threshold_serves(group, found):
     kinds, served = group.choose(found)

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from core_models import planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncache_core import native
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.plan import ALL_LAYERS, Outcome, ReusePlan, no_reuse, outcome_code
@@ -76,6 +78,22 @@ def test_record_and_similarity_are_those_of_the_brute_force_nearest_record(
         nearest = min(distances, key=distances.__getitem__)
         assert opened.search.store.segments[len(ids)].holds_tokens(record, nearest)
         assert similarity == pytest.approx(1 - distances[nearest], abs=TOLERANCE)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.lists(st.integers(0, 50), min_size=1, max_size=12), threshold=st.floats(0.5, 1.0))
+def test_compiled_code_finds_what_is_found_without_it(tiny_engine, opened, asked, rows, threshold):
+    sequences = [asked.sequences[row % len(asked.sequences)] for row in rows]
+    compiled = plan_of(tiny_engine, opened, sequences, threshold)
+    with mock.patch.object(native, "kernel", return_value=None):
+        plainly = AttentionDatabase.open(opened.folder)
+        records, similarities, _ = plan_of(tiny_engine, plainly, sequences, threshold)
+        assert plainly.search.projector.packed is None
+    assert similarities == pytest.approx(compiled[1], abs=TOLERANCE, nan_ok=True)
+    near = [abs(similarity - threshold) < TOLERANCE for similarity in similarities]
+    assert [record if not is_near else None for record, is_near in zip(records, near, strict=True)] == [
+        record if not is_near else None for record, is_near in zip(compiled[0], near, strict=True)
+    ]
 
 
 def test_recorded_sequence_has_similarity_one_and_its_own_record(tiny_engine, opened, asked):

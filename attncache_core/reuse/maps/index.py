@@ -98,6 +98,21 @@ class FeatureIndex:
         """
         return nearest_in(self._partitions[length], features)
 
+    def vectors(self, length: int) -> np.ndarray | None:
+        """Return the vectors of a partition, float32 [records, dimensions], a view on this index.
+
+        None if there is no partition, or if it is searched in compressed form.
+        """
+        partition = self._partitions.get(length)
+        if not isinstance(partition, faiss.IndexFlat):
+            return None
+        found: np.ndarray = faiss.rev_swig_ptr(partition.get_xb(), partition.ntotal * partition.d)
+        return found.reshape(partition.ntotal, partition.d)
+
+    def is_compressed(self, length: int) -> bool:
+        """Return whether there is a partition of this length that is searched in compressed form."""
+        return length in self._partitions and not isinstance(self._partitions[length], faiss.IndexFlat)
+
     def without(self, records: Mapping[int, Collection[int]]) -> FeatureIndex:
         """Return an index in which no search finds these records (length -> records)."""
         index = FeatureIndex()

@@ -12,14 +12,16 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 from pydantic import ConfigDict
 
+from attncache_core import native
 from attncache_core.heads.comparator import Measure
+from attncache_core.native.search import KindCurve, NativePolicy
 from attncache_core.reuse.maps.info import BudgetInfo, GroupInfo, PolicyInfo
 from attncache_core.reuse.storage.layout import RecordKind
 
@@ -251,6 +253,15 @@ class ReusePolicy:
     @cached_property
     def _bounds(self) -> list[int]:
         return [group.longest for group in self.groups[:-1]]
+
+    @cached_property
+    def compiled(self) -> NativePolicy | None:
+        """`LengthGroup.choose` of all length groups by compiled code; None without the code."""
+        kernel = native.kernel()
+        if kernel is None:
+            return None
+        curves = [[KindCurve(*astuple(group.kinds[kind])) for kind in RecordKind] for group in self.groups]
+        return NativePolicy(kernel.library, self._bounds, curves)
 
     def group_index(self, length: int) -> int:
         """Return the index of the length group of sequences of `length` tokens."""

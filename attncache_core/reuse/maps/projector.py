@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
+from attncache_core import native
 from attncache_core.errors import CorruptDatabase
-from attncache_core.models.prepacked import PackedLinear
+from attncache_core.native.products import MatrixKind, PackedMatrix
 from attncache_core.text.token_batch import Group
 
 _TOKEN_FEATURES = 32
@@ -30,7 +32,6 @@ class FeatureProjector(nn.Module):
         super().__init__()
         self.max_length = max_length
         self.token = nn.Linear(hidden_size, _TOKEN_FEATURES)
-        self._first_layer: Callable[[torch.Tensor], torch.Tensor] = self._plain_first_layer
         self.position = nn.Parameter(torch.empty(max_length, _TOKEN_FEATURES, dimensions))
         # The scale for a second layer with the inputs of a sentence of common length, 16 tokens.
         nn.init.normal_(self.position, std=(16 * _TOKEN_FEATURES) ** -0.5)
@@ -48,11 +49,23 @@ class FeatureProjector(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the features [n, dimensions] of x [n, L, hidden], with L at most `max_length`."""
         n, length, _ = x.shape
-        tokens = self._plain_first_layer(x.float())
+        tokens = self._first_layer(x.float())
         return tokens.reshape(n, -1) @ self.position[:length].flatten(0, 1)
 
-    def _plain_first_layer(self, x: torch.Tensor) -> torch.Tensor:
+    def _first_layer(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.gelu(self.token(x))
+
+    @cached_property
+    def packed(self) -> tuple[PackedMatrix, PackedMatrix] | None:
+        """The two layers for native/search.py; None if nothing was compiled. Later training has no effect."""
+        kernel = native.kernel()
+        if kernel is None:
+            return None
+        second = self.position.detach().flatten(0, 1).T
+        return (
+            PackedMatrix(kernel.library, MatrixKind.WHOLE, self.token.weight, self.token.bias),
+            PackedMatrix(kernel.library, MatrixKind.WHOLE, second),
+        )
 
     @torch.inference_mode()
     def project(self, hidden: torch.Tensor, groups: Sequence[Group]) -> list[np.ndarray]:
@@ -81,5 +94,4 @@ class FeatureProjector(nn.Module):
         except (OSError, SafetensorError, KeyError, IndexError, ValueError, RuntimeError) as error:
             raise CorruptDatabase(f"{path} cannot be read", field="database") from error
         projector.eval().requires_grad_(False)
-        projector._first_layer = PackedLinear(projector.token.weight, projector.token.bias, "gelu")
         return projector

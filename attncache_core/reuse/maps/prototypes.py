@@ -55,6 +55,11 @@ class PrototypeIndex:
         lengths, counts = np.unique(self.lengths, return_counts=True)
         return dict(zip(lengths.tolist(), counts.tolist(), strict=True))
 
+    def of_length(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return features, kinds and records of the synthetic records of one length, as views."""
+        first, end = np.searchsorted(self.lengths, (length, length + 1)).tolist()
+        return self.features[first:end], self.kinds[first:end], self.records[first:end]
+
     def nearest(
         self, kind: RecordKind, lengths: np.ndarray, features: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -101,6 +106,8 @@ class PrototypeIndex:
             rows, _ = index.features.shape
             if any(column.shape != (rows,) for column in (index.lengths, index.records, index.kinds)):
                 raise ValueError("each feature vector needs one length, one record and one kind")
+            if not np.isin(index.kinds, (RecordKind.PROTOTYPE, RecordKind.MEAN)).all():
+                raise ValueError("a record of an index of synthetic records is not synthetic")
             return index
         except (OSError, SafetensorError, TypeError, ValueError) as error:
             raise CorruptDatabase(f"{path} cannot be read", field="database") from error

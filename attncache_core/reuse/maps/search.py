@@ -8,14 +8,17 @@ length groups without a search       -> the sequence's own record, or the mean o
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from attncache_core.native.search import NativeSearch, RecordVectors
 from attncache_core.reuse.maps.familiarity import Familiarity
 from attncache_core.reuse.maps.index import FeatureIndex
 from attncache_core.reuse.maps.policy import ReusePolicy
@@ -32,8 +35,8 @@ from attncache_core.text.token_batch import Group, TokenBatch
 class NearestRecords(NamedTuple):
     """The nearest record of each kind, for the sequences of some groups, group after group."""
 
-    records: dict[RecordKind, np.ndarray]  # int64 [sequences], -1: no record
-    similarities: dict[RecordKind, np.ndarray]  # float32 [sequences], -inf: no record
+    records: np.ndarray  # int64 [kinds, sequences] by RecordKind, -1: no record
+    similarities: np.ndarray  # float32 [kinds, sequences], -inf: no record
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,13 @@ class SearchEngine(ReuseStrategy):
         assert isinstance(plan, SearchPlan)
         nearest = self.nearest(batch, hidden, plan.compared, plan.segments)
         self._apply_policy(plan.compared, nearest, plan)
-        # Sequences that are not compared have no similarity.
-        refused = ~plan.allowed | (~plan.familiar & (plan.similarities < 1))
-        for group in plan.compared if refused.any() else ():
-            own = group.sequences
-            plan.records[own][refused[own]] = -1
-            plan.similarities[own][refused[own]] = np.nan
+        if not (plan.allowed.all() and plan.familiar.all()):
+            # Sequences that are not compared have no similarity.
+            refused = ~plan.allowed | (~plan.familiar & (plan.similarities < 1))
+            for group in plan.compared:
+                own = group.sequences
+                plan.records[own][refused[own]] = -1
+                plan.similarities[own][refused[own]] = np.nan
         corrupt = plan.corrupt_records + self._drop_corrupt(plan.compared, plan)
         return replace(plan, until=ALL_LAYERS, corrupt_records=corrupt)
 
@@ -150,7 +154,7 @@ class SearchEngine(ReuseStrategy):
         limit = self.policy.limit
         if self.familiarity is None or limit is None:
             return np.ones(len(batch.lengths), dtype=bool)
-        ids = batch.ids[: batch.offsets[-1]].cpu().numpy()
+        ids = batch.ids.cpu().numpy()
         plan.strangeness[:] = self.familiarity.strangeness(ids, batch.lengths)
         return plan.strangeness <= limit.strangest
 
@@ -183,40 +187,66 @@ class SearchEngine(ReuseStrategy):
         None: the segments of the store.
         """
         segments = self.store.segments if segments is None else segments
-        features = self.projector.project(hidden, groups)
-        stored = [
-            self._nearest_stored(batch, group, own, segments)
-            for group, own in zip(groups, features, strict=True)
-        ]
+        if self._compiled:
+            queries, *both = self._compiled.nearest(hidden.cpu(), _laid_out(groups))
+            found = NearestRecords(*both)
+        else:
+            queries = np.concatenate(self.projector.project(hidden, groups))
+            found = self._plainly_nearest(queries, groups)
+        self._search_stored(batch, groups, queries, found, segments)
+        return found
+
+    @cached_property
+    def _compiled(self) -> NativeSearch | None:
+        """The search by compiled code; None without the code."""
+        packed = self.projector.packed
+        if packed is None:
+            return None
+        none = np.zeros((0, self.projector.dimensions), np.float32)
+        vectors = {}
+        for length in self.store.segments:
+            stored = self.index.vectors(length)
+            vectors[length] = RecordVectors(
+                none if stored is None else stored, *self.prototypes.of_length(length)
+            )
+        return NativeSearch(*packed, vectors)
+
+    def _plainly_nearest(self, features: np.ndarray, groups: Sequence[Group]) -> NearestRecords:
+        """Return the nearest synthetic records, without compiled code, and no records of sentences yet."""
         lengths = np.repeat([group.length for group in groups], [group.count for group in groups])
-        found = NearestRecords(
-            {RecordKind.STORED: np.concatenate([records for records, _ in stored])},
-            {RecordKind.STORED: np.concatenate([similarities for _, similarities in stored])},
-        )
-        queries = np.concatenate(features)
+        shape = len(RecordKind), len(lengths)
+        found = NearestRecords(np.full(shape, -1), np.full(shape, -np.inf, np.float32))
         for kind in (RecordKind.PROTOTYPE, RecordKind.MEAN):
-            found.records[kind], distances = self.prototypes.nearest(kind, lengths, queries)
+            found.records[kind], distances = self.prototypes.nearest(kind, lengths, features)
             found.similarities[kind] = np.minimum(1.0 - distances, MOST_SIMILAR_OTHER)
         return found
 
-    def _nearest_stored(
-        self, batch: TokenBatch, group: Group, features: np.ndarray, segments: Mapping[int, Segment]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the nearest records of sentences for a group: records and similarities, [sequences] each.
+    def _search_stored(
+        self,
+        batch: TokenBatch,
+        groups: Sequence[Group],
+        features: np.ndarray,
+        found: NearestRecords,
+        segments: Mapping[int, Segment],
+    ) -> None:
+        """Write the nearest records of sentences that Faiss searches, and recognise recorded sequences.
 
-        A similarity is 1 exactly if the sequence is recorded.
+        features: float32 [sequences, dimensions]. A similarity is 1 exactly if the sequence is recorded.
         """
-        if group.length not in self.index:
-            return np.full(group.count, -1), np.full(group.count, -np.inf, dtype=np.float32)
-        records, distances = self.index.nearest(group.length, features)
-        similarities = 1.0 - distances
+        records, similarities = found.records[RecordKind.STORED], found.similarities[RecordKind.STORED]
+        firsts = list(accumulate((group.count for group in groups), initial=0))
+        for group, first in zip(groups, firsts, strict=False):
+            if self.index.is_compressed(group.length) if self._compiled else group.length in self.index:
+                own = slice(first, first + group.count)
+                records[own], distances = self.index.nearest(group.length, features[own])
+                similarities[own] = 1.0 - distances
         # The distance of a self-hit is zero except for rounding, which differs between batches.
         for row in np.flatnonzero(similarities > _SURELY_OTHER).tolist():
-            start = int(batch.offsets[group.first + row])
-            ids = batch.ids[start : start + group.length].tolist()
+            number = bisect_right(firsts, row) - 1
+            group = groups[number]
+            ids = batch.ids[group.tokens].view(group.count, -1)[row - firsts[number]].tolist()
             recorded = segments[group.length].holds_tokens(int(records[row]), ids)
             similarities[row] = 1.0 if recorded else min(similarities[row], MOST_SIMILAR_OTHER)
-        return records, similarities
 
     def _plan_unsearched(
         self, batch: TokenBatch, group: Group, allowed: np.ndarray, familiar: np.ndarray, plan: ReusePlan
@@ -247,12 +277,16 @@ class SearchEngine(ReuseStrategy):
 
     def _apply_policy(self, groups: Sequence[Group], nearest: NearestRecords, plan: ReusePlan) -> None:
         """Write to the plan which record serves each sequence, by the policy of its length group."""
-        # A kind's number is the number of its row.
-        records, similarities = (np.array([of[kind] for kind in RecordKind]) for of in nearest)
+        if self.policy.compiled:
+            self.policy.compiled.choose(
+                _laid_out(groups), nearest, (plan.records, plan.kinds, plan.similarities)
+            )
+            return
+        records, similarities = nearest
         first = 0
         for index, neighbours in groupby(groups, lambda group: self.policy.group_index(group.length)):
             own = [np.arange(group.first, group.first + group.count) for group in neighbours]
-            sequences = own[0] if len(own) == 1 else np.concatenate(own)
+            sequences = np.concatenate(own)
             rows = np.arange(first, first + len(sequences))
             found = {kind: similarities[kind, rows] for kind in RecordKind}
             kinds, served = self.policy.groups[index].choose(found)
@@ -266,11 +300,17 @@ class SearchEngine(ReuseStrategy):
         corrupt = 0
         for group in groups:
             records = plan.records[group.sequences]
-            hits = records >= 0
-            sound = plan.segments[group.length].are_sound(records[hits])
-            records[hits] = np.where(sound, records[hits], -1)
-            corrupt += int((~sound).sum())
+            hits = np.flatnonzero(records >= 0)
+            damaged = hits[~plan.segments[group.length].are_sound(records[hits])]
+            if len(damaged):
+                records[damaged] = -1
+                corrupt += len(damaged)
         return corrupt
+
+
+def _laid_out(groups: Sequence[Group]) -> np.ndarray:
+    """Return groups as compiled code reads them, int64 [groups, 4]."""
+    return np.array([(own.first, own.count, own.first_token, own.length) for own in groups], np.int64)
 
 
 def _set_reason(plan: ReusePlan, group: Group, marked: np.ndarray, reason: Outcome) -> None:

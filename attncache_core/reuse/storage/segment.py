@@ -208,7 +208,15 @@ class Segment:
 
     def addresses(self, records: np.ndarray) -> np.ndarray:
         """Return the memory addresses of these records (int64 [n]), int64 [n]."""
-        return self._maps.data_ptr() + records * self.layout.record_bytes(self.length)
+        return self._first_address + records * self._record_bytes
+
+    @cached_property
+    def _first_address(self) -> int:
+        return self._maps.data_ptr()
+
+    @cached_property
+    def _record_bytes(self) -> int:
+        return self.layout.record_bytes(self.length)
 
     def layer_maps(self, record: int, layer: int, heads: int) -> torch.Tensor:
         """Return the first `heads` stored maps of a layer of one record, [heads, L, L].
