@@ -132,7 +132,10 @@ class Recording:
         # Only training sentences are cut, so lengths above the longest training sentence have no synthetic
         # records.
         cut = range(min(self.by_length), max(length for length in self.by_length if self.members(length)))
-        return sorted({*self.by_length, *cut})
+        lengths = sorted({*self.by_length, *cut})
+        if self._synthetic_only:
+            return [own for own in lengths if self.stored(own) or len(self.members(own)) >= _MIN_MEMBERS]
+        return lengths
 
     def members(self, length: int) -> list[list[int]]:
         """Return the sequences that the synthetic records of a length average, or [] without prototypes."""

@@ -297,3 +297,10 @@ def test_segments_of_synthetic_records_hold_the_records_that_were_written_with_t
             strict=True,
         )
         assert all(np.array_equal(one, other) for one, other in pairs)
+
+
+def test_length_without_sentences_and_with_too_few_longer_ones_has_no_segment(tiny_engine, tmp_path):
+    few = made_sentences({5: 20, 9: 2}, {})
+    inputs = FirstInputs(tiny_engine.model, tmp_path)
+    alone = Recording(tiny_engine.model, few, LAYOUT, 4, SEAL, inputs, synthetic_only=True)
+    assert list(alone.write(tmp_path, RANK, lambda *_: None).segments) == alone.lengths == [5, 9]
