@@ -15,6 +15,7 @@ _MODULES = {
     "attention-kernel": "attention_kernel",
     "budget-transfer": "budget_transfer",
     "busy-neighbour": "busy_neighbour",
+    "cold-records": "cold_records",
     "combined": "combined",
     "experts": "experts",
     "familiarity": "familiarity",

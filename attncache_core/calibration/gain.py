@@ -282,11 +282,11 @@ def _gain_of(
 
     Also returns whether it is clear on which side of the limit full batches are.
     """
-    one_text, full_batch = (
-        timing.gain_in(batches, hit_rates, limit)
-        for batches in (single_texts(lengths), batches_of(lengths, BATCH_TOKENS))
-    )
-    gain = Gain(one_text.median, one_text.lower, full_batch.median, full_batch.lower)
+    batches = single_texts(lengths), batches_of(lengths, BATCH_TOKENS)
+    one_text, full_batch = (timing.gain_in(own, hit_rates, limit) for own in batches)
+    tokens = [float(batch.offsets[-1]) for batch in batches[1]]
+    saved = full_batch.saved_seconds / float(np.mean(tokens)) / max(hit_rates.values())
+    gain = Gain(one_text.median, one_text.lower, full_batch.median, full_batch.lower, saved)
     return gain, not full_batch.leaves_open(limit)
 
 

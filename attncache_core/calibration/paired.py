@@ -10,9 +10,10 @@ A pair does not count if other programs used the processors meanwhile, or if the
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import bdtr
@@ -45,6 +46,7 @@ class PairedGain:
     median: float
     lower: float  # with 95 % confidence, the median of all possible pairs is not below this
     upper: float  # nor, with 95 % confidence, above this
+    saved_seconds: float = 0.0  # median over pairs of the time that the second way saves
 
     def leaves_open(self, limit: float) -> bool:
         """Return whether the true median may be below this limit, and may be above it."""
@@ -71,10 +73,11 @@ def compare(
         for run in passes:
             run()
     gains: list[float] = []
+    saved: list[float] = []
     attempts, wanted = 0, pairs
     while True:
         if len(gains) == wanted:
-            measured = _with_bounds(gains)
+            measured = replace(_with_bounds(gains), saved_seconds=statistics.median(saved))
             if wanted == _MAX_LOOKS * pairs or not measured.leaves_open(limit):
                 return measured
             wanted += pairs
@@ -84,13 +87,14 @@ def compare(
             )
         index, second_first = len(gains) % len(batches), len(gains) // len(batches) % 2 == 1
         mark = _wait_until_idle(idle_mark)
-        gain, waited = _pair(batches[index], second_first=second_first)
+        seconds, waited = _pair(batches[index], second_first=second_first)
         if idle_mark() != mark:
             time.sleep(_SECONDS_AFTER_REQUEST)
             continue
         attempts += 1
         if waited <= _MAX_WAITED:
-            gains.append(gain)
+            gains.append(seconds[0] / seconds[1] - 1)
+            saved.append(seconds[0] - seconds[1])
 
 
 def _wait_until_idle(idle_mark: IdleMark) -> int:
@@ -99,8 +103,8 @@ def _wait_until_idle(idle_mark: IdleMark) -> int:
     return mark
 
 
-def _pair(passes: Passes, *, second_first: bool) -> tuple[float, float]:
-    """Return the gain of the second way, and the share of the time in which the processors were missing."""
+def _pair(passes: Passes, *, second_first: bool) -> tuple[list[float], float]:
+    """Return the seconds of both ways, and the share of the time in which the processors were missing."""
     seconds = [0.0, 0.0]
     waited, started = waited_seconds(), time.perf_counter()
     for way in (1, 0) if second_first else (0, 1):
@@ -108,7 +112,7 @@ def _pair(passes: Passes, *, second_first: bool) -> tuple[float, float]:
         passes[way]()
         seconds[way] = time.perf_counter() - before
     share = (waited_seconds() - waited) / (time.perf_counter() - started)
-    return seconds[0] / seconds[1] - 1, share
+    return seconds, share
 
 
 def _with_bounds(gains: Sequence[float]) -> PairedGain:

@@ -33,6 +33,7 @@ class Outcome(StrEnum):
     MISS = "miss"  # searched, and no record was near enough
     NOT_SEARCHED = "not_searched"  # reuse was declined, or no record of this length exists
     UNFAMILIAR = "unfamiliar"  # not searched: the text does not resemble the texts the budget was measured on
+    COLD = "cold"  # the maps of its record are not in memory, and take longer to read than a hit saves
     # The value is the label of a metric, which keeps its name.
     SKIPPED_BY_COST = "cannot_pay"  # not searched: reuse saves too little time at this length
 

@@ -13,6 +13,7 @@ const VERDICTS = {
   miss: ["Computed in full", "No record is near enough."],
   unfamiliar: ["Computed in full", "The text does not resemble the texts that the quality budget was measured on."],
   cannot_pay: ["Computed in full", "Reuse saves too little time at this length on this machine."],
+  cold: ["Computed in full", "The attention maps of its record are not in memory, and take longer to read than a hit saves."],
   not_searched: ["Computed in full", "No attention maps can be reused for this text."],
 };
 

@@ -33,6 +33,7 @@ const OUTCOMES = [
   ["miss", "Miss", "computed in full: no record is near enough"],
   ["unfamiliar", "Unfamiliar", "computed in full: unlike the texts that the budget was measured on"],
   ["cannot_pay", "Does not pay", "computed in full: reuse saves too little at its length"],
+  ["cold", "Not in memory", "computed in full: the maps of its record take longer to read than a hit saves"],
   ["not_searched", "Not searched", "computed in full: nothing can be reused, or reuse was declined"],
 ];
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from core_models import planned, prefill
 
-from attncache_core.calibration.gain import Rehearsal, Timing, measure_gain, require_gain
+from attncache_core.calibration.gain import Rehearsal, Timing, batches_of, measure_gain, require_gain
 from attncache_core.calibration.paired import PairedGain, always_idle
 from attncache_core.calibration.savings import fit_savings
 from attncache_core.engine.prefill import PrefillEngine
@@ -133,6 +133,18 @@ def test_gain_that_is_not_known_is_not_measured_if_the_caller_says_so(engine, bo
     engine.map_reuse.reuse_in(())
     require_gain(engine, 0.05, measure=False)
     assert (engine.map_reuse.awaits_gain, engine.map_reuse.gain.paying) == (False, (0, 1))
+
+
+def test_gain_says_what_a_hit_saves_per_token(engine, monkeypatch, tmp_path):
+    seconds = PairedGain(0.2, 0.2, 0.2, saved_seconds=3.0)
+    monkeypatch.setattr("attncache_core.calibration.gain.compare", lambda *_: seconds)
+    gain = decide(engine, tmp_path)
+    engine.map_reuse.reuse_in(gain.paying, gain)
+    for group, rate in TRAFFIC.hit_rates.items():
+        lengths = TRAFFIC.of_group(engine.map_reuse.policy, group)
+        tokens = np.mean([batch.offsets[-1] for batch in batches_of(lengths, 1024)])
+        assert gain.groups[group].saved_per_token == pytest.approx(3.0 / tokens / rate)
+        assert engine.map_reuse.search.saved_per_token[group] == gain.groups[group].saved_per_token
 
 
 def test_engine_never_reuses_more_while_its_gain_is_measured(engine, monkeypatch):

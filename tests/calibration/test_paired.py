@@ -50,6 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_gain_is_the_median_of_the_pairs_and_the_bounds_enclose_it(machine: Machine) -> None:
     gain = compare([(machine.way("a", 1.2), machine.way("b", 1.0))], LIMIT)
     assert (gain.median, gain.lower, gain.upper) == pytest.approx((0.2, 0.2, 0.2))
+    assert gain.saved_seconds == pytest.approx(0.2)
     noisy = compare([(machine.way("a", *np.linspace(1.0, 1.4, 25)), machine.way("b", 1.0))], LIMIT)
     assert noisy.lower < noisy.median < noisy.upper
 

@@ -553,3 +553,25 @@ def test_report_of_a_policy_without_hits_has_no_quality_figures():
     for name in ("mean", "mean_cosine", "cosine_5th_percentile", "lower_bound"):
         assert told[name] is None
     assert told["candidates"][0]["mean_cosine"] is None
+
+
+def test_without_records_to_search_no_group_is_searched():
+    probes, masks, measured = some_probes()
+    terms = terms_of(probes, Budget(COSINE, 0.9))
+    assert any(group.searched for group in policy_for(terms, measured[0], masks[0]).groups)
+    unsearched = policy_for(replace(terms, may_search=False), measured[0], masks[0])
+    assert not any(group.searched for group in unsearched.groups)
+
+
+def test_length_without_any_record_does_not_keep_the_mean_from_serving_other_lengths():
+    lengths, nothing = np.repeat([9, 10], 30), np.full(60, -np.inf)
+    probes, measured = probes_of(lengths, nothing, nothing, nothing, nothing, COSINE, np.full(60, 0.01))
+    probes.records[RecordKind.MEAN][lengths == 10] = -1
+    measured[RecordKind.MEAN].fidelity[lengths == 10] = np.nan
+    mask = mildest_mask(natural_rank(3, 4), 6)
+    for may_search in (True, False):
+        terms = replace(terms_of(probes, Budget(COSINE, 0.9)), may_search=may_search)
+        policy = policy_for(terms, measured, mask)
+        assert [group.mean_serves for group in policy.groups] == [not may_search]
+    found = calibrated(terms, measured, mask, policy)
+    assert found.served.tolist() == (lengths == 9).tolist()

@@ -51,6 +51,9 @@ class DatabaseInfo:
     refitted: bool  # whether hits take weights of their own
     policy: PolicyInfo
     quality: Mapping[str, Any]  # as measured when the policy was chosen
+    cold_hits: int = (
+        0  # sequences computed because the maps of their record were not in memory, since the start
+    )
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class GroupGainInfo:
     one_text_bound: float
     full_batch: float
     full_batch_bound: float
+    saved_per_token: float  # seconds
     reuses: bool
 
 

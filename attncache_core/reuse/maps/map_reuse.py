@@ -21,9 +21,11 @@ from attncache_core.reuse.maps.policy_state import ServedPolicy, Tightened
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.maps.verification import Window
 from attncache_core.reuse.mask import ReuseMask
-from attncache_core.reuse.plan import ReusePlan
+from attncache_core.reuse.plan import Outcome, ReusePlan, outcome_code
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.text.token_batch import TokenBatch
+
+_COLD = outcome_code(Outcome.COLD)
 
 
 class MapReuse(ReuseStrategy):
@@ -36,6 +38,7 @@ class MapReuse(ReuseStrategy):
         self.database = database
         self.gain: MeasuredGain | None = None  # None: not measured
         self.awaits_gain = False  # nothing is reused until it is measured whether reuse saves time
+        self._cold_hits = 0
         self._changing = threading.Lock()  # held from the look at `_search` or `_served` until its change
         self._search = database.search
         self._served = ServedPolicy(database.folder, database.search.policy)
@@ -73,6 +76,11 @@ class MapReuse(ReuseStrategy):
     def refine(self, plan: ReusePlan, batch: TokenBatch, hidden: torch.Tensor) -> ReusePlan:
         """See ReuseStrategy.refine."""
         return self._search.refine(plan, batch, hidden)
+
+    def commit(self, plan: ReusePlan, batch: TokenBatch) -> None:
+        """Count the sequences that did not hit because the maps of their record were not in memory."""
+        del batch
+        self._cold_hits += int(np.count_nonzero((plan.reasons == _COLD) & ~plan.hits))
 
     @property
     def approximates(self) -> bool:
@@ -123,13 +131,17 @@ class MapReuse(ReuseStrategy):
                 self._search,
                 paying=None if paying is None else frozenset(paying),
                 least_tokens=gain.least_tokens if gain else 0,
+                saved_per_token={index: own.saved_per_token for index, own in gain.groups.items()}
+                if gain
+                else {},
             )
 
     def info(self) -> DatabaseInfo:
         """Return what the database holds and the policy that holds at present, for people and /info."""
         policy = self.policy.info()
         groups = [replace(group, reuses=self.reuses(index)) for index, group in enumerate(policy.groups)]
-        return replace(self.database.info(), policy=replace(policy, groups=groups))
+        info = replace(self.database.info(), policy=replace(policy, groups=groups))
+        return replace(info, cold_hits=self._cold_hits)
 
     def _adopt(self, policy: ReusePolicy) -> None:
         """Search with a policy from now on. The caller must hold the lock."""

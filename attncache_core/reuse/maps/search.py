@@ -63,6 +63,8 @@ class SearchEngine(ReuseStrategy):
     # Indices of the length groups in which reuse is measured to save time; None: all groups.
     paying: frozenset[int] | None = None
     least_tokens: int = 0  # of a batch in which reuse saves time
+    # Index of a length group -> seconds that a hit saves per token; 0 for other groups: not known.
+    saved_per_token: Mapping[int, float] = field(default_factory=dict)
 
     def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
         """Return the reasons if the batch is too small or no length pays; see ReuseStrategy.rule_out."""
@@ -128,6 +130,11 @@ class SearchEngine(ReuseStrategy):
                 own = group.sequences
                 plan.records[own][refused[own]] = -1
                 plan.similarities[own][refused[own]] = np.nan
+        for group in plan.compared:
+            records = plan.records[group.sequences]
+            hits = np.flatnonzero(records >= 0)
+            cold = hits[self._are_cold(plan.segments[group.length], records[hits])]
+            records[cold], plan.reasons[group.sequences][cold] = -1, outcome_code(Outcome.COLD)
         corrupt = plan.corrupt_records + self._drop_corrupt(plan.compared, plan)
         return replace(plan, until=ALL_LAYERS, corrupt_records=corrupt)
 
@@ -169,6 +176,14 @@ class SearchEngine(ReuseStrategy):
     def can_serve(self, length: int) -> bool:
         """Return whether records of this length exist, and the policy lets any of them serve."""
         return self.store.may_serve(length) and self._has_records(length)
+
+    def _are_cold(self, segment: Segment, records: np.ndarray) -> np.ndarray:
+        """Return which records (int64 [n]) are not in memory and take longer to read than a hit saves.
+
+        Call this method before the records are checked, because the check reads them.
+        """
+        saved = self.saved_per_token.get(self.policy.group_index(segment.length), 0.0)
+        return segment.are_cold(records, saved * segment.length)
 
     def _has_records(self, length: int) -> bool:
         held = length in self.store.segments and (length in self.index or length in self.prototypes)
@@ -260,12 +275,20 @@ class SearchEngine(ReuseStrategy):
         excluded = self.excluded.get(group.length, ())
         serves = not self._is_searched(group.length) and self.policy.group_of(group.length).mean_serves
         mean = self.prototypes.means[group.length] if serves else None
-        for row, ids in enumerate(batch.ids.cpu().numpy()[group.tokens].reshape(-1, group.length)):
-            sequence = group.first + row
-            own = segment.record_of(ids) if allowed[sequence] else None
+        sequences = batch.ids.cpu().numpy()[group.tokens].reshape(-1, group.length)
+        own = [
+            segment.record_of(ids) if may else None
+            for ids, may in zip(sequences, allowed[group.sequences], strict=True)
+        ]
+        candidates = np.array([record for record in (*own, mean) if record is not None], dtype=np.int64)
+        cold = set(candidates[self._are_cold(segment, candidates)].tolist())
+        for sequence, recorded in enumerate(own, group.first):
             common = mean if familiar[sequence] else None
-            for record, kind in ((own, RecordKind.STORED), (common, RecordKind.MEAN)):
+            for record, kind in ((recorded, RecordKind.STORED), (common, RecordKind.MEAN)):
                 if record is None or record in excluded or not allowed[sequence]:
+                    continue
+                if record in cold:
+                    plan.reasons[sequence] = outcome_code(Outcome.COLD)
                     continue
                 if segment.is_sound(record):
                     plan.records[sequence], plan.kinds[sequence] = record, kind

@@ -21,6 +21,8 @@ import numpy as np
 from attncache_core.native.guard import WatchedRange, guard
 
 _MAP_FIXED = 0x10
+# From a byte of mincore(2) to whether the page is absent: its lowest bit says that the page is in memory.
+_ABSENT = bytes(1 - byte % 2 for byte in range(256))
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -47,6 +49,7 @@ class RecordFile:
         weakref.finalize(self, os.close, self.descriptor).atexit = False
         self.opened = _state(self.descriptor)
         self._range: MappedRange | None = None
+        self._first = 0  # offset of the range in the file, in bytes
 
     def read(self, size: int, offset: int) -> bytes:
         """Return `size` bytes at `offset`, or fewer at the end of the file. Raises OSError."""
@@ -61,7 +64,7 @@ class RecordFile:
             return self._content(offset, size)
         # The offset of a mapping must be a multiple of the allocation granularity.
         skipped = offset % mmap.ALLOCATIONGRANULARITY
-        self._range = MappedRange(skipped + size, self.path)
+        self._range, self._first = MappedRange(skipped + size, self.path), offset - skipped
         # torch has no read-only tensors, so the mapping is copy-on-write. Nothing ever writes to it.
         access = mmap.PROT_READ | mmap.PROT_WRITE
         self._range.map(0, self.descriptor, offset - skipped, skipped + size, access, mmap.MAP_PRIVATE)
@@ -96,6 +99,13 @@ class RecordFile:
     def has_faulted(self) -> bool:
         """Whether a read of the mapped part has failed. A failed read gives zeros."""
         return self._range is not None and self._range.has_faulted
+
+    def missing_bytes(self, offset: int, size: int) -> int:
+        """Return how many of `size` bytes at `offset` are not in memory, in whole pages of the system.
+
+        0 if the part is not mapped, if the system cannot tell, or if it does not tell this user.
+        """
+        return 0 if self._range is None else self._range.missing_bytes(offset - self._first, size)
 
     def will_need(self, offset: int, size: int) -> None:
         """Ask the system to read `size` bytes at `offset` ahead, if the part is mapped and the system can."""
@@ -137,6 +147,18 @@ class MappedRange:
         if address == _FAILED:
             raise OSError(ctypes.get_errno(), "a record cannot be mapped", str(self.path))
 
+    def missing_bytes(self, at: int, size: int) -> int:
+        """Return how many of `size` bytes from byte `at` of the range are not in memory, in whole pages.
+
+        0 if the system cannot tell.
+        """
+        first = at - at % mmap.PAGESIZE
+        pages = -(-(at + size - first) // mmap.PAGESIZE)
+        resident = ctypes.create_string_buffer(pages)  # a byte for each page
+        if _libc().mincore(self.address + first, pages * mmap.PAGESIZE, resident):
+            return 0
+        return resident.raw.translate(_ABSENT).count(1) * mmap.PAGESIZE
+
     @property
     def has_faulted(self) -> bool:
         """Whether a read of the range has failed. Undefined once the range is released."""
@@ -161,5 +183,6 @@ def _libc() -> ctypes.CDLL:
         *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int),
         *(ctypes.c_int, ctypes.c_int64),
     )
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     return libc

@@ -2,6 +2,7 @@
 
     Segment(path, ...)      opens the file and checks its head (segment_header.py)
     refresh -> may_serve    notices that the file was written to
+    are_cold                says which records take longer to read than their use saves
     are_sound, is_sound     check the maps of records against their checksums, once per record
     layer_maps, ...         give the maps of a layer as tensors
     is_as_checked           confirms after use that the file has not changed meanwhile
@@ -12,6 +13,7 @@ layout.py describes the file.
 
 from __future__ import annotations
 
+import statistics
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 
 from attncache_core.errors import CorruptDatabase
-from attncache_core.reuse.storage.layout import MapForm, RecordLayout, records_start, triangle
+from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout, records_start, triangle
 from attncache_core.reuse.storage.mapping import FileState, RecordFile
 from attncache_core.reuse.storage.seal import Seal
 from attncache_core.reuse.storage.segment_header import read_head
@@ -36,6 +38,12 @@ _RECORDS_AHEAD = 16
 # The modification time of a file has a resolution of milliseconds and is set when a write begins, so a write
 # in progress may be invisible. Records are used again once their file has not changed for this long.
 _SETTLED_AFTER_SECONDS = 2.0
+
+
+# A record that was in memory is not looked for again for this long, because the look takes microseconds.
+_WARM_FOR_SECONDS = 1.0
+# So many records of a segment that are not in memory are read at once, which tells the speed of the disk.
+_TIMED_READS = 3
 
 
 class Scrubbed(NamedTuple):
@@ -82,6 +90,9 @@ class Segment:
         self._table, self.head_digest = read_head(self.file, length, layout, seal)
         self._checked = np.zeros(len(self._table), dtype=bool)
         self._sound = np.ones(len(self._table), dtype=bool)
+        self._warm_until = np.zeros(len(self._table))  # seconds, time.monotonic
+        self._was_cold = np.zeros(len(self._table), dtype=bool)
+        self._seconds_per_byte: list[float] = []  # of the timed reads
         try:
             numbers = self.file.numbers(self.records_start, self.file_bytes - self.records_start)
         except OSError as error:
@@ -114,15 +125,16 @@ class Segment:
     @property
     def distinct_texts(self) -> int:
         """The number of different token sequences from which records were made."""
-        return len(self._record_of.keys() - {self._seal.token_digest([])})
+        return len(self._record_of)
 
     @cached_property
     def _record_of(self) -> dict[bytes, int]:
-        return {row.tobytes(): record for record, row in enumerate(self._table["tokens"])}
+        stored = np.flatnonzero(self.kinds == RecordKind.STORED).tolist()
+        return {self._table["tokens"][record].tobytes(): record for record in stored}
 
     def record_of(self, ids: Sequence[int] | np.ndarray) -> int | None:
         """Return the index of the record that was made from exactly these token ids; None if absent."""
-        return self._record_of.get(self._seal.token_digest(ids))
+        return self._record_of.get(self._seal.token_digest(ids)) if self._record_of else None
 
     @property
     def is_lost(self) -> bool:
@@ -159,6 +171,40 @@ class Segment:
         state = self.file.state
         unchanged = state is not None and _content(state) == _content(self._seen)
         return unchanged and changes == self.changes and not self.is_lost
+
+    def are_cold(self, records: np.ndarray, seconds: float) -> np.ndarray:
+        """Return which records (int64 [n]) would take longer than `seconds` to read from the disk, bool [n].
+
+        A record in memory is not cold. The system is told to read a cold record when the record is cold for
+        the second time, so that it is in memory soon: reading takes processor time too, which a record that
+        is needed once does not give back. The first records of the segment that are not in memory are read at
+        once, to learn how fast the disk reads records of this size.
+        """
+        now = time.monotonic()
+        unknown = self._warm_until[records] < now
+        if not unknown.any():
+            return unknown
+        cold = {record: self._is_cold(record, seconds) for record in set(records[unknown].tolist())}
+        self._warm_until[[record for record, own in cold.items() if not own]] = now + _WARM_FOR_SECONDS
+        return np.array([cold.get(record, False) for record in records.tolist()])
+
+    def _is_cold(self, record: int, seconds: float) -> bool:
+        size = self.layout.record_bytes(self.length)
+        offset = self.records_start + record * size
+        missing = self.file.missing_bytes(offset, size)
+        if not missing:
+            return False
+        if len(self._seconds_per_byte) < _TIMED_READS:
+            started = time.perf_counter()
+            self.file.read(size, offset)
+            self._seconds_per_byte.append((time.perf_counter() - started) / missing)
+            return False
+        if missing * statistics.median(self._seconds_per_byte) <= seconds:
+            return False
+        if self._was_cold[record]:
+            self.file.will_need(offset, size)
+        self._was_cold[record] = not self._was_cold[record]
+        return True
 
     def are_sound(self, records: np.ndarray) -> np.ndarray:
         """Return whether the maps of these records (int64 [n]) match their checksums, bool [n].
