@@ -13,7 +13,6 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from attncache_core.engine.blended import run_blended
 from attncache_core.engine.continued import run_continued
 from attncache_core.engine.forward import forward_pass
 from attncache_core.engine.layers import stack_outputs
-from attncache_core.engine.request import PrefillRequest, PrefillResult, joined_results
+from attncache_core.engine.request import PrefillBatch, PrefillRequest, PrefillResult, joined_results
 from attncache_core.engine.targets import log_probabilities, token_states
 from attncache_core.models import PackedModel
 from attncache_core.native.stack_data import StackRows
@@ -30,7 +29,7 @@ from attncache_core.reuse.plan import outcomes_of, shared_no_reuse
 from attncache_core.reuse.storage.segment import RecordsChanged
 from attncache_core.reuse.strategy import ReuseStrategy
 from attncache_core.runtime.threads import one_thread, use_threads
-from attncache_core.text.token_batch import TokenBatch, pack, pack_shared, packed_types, require_tokens
+from attncache_core.text.token_batch import TokenBatch, pack, pack_shared, require_tokens
 
 
 @contextmanager
@@ -78,21 +77,22 @@ class Runner:
         """
         if not requests:
             return self._run(requests, share=False, blend=False)
-        lost, reasons = self._ruled_out(requests)
+        batch = PrefillBatch.of(requests)
+        lost, reasons = self._ruled_out(batch)
         if reasons is not None:
-            return self._run_exact(requests, reasons)
-        result = self._run_parts(requests)
+            return self._run_exact(batch, reasons)
+        result = self._run_parts(list(requests))
         return replace(result, lost_lengths=lost + result.lost_lengths) if lost else result
 
-    def _ruled_out(self, requests: Sequence[PrefillRequest]) -> tuple[tuple[int, ...], np.ndarray | None]:
-        """Return the lengths that were lost, and the outcome_code of each request.
+    def _ruled_out(self, batch: PrefillBatch) -> tuple[tuple[int, ...], np.ndarray | None]:
+        """Return the lengths that were lost, and the outcome_code of each sequence.
 
         The codes are None if something may be reused, or if the compiled stack does not compute everything.
         """
-        is_exact = self._makes_vectors(requests)
-        if not self.strategy or not (allowed := self._may_reuse(requests)).any():
-            return (), shared_no_reuse(len(requests)).reasons if is_exact else None
-        lengths = np.array([len(own.ids) for own in requests])
+        is_exact = self._makes_vectors(batch)
+        if not self.strategy or not (allowed := batch.takes_maps).any():
+            return (), shared_no_reuse(len(batch)).reasons if is_exact else None
+        lengths = np.diff(batch.offsets)
         with self.deciding:
             reasons = self.strategy.rule_out(lengths, allowed) if is_exact else None
             if reasons is not None:
@@ -117,32 +117,29 @@ class Runner:
         ]
         return joined_results(parts, indices)
 
-    def _makes_vectors(self, requests: Sequence[PrefillRequest]) -> bool:
-        """Return whether the compiled stack makes all that is read from these requests, by itself."""
+    def _makes_vectors(self, batch: PrefillBatch) -> bool:
+        """Return whether the compiled stack makes all that is read from a batch, by itself."""
         if self.model.compiled_outputs is None:
             return False
-        if self.model.is_causal and any(self.shares_prefixes(own.takes_maps) for own in requests):
+        if self.model.is_causal and any(map(self.shares_prefixes, set(batch.takes_maps.tolist()))):
             return False  # the batch is a tree, or continues what is stored
-        return not any(own.blend or own.reads_more for own in requests)
+        return not any(part.blends or part.reads_more for part in batch.parts)
 
-    def _run_exact(self, requests: Sequence[PrefillRequest], reasons: np.ndarray) -> PrefillResult:
+    def _run_exact(self, batch: PrefillBatch, reasons: np.ndarray) -> PrefillResult:
         """Compute a batch by one call of the compiled stack. Nothing is reused, and nothing is stored.
 
         reasons: the outcome_code of each sequence.
         """
         started = time.perf_counter()
-        count, stack, outputs_of = len(requests), self.model.stack, self.model.compiled_outputs
+        count, stack, outputs_of = len(batch), self.model.stack, self.model.compiled_outputs
         assert stack is not None
         assert outputs_of is not None
         stack.wake(self.threads)
-        sequences = [own.ids for own in requests]
-        lengths = np.array([len(ids) for ids in sequences])
+        offsets = batch.offsets
+        lengths, tokens = np.diff(offsets), int(offsets[-1])
         require_tokens(lengths)
-        offsets = np.concatenate(([0], np.cumsum(lengths)))
-        tokens = int(offsets[-1])
-        ids = np.fromiter(chain.from_iterable(sequences), np.int64, tokens)
-        skipped = outputs_of.skipped(lengths, np.array(self._prompt_tokens(requests)))
-        rows = StackRows(offsets, ids=ids, types=packed_types(sequences), skipped=skipped)
+        skipped = outputs_of.skipped(lengths, batch.prompt_tokens(self.prompt_tokens))
+        rows = StackRows(offsets, ids=batch.ids, types=batch.types, skipped=skipped)
         outputs, finite, attention_seconds = stack_outputs(self.model, rows, self.threads)
         nothing = shared_no_reuse(count)
         return PrefillResult(

@@ -14,11 +14,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from attncache_core import AttnCacheError, NotFinite, Outcome, PrefillEngine, PrefillResult
-from service.batching.pending_request import Batch, PendingRequest, PendingSequence
+from attncache_core.engine.request import PrefillBatch
+from service.batching.pending_request import Batch, PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
 from service.batching.results import Lookup, RequestResult, Results
 from service.errors import InternalError, log_failure
@@ -44,13 +47,13 @@ class BatchRunner:
         queue: RequestQueue,
         metrics: Metrics,
         loop: asyncio.AbstractEventLoop,
-        results: Results[PendingSequence] | None,
-        compute_again: Callable[[PendingSequence], None],
+        results: Results[Slice] | None,
+        compute_again: Callable[[Slice], None],
     ) -> None:
         """queue: knows the sequences that wait. loop: the event loop that the futures belong to.
 
-        results: of sequences, to be used for others; None: results are not shared. compute_again: queues a
-        sequence whose result was expected from another request in vain.
+        results: of sequences, to be used for others; None: results are not shared. compute_again: queues what
+        was expected from another request in vain.
         """
         self._serving = engine, verifier
         self._queue = queue
@@ -76,29 +79,35 @@ class BatchRunner:
         if self._results is not None:
             self._results.clear()
 
-    def not_known(self, request: PendingRequest, made: list[PendingSequence]) -> list[PendingSequence]:
-        """Return the sequences that the request must compute itself.
+    def not_known(self, own: Slice) -> Slice:
+        """Return the sequences of a slice that their request must compute itself.
 
         The others have a result that is kept, or wait for the result of another request.
         """
-        if self._results is None or request.names is None:
-            return made
-        own: list[PendingSequence] = []
+        if self._results is None or own.names is None:
+            return own
+        found = self._results.find(own.names, lambda index: own.part(index, index + 1))
         try:
-            self._look_up(request, made, own)
+            unknown = [index for index, result in enumerate(found) if result is Lookup.UNKNOWN]
+            if len(unknown) == len(own):
+                return own
+            computed = own.select(unknown)
+            self._answer_known(own, found)
         except BaseException:
             # The caller does not get to know them, and others may wait for them already.
-            self.give_up(own)
+            self._give_up([own.names[index] for index in range(len(own)) if found[index] is Lookup.UNKNOWN])
             raise
-        return own
+        return computed
 
-    def give_up(self, sequences: Iterable[PendingSequence]) -> None:
+    def give_up(self, slices: Iterable[Slice]) -> None:
         """Let others compute sequences whose results they waited for, because their request does not."""
-        for sequence in sequences:
-            if self._results is None or sequence.name is None:
-                continue
-            for expected in self._results.give_up(sequence.name):
-                self._instead(expected)
+        for own in slices:
+            if own.names is not None:
+                self._give_up(own.names)
+
+    def _give_up(self, names: Sequence[bytes]) -> None:
+        for expected in self._results.give_up(names) if self._results is not None else ():
+            self._instead(expected)
 
     def run(self, batch: Batch) -> None:
         """Run a batch and answer the requests that are complete with it. Raises nothing: requests fail."""
@@ -115,7 +124,7 @@ class BatchRunner:
         requests: others that fail with them.
         """
         self.reject([(request, InternalError()) for request in (*(own.request for own in batch), *requests)])
-        self.give_up(chain.from_iterable(own.sequences for own in batch))
+        self.give_up(batch)
 
     def reject(self, failed: Sequence[tuple[PendingRequest, BaseException]]) -> None:
         """Let the event loop set each request's error, unless the request is done. Called in any thread."""
@@ -126,7 +135,7 @@ class BatchRunner:
         engine, verifier = self._serving
         # Hits belong to the policy before the batch, because another thread may tighten it meanwhile.
         policy = verifier.policy if verifier else None
-        prefills = [sequence.prefill for own in batch for sequence in own.sequences]
+        prefills = PrefillBatch([own.prefill for own in batch])
         if engine.key_values and engine.key_values.store.looks_ahead:
             engine.key_values.store.expect(self._queue.upcoming())
         try:
@@ -140,7 +149,7 @@ class BatchRunner:
         if result is None:
             for own in batch:
                 if own.request.future.done():
-                    self.give_up(own.sequences)
+                    self.give_up([own])
                 else:
                     self.run([own])
             return
@@ -151,41 +160,38 @@ class BatchRunner:
         if verifier and policy:
             verifier.offer(prefills, result, policy)
 
-    def _look_up(
-        self, request: PendingRequest, made: list[PendingSequence], own: list[PendingSequence]
-    ) -> None:
-        """Add the sequences to `own` that the request must compute itself, and answer it if all are known."""
-        assert self._results is not None
+    def _answer_known(self, own: Slice, found: Sequence[RequestResult | Lookup]) -> None:
+        """Hand results that are kept to the request of a slice, and answer it if all are known."""
         answer: RequestResult | None = None
-        for sequence in made:
-            found = Lookup.UNKNOWN if sequence.name is None else self._results.find(sequence.name, sequence)
-            if found is Lookup.UNKNOWN:
-                own.append(sequence)
-                continue
-            is_kept = isinstance(found, RequestResult)
-            self._metrics.observe_repeated("kept" if is_kept else "in_flight", len(sequence.prefill.ids))
-            if isinstance(found, RequestResult):
-                answer = request.add(found, [sequence.place])
+        lengths = np.diff(own.prefill.offsets).tolist()
+        for place, result, tokens in zip(own.places, found, lengths, strict=True):
+            if result is not Lookup.UNKNOWN:
+                is_kept = result is not Lookup.WAITS
+                self._metrics.observe_repeated("kept" if is_kept else "in_flight", tokens)
+            if isinstance(result, RequestResult):
+                answer = own.request.add(result, [place])
         if answer is not None:
-            self._resolve([(request, answer)])
+            self._resolve([(own.request, answer)])
 
     def _count(self, batch: Batch, result: PrefillResult, started: float) -> None:
         """Put a batch into the metrics, and log files that were lost."""
+        requests = dict.fromkeys([own.request for own in batch])
         self._metrics.observe_queue(
-            started - own.request.timing.queued_at for own in batch if not own.request.timing.batch_at
+            started - request.timing.queued_at for request in requests if not request.timing.batch_at
         )
         self._metrics.observe_batch(result)
         for length in result.lost_lengths:
             logger.warning(
                 "records of %d tokens are no longer used: their file was cut short or cannot be read", length
             )
+        for request in requests:
+            request.timing.add_batch(started, len(result.outcomes))
         counted: list[Outcome] = []
         first = 0
-        for request, sequences in batch:
-            request.timing.add_batch(started, len(result.outcomes))
-            if request.counted:
-                counted += result.outcomes[first : first + len(sequences)]
-            first += len(sequences)
+        for own in batch:
+            if own.request.counted:
+                counted += result.outcomes[first : first + len(own)]
+            first += len(own)
         self._metrics.observe_outcomes(counted)
 
     def _deliver(self, batch: Batch, result: PrefillResult) -> None:
@@ -214,21 +220,16 @@ class BatchRunner:
         Adds each request that is complete to `finished`, and each request that fails to `failed`.
         """
         first = 0
-        for request, sequences in batch:
-            rows = range(first, first + len(sequences))
+        for own in batch:
+            rows = range(first, first + len(own))
             first = rows.stop
             try:
-                part = RequestResult.of(result, rows, [len(own.prefill.ids) for own in sequences])
+                part = RequestResult.of(result, rows, own.prefill.tokens)
             except BaseException as error:
-                self._not_delivered(request, error, failed)
-                self.give_up(sequences)
+                self._not_delivered(own.request, error, failed)
+                self.give_up([own])
                 continue
-            found = [(request, part, [own.place for own in sequences])]
-            for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
-                if result.finite[row]:
-                    found += self._shared(sequence, part, index)
-                else:
-                    self._fail_not_finite(sequence, failed)
+            found = [(own.request, part, own.places), *self._shared(own, part, result, rows, failed)]
             for waiting, computed, places in found:
                 if waiting in failed:
                     continue
@@ -240,25 +241,59 @@ class BatchRunner:
                     finished += [] if answer is None else [(waiting, answer)]
 
     def _shared(
-        self, sequence: PendingSequence, part: RequestResult, index: int
-    ) -> list[tuple[PendingRequest, RequestResult, list[int]]]:
-        """Return each request that waited for a sequence, with the result and the places of the result.
+        self,
+        own: Slice,
+        part: RequestResult,
+        result: PrefillResult,
+        rows: range,
+        failed: dict[PendingRequest, AttnCacheError],
+    ) -> list[tuple[PendingRequest, RequestResult, Sequence[int]]]:
+        """Return each request that waited for a sequence of a slice, with the result and its place.
 
-        The result is sequence `index` of `part`. An exact result is kept for later requests.
+        part: the result of the slice. Exact results are kept for later requests. What is not finite fails its
+        request, and the requests that waited for it.
         """
-        if self._results is None or sequence.name is None:
+        finite = result.finite[rows.start : rows.stop]
+        broken = [] if finite.all() else np.flatnonzero(~finite).tolist()
+        for index in broken:
+            self._fail_not_finite(own, index, failed)
+        if self._results is None or own.names is None:
             return []
+        found: list[tuple[PendingRequest, RequestResult, Sequence[int]]] = []
+        kept: dict[bytes, RequestResult] = {}
+        offsets = own.prefill.offsets
         try:
-            if not self._is_approximate(part, index):
-                shared = part.repeatable(index)
-                waiters = self._results.settle(sequence.name, shared)
-                return [(expected.request, shared, [expected.place]) for expected in waiters]
+            exact = {
+                own.names[index]: part.repeatable(index, offsets[index + 1] - offsets[index])
+                for index in self._exact(part, finite, result.cached_tokens[rows.start : rows.stop])
+            }
+            waited = self._results.settle(exact)
+            kept = exact
+            for expected, shared in waited:
+                found.append((expected.request, shared, expected.places))
         except BaseException as error:
-            log_failure(logger, "a result was not kept for others", error)
-        # Not the one for the other, because their results will be approximate too.
-        for expected in self._results.give_up(sequence.name):
-            self._instead(expected._replace(name=None))
-        return []
+            log_failure(logger, "results were not kept for others", error)
+        if len(kept) + len(broken) < len(own):
+            # Not the one for the other, because their results will be approximate too.
+            for expected in self._results.give_up(set(own.names) - kept.keys()):
+                self._instead(replace(expected, names=None))
+        return found
+
+    def _exact(self, part: RequestResult, finite: np.ndarray, cached: np.ndarray) -> Sequence[int]:
+        """Return the indices of the sequences whose results are exact and finite.
+
+        finite, cached: of each sequence, whether its result is finite, and its tokens that were stored.
+        """
+        key_values = self.engine.key_values
+        is_near = cached > 0 if key_values and key_values.approximation else np.zeros(len(cached), bool)
+        if finite.all() and not (part.hits or part.blends or is_near.any()):
+            return range(len(finite))
+        blends = part.blends or [None] * len(finite)
+        return [
+            index
+            for index, (outcome, blend) in enumerate(zip(part.outcomes, blends, strict=True))
+            if finite[index] and not (outcome.is_hit or blend or is_near[index])
+        ]
 
     def _not_delivered(
         self, request: PendingRequest, error: BaseException, failed: dict[PendingRequest, AttnCacheError]
@@ -267,36 +302,27 @@ class BatchRunner:
         log_failure(logger, "a result was not delivered", error)
         failed.setdefault(request, InternalError())
 
-    def _fail_not_finite(
-        self, sequence: PendingSequence, failed: dict[PendingRequest, AttnCacheError]
-    ) -> None:
+    def _fail_not_finite(self, own: Slice, index: int, failed: dict[PendingRequest, AttnCacheError]) -> None:
         """Fail the request of a sequence whose result is not finite, and those that waited for the result."""
-        waiters: list[PendingSequence] = []
-        if self._results is not None and sequence.name is not None:
-            waiters = self._results.give_up(sequence.name)
-        for expected in (sequence, *waiters):
-            text = expected.place // len(expected.request.prompt.sequence_plans)
-            failed.setdefault(expected.request, NotFinite.of(text))
+        expected = [(own.request, own.places[index])]
+        if self._results is not None and own.names is not None:
+            waiters = self._results.give_up([own.names[index]])
+            expected += [(waiter.request, waiter.places[0]) for waiter in waiters]
+        for request, place in expected:
+            failed.setdefault(request, NotFinite.of(place // len(request.prompt.sequence_plans)))
 
-    def _instead(self, sequence: PendingSequence) -> None:
+    def _instead(self, own: Slice) -> None:
         """Let a request compute what it expected from another one in vain. Raises nothing: it fails."""
-        request = sequence.request
+        request = own.request
         if request.future.done():
             return
         try:
-            for own in self.not_known(request, [sequence]):
+            own = self.not_known(own)
+            if len(own):
                 self._compute_again(own)
         except BaseException as error:
             log_failure(logger, "a sequence was not queued again", error)
             self.reject([(request, InternalError())])
-
-    def _is_approximate(self, result: RequestResult, index: int) -> bool:
-        key_values = self.engine.key_values
-        return (
-            result.outcomes[index].is_hit
-            or bool(result.blends and result.blends[index])
-            or bool(result.cached[index] and key_values and key_values.approximation)
-        )
 
     def _resolve(self, finished: Finished) -> None:
         # One call for all requests, because each call wakes the event loop. A request that fails in another

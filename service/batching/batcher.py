@@ -29,7 +29,7 @@ from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
 from service.batching.admission import Limits
 from service.batching.batch_runner import BatchRunner
-from service.batching.pending_request import Batch, PendingRequest, PendingSequence
+from service.batching.pending_request import Batch, PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
 from service.batching.results import RequestResult, Results, SequenceNames
 from service.batching.sources import Source
@@ -69,7 +69,7 @@ class Batcher:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._queue = RequestQueue(limits, self._tokenize, self._give_up, self._fail, engine.parallel_runs)
-        self._results: Results[PendingSequence] | None = Results(result_bytes) if result_bytes else None
+        self._results: Results[Slice] | None = Results(result_bytes) if result_bytes else None
         self._runner = BatchRunner(
             engine, verifier, self._queue, metrics, self._loop, self._results, self._compute_again
         )
@@ -182,7 +182,7 @@ class Batcher:
 
     # In an engine thread.
 
-    def _tokenize(self, request: PendingRequest) -> list[PendingSequence] | None:
+    def _tokenize(self, request: PendingRequest) -> Slice | None:
         """Tokenise the next part of a request. Returns the sequences that it must compute itself.
 
         Returns None if that fails; the request fails too.
@@ -193,7 +193,7 @@ class Batcher:
             seconds = time.perf_counter() - started
             request.timing.add_part(started, seconds)
             self._metrics.observe_tokenize(seconds)
-            return self._runner.not_known(request, made)
+            return self._runner.not_known(made)
         # A panic in a compiled tokenizer is not an Exception, and the client must be answered all the same.
         except BaseException as error:
             if not isinstance(error, InvalidInput):
@@ -202,17 +202,17 @@ class Batcher:
             self._runner.reject([(request, error)])
             return None
 
-    def _give_up(self, sequences: list[PendingSequence]) -> None:
+    def _give_up(self, slices: Batch) -> None:
         """Let other requests compute sequences that they expected from a request that has ended."""
-        self._runner.give_up(sequences)
+        self._runner.give_up(slices)
 
     def _fail(self, batch: Batch, requests: list[PendingRequest]) -> None:
         """Fail the requests of a batch that will not be run, and other requests."""
         self._runner.fail(batch, requests)
 
-    def _compute_again(self, sequence: PendingSequence) -> None:
-        """Compute a sequence that its request expected from another request."""
-        self._start(self._queue.add_again(sequence))
+    def _compute_again(self, own: Slice) -> None:
+        """Compute what its request expected from another request."""
+        self._start(self._queue.add_again(own))
 
     def _run_until_empty(self) -> None:
         try:

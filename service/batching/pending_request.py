@@ -1,6 +1,6 @@
 """One request on its way through the batcher.
 
-PendingRequest -> next_part, part by part -> PendingSequences, of which batches take slices in order
+PendingRequest -> next_part, part by part -> slices, of which batches take what fits, in order
                <- results of the slices, or of single sequences from other requests (see results.py)
 """
 
@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, cycle, repeat
 from typing import NamedTuple
 
-from attncache_core import InvalidInput, PrefillEngine, PrefillRequest
-from attncache_core.reuse.blend.chunks import Blend
+from attncache_core import InvalidInput, PrefillEngine
+from attncache_core.engine.request import PrefillPart
 from attncache_core.reuse.kv.memory import PrefixKey
-from attncache_core.text.pairs import token_types
 from attncache_core.text.prefix_tree import added_tokens
 from attncache_core.text.prompts import Prompt
 from service.batching.results import RequestResult, SequenceNames, joined
@@ -24,29 +26,110 @@ from service.batching.sources import Source, Tokenized
 from service.observability.finished import Timing
 
 
-class PendingSequence(NamedTuple):
-    """A sequence that waits for a batch."""
+class Fitting(NamedTuple):
+    """The first sequences of a slice, as many as a batch has room for."""
+
+    sequences: int
+    tokens: int  # that a batch computes of them
+    texts: int  # that they belong to
+
+
+@dataclass(slots=True, eq=False)
+class Slice:
+    """Neighbouring sequences of one request, which wait for a batch or are in one.
+
+    Tokens that a sequence shares with the sequence before it count once.
+    """
 
     request: PendingRequest
-    place: int  # among the sequences of its request
-    prefill: PrefillRequest
-    tokens: int  # that a batch computes
-    added: int  # that it adds to a batch which holds the sequence of its request before it
-    name: bytes | None  # of its result, if others may wait for the result
+    prefill: PrefillPart
+    places: Sequence[int]  # of each sequence, among the sequences of its request
+    # [sequences + 1], tokens that the sequences before it add to a batch, counted from anywhere
+    costs: Sequence[int]
+    # The number of each sequence's text, counted from anywhere; without shared prefixes, each is a text.
+    texts: Sequence[int]
+    whole: Sequence[int] | None = None  # tokens of each sequence if it is the first; None: as `costs` says
+    names: Sequence[bytes] | None = None  # of the results; None: no other request may wait for them
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self.places)
 
     @property
-    def stored_as(self) -> list[PrefixKey]:
+    def tokens(self) -> int:
+        """The tokens that count as waiting while the sequences wait."""
+        return self.costs[-1] - self.costs[0]
+
+    @property
+    def stored_as(self) -> Iterator[PrefixKey]:
         """How the keys and values are looked up that a batch will use."""
-        if self.prefill.blend is not None:
-            return [chunk.prefix_key for chunk in self.prefill.blend.chunks]
-        return [] if self.prefill.prefix_key is None else [self.prefill.prefix_key]
+        blends = self.prefill.blends or [None] * len(self)
+        for key, blend in zip(self.prefill.prefix_keys or [None] * len(self), blends, strict=True):
+            if blend is not None:
+                yield from (chunk.prefix_key for chunk in blend.chunks)
+            elif key is not None:
+                yield key
 
+    def fitting(self, tokens: float, texts: float, begun_within: float | None = None) -> Fitting:
+        """Return the first sequences that fit into `tokens` tokens and are of at most `texts` texts.
 
-class Slice(NamedTuple):
-    """The sequences of one request in a batch."""
+        begun_within: begin no text whose first sequence does not fit into this number of tokens.
+        """
+        # What the first sequence shares with the sequence before it counts here.
+        before = self.costs[1] - self._cost_of_first
+        count = bisect_right(self.costs, before + tokens, 1) - 1
+        count = min(count, bisect_left(self.texts, self.texts[0] + texts))
+        if begun_within is not None:
+            too_long = bisect_right(self.costs, before + begun_within, 1) - 1
+            if 0 < too_long < count and self.texts[too_long] == self.texts[too_long - 1]:
+                # The text has begun, and the next one begins behind it.
+                too_long = bisect_right(self.texts, self.texts[too_long])
+            count = min(count, too_long)
+        return self.first(count)
 
-    request: PendingRequest
-    sequences: list[PendingSequence]
+    def first(self, count: int) -> Fitting:
+        """Return the first `count` sequences."""
+        if not count:
+            return Fitting(0, 0, 0)
+        tokens = self.costs[count] - self.costs[1] + self._cost_of_first
+        return Fitting(count, tokens, self.texts[count - 1] - self.texts[0] + 1)
+
+    def part(self, first: int, stop: int) -> Slice:
+        """Return the sequences from `first` to `stop`."""
+        own = slice(first, stop)
+        return Slice(
+            self.request,
+            self.prefill.part(first, stop),
+            self.places[own],
+            self.costs[first : stop + 1],
+            self.texts[own],
+            self.whole and self.whole[own],
+            self.names and self.names[own],
+        )
+
+    def select(self, indices: Sequence[int]) -> Slice:
+        """Return some of the sequences, in order. What follows a sequence that is left out shares nothing."""
+        costs, texts, before = [0], list[int](), -1
+        for index in indices:
+            follows = index == before + 1
+            shared = self.costs[index + 1] - self.costs[index]
+            costs.append(costs[-1] + (shared if follows or self.whole is None else self.whole[index]))
+            same = follows and index > 0 and self.texts[index] == self.texts[index - 1]
+            texts.append(len(costs) if not same else texts[-1])
+            before = index
+        return Slice(
+            self.request,
+            self.prefill.select(indices),
+            [self.places[index] for index in indices],
+            costs,
+            texts,
+            self.whole and [self.whole[index] for index in indices],
+            self.names and [self.names[index] for index in indices],
+        )
+
+    @property
+    def _cost_of_first(self) -> int:
+        return self.whole[0] if self.whole else self.costs[1] - self.costs[0]
 
 
 Batch = list[Slice]
@@ -73,8 +156,7 @@ class PendingRequest:
     names: SequenceNames | None = None  # None: results are computed for this request alone
     timing: Timing = field(default_factory=Timing)
     queued: bool = False  # whether it is in the queue
-    sequences: list[PendingSequence] = field(default_factory=list)  # that this request computes
-    taken: int = 0  # sequences[:taken] were taken into batches
+    waiting: deque[Slice] = field(default_factory=deque)  # sequences that this request computes
     tokenized: int = 0  # sequences that the source has yielded
     guessed_each: float = 0.0  # tokens of each sequence that is not tokenised yet
     waiting_sequences: int = 0  # that wait for a batch, tokenised or not
@@ -96,11 +178,6 @@ class PendingRequest:
         """Whether all texts are token sequences."""
         return self.tokenized == self.count
 
-    @property
-    def waits(self) -> bool:
-        """Whether a sequence waits for a batch."""
-        return self.taken < len(self.sequences)
-
     def guess_tokens(self, characters_per_token: float) -> None:
         """Guess how many tokens each of the sequences adds to a batch, before the texts are tokenised."""
         repeated = 1 if self.shares_prefixes else len(self.prompt.sequence_plans)
@@ -111,38 +188,33 @@ class PendingRequest:
         """About how many tokens the sequences have that are not tokenised yet."""
         return round(self.guessed_each * (self.count - self.tokenized))
 
-    def next_part(self, engine: PrefillEngine, max_total_tokens: int) -> list[PendingSequence]:
-        """Tokenise the next part of the texts. Returns its sequences, which the caller adds.
+    def next_part(self, engine: PrefillEngine, max_total_tokens: int) -> Slice:
+        """Tokenise the next part of the texts. Returns its sequences, which the caller lets wait.
 
         Raises InputTooLong, as Source.tokenize. One thread at a time may call this method.
         """
         if self._parts is None:
             self._parts = self.source.tokenize(engine, self.prompt, self.salt, max_total_tokens)
         part = next(self._parts)
-        first, sequences = self.tokenized, part.sequences
-        self.timing.tokens += sum(map(len, sequences))
-        for index, ids in enumerate(sequences, first):
-            if not ids:
-                text = f"inputs[{index // len(self.prompt.sequence_plans)}]"
-                raise InvalidInput(f"{text} has no token that the model knows; change this text", field=text)
-        added = list(map(len, sequences))
-        if self.shares_prefixes:
-            before = [] if self._last_ids is None else [self._last_ids]
-            added = added_tokens([*before, *sequences])[len(before) :]
-        made = []
-        for index, ids, own in zip(range(first, first + len(sequences)), sequences, added, strict=True):
-            plan = self.prompt.sequence_plan(index)
-            prefix_key = engine.prefix_key(ids, plan, part.salt, passing=part.passing)
-            blend = self._blend(engine, part, ids, index - first)
-            # A request without reuse shares its prefixes with itself only: the labels of a text.
-            group = id(self) if self.salt is None else self.salt
-            prefill = PrefillRequest(ids, self.reuse, plan, prefix_key, group, blend)
-            tokens = blend.tokens if blend else len(ids) - engine.stored_tokens(prefix_key)
-            name = self._name(ids, index, part.salt)
-            made.append(PendingSequence(self, index, prefill, tokens, min(own, tokens), name))
-        self._last_ids = sequences[-1]
-        self.tokenized += len(sequences)
-        return made
+        sequences, plans = part.sequences, self.prompt.sequence_plans
+        places = range(self.tokenized, self.tokenized + len(sequences))
+        # A request without reuse shares its prefixes with itself only: the labels of a text.
+        group = id(self) if self.salt is None else self.salt
+        of_each = plans if len(plans) == 1 else plans * (len(places) // len(plans))
+        made = PrefillPart.of(sequences, self.reuse, of_each, group)
+        self.timing.tokens += made.offsets[-1]
+        if not all(sequences):
+            empty = next(place for place, ids in zip(places, sequences, strict=True) if not ids)
+            text = f"inputs[{empty // len(plans)}]"
+            raise InvalidInput(f"{text} has no token that the model knows; change this text", field=text)
+        own = Slice(self, made, places, made.offsets, places)
+        if self.shares_prefixes or part.salt is not None:
+            self._count_given(engine, part, own)
+        # Another salt than the request's own says that keys and values were truncated, which approximates.
+        if self.names is not None and part.salt == self.salt:
+            own.names = self.names.of(made, places)
+        self.tokenized = places.stop
+        return own
 
     def add(self, result: RequestResult, places: Sequence[int]) -> RequestResult | None:
         """Keep the result of the sequences at these places. Returns the whole result once it is complete."""
@@ -156,53 +228,25 @@ class PendingRequest:
         is_whole = len(self._results) == 1 and list(places) == list(range(self.count))
         return result if is_whole else joined(self._results)
 
-    def fitting(self, tokens: int, texts: int, begun_within: int | None = None) -> Fitting:
-        """Return the waiting sequences that fit into `tokens` tokens and are of at most `texts` texts.
-
-        Tokens that the sequences share count once. Without shared prefixes, each sequence counts as a text.
-        begun_within: begin no text whose first sequence does not fit into this number of tokens.
-        """
-        fitting = Fitting(self.taken, 0, 0)
-        for position in range(self.taken, len(self.sequences)):
-            following = self._with(fitting, position)
-            if following.tokens > tokens or following.texts > texts:
-                break
-            begins_text = following.texts > fitting.texts
-            if begun_within is not None and begins_text and following.tokens > begun_within:
-                break
-            fitting = following
-        return fitting
-
-    def first_waiting(self) -> Fitting:
-        """Return the first waiting sequence alone."""
-        return self._with(Fitting(self.taken, 0, 0), self.taken)
-
-    def _with(self, before: Fitting, position: int) -> Fitting:
-        """Return `before` with the sequence at this position added, which follows it."""
-        own = self.sequences[position]
-        is_first = position == self.taken or self.sequences[position - 1].place != own.place - 1
-        begins_text = not self.shares_prefixes or own.place % len(self.prompt.sequence_plans) == 0
-        tokens = own.tokens if is_first else own.added
-        return Fitting(position + 1, before.tokens + tokens, before.texts + (is_first or begins_text))
-
-    def _blend(self, engine: PrefillEngine, part: Tokenized, ids: Sequence[int], index: int) -> Blend | None:
-        """Return how the sequence at `index` of a part is blended; None if it is computed exactly."""
-        if part.chunked is None or part.salt is None or not self.may_blend:
-            return None
-        return engine.blending.blend(part.chunked[index // len(self.prompt.sequence_plans)], ids, part.salt)
-
-    def _name(self, ids: Sequence[int], index: int, salt: bytes | None) -> bytes | None:
-        # Another salt than the request's own says that keys and values were truncated, which approximates.
-        if self.names is None or salt != self.salt:
-            return None
-        plans, types = len(self.prompt.sequence_plans), token_types(ids)
-        # The types of a pair's tokens are not in its token ids.
-        return self.names(ids) if plans == 1 and types is None else self.names(ids, index % plans, types)
-
-
-class Fitting(NamedTuple):
-    """Waiting sequences of a request that a batch has room for."""
-
-    stop: int  # position of the first sequence that does not fit
-    tokens: int  # that the sequences make in one batch
-    texts: int  # that the sequences belong to
+    def _count_given(self, engine: PrefillEngine, part: Tokenized, own: Slice) -> None:
+        """Note how keys and values are looked up. Count what is stored, or shared with a sequence before."""
+        sequences, plans, salt = part.sequences, self.prompt.sequence_plans, part.salt
+        whole = added = list(map(len, sequences))
+        if salt is not None:
+            keys = [
+                engine.prefix_key(ids, plan, salt, passing=part.passing)
+                for ids, plan in zip(sequences, cycle(plans), strict=False)
+            ]
+            whole = [length - engine.stored_tokens(key) for length, key in zip(whole, keys, strict=True)]
+            own.prefill.prefix_keys = keys
+            if part.chunked is not None and self.may_blend:
+                chunked = [part.chunked[index // len(plans)] for index in range(len(sequences))]
+                blends = list(map(engine.blending.blend, chunked, sequences, repeat(salt)))
+                own.prefill.blends = blends if any(blends) else None
+                whole = [blend.tokens if blend else own for blend, own in zip(blends, whole, strict=True)]
+        if self.shares_prefixes:
+            before = [] if self._last_ids is None else [self._last_ids]
+            added = added_tokens([*before, *sequences])[len(before) :]
+            own.whole, own.texts = whole, [place // len(plans) for place in own.places]
+            self._last_ids = sequences[-1]
+        own.costs = [0, *accumulate(map(min, added, whole))]

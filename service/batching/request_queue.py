@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from attncache_core.reuse.kv.memory import PrefixKey
 from service.batching.admission import Admission, DrainSpeed, Limits
 from service.batching.fair_order import FairOrder
-from service.batching.pending_request import Batch, PendingRequest, PendingSequence, Slice
+from service.batching.pending_request import Batch, PendingRequest, Slice
 
 # The store is told of at most this many sequences before each batch.
 _MAX_UPCOMING = 256
@@ -42,8 +42,8 @@ class RequestQueue:
     def __init__(
         self,
         limits: Limits,
-        tokenize: Callable[[PendingRequest], list[PendingSequence] | None],
-        give_up: Callable[[list[PendingSequence]], None],
+        tokenize: Callable[[PendingRequest], Slice | None],
+        give_up: Callable[[Batch], None],
         fail: Callable[[Batch, list[PendingRequest]], None],
         threads: int = 1,
         clock: Callable[[], float] = time.perf_counter,
@@ -111,31 +111,32 @@ class RequestQueue:
             self._running += starting
         return starting
 
-    def add_again(self, sequence: PendingSequence) -> int:
-        """Queue a sequence that its request expected from another, and must compute itself after all.
+    def add_again(self, own: Slice) -> int:
+        """Queue sequences that their request expected from another, and must compute itself after all.
 
         Returns the number of engine threads that the caller must start.
         """
-        request = sequence.request
+        request = own.request
         with self._lock:
-            request.sequences.append(sequence)
-            self._enter(request, 1, sequence.tokens)
-            # Asked after the sequence was added: a request that ends now is withdrawn with it.
+            request.waiting.append(own)
+            self._enter(request, len(own), own.tokens)
+            # Asked after the slice was added: a request that ends now is withdrawn with it.
             has_ended = request.future.done()
             if has_ended:
                 self._leave(request)
             starting = int(self._running < self._threads and self._may_begin_batch())
             self._running += starting
         if has_ended:
-            self._give_up([sequence])
+            self._give_up([own])
         return starting
 
-    def withdraw(self, request: PendingRequest) -> list[PendingSequence]:
-        """Remove what still waits of a request that has ended. Returns the sequences."""
+    def withdraw(self, request: PendingRequest) -> Batch:
+        """Remove what still waits of a request that has ended. Returns its slices."""
         with self._lock:
             self._leave(request)
             # The request holds them no longer, because each of them holds the request.
-            waiting, request.sequences, request.taken = request.sequences[request.taken :], [], 0
+            waiting = list(request.waiting)
+            request.waiting.clear()
         return waiting
 
     def batches(self) -> Generator[Batch, None, None]:
@@ -146,7 +147,7 @@ class RequestQueue:
             finally:  # a thread that counts as computing for ever would keep small batches waiting
                 with self._lock:
                     self._computing -= 1
-                    self._note_speed(sum(each.added for own in batch for each in own.sequences))
+                    self._note_speed(sum(own.tokens for own in batch))
 
     def upcoming(self) -> list[PrefixKey]:
         """Return how stored keys and values of the sequences that wait are looked up, soonest first."""
@@ -155,9 +156,11 @@ class RequestQueue:
             with self._lock:
                 requests = list(self._order)
             for request in requests:
-                while request.queued and not (request.is_tokenized or request.waits or request.future.done()):
+                while request.queued and not (
+                    request.is_tokenized or request.waiting or request.future.done()
+                ):
                     self._tokenize_part(request)
-                found += (own for each in request.sequences[request.taken :] for own in each.stored_as)
+                found += (key for own in request.waiting for key in own.stored_as)
                 if len(found) >= _MAX_UPCOMING:
                     break
         return found[:_MAX_UPCOMING]
@@ -244,17 +247,17 @@ class RequestQueue:
                 if request.future.done():
                     self._leave(request)
                     continue
-                if request.waits:
+                if request.waiting:
                     if not batch:  # only now, because the first part of the first request is tokenised
                         room.part = max(self.min_part, math.ceil(self._waiting_tokens / free))
                     if not self._take(request, room, batch):
                         return
-                if request.is_tokenized and not request.waits:
+                if request.is_tokenized and not request.waiting:
                     self._leave(request)
                     continue
                 if batch and not room.has_any:
                     return
-            if not request.waits:
+            if not request.waiting:
                 self._look_up_part(request, room)
 
     def _fail_formed(self, batch: Batch) -> None:
@@ -269,29 +272,32 @@ class RequestQueue:
         self._fail(batch, blamed)
 
     def _take(self, request: PendingRequest, room: _Room, batch: Batch) -> bool:
-        """Take what fits of a request. Returns whether the batch may have room for more.
+        """Take what fits of a request's first slice. Returns whether the batch may have room for more.
 
         The caller must hold the lock.
         """
-        fitting = request.fitting(room.tokens, room.texts, room.part)
-        if fitting.stop == request.taken and not batch:
-            fitting = request.fitting(room.tokens, texts=1)
-        if fitting.stop == request.taken and not batch:
+        own = request.waiting[0]
+        fitting = own.fitting(room.tokens, room.texts, room.part)
+        if not fitting.sequences and not batch:
+            fitting = own.fitting(room.tokens, texts=1)
+        if not fitting.sequences and not batch:
             # The sequence is too long, and no other batch has more room.
-            fitting = request.first_waiting()
-        if fitting.stop > request.taken:
-            taken = request.sequences[request.taken : fitting.stop]
-            if batch and batch[-1].request is request:
-                batch[-1].sequences.extend(taken)
-            else:
-                batch.append(Slice(request, taken))
-            self._count(request, -len(taken), -sum(own.added for own in taken))
-            request.taken = fitting.stop
-            room.tokens -= fitting.tokens
-            room.part -= fitting.tokens
-            room.texts -= fitting.texts
-            self._order.charge(fitting.tokens, left=request.waiting_tokens)
-        return not request.waits
+            fitting = own.first(1)
+        if not fitting.sequences:
+            return False
+        is_whole = fitting.sequences == len(own)
+        if is_whole:
+            taken = request.waiting.popleft()
+        else:
+            taken = own.part(0, fitting.sequences)
+            request.waiting[0] = own.part(fitting.sequences, len(own))
+        batch.append(taken)
+        self._count(request, -len(taken), -taken.tokens)
+        room.tokens -= fitting.tokens
+        room.part -= fitting.tokens
+        room.texts -= fitting.texts
+        self._order.charge(fitting.tokens, left=request.waiting_tokens)
+        return is_whole
 
     def _look_up_part(self, request: PendingRequest, room: _Room) -> None:
         """Tokenise the next part of a request for a batch, and charge its flow for what is known already.
@@ -316,25 +322,26 @@ class RequestQueue:
         The caller must hold `_forming`, and not the lock.
         """
         before, guessed = request.tokenized, request.guessed_tokens
-        sequences = self._tokenize(request)
+        own = self._tokenize(request)
         with self._lock:
-            if sequences is None:
+            if own is None:
                 self._leave(request)
                 return request.tokenized - before
             has_ended = not request.queued
             if not has_ended:
-                request.sequences += sequences
-                self._note_length(request)
-                added = sum(own.added for own in sequences) + request.guessed_tokens - guessed
-                self._count(request, len(sequences) - (request.tokenized - before), added)
+                if len(own):
+                    request.waiting.append(own)
+                    self._note_length(request)
+                added = own.tokens + request.guessed_tokens - guessed
+                self._count(request, len(own) - (request.tokenized - before), added)
         if has_ended:
-            self._give_up(sequences)
-        return request.tokenized - before - len(sequences)
+            self._give_up([own])
+        return request.tokenized - before - len(own)
 
     def _note_length(self, request: PendingRequest) -> None:
         """Add a request to the mean of characters per token. The caller must hold the lock."""
-        if request.sequences and request.is_tokenized:
-            tokens = max(1, sum(len(own.prefill.ids) for own in request.sequences)) / len(request.sequences)
+        if request.is_tokenized:
+            tokens = request.timing.tokens / request.count
             own = max(0.1, request.source.characters / request.source.count / tokens)
             before = self._characters_per_token
             self._characters_per_token = own if before is None else before + 0.1 * (own - before)

@@ -15,16 +15,18 @@ import hashlib
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from attncache_core import Outcome, PrefillResult
+from attncache_core.engine.request import PrefillPart
 from attncache_core.reuse.blend.chunks import BlendReport
+from attncache_core.text.pairs import token_types
 from attncache_core.text.prompts import SequencePlan
 
 W = TypeVar("W")
@@ -40,8 +42,8 @@ class RequestResult(NamedTuple):
 
     outputs: np.ndarray  # float32 [sequences, dimensions]
     outcomes: tuple[Outcome, ...]
-    tokens: tuple[int, ...]  # of each sequence
-    cached: tuple[int, ...]  # of the tokens of each sequence, those whose keys and values were stored
+    asked_tokens: int  # of all sequences
+    cached_tokens: int  # of these, those whose keys and values were stored
     repeated: int = 0  # sequences whose results were computed for others, or earlier
     # For each sequence, or nothing if no sequence has any.
     log_probabilities: tuple[np.ndarray, ...] = ()  # float32 [targets]
@@ -49,17 +51,17 @@ class RequestResult(NamedTuple):
     blends: tuple[BlendReport | None, ...] = ()  # None: the sequence was computed exactly
 
     @classmethod
-    def of(cls, result: PrefillResult, rows: range, tokens: list[int]) -> RequestResult:
+    def of(cls, result: PrefillResult, rows: range, tokens: int) -> RequestResult:
         """Return the results of some sequences of a batch.
 
-        rows: indices of the sequences in the batch. tokens: the number of tokens of each of the sequences.
+        rows: indices of the sequences in the batch. tokens: of all these sequences.
         """
         own = slice(rows.start, rows.stop)
         return cls(
             result.outputs[own],
             result.outcomes[own],
-            tuple(tokens),
-            tuple(result.cached_tokens[own].tolist()),
+            tokens,
+            int(result.cached_tokens[own].sum()),
             log_probabilities=tuple((result.log_probabilities or ())[own]),
             token_states=tuple((result.token_states or ())[own]),
             blends=tuple((result.blends or ())[own]),
@@ -68,22 +70,12 @@ class RequestResult(NamedTuple):
     @property
     def hits(self) -> int:
         """The number of sequences that took maps from a record of any kind."""
-        return sum(outcome.is_hit for outcome in self.outcomes)
+        return self.outcomes.count(Outcome.HIT) + self.prototype_hits
 
     @property
     def prototype_hits(self) -> int:
         """The number of sequences that took maps from a prototype."""
         return self.outcomes.count(Outcome.PROTOTYPE_HIT)
-
-    @property
-    def asked_tokens(self) -> int:
-        """The number of tokens of all sequences."""
-        return sum(self.tokens)
-
-    @property
-    def cached_tokens(self) -> int:
-        """The number of tokens whose keys and values were stored."""
-        return sum(self.cached)
 
     @property
     def blended(self) -> list[BlendReport]:
@@ -96,8 +88,8 @@ class RequestResult(NamedTuple):
         arrays = [self.outputs, *self.log_probabilities, *self.token_states]
         return sum(array.nbytes for array in arrays) + _OVERHEAD_BYTES
 
-    def repeatable(self, index: int) -> RequestResult:
-        """Return the result of one sequence for other sequences of the same tokens.
+    def repeatable(self, index: int, tokens: int) -> RequestResult:
+        """Return the result of one sequence, of so many tokens, for other sequences of the same tokens.
 
         It holds copies, because a row of a batch's outputs would keep all of them in memory.
         """
@@ -105,8 +97,8 @@ class RequestResult(NamedTuple):
         return RequestResult(
             self.outputs[own].copy(),
             self.outcomes[own],
-            self.tokens[own],
-            (0,),
+            tokens,
+            0,
             1,
             tuple(array.copy() for array in self.log_probabilities[own]),
             tuple(array.copy() for array in self.token_states[own]),
@@ -129,8 +121,8 @@ def joined(parts: Sequence[tuple[Sequence[int], RequestResult]]) -> RequestResul
     return RequestResult(
         np.concatenate([part.outputs for _, part in parts])[order],
         in_order("outcomes"),
-        in_order("tokens"),
-        in_order("cached"),
+        sum(part.asked_tokens for _, part in parts),
+        sum(part.cached_tokens for _, part in parts),
         sum(part.repeated for _, part in parts),
         in_order("log_probabilities", np.zeros(0, np.float32)),
         in_order("token_states", np.zeros((0, 0), np.float32)),
@@ -149,13 +141,18 @@ class SequenceNames:
         self._salt = salt
         self._plans = plans
 
-    def __call__(self, ids: Sequence[int], *changes: object) -> bytes:
-        """Return the name of a sequence. changes: all that changes its result, beside its tokens."""
-        name = self._common.copy()
-        if changes:
-            name.update(repr(changes).encode() + b"\0")
-        name.update(array("i", ids))
-        return name.digest()
+    def of(self, part: PrefillPart, places: Sequence[int]) -> list[bytes]:
+        """Return the name of each sequence. places: of each, among the sequences of the request."""
+        named, plans = [], len(self._plans)
+        for index, (first, stop) in enumerate(pairwise(part.offsets)):
+            name = self._common.copy()
+            if plans > 1 or part.pairs:
+                # The types of a pair's tokens are not in its token ids.
+                types = token_types(part.pairs[index]) if part.pairs else None
+                name.update(repr((places[index] % plans, types)).encode() + b"\0")
+            name.update(part.ids[first:stop])
+            named.append(name.digest())
+        return named
 
     @cached_property
     def _common(self) -> Any:  # a hash object, which has no public type
@@ -185,6 +182,7 @@ class Results(Generic[W]):
         self._max_bytes = most_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, RequestResult] = OrderedDict()
+        self._computing: set[bytes] = set()
         self._waiters: dict[bytes, list[W]] = {}  # of what is being computed
         self.bytes = 0  # of the results that are kept
 
@@ -192,32 +190,42 @@ class Results(Generic[W]):
         """Return the number of results that are kept."""
         return len(self._kept)
 
-    def find(self, name: bytes, waiter: W) -> RequestResult | Lookup:
-        """Return a result that is kept, or whether `waiter` waits for it from now on.
+    def find(self, names: Sequence[bytes], waiter: Callable[[int], W]) -> list[RequestResult | Lookup]:
+        """Return for each name a result that is kept, or whether `waiter(index)` waits from now on.
 
-        If the result is unknown, others wait for the caller, who must call `settle` or `give_up`.
+        If a result is unknown, others wait for the caller, who must call `settle` or `give_up`. If `waiter`
+        raises, nobody waits for the caller.
         """
+        found: list[RequestResult | Lookup] = []
         with self._lock:
-            kept = self._kept.get(name)
-            if kept is not None:
-                self._kept.move_to_end(name)
-                return kept
-            if name in self._waiters:
-                self._waiters[name].append(waiter)
-                return Lookup.WAITS
-            self._waiters[name] = []
-            return Lookup.UNKNOWN
+            try:
+                for name in names:
+                    found.append(self._find(name, waiter, len(found)))
+            except BaseException:
+                self._computing.difference_update(
+                    name for name, own in zip(names, found, strict=False) if own is Lookup.UNKNOWN
+                )
+                raise
+        return found
 
-    def settle(self, name: bytes, result: RequestResult) -> list[W]:
-        """Keep the result of a sequence that was computed. Returns who waited for it."""
+    def settle(self, results: Mapping[bytes, RequestResult]) -> list[tuple[W, RequestResult]]:
+        """Keep results that were computed. Returns who waited for which result."""
         with self._lock:
-            self._keep(name, result)
-            return self._waiters.pop(name, [])
+            for name, result in results.items():
+                self._keep(name, result)
+            waited = [
+                (waiter, result) for name, result in results.items() for waiter in self._waiters.pop(name, ())
+            ]
+            self._computing.difference_update(results)
+        return waited
 
-    def give_up(self, name: bytes) -> list[W]:
-        """Note that a result will not be computed after all. Returns who waited for it."""
+    def give_up(self, names: Iterable[bytes]) -> list[W]:
+        """Note that results will not be computed after all. Returns who waited for them."""
         with self._lock:
-            return self._waiters.pop(name, [])
+            ended = list(names)
+            waited = [waiter for name in ended for waiter in self._waiters.pop(name, ())]
+            self._computing.difference_update(ended)
+        return waited
 
     def clear(self) -> None:
         """Drop all results that are kept."""
@@ -225,8 +233,20 @@ class Results(Generic[W]):
             self._kept.clear()
             self.bytes = 0
 
+    # The caller must hold the lock.
+
+    def _find(self, name: bytes, waiter: Callable[[int], W], index: int) -> RequestResult | Lookup:
+        kept = self._kept.get(name)
+        if kept is not None:
+            self._kept.move_to_end(name)
+            return kept
+        if name in self._computing:
+            self._waiters.setdefault(name, []).append(waiter(index))
+            return Lookup.WAITS
+        self._computing.add(name)
+        return Lookup.UNKNOWN
+
     def _keep(self, name: bytes, result: RequestResult) -> None:
-        """Keep a result. The caller must hold the lock."""
         if name in self._kept or result.bytes > self._max_bytes:
             return
         self._kept[name] = result

@@ -165,12 +165,12 @@ def test_chunks_of_waiting_prompts_are_expected_by_the_store(folder):
     prompt = engine.tokenizer.default_prompt
     future = None
     request = PendingRequest(source, prompt, False, True, future, salt=b"a", may_blend=True)
-    (sequence,) = request.next_part(engine, 10**6)
+    sequence = request.next_part(engine, 10**6)
     first, *others = sequence.stored_as
     turns = engine.tokenizer.turns(SEGMENTS)
     assert np.frombuffer(first.tokens, "<i4").tolist() == [0, *turns[0]]
     assert [np.frombuffer(own.tokens, "<i4").tolist() for own in others] == [[0, *ids] for ids in turns[1:]]
-    assert sequence.tokens < len(sequence.prefill.ids)
+    assert sequence.tokens < sequence.prefill.tokens
 
 
 async def test_labels_are_scored_behind_segments_and_other_labels_are_scored_exactly(folder):

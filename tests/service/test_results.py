@@ -15,6 +15,8 @@ from queueing import LABELLED, LabelledEngine, assert_result_of, hold
 from attncache_core import NotFinite, Outcome, PrefillEngine
 from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.checkpoints.template import Template
+from attncache_core.engine.request import PrefillPart
+from attncache_core.text.pairs import PairTokens
 from attncache_core.text.prompts import Prompt, SequencePlan, Target
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
@@ -36,7 +38,7 @@ def submit(batcher, *texts, salt=b"", **more):
 
 
 def result_of(number, size=8):
-    return RequestResult(np.full((1, size), number, np.float32), (Outcome.MISS,), (3,), (0,))
+    return RequestResult(np.full((1, size), number, np.float32), (Outcome.MISS,), 3, 0)
 
 
 async def test_text_that_was_computed_is_not_computed_again():
@@ -188,25 +190,36 @@ def test_least_recently_used_results_leave():
     each = result_of(0).bytes
     results = Results(3 * each)
     for number, name in enumerate([b"a", b"b", b"c"]):
-        assert results.find(name, "") is Lookup.UNKNOWN
-        results.settle(name, result_of(number))
-    assert isinstance(results.find(b"a", ""), RequestResult)
-    assert results.find(b"d", "") is Lookup.UNKNOWN
-    results.settle(b"d", result_of(3))
-    assert results.find(b"b", "") is Lookup.UNKNOWN
-    assert all(isinstance(results.find(name, ""), RequestResult) for name in (b"a", b"c", b"d"))
+        assert results.find([name], str) == [Lookup.UNKNOWN]
+        results.settle({name: result_of(number)})
+    assert isinstance(*results.find([b"a"], str), RequestResult)
+    assert results.find([b"d"], str) == [Lookup.UNKNOWN]
+    results.settle({b"d": result_of(3)})
+    assert results.find([b"b"], str) == [Lookup.UNKNOWN]
+    assert all(isinstance(own, RequestResult) for own in results.find([b"a", b"c", b"d"], str))
     assert (len(results), results.bytes) == (3, 3 * each)
 
 
 def test_kept_result_holds_no_other_rows_of_its_batch():
-    batch = RequestResult(np.zeros((64, 8), np.float32), (Outcome.MISS,) * 64, (3,) * 64, (0,) * 64)
+    batch = RequestResult(np.zeros((64, 8), np.float32), (Outcome.MISS,) * 64, 3 * 64, 0)
     results = Results(2**20)
-    results.find(b"a", "")
-    results.settle(b"a", batch.repeatable(3))
-    kept = results.find(b"a", "")
+    results.find([b"a"], str)
+    results.settle({b"a": batch.repeatable(3, 5)})
+    (kept,) = results.find([b"a"], str)
     assert isinstance(kept, RequestResult)
     assert kept.outputs.base is None
     assert kept.outputs.shape == (1, 8)
+    assert (kept.asked_tokens, kept.cached_tokens, kept.repeated) == (5, 0, 1)
+
+
+def test_names_that_a_failed_caller_looked_up_are_unknown_to_the_next_one():
+    results = Results(2**20)
+    with pytest.raises(ZeroDivisionError):
+        results.find([b"a", b"b", b"a"], lambda index: 1 // (index - 2))
+    assert results.find([b"a", b"b"], str) == [Lookup.UNKNOWN] * 2
+    assert results.find([b"b", b"b", b"c"], str) == [Lookup.WAITS, Lookup.WAITS, Lookup.UNKNOWN]
+    result = result_of(2)
+    assert results.settle({b"a": result, b"b": result}) == [("0", result), ("1", result)]
 
 
 @given(st.integers(1, 9).flatmap(lambda count: st.permutations(range(count))), st.data())
@@ -215,8 +228,8 @@ def test_parts_that_are_joined_are_the_whole_result(places, data):
     whole = RequestResult(
         np.arange(2.0 * count, dtype=np.float32).reshape(count, 2),
         tuple(data.draw(st.sampled_from(Outcome)) for _ in places),
-        tuple(range(1, count + 1)),
-        tuple(range(count)),
+        3 * count,
+        2 * count,
         log_probabilities=tuple(np.full(place + 1, place, np.float32) for place in range(count)),
     )
     cut = data.draw(st.integers(0, count))
@@ -224,7 +237,9 @@ def test_parts_that_are_joined_are_the_whole_result(places, data):
     for own in filter(None, (places[:cut], places[cut:])):  # one part, if the cut is at an end
         part = RequestResult(
             whole.outputs[list(own)],
-            *(tuple(column[place] for place in own) for column in whole[1:4]),
+            tuple(whole.outcomes[place] for place in own),
+            3 * len(own),
+            2 * len(own),
             log_probabilities=tuple(whole.log_probabilities[place] for place in own),
         )
         parts.append((own, part))
@@ -241,9 +256,32 @@ sequences = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
 
 @given(first=sequences, second=sequences)
 def test_names_differ_if_tokens_salts_or_plans_differ(first, second):
-    names = SequenceNames(b"", ())
-    assert (names(first) == names(second)) is (first == second)
-    assert len({names(first), SequenceNames(b"x", ())(first), names(first, 0), names(first, 1)}) == 4
+    (one, other) = SequenceNames(b"", ()).of(PrefillPart.of([first, second]), range(2))
+    assert (one == other) is (first == second)
+    assert (
+        len(
+            {
+                one,
+                name_of(first, salt=b"x"),
+                *SequenceNames(b"", [plan_of(1)] * 2).of(PrefillPart.of([first, first]), range(2)),
+            }
+        )
+        == 4
+    )
+
+
+@given(sequences, st.integers(0, 9))
+def test_name_of_a_pair_depends_on_the_types_of_its_tokens(ids, place):
+    pairs = [PairTokens(ids, types) for types in (None, [0] * len(ids), [1] * len(ids))]
+    assert (
+        len({name_of(ids), *SequenceNames(b"", [SequencePlan(0)]).of(PrefillPart.of(pairs), [place] * 3)})
+        == 4
+    )
+
+
+def name_of(ids, plans=(), salt=b""):
+    (name,) = SequenceNames(salt, plans).of(PrefillPart.of([ids]), [0])
+    return name
 
 
 def plan_of(token, targets=()):
@@ -266,9 +304,9 @@ def plan_of(token, targets=()):
     ids=repr,
 )
 def test_names_differ_if_any_number_of_a_plan_differs(plans):
-    assert SequenceNames(b"", plans)([1]) == SequenceNames(b"", [*plans])([1])
+    assert name_of([1], plans) == name_of([1], [*plans])
     others = [(), (plan_of(3),), (*plans, plan_of(1)), (SequencePlan(0, (1, 0)),)]
-    assert len({SequenceNames(b"", own)([1]) for own in (plans, *others)}) == 1 + len(others)
+    assert len({name_of([1], own) for own in (plans, *others)}) == 1 + len(others)
 
 
 class NotedTokens(tuple[int, ...]):
@@ -329,7 +367,7 @@ async def test_result_that_cannot_be_delivered_fails_its_request_only(monkeypatc
     of = RequestResult.of
 
     def failing(result, rows, tokens):
-        if tokens[0] == len("too much"):
+        if tokens == len("too much"):
             raise MemoryError
         return of(result, rows, tokens)
 

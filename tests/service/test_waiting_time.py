@@ -4,11 +4,12 @@ import asyncio
 from concurrent.futures import Future
 
 import pytest
-from fake_engine import OWN_PROMPT, FakeEngine, serving
+from fake_engine import OWN_PROMPT, FakeEngine, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from queueing import batching, hold, submit
 
+from attncache_core.engine.request import PrefillBatch
 from service.batching.admission import Limits
 from service.batching.pending_request import PendingRequest
 from service.batching.request_queue import RequestQueue
@@ -73,7 +74,7 @@ class SimulatedQueue:
     def _begin_batch(self):
         batch = next(self._turn, [])
         self._taken = [own.request for own in batch]
-        self._tokens = sum(len(each.prefill.ids) for own in batch for each in own.sequences)
+        self._tokens = sum(own.prefill.tokens for own in batch)
 
     def _end_batch(self):
         self.now += self._tokens / SPEED
@@ -81,7 +82,8 @@ class SimulatedQueue:
 
     def _tokenize(self, request):
         made = request.next_part(self._engine, MANY)
-        return [own for own in made if "".join(map(chr, own.prefill.ids)) not in self._known]
+        texts = texts_of(PrefillBatch([made.prefill]))
+        return made.select([index for index, text in enumerate(texts) if text not in self._known])
 
 
 def future_of_nobody():
