@@ -37,6 +37,9 @@ class LengthCosts:
     hits: tuple[tuple[int, float], ...]  # (reused heads, saved by a hit without a search)
     miss: float  # lost by a familiar text that is not searched and does not hit
     searched_miss: float  # lost by a text that is searched and does not hit
+    # Lost by each text of a batch in which half of the texts hit, beside what its hits save and its misses
+    # lose: hits and misses are computed in two parts. Hardly depends on the share of hits.
+    mixed: float
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ class HitCosts:
     def saved_microseconds(self, counts: Sequence[LengthCount], heads: int) -> float:
         """Return the time that reuse saves for all texts; negative if the texts take longer.
 
-        heads: number of reused heads.
+        counts: of texts that were served together, in batches of all lengths. heads: number of reused heads.
         """
+        is_mixed = 0 < sum(own.hits for own in counts) < sum(own.texts for own in counts)
         passes = [(own.length, heads, saved) for own in self.lengths for heads, saved in own.hits]
         per_hit = fit_savings(passes)(np.array([own.length for own in counts]), heads)
         saved = 0.0
@@ -72,6 +76,7 @@ class HitCosts:
             miss = self._at(own.length, "miss")
             search = max(0.0, self._at(own.length, "searched_miss") - miss)
             saved += saved_by_hit * own.hits - miss * own.misses - search * own.searched
+            saved -= is_mixed * self._at(own.length, "mixed") * own.texts
         return saved
 
     def _at(self, length: int, name: str) -> float:
@@ -105,7 +110,7 @@ def measure_costs(
     models = {
         sum(reused): with_reused(engine, order, reused) for reused in ([-(-h // 3) for h in stored], stored)
     }
-    everything = models[sum(stored)]
+    fewest, everything = min(models), models[sum(stored)]
     costs: dict[str, list[LengthCosts]] = {"full batch": [], "one text": []}
     for length in sorted(lengths):
         full = max(1, min(BATCH_SEQUENCES, BATCH_TOKENS // length))
@@ -116,10 +121,16 @@ def measure_costs(
                 heads: passes.gained(model, Rehearsal.of(unsearched, {0: 1.0}))
                 for heads, model in models.items()
             }
-            misses = [
+            miss, searched_miss = (
                 -passes.gained(everything, Rehearsal.of(own, {0: 0.0})) for own in (unsearched, searched)
-            ]
-            costs[shape].append(LengthCosts(length, passes.full(), tuple(hits.items()), *misses))
+            )
+            mixed = 0.0
+            if count > 1:
+                half = Rehearsal.of(unsearched, {0: 0.5})
+                share = float(half.plan(passes.batch, passes.allowed).hits.mean())
+                mixed = share * hits[fewest] - (1 - share) * miss - passes.gained(models[fewest], half)
+            measured = (length, passes.full(), tuple(hits.items()), miss, searched_miss, mixed)
+            costs[shape].append(LengthCosts(*measured))
     return {shape: HitCosts(tuple(own)) for shape, own in costs.items()}
 
 
@@ -134,20 +145,20 @@ class _Passes:
     """Passes over one batch."""
 
     def __init__(self, engine: PrefillEngine, batch: TokenBatch, pairs: int) -> None:
-        self._engine, self._batch, self._pairs = engine, batch, pairs
-        self._allowed = np.ones(len(batch.lengths), dtype=bool)
+        self._engine, self.batch, self._pairs = engine, batch, pairs
+        self.allowed = np.ones(len(batch.lengths), dtype=bool)
         self._full: list[float] = []  # seconds of each pass without reuse
 
     def full(self) -> float:
         """Return the microseconds per text without reuse, median over all passes."""
-        return statistics.median(self._full) / len(self._batch.lengths) * 1e6
+        return statistics.median(self._full) / len(self.batch.lengths) * 1e6
 
     def gained(self, model: PackedModel, search: SearchEngine) -> float:
         """Return the microseconds per text that passes with a search engine gain, median over the pairs."""
         engine = self._engine
         ways: list[Callable[[], object]] = [
-            lambda: forward_pass(engine.model, self._batch, None, self._allowed),
-            lambda: forward_pass(model, self._batch, search, self._allowed),
+            lambda: forward_pass(engine.model, self.batch, None, self.allowed),
+            lambda: forward_pass(model, self.batch, search, self.allowed),
         ]
         gained = []
         with threads_of(engine.model, engine.threads):
@@ -160,4 +171,4 @@ class _Passes:
                 if turn:  # the first pair reads files and fills caches
                     self._full.append(seconds[0])
                     gained.append(seconds[0] - seconds[1])
-        return statistics.median(gained) / len(self._batch.lengths) * 1e6
+        return statistics.median(gained) / len(self.batch.lengths) * 1e6

@@ -17,9 +17,11 @@ from attncache_core.evaluation.tasks import full_outputs
 from attncache_core.heads.comparator import Measure
 from attncache_core.reuse.maps.policy import Budget
 from benchmarks.__main__ import main
-from benchmarks.measuring.drift import Arm, Total, count_windows, serve, should_renew
+from benchmarks.commands import figures
+from benchmarks.measuring.drift import Arm, Total, should_renew
 from benchmarks.measuring.hit_costs import HitCosts, LengthCosts, LengthCount
 from benchmarks.measuring.month import Reservoir, month, shares_of_topics
+from benchmarks.measuring.verified import count_windows, serve
 
 BUDGET = Budget(Measure.COSINE, 0.985, 0.95)
 
@@ -105,15 +107,18 @@ def test_windows_of_200_hits_count_from_50_hits_on_or_if_they_fail(fidelities, c
 def test_costs_are_those_of_hits_misses_and_searches_between_the_measured_lengths():
     costs = HitCosts(
         tuple(
-            LengthCosts(length, 40.0 * length, ((4, 2.0 * length), (8, 4.0 * length)), miss, miss + 6)
+            LengthCosts(length, 40.0 * length, ((4, 2.0 * length), (8, 4.0 * length)), miss, miss + 6, 0.5)
             for length, miss in ((10, 1.0), (20, 3.0))
         )
     )
     assert HitCosts.of_json(json.loads(json.dumps(costs.as_json()))) == costs
     counts = [LengthCount(15, texts=10, hits=5, misses=3, searched=2)]
     assert costs.full_microseconds(counts) == pytest.approx(10 * 600)
-    # A hit saves half a microsecond per head and token; a miss costs 2, and a search 6.
-    assert costs.saved_microseconds(counts, 6) == pytest.approx(5 * 6 * 15 / 2 - 3 * 2 - 2 * 6)
+    # A hit saves half a microsecond per head and token; a miss costs 2, and a search 6. Batches are mixed.
+    assert costs.saved_microseconds(counts, 6) == pytest.approx(5 * 6 * 15 / 2 - 3 * 2 - 2 * 6 - 10 * 0.5)
+    for hits in (0, 10):
+        alike = [LengthCount(15, texts=10, hits=hits, misses=0, searched=0)]
+        assert costs.saved_microseconds(alike, 6) == pytest.approx(hits * 6 * 15 / 2)
 
 
 def test_verification_of_served_hits_tightens_a_policy_with_a_budget(tiny_engine, tiny_database, tmp_path):
@@ -185,6 +190,8 @@ def test_month_serves_three_databases_continues_and_refuses_another_month(argume
     assert days[3, Arm.DAILY]["calibrated"]["hits"] > days[3, Arm.STATIC]["calibrated"]["hits"] > 0
     assert days[2, Arm.RENEWED] == {**days[2, Arm.STATIC], "arm": Arm.RENEWED}
     assert report["decision"] in done.stdout
+    assert report["decision"] in (page := figures.month(report))
+    assert all(f"| {arm} |" in page for arm in Arm)
     folder = tmp_path / "month"
     assert {path.suffix for path in folder.glob("drift.*")} == {".csv", ".png"}
     assert [path.name for path in folder.glob("*.db")] == ["static.db"]
