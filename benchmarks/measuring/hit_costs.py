@@ -38,7 +38,7 @@ class LengthCosts:
     miss: float  # lost by a familiar text that is not searched and does not hit
     searched_miss: float  # lost by a text that is searched and does not hit
     # Lost by each text of a batch in which half of the texts hit, beside what its hits save and its misses
-    # lose: hits and misses are computed in two parts. Hardly depends on the share of hits.
+    # lose, because hits and misses are computed in two parts.
     mixed: float
 
 
@@ -67,8 +67,11 @@ class HitCosts:
         """Return the time that reuse saves for all texts; negative if the texts take longer.
 
         counts: of texts that were served together, in batches of all lengths. heads: number of reused heads.
+        What a batch of hits and misses loses is a parabola of its share of hits: it was measured for none,
+        half and all.
         """
-        is_mixed = 0 < sum(own.hits for own in counts) < sum(own.texts for own in counts)
+        share = sum(own.hits for own in counts) / sum(own.texts for own in counts)
+        mixing = 4 * share * (1 - share)
         passes = [(own.length, heads, saved) for own in self.lengths for heads, saved in own.hits]
         per_hit = fit_savings(passes)(np.array([own.length for own in counts]), heads)
         saved = 0.0
@@ -76,7 +79,7 @@ class HitCosts:
             miss = self._at(own.length, "miss")
             search = max(0.0, self._at(own.length, "searched_miss") - miss)
             saved += saved_by_hit * own.hits - miss * own.misses - search * own.searched
-            saved -= is_mixed * self._at(own.length, "mixed") * own.texts
+            saved -= mixing * self._at(own.length, "mixed") * own.texts
         return saved
 
     def _at(self, length: int, name: str) -> float:
@@ -142,7 +145,11 @@ def _one_group(search: SearchEngine, *, searched: bool) -> SearchEngine:
 
 
 class _Passes:
-    """Passes over one batch."""
+    """Passes over one batch.
+
+    One way is timed at a time, beside passes without reuse, because many models in turn would find the cache
+    of the processor filled with each other's weights.
+    """
 
     def __init__(self, engine: PrefillEngine, batch: TokenBatch, pairs: int) -> None:
         self._engine, self.batch, self._pairs = engine, batch, pairs

@@ -114,7 +114,7 @@ def test_costs_are_those_of_hits_misses_and_searches_between_the_measured_length
     assert HitCosts.of_json(json.loads(json.dumps(costs.as_json()))) == costs
     counts = [LengthCount(15, texts=10, hits=5, misses=3, searched=2)]
     assert costs.full_microseconds(counts) == pytest.approx(10 * 600)
-    # A hit saves half a microsecond per head and token; a miss costs 2, and a search 6. Batches are mixed.
+    # A hit saves half a microsecond per head and token; a miss costs 2, and a search 6. Half of them hit.
     assert costs.saved_microseconds(counts, 6) == pytest.approx(5 * 6 * 15 / 2 - 3 * 2 - 2 * 6 - 10 * 0.5)
     for hits in (0, 10):
         alike = [LengthCount(15, texts=10, hits=hits, misses=0, searched=0)]
