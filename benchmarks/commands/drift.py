@@ -141,7 +141,7 @@ def decision(static: Total, daily: Total) -> str:
     windows = f"in {daily.kept} of {daily.windows} windows, instead of {static.kept} of {static.windows}"
     verdict = "can pay" if should_renew(static, daily) else "is not built"
     return (
-        f"A database built for each day saves {more:+.2%} of the time beside the static database "
+        f"A database built for each day saves {more:.2%} of the time more than the static database "
         f"({MIN_MORE_SAVED:.0%} is needed), and keeps the budget {windows}: sampling and renewing while "
         f"serving {verdict}."
     )
