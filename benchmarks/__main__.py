@@ -65,6 +65,7 @@ class _Commands(LazyCommands):
     commands=_Commands(
         {
             "blend": "benchmarks.commands.blend:bench_blend",
+            "drift": "benchmarks.commands.drift:drift",
             "engine": "benchmarks.commands.engine:engine",
             "evaluate": "benchmarks.commands.evaluate:evaluate",
             "figures": "benchmarks.commands.figures:figures",

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from attncache_core.evaluation.comparison import MethodReport
+from benchmarks.measuring.drift import Arm, ArmDay, saved_share
+from benchmarks.measuring.hit_costs import HitCosts
 from benchmarks.papers.blending import MethodReport as BlendingReport
 from benchmarks.papers.curves import Curves, pareto_front
 from service.plots import Plots
@@ -157,3 +159,34 @@ class PaperPlots(Plots):
         axes.margins(0.15)
         axes.legend()
         self._save(figure, "blend_time")
+
+
+class DriftPlots(Plots):
+    """Writes the plot of a month of databases, and its data."""
+
+    def drift(self, days: Sequence[ArmDay], costs: HitCosts) -> None:
+        """Plot hits, cosine of the hits, kept windows and saved time by day and arm, with verification."""
+        columns = ("day", "database", "hit_rate", "mean_cosine", "kept_windows", "saved")
+        rows = []
+        for own in days:
+            served = own.tightened
+            kept = served.kept / served.windows if served.windows else float("nan")
+            mean = float("nan") if served.mean is None else served.mean
+            saved = saved_share([own], lambda day: day.tightened, costs)
+            rows.append((own.day, own.arm, served.hits / served.texts, mean, kept, saved))
+        self._write("drift", columns, rows)
+        figure = self._figure(figsize=(9.0, 6.0), layout="constrained")
+        labels = (
+            "share of hits",
+            f"mean {self._measure} of the hits",
+            "share of windows that keep the budget",
+            "share of the time saved in full batches",
+        )
+        for column, (axes, label) in enumerate(zip(figure.subplots(2, 2).flat, labels, strict=True), 2):
+            axes.set_xlabel("day")
+            axes.set_ylabel(label)
+            for arm in Arm:
+                points = [(row[0], row[column]) for row in rows if row[1] == arm]
+                axes.plot(*zip(*points, strict=True), marker=".", label=arm)
+        figure.axes[0].legend()
+        self._save(figure, "drift")

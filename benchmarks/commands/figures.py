@@ -26,6 +26,7 @@ import click
 
 from attncache_core.runtime.files import write_whole
 from attncache_core.runtime.threads import available_processors
+from benchmarks.commands import drift
 from service.commands.report import machine
 
 Report = Mapping[str, Any]
@@ -161,6 +162,12 @@ def sessions(report: Report) -> str:
     return table(["store", "hits in memory + on disk", "tokens/s", "speed-up", "p50, s", "p95, s"], rows)
 
 
+def month(report: Report) -> str:
+    """Return the figures of databases that follow the traffic, and what follows from them."""
+    blocks = [f"{title}:\n\n{table(columns, rows)}" for title, columns, rows in drift.tables(report)]
+    return "\n\n".join([*blocks, report["decision"]])
+
+
 _PEERS = " ".join(
     f'--peer "{name}"'
     for name in (
@@ -189,6 +196,14 @@ FIGURES = (
     Figure("benchmarks.md", "plain-executor", "plain-executor"),
     Figure("quality.md", "larger-shapes", "model-sizes --lengths 16 32 128 512 --rounds 3 --threads 2"),
     Figure("kv.md", "llama-shape", "model-sizes --model llama-3.2-1b --write {build}/random"),
+    Figure(
+        "quality.md",
+        "drift",
+        "drift --model {models}/deberta-minilm --threads 1 --data {data}/banking77_train.tsv"
+        " --data {data}/SST2_train.tsv:sentence --data {data}/STSB_train.tsv:sentence1,sentence2"
+        " --output {build}/drift",
+        month,
+    ),
     Figure(
         "kv.md",
         "prefix",

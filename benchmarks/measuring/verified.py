@@ -1,0 +1,132 @@
+"""Serve token sequences with a database, verify every hit as a server does, and count what reuse did.
+
+batches -> engine -> hits -> the service's verifier, which tightens the policy
+                  -> fidelity of each hit, by window -> how many windows keep the budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Self
+
+import numpy as np
+
+from attncache_core import AttentionDatabase, PrefillEngine
+from attncache_core.calibration.gain import BATCH_SEQUENCES, BATCH_TOKENS
+from attncache_core.reuse.maps.policy import Budget, ReusePolicy
+from attncache_core.reuse.maps.verification import WINDOW_HITS, Window, find_shortfall, window_of
+from benchmarks.measuring.hit_costs import LengthCount
+from service.observability.metrics import Metrics
+from service.upkeep.verifier import Verifier
+
+MIN_WINDOW_HITS = 50  # the mean of fewer hits says little
+
+
+@dataclass(frozen=True)
+class Served:
+    """What reuse did to the texts of a day."""
+
+    texts: int
+    hits: int
+    mean: float | None  # cosine over the hits; None without hits
+    below: int  # number of hits below the budget's floor
+    windows: int  # windows of verified hits that count, see count_windows
+    kept: int  # windows of these that keep the budget
+    lengths: tuple[LengthCount, ...]
+
+    @classmethod
+    def of_json(cls, content: dict[str, Any]) -> Self:
+        """Return what dataclasses.asdict made into JSON."""
+        return cls(**{**content, "lengths": tuple(LengthCount(**own) for own in content["lengths"])})
+
+
+def serve(
+    engine: PrefillEngine,
+    database: AttentionDatabase,
+    asked: Sequence[Sequence[int]],
+    exact: np.ndarray,
+    budget: Budget,
+) -> tuple[Served, ReusePolicy]:
+    """Serve token sequences in full batches with a database, and verify every hit.
+
+    engine: without a database. exact: its outputs, float32 [sequences, d]. budget: by which windows are
+    judged; a policy without a budget is never tightened. Returns what reuse did, and the policy at the end.
+    """
+    reusing = PrefillEngine.load(
+        engine.checkpoint, database=database, threads=engine.threads, dtype=_dtype(engine)
+    )
+    verified = 1.0 if database.search.policy.budget.binds else 0.0
+    verifier = Verifier(reusing, verified, Metrics())
+    comparator = reusing.comparator(budget.measure)
+    fidelities: list[float] = []
+    windows: dict[Window, list[float]] = {}
+    counts: dict[int, np.ndarray] = {}  # length -> what LengthCount counts
+    for rows in _batches([len(ids) for ids in asked]):
+        requests = reusing.requests([asked[row] for row in rows])
+        policy = verifier.policy
+        result = reusing.run(requests)
+        verifier.offer(requests, result, policy)
+        while verifier.has_work:
+            verifier.verify_some()
+        strangeness = np.full(len(rows), np.nan) if result.strangeness is None else result.strangeness
+        measured = comparator.fidelity(result.outputs, exact[rows])
+        for index, request in enumerate(requests):
+            length, fidelity = len(request.ids), float(measured[index])
+            hit = result.outcomes[index].is_hit
+            tested, searched = (not np.isnan(own[index]) for own in (strangeness, result.similarities))
+            own_count = counts.setdefault(length, np.zeros(4, dtype=int))
+            own_count += (1, hit, tested and not hit, searched)
+            if hit:
+                fidelities.append(fidelity)
+            if hit and result.similarities[index] != 1:  # a recorded text takes its own maps, unverified
+                window = window_of(policy, length, float(strangeness[index]))
+                windows.setdefault(window, []).append(fidelity)
+    verifier.close()
+    counted, kept = count_windows(windows.values(), budget)
+    served = Served(
+        len(asked),
+        len(fidelities),
+        fmean(fidelities) if fidelities else None,
+        int(budget.harmed(np.array(fidelities)).sum()),
+        counted,
+        kept,
+        tuple(LengthCount(length, *own.tolist()) for length, own in sorted(counts.items())),
+    )
+    return served, verifier.policy
+
+
+def count_windows(windows: Iterable[Sequence[float]], budget: Budget) -> tuple[int, int]:
+    """Return how many windows of verified hits count, and how many of these keep the budget.
+
+    windows: the fidelities of the hits of each length group and band under one state of the policy, in the
+    order in which they were served. They are divided into windows of 200 hits. A window of fewer than 50 hits
+    counts only if it fails.
+    """
+    counted = kept = 0
+    for fidelities in windows:
+        for first in range(0, len(fidelities), WINDOW_HITS):
+            window = fidelities[first : first + WINDOW_HITS]
+            fails = find_shortfall(window, budget) is not None
+            counted += fails or len(window) >= MIN_WINDOW_HITS
+            kept += not fails and len(window) >= MIN_WINDOW_HITS
+    return counted, kept
+
+
+def _dtype(engine: PrefillEngine) -> Any:
+    return str(engine.dtype).removeprefix("torch.")
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the indices of full batches, in order: up to 64 texts and 1,024 tokens."""
+    batch: list[int] = []
+    tokens = 0
+    for index, length in enumerate(lengths):
+        if batch and (len(batch) == BATCH_SEQUENCES or tokens + length > BATCH_TOKENS):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(index)
+        tokens += length
+    if batch:
+        yield batch
