@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -51,6 +51,10 @@ class DatabaseInfo:
     refitted: bool  # whether hits take weights of their own
     policy: PolicyInfo
     quality: Mapping[str, Any]  # as measured when the policy was chosen
+    generation: int = 0  # number of the generation; 0: the database was never renewed
+    created: str | None = None  # UTC, when the build of the generation ended
+    renewals: Mapping[str, int] = field(default_factory=dict)  # result -> number of renewals and rollbacks
+    last_renewal: Mapping[str, Any] | None = None  # the last line of renewals.jsonl
 
 
 @dataclass(frozen=True)
