@@ -14,6 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from generations import renew
 
+from attncache_core.build.renewal import renew_database
+from attncache_core.calibration import calibrate, gate
+from attncache_core.calibration.savings import Savings
+from attncache_core.checkpoints.description import read_checkpoint
+from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.reuse.maps.generations import Result
 from attncache_core.reuse.maps.publishing import roll_back
 
@@ -39,6 +44,19 @@ class Killed:
         return counting
 
 
+def build_and_renew(root, model, corpus):
+    """Renew by a build, with fixed savings instead of measured ones, so that the gate decides alike."""
+    savings = Savings(per_hit=lambda lengths, heads: lengths * heads / 10, search=lambda _: 1.0)
+    gate.measure_savings = calibrate.measure_savings = lambda *_: savings
+    gate.search_cost = lambda *_: 1.0
+    checkpoint = read_checkpoint(model)
+
+    def load(database):
+        return PrefillEngine.load(checkpoint, database=database, dtype="float32")
+
+    renew_database(load, root, corpus.read_text(encoding="utf-8").splitlines(), min_gain=0)
+
+
 def main():
     for line in sys.stdin:
         function, arguments, calls = json.loads(line)
@@ -48,6 +66,8 @@ def main():
             if function == "renew":
                 root, built, result = arguments
                 renew(Path(root), Path(built), Result(result))
+            elif function == "build_and_renew":
+                build_and_renew(*map(Path, arguments))
             else:
                 roll_back(Path(*arguments))
             os._exit(0)

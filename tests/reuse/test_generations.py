@@ -11,8 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from core_models import random_text
 from generations import renew
 
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import BuildOptions
 from attncache_core.errors import BuildFailed, CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import (
@@ -22,6 +25,7 @@ from attncache_core.reuse.maps.generations import (
     kept_generations,
     read_renewals,
 )
+from attncache_core.reuse.maps.policy import Steps
 from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
 from attncache_core.reuse.maps.publishing import renewing, roll_back
 from attncache_core.runtime import files
@@ -319,3 +323,28 @@ def test_kills_at_any_moment_leave_a_whole_generation(
     decided = [line.generation for line in read_renewals(root) if line.result != Result.ROLLED_BACK]
     assert decided == sorted(set(decided))
     assert len(kept(root)) == 2
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_kills_while_a_generation_is_built_and_judged_lose_nothing(
+    tiny_engine, tiny_checkpoint, tiny_corpus, tmp_path, in_a_killed_process
+):
+    root, corpus = tmp_path / "a.db", tmp_path / "asked.txt"
+    options = BuildOptions(heads="3", min_cosine=0.5, min_text_cosine=0.0, prototypes=4, training_steps=10)
+    build_database(tiny_engine, tiny_corpus[::3], root, options)
+    policy = AttentionDatabase.open(root).search.policy
+    steps = Steps((6,) * len(policy.groups), 6 if policy.limit else 0)
+    merge_tightened(root, policy, Tightened(steps))  # nothing hits, so there is something to gain
+    random_words = np.random.default_rng(99)
+    texts = [random_text(random_words, words) for words in np.repeat(np.arange(4, 8), 80)]
+    corpus.write_text("\n".join(texts), encoding="utf-8")
+    work, calls = ("build_and_renew", [root, tiny_checkpoint.folder, corpus]), 8
+    while in_a_killed_process(*work, calls):
+        database = AttentionDatabase.open(root)
+        assert database.verify() == []
+        assert database.generation.number in (0, 1)
+        calls *= 2  # a resumed build repeats nothing that was finished
+    assert AttentionDatabase.open(root).generation.number == 1
+    assert AttentionDatabase.open(root).verify() == []
+    assert not (root / ".renewal").exists()
+    assert [renewal.result for renewal in read_renewals(root)] == [Result.PUBLISHED]

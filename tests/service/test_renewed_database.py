@@ -229,6 +229,7 @@ async def test_many_swaps_under_load_fail_no_request_and_leave_no_file_open(
             for number in range(SWAPS):
                 built = (tiny_prototypes_database, tiny_database)[number % 2]
                 published = await asyncio.to_thread(publish, root, built)
+                gc.collect()
                 gc.freeze()  # as service/upkeep/garbage.py does for each engine
                 await until_generation(client, published)
                 stores.append(weakref.ref(state.serving().engine.database.search.store))
