@@ -105,6 +105,17 @@ def test_rollback_goes_back_once_and_the_next_generation_has_a_new_number(root, 
     ]
 
 
+def test_rollback_that_was_killed_is_finished_and_not_repeated(root, tiny_prototypes_database, monkeypatch):
+    for _ in range(2):
+        renew(root, tiny_prototypes_database)
+    with monkeypatch.context() as patch:
+        patch.setattr("attncache_core.reuse.maps.publishing.settle", lambda _: None)
+        roll_back(root)
+    assert number_of(root) == 2
+    assert roll_back(root).generation == 1
+    assert (number_of(root), [line.generation for line in read_renewals(root)]) == (1, [1, 2, 1])
+
+
 def test_rollback_to_the_plain_database(root, tiny_database, tiny_prototypes_database):
     renew(root, tiny_prototypes_database)
     roll_back(root)

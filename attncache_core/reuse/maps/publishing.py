@@ -61,15 +61,15 @@ _PLAIN_DATABASE = (
 
 
 @contextmanager
-def renewing(root: Path) -> Iterator[None]:
+def renewing(root: Path) -> Iterator[Renewal | None]:
     """Be the only process that renews or rolls back the database while the `with` block runs.
 
-    Finishes what a killed process left. Raises BuildFailed if another process renews, and OSError.
+    Finishes the decision that a killed process left, and yields it; None: there was none. Raises BuildFailed
+    if another process renews, and OSError.
     """
     try:
         with locked_at_once(root / ".renewal.lock"):
-            settle(root)
-            yield
+            yield settle(root)
     except HeldByAnother as held:
         holder = "another process" if held.process is None else f"process {held.process}"
         raise BuildFailed(
@@ -97,10 +97,13 @@ def decide(root: Path, renewal: Renewal) -> None:
 def roll_back(root: Path) -> Renewal:
     """Let the generation before the one that serves serve again, and return the decision.
 
+    A rollback that was killed is finished, and is not followed by another one.
     Raises InvalidInput if no earlier generation is kept, DatabaseRefused if the earlier generation cannot be
     opened, BuildFailed if another process renews, and OSError.
     """
-    with renewing(root):
+    with renewing(root) as finished:
+        if finished is not None and finished.result is Result.ROLLED_BACK:
+            return finished
         before = current_generation(root)
         earlier = [own for own in kept_generations(root) if own.number < before.number]
         if not earlier:
@@ -119,13 +122,17 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def settle(root: Path) -> None:
-    """Finish a decision that was begun, and remove what no renewal will use. Raises OSError."""
-    path = _decision_path(root)
+def settle(root: Path) -> Renewal | None:
+    """Finish a decision that was begun, and remove what no renewal will use.
+
+    Returns the decision; None if there was none. Raises OSError.
+    """
+    path, renewal = _decision_path(root), None
     if path.is_file():
         # A decision that was damaged on the disk is not done, and the next renewal decides again.
         with suppress(ValidationError):
-            _finish(root, RENEWAL.validate_json(path.read_bytes()))
+            renewal = RENEWAL.validate_json(path.read_bytes())
+            _finish(root, renewal)
         shutil.rmtree(workspace(root))
     if workspace(root).is_dir():
         number = building_folder(root).name
@@ -135,6 +142,7 @@ def settle(root: Path) -> None:
                 _remove(path)
     for path in left_unfinished(root):
         path.unlink(missing_ok=True)
+    return renewal
 
 
 def _finish(root: Path, renewal: Renewal) -> None:
