@@ -8,7 +8,7 @@ PIP = .venv/bin/pip --disable-pip-version-check install --constraint constraints
 LOCK = --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" --python-version 3.11 \
 	--constraint constraints.txt --only-binary :all: $(PIP_ARGUMENTS)
 
-.PHONY: serve quick test versions wheels fuzz soak figures sanitize arm install image image-test lock clean
+.PHONY: serve quick test versions wheels fuzz kills soak figures sanitize arm install image image-test lock clean
 
 serve: install
 	.venv/bin/attncache serve
@@ -46,6 +46,11 @@ wheels: .venv/installed-with-test
 fuzz: .venv/installed-with-test
 	.venv/bin/pytest --hypothesis-profile=fuzz --timeout 0 tests/service/test_documented_api.py \
 		tests/service/test_fuzzed_bytes.py
+
+# Renewals of a database that are killed a thousand times, and servers that change the generation 200 times.
+kills: .venv/installed-with-test
+	ATTNCACHE_KILLS=1000 ATTNCACHE_SWAPS=200 .venv/bin/pytest --timeout 0 tests/reuse/test_generations.py \
+		tests/service/test_renewed_database.py
 
 # Full load and damaged files for ten minutes, then a table and build/soak.png.
 soak: .venv/installed-with-test

@@ -3,8 +3,8 @@
 start -> loading (a daemon thread) -> Serving (-> the engine is replaced) -> close
                                    -> failure, reported to `on_failure`
 
-The thread goes on behind the requests: it measures, waits for a new database, and loads the next engine; see
-loading/engines.py.
+The thread goes on behind the requests: it measures, waits for a new database or a new generation of it, and
+loads the next engine; see loading/engines.py and loading/renewals.py.
 """
 
 from __future__ import annotations
@@ -43,8 +43,16 @@ from service.upkeep.watchdog import Condition, Watchdog
 
 logger = logging.getLogger(__name__)
 
-# The engine that serves from now on, or a line about what is prepared behind the requests.
-Loaded = PrefillEngine | str
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """What loads has nothing to do for some seconds, unless the app ends before."""
+
+    seconds: float
+
+
+# The engine that serves from now on, a line about what is prepared behind the requests, or a pause.
+Loaded = PrefillEngine | str | Pause
 
 _RETRY_SECONDS = 2
 
@@ -107,6 +115,7 @@ class ServiceState:
         self._on_failure = on_failure
         self._serving: Serving | None = None
         self.preparing: str | None = None  # what is prepared behind the requests, in one line
+        self._ended = threading.Event()  # set when the app ends
 
     def serving(self) -> Serving:
         """Return the engine and its parts. Raises NotReady while the engine is loading."""
@@ -134,6 +143,7 @@ class ServiceState:
 
     async def close(self) -> None:
         """Finish queued requests and stop all threads."""
+        self._ended.set()
         if self._serving is not None:
             if self._serving.scrubber:
                 self._serving.scrubber.stop()
@@ -154,6 +164,11 @@ class ServiceState:
         started = time.perf_counter()
         try:
             for loaded in self._load_engines():
+                if isinstance(loaded, Pause):
+                    self.preparing = None
+                    if self._ended.wait(loaded.seconds):
+                        return
+                    continue
                 if isinstance(loaded, str):
                     self.preparing = loaded
                     logger.info("%s", loaded)
@@ -199,9 +214,14 @@ class ServiceState:
             )
             self._serving = Serving(engine, batcher, LabelMemory(), scrubber)
         else:
-            # The previous engine had no database, so there is no scrubber to stop.
-            self._serving.batcher.replace_engine(engine, verifier)
-            self._serving = replace(self._serving, engine=engine, scrubber=scrubber)
+            before, former = self._serving, self._serving.batcher.verifier
+            before.batcher.replace_engine(engine, verifier)
+            self._serving = replace(before, engine=engine, scrubber=scrubber)
+            if before.scrubber is not None:
+                before.scrubber.stop()
+            if former is not None:
+                # In a thread, because keeping findings can wait for the lock of another server.
+                threading.Thread(target=former.retire, name="retire", daemon=True).start()
         if self.group is not None:
             self.group.verifier, self.group.is_serving = verifier, True
         batcher = self._serving.batcher

@@ -206,6 +206,25 @@ class PrefillEngine:
         classifier = nearest_label(labels, embeddings, fingerprint=fingerprint, model=self.checkpoint.name)
         return replace(self, classifier=classifier)
 
+    def shares_model_with(self, database: AttentionDatabase) -> bool:
+        """Return whether the packed model can serve a database: the heads are in the order of its mask, and
+        hits take the model's weights."""
+        own = self.map_reuse.database if self.map_reuse else None
+        if own is None or own.mask != database.mask:
+            return False
+        return own.refitted is None and database.refitted is None
+
+    def with_database(self, database: AttentionDatabase) -> PrefillEngine:
+        """Return an engine with another database and the same model, keys and values.
+
+        Raises DatabaseRefused if the database belongs to another model, and ValueError if the packed model
+        cannot serve it; see `shares_model_with`.
+        """
+        if not self.shares_model_with(database):
+            raise ValueError("the database needs the model to be packed again")
+        database.require_width(self.model.hidden_size)
+        return replace(self, strategy=_map_reuse(database, self.checkpoint))
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256, in hexadecimal, of everything that determines the full model's answers.

@@ -48,6 +48,33 @@ def locked_within(path: Path, seconds: float) -> Iterator[bool]:
         yield held
 
 
+class HeldByAnother(Exception):
+    """Another process holds a lock; `process` is its id, or None if it has not written its id yet."""
+
+    def __init__(self, process: int | None) -> None:
+        super().__init__(process)
+        self.process = process
+
+
+@contextmanager
+def locked_at_once(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, which then holds the id of this process.
+
+    The file stays, because a file that is removed can be locked by two processes. Raises HeldByAnother at
+    once if another process holds the lock, and OSError if the file cannot be written.
+    """
+    # Not "w", which would erase the id that the holder has written.
+    with path.open("a+", encoding="ascii") as file:
+        if not _try_lock(file):
+            file.seek(0)
+            content = file.read()
+            raise HeldByAnother(int(content) if content.isdigit() else None)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
 def _try_lock(file: IO[str]) -> bool:
     """Try once to lock an open file; return whether the lock is held."""
     try:

@@ -59,7 +59,7 @@ def serve(
     )
     verified = 1.0 if database.search.policy.budget.binds else 0.0
     verifier = Verifier(reusing, verified, Metrics())
-    comparator = reusing.comparator(budget.measure)
+    comparator = reusing.decisions.comparator(budget.measure)
     fidelities: list[float] = []
     windows: dict[Window, list[float]] = {}
     counts: dict[int, np.ndarray] = {}  # length -> what LengthCount counts

@@ -24,10 +24,10 @@ from service.loading.summary import why_exact
     "--json", "as_json", is_flag=True, help="Print the manifest as JSON. Default: a summary for people."
 )
 def inspect(database: Path, as_json: bool) -> None:
-    """Show the content of a database."""
+    """Show the content of a database. Of a database that was renewed, the generation that serves is shown."""
     opened = AttentionDatabase.open(database)
     if as_json:
-        click.echo((database / "manifest.json").read_text(encoding="utf-8"), nl=False)
+        click.echo((opened.folder / "manifest.json").read_text(encoding="utf-8"), nl=False)
     else:
         show_database(opened)
 
@@ -35,7 +35,11 @@ def inspect(database: Path, as_json: bool) -> None:
 @click.command("verify")
 @click.argument("database", type=click.Path(path_type=Path))
 def verify(database: Path) -> None:
-    """Read all files of a database and report damage. The exit code is 1 if anything is damaged."""
+    """Read all files of a database and report damage. The exit code is 1 if anything is damaged.
+
+    Of a database that was renewed, all generations are read. What a renewal that was stopped has left is no
+    damage: the next renewal goes on with it, or removes it.
+    """
     try:
         opened = AttentionDatabase.open(database)
         problems = opened.verify()

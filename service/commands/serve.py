@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 
-from attncache_core import AttnCacheError
+from attncache_core import AttnCacheError, PrefillEngine
 from service.commands.settings_options import SettingsCommand, given_options
 from service.loading.checkpoints import checkpoint_of
 from service.loading.engines import load_engines
+from service.loading.renewals import with_renewals
 from service.loading.summary import slowness, summary
 from service.observability.logs import configure_logging
 from service.settings import Settings, gather_settings
@@ -41,6 +42,7 @@ def serve(context: click.Context, /, config: Path | None, **_: Any) -> None:
 
     def load(share: Settings, worker: int) -> Iterator[Loaded]:
         engines = load_engines(share, checkpoint, builds=worker == 0)
+        engines = with_renewals(engines, share, checkpoint)
         return _summarised(engines, share, urls) if worker == 0 else engines
 
     failure = serve_with_workers(settings, load, listeners)
@@ -52,7 +54,7 @@ def serve(context: click.Context, /, config: Path | None, **_: Any) -> None:
 def _summarised(loaded: Iterator[Loaded], settings: Settings, urls: Sequence[str]) -> Iterator[Loaded]:
     """Yield what is loaded. Logs the summary of each engine before it serves."""
     for next_loaded in loaded:
-        if not isinstance(next_loaded, str):
+        if isinstance(next_loaded, PrefillEngine):
             if slow := slowness(next_loaded.info()):
                 logger.warning("%s", slow)
             for line in summary(next_loaded, settings, urls):

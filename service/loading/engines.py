@@ -181,6 +181,14 @@ def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
             settings.max_tokens,
             engine.tokenizer.max_tokens,
         )
+    prepare_reuse(engine, settings)
+    if settings.warm:
+        warm(engine, lines, settings)
+    return engine
+
+
+def prepare_reuse(engine: PrefillEngine, settings: Settings) -> None:
+    """Let an engine reuse maps where the gain is known to suffice, and blend chunks as the gate allows."""
     if engine.map_reuse:
         if settings.verify_rate:
             # Verified hits must be kept. If they cannot be kept, reuse is off and no gain need be measured.
@@ -188,9 +196,6 @@ def load_engine(settings: Settings, checkpoint: Checkpoint) -> PrefillEngine:
         require_gain(engine, settings.min_gain, measure=False)
     if settings.blend:
         _blend(engine, settings, settings.blend)
-    if settings.warm:
-        warm(engine, lines, settings)
-    return engine
 
 
 def _blend(engine: PrefillEngine, settings: Settings, path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +30,7 @@ from prometheus_client.registry import Collector
 from attncache_core import Outcome, PrefillResult
 from attncache_core.engine.info import EngineInfo
 from attncache_core.reuse.kv.info import TIERS, KeyValueInfo
+from attncache_core.reuse.maps.generations import Result
 from attncache_core.reuse.maps.info import DatabaseInfo, GroupInfo
 from attncache_core.version import __version__
 from service.errors import (
@@ -434,7 +436,27 @@ def _of_database(database: DatabaseInfo | None) -> Iterator[Metric]:
         "Size of the database in bytes",
         value=database.bytes if database else 0,
     )
+    yield GaugeMetricFamily(
+        "attncache_database_generation",
+        "Number of the generation of the database that serves; 0: the database was never renewed",
+        value=database.generation if database else 0,
+    )
+    yield GaugeMetricFamily(
+        "attncache_database_age_seconds",
+        "Seconds since the generation that serves was built",
+        value=_seconds_since(database.created) if database and database.created else 0,
+    )
+    renewals = CounterMetricFamily(
+        "attncache_renewals", "Renewals and rollbacks of the database, by result", labels=("result",)
+    )
+    for result in Result:
+        renewals.add_metric((result.value,), database.renewals.get(result, 0) if database else 0)
+    yield renewals
     yield from _of_length_groups(database.policy.groups if database else ())
+
+
+def _seconds_since(time: str) -> float:
+    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds())
 
 
 def _of_key_values(info: KeyValueInfo | None) -> Iterator[Metric]:

@@ -3,7 +3,7 @@ share.
 
 alive/ID           this worker runs, and keeps its locks
 serving/NUMBER     this worker answers, and does what is asked of all
-findings/KIND      how often verification has tightened each part of a policy
+findings/KIND/ID   how often verification has tightened each part of a policy
 asked              commands of operators that not all workers have done yet, each under a random name
 done/NAME/NUMBER   what this worker has answered
 """
@@ -144,8 +144,8 @@ class Group:
         if verifier is None:
             return
         own = verifier.steps()
-        # Engines with another policy have other parts.
-        key = f"findings/{type(verifier).__name__}/{len(own)}"
+        # Engines with another policy have other parts, and findings belong to a generation of a database.
+        key = f"findings/{type(verifier).__name__}/{verifier.subject}/{len(own)}"
         content = await self._store.get(key)
         known = [0] * len(own) if content is None else orjson.loads(content)
         tightest = [max(pair) for pair in zip(own, known, strict=True)]

@@ -85,6 +85,11 @@ class Verifier(LaterVerifier[_Hit]):
             self._keep(_PATIENCE_SECONDS)
 
     @property
+    def subject(self) -> str:
+        """The id of the database: other generations have other policies."""
+        return self._reuse.database.manifest.id
+
+    @property
     def policy(self) -> ReusePolicy:
         """The current policy of the engine."""
         return self._reuse.policy

@@ -44,7 +44,7 @@ class LaterVerifier(ABC, Generic[H]):
     """Owns hits to be verified.
 
     Any thread may call `offer`, `verify_some`, `stop`, `has_work` and `is_overdue`. One thread verifies at a
-    time. Any thread may call `close` after the engine threads have ended.
+    time. Any thread may call `close` after the engine threads have ended, and `retire` before.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -53,6 +53,11 @@ class LaterVerifier(ABC, Generic[H]):
         self._pending_lock = threading.Lock()
         self._verifying = threading.Lock()
         self._stopped = False
+
+    @property
+    def subject(self) -> str:
+        """What the steps of `steps` are counted from: an id, equal in all processes."""
+        return ""
 
     @property
     @abstractmethod
@@ -95,6 +100,13 @@ class LaterVerifier(ABC, Generic[H]):
     def stop(self) -> None:
         """Verify no more hits, so that a server can shut down without waiting."""
         self._stopped = True
+
+    def retire(self) -> None:
+        """Verify no more hits, and keep findings, because another engine serves. Waits while hits are
+        verified."""
+        self.stop()
+        with self._verifying:
+            self.close()
 
     def follow(self, steps: list[int]) -> None:
         """Make the policy as tight as another process has found it must be. Waits while hits are verified."""

@@ -28,7 +28,7 @@ from service.app import create_app
 from service.ending import end_process
 from service.errors import ShuttingDown, log_failure
 from service.settings import Settings
-from service.state import Loaded, ServiceState
+from service.state import Loaded, Pause, ServiceState
 from service.upkeep.garbage import look_at_requests_only
 from service.upkeep.group import Worker
 from service.web.connection import Connection, ConnectionLimits, Connections
@@ -76,7 +76,7 @@ def run_server(
 
     def load() -> Iterator[Loaded]:
         for loaded in load_engines():
-            if not isinstance(loaded, str):
+            if not isinstance(loaded, str | Pause):
                 look_at_requests_only()
             yield loaded
 

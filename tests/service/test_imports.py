@@ -13,7 +13,7 @@ from service.commands import serve
 def load_only(settings, load_engines, listeners):
     for listener in listeners:
         listener.socket.close()
-    list(load_engines(settings, 0))
+    next(load_engines(settings, 0))
     sys.exit(0)
 
 def show_loaded():

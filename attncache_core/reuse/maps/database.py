@@ -14,6 +14,8 @@
     DIR/calibrated_on.json        digests of the texts of a calibration after the build
     DIR/tightened.json            findings of all servers about the policy (policy_state.py)
 
+A folder that was renewed holds several generations, each with these files; see generations.py.
+
 `build_database` writes all files except the last four. `calibrate_database` writes decisions and familiarity
 test, and changes mask, policy and quality in the manifest. Nothing else changes a file of the first group.
 """
@@ -23,8 +25,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -37,6 +40,14 @@ from attncache_core.heads.classifier import LinearClassifier
 from attncache_core.models.refitted import LastProducts
 from attncache_core.reuse.maps.familiarity import familiarity_name, read_familiarity
 from attncache_core.reuse.maps.gain import Traffic
+from attncache_core.reuse.maps.generations import (
+    Generation,
+    Result,
+    current_generation,
+    kept_generations,
+    read_renewals,
+    structural_faults,
+)
 from attncache_core.reuse.maps.index import FeatureIndex
 from attncache_core.reuse.maps.info import DatabaseInfo
 from attncache_core.reuse.maps.integrity import (
@@ -66,7 +77,7 @@ _CALIBRATED_ON = "calibrated_on.json"
 class AttentionDatabase:
     """An open database. Its maps stay on disk and are mapped into memory."""
 
-    folder: Path
+    generation: Generation
     manifest: Manifest
     search: SearchEngine
     mask: ReuseMask
@@ -77,7 +88,7 @@ class AttentionDatabase:
     def open(
         cls, folder: Path, *, threshold: float | None = None, heads: str | None = None
     ) -> AttentionDatabase:
-        """Open the database in `folder`.
+        """Open the generation that serves in `folder`; of a plain database, there is only one.
 
         threshold: θ for all lengths and kinds, instead of the manifest's policy. heads: reuse mask instead of
         the manifest's, as `parse_heads` reads it. With either of them, hits take the model's weights. Raises
@@ -87,16 +98,28 @@ class AttentionDatabase:
         """
         if threshold is not None and math.isnan(threshold):
             raise InvalidInput("threshold must be a number", field="threshold")
-        try:
-            return cls._open(folder, threshold, heads)
-        except CorruptDatabase as error:
-            raise CorruptDatabase(
-                f"{error}; remove {folder} and build it again (a server replaces its default one by itself)",
-                field="database",
-            ) from error
+        while True:
+            generation = current_generation(folder)
+            try:
+                return cls.open_generation(generation, threshold=threshold, heads=heads)
+            except DatabaseRefused as error:
+                if current_generation(folder) != generation:
+                    continue  # a renewal has removed the generation meanwhile
+                if not isinstance(error, CorruptDatabase):
+                    raise
+                remedy = (
+                    f"go back to the generation before by `attncache renew {folder} --rollback`"
+                    if generation.number
+                    else f"remove {folder} and build it again (a server replaces its default one by itself)"
+                )
+                raise CorruptDatabase(f"{error}; {remedy}", field="database") from error
 
     @classmethod
-    def _open(cls, folder: Path, threshold: float | None, heads: str | None) -> AttentionDatabase:
+    def open_generation(
+        cls, generation: Generation, *, threshold: float | None = None, heads: str | None = None
+    ) -> AttentionDatabase:
+        """Open one generation, whether it serves or not; see `open`."""
+        folder = generation.folder
         manifest = Manifest.read(folder)
         require_unchanged(folder, manifest.files, manifest.records)
         seal = Seal.read(folder, manifest.fingerprint)
@@ -127,7 +150,12 @@ class AttentionDatabase:
         # The weights were fitted to the manifest's mask, and measured with its policy.
         calibrated = heads is None and threshold is None and REFITTED in manifest.files
         refitted = read_refitted(folder / REFITTED) if calibrated else None
-        return cls(folder, manifest, search, mask, token_counts, refitted)
+        return cls(generation, manifest, search, mask, token_counts, refitted)
+
+    @property
+    def folder(self) -> Path:
+        """The folder with the files of this generation."""
+        return self.generation.folder
 
     @cached_property
     def decisions(self) -> LinearClassifier | None:
@@ -252,6 +280,8 @@ class AttentionDatabase:
 
     def info(self) -> DatabaseInfo:
         """Return what the database holds, for people and /info."""
+        renewals = read_renewals(self.generation.root)
+        counted = Counter(renewal.result for renewal in renewals)
         return DatabaseInfo(
             records=sum(self.manifest.records.values()),
             prototypes=sum(self.manifest.prototypes.values()),
@@ -264,17 +294,27 @@ class AttentionDatabase:
             heads=self.mask.heads,
             policy=self.search.policy.info(),
             quality=self.manifest.quality,
+            generation=self.generation.number,
+            created=self.manifest.build.get("created"),
+            renewals={result.value: counted[result] for result in Result},
+            last_renewal=asdict(renewals[-1]) if renewals else None,
         )
 
     def verify(self) -> list[str]:
-        """Return a sentence for each fault in the database's files; an empty list if there is no fault.
+        """Return a sentence for each fault in the files of the folder; an empty list if there is no fault.
 
-        Opens the folder again, which checks manifest, key, digests, headers, record tables, numbers and
-        dimensions, and then reads every record once.
+        Opens each generation of the folder again, which checks manifest, key, digests, headers, record
+        tables, numbers and dimensions, and then reads every record once.
         """
-        try:
-            database = self._open(self.folder, None, None)
-            _ = database.decisions
-        except AttnCacheError as error:
-            return [str(error)]
-        return list(damaged_records(database.search.store))
+        root = self.generation.root
+        faults = list(structural_faults(root))
+        for generation in kept_generations(root):
+            try:
+                database = self.open_generation(generation)
+                _ = database.decisions
+            except AttnCacheError as error:
+                faults.append(str(error))
+                continue
+            of_which = f"generation {generation.number}, " if generation.number else ""
+            faults += [f"{of_which}{fault}" for fault in damaged_records(database.search.store)]
+        return faults

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -51,9 +51,11 @@ class DatabaseInfo:
     refitted: bool  # whether hits take weights of their own
     policy: PolicyInfo
     quality: Mapping[str, Any]  # as measured when the policy was chosen
-    cold_hits: int = (
-        0  # sequences computed because the maps of their record were not in memory, since the start
-    )
+    cold_hits: int = 0  # sequences computed because their record was not in memory, since the start
+    generation: int = 0  # number of the generation; 0: the database was never renewed
+    created: str | None = None  # UTC, when the build of the generation ended
+    renewals: Mapping[str, int] = field(default_factory=dict)  # result -> number of renewals and rollbacks
+    last_renewal: Mapping[str, Any] | None = None  # the last line of renewals.jsonl
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,228 @@
+"""Renew a database from a newer corpus, and let the new generation serve only if it is better.
+
+    texts, oldest first
+      1 split     hold out the newest tenth; near-duplicates of it leave the rest
+      2 prospect  measure whether reuse can pay for the model on this machine     calibration.prospect
+      3 build     build the next generation in a hidden folder                   builder
+      4 gain      measure in which length groups reuse pays, for both generations  calibration.gain
+      5 gate      serve the held-out texts with both generations                 calibration.gate
+      6 decide    publish the new generation, or remove it                       reuse.maps.publishing
+
+A renewal that is stopped goes on if it is started again with the same texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import PROTOTYPES, BuildOptions
+from attncache_core.calibration.calibrate import Progress
+from attncache_core.calibration.gain import require_gain
+from attncache_core.calibration.gate import Trial, savings_of, try_generation, why_refused
+from attncache_core.calibration.prospect import could_pay
+from attncache_core.calibration.quality import texts_needed
+from attncache_core.corpus import CorpusSentence
+from attncache_core.corpus.near_duplicates import near_duplicates
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import InvalidInput
+from attncache_core.heads.comparator import Measure
+from attncache_core.heads.vectors import require_finite
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.generations import Renewal, Result
+from attncache_core.reuse.maps.publishing import building_folder, decide, now, renewing, workspace
+from attncache_core.reuse.storage.layout import MapForm
+from attncache_core.runtime.files import PRIVATE, write_whole
+
+_HELD_OUT_SHARE = 10  # one of so many texts, the newest
+_BATCH_SEQUENCES = 64
+
+# Loads the model, with a database or without one.
+Load = Callable[[AttentionDatabase | None], PrefillEngine]
+
+
+def renew_database(
+    load: Load,
+    folder: Path,
+    texts: Sequence[str],
+    *,
+    min_gain: float,
+    progress: Progress = lambda *_: None,
+) -> Renewal:
+    """Build the next generation of the database in `folder`, publish it if it is better, and return why.
+
+    texts: oldest first. min_gain: see require_gain; 0 measures no gain, so reuse counts as paying.
+
+    Raises DatabaseRefused if the present generation cannot be opened or is of another model, InvalidInput if
+    the database keeps no budget or the texts are too few, BuildFailed if another process renews or the build
+    fails, MachineBusy if nothing can be measured, and OSError. A renewal that fails changes nothing that
+    serves, and a later one goes on with what was built.
+    """
+    with renewing(folder):
+        present = AttentionDatabase.open(folder)
+        options = _options_like(present)
+        engine = load(None)
+        present.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
+        given = _Texts.of(engine, texts, present)
+        lengths = Counter(map(len, given.held_out))
+        if min_gain > 0 and not could_pay(engine, lengths, min_gain):
+            reason = (
+                "nothing was built, because reuse of attention maps cannot make this model as much faster on "
+                "this machine as --min-gain asks for"
+            )
+            return _decided(folder, present, Result.NO_GAIN, present.generation.number, reason, {})
+        built = _build(engine, folder, present, given, options, progress)
+        trials = _trials(load, engine, present, built, given.held_out, min_gain, progress)
+        measured = given.figures() | {name: trial.figures() for name, trial in trials.items()}
+        refused = why_refused(trials["present"], trials["new"], built.manifest.policy.budget)
+        result = Result.REFUSED if refused else Result.PUBLISHED
+        number, reason = int(built.folder.name), refused or "it keeps the budget and saves more time"
+        return _decided(folder, present, result, number, reason, measured)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The texts of a renewal."""
+
+    training: list[str]
+    held_out: list[list[int]]  # distinct token sequences that the present generation has not recorded
+    near_duplicates: int  # texts that are not trained on, because they resemble held-out texts
+
+    @classmethod
+    def of(cls, engine: PrefillEngine, texts: Sequence[str], present: AttentionDatabase) -> _Texts:
+        """Hold out the newest tenth. Raises InvalidInput if it cannot prove the budget."""
+        tokens = engine.tokenize(texts)
+        first = len(texts) - len(texts) // _HELD_OUT_SHARE
+        newest = [list(ids) for ids in dict.fromkeys(map(tuple, tokens[first:]))]
+        store = present.search.store
+        held_out = [ids for ids in newest if store.record_of(ids) is None]
+        needed = texts_needed(present.manifest.policy.budget)
+        if len(held_out) < needed:
+            raise InvalidInput(
+                f"the newest tenth of the corpus has {len(held_out)} distinct texts that are not in the "
+                f"database, and at least {needed} are needed to show that the budget is kept; give at least "
+                f"{needed * _HELD_OUT_SHARE} texts",
+                field="corpus",
+            )
+        resembling = near_duplicates(tokens[:first], newest)
+        training = [text for text, alike in zip(texts, resembling.tolist(), strict=False) if not alike]
+        return cls(training, held_out, int(resembling.sum()))
+
+    def figures(self) -> dict[str, Any]:
+        """Return the numbers of texts for renewals.jsonl."""
+        return {
+            "texts": len(self.training),
+            "held_out": len(self.held_out),
+            "near_duplicates": self.near_duplicates,
+        }
+
+
+def _options_like(present: AttentionDatabase) -> BuildOptions:
+    """Return the options of the present generation's build, with the budget of its last calibration.
+
+    A generation holds no records of single texts, so that no text of a client serves, or is revealed to,
+    another client.
+    Raises InvalidInput if there is no budget that a new generation can be measured by.
+    """
+    manifest, budget = present.manifest, present.manifest.policy.budget
+    if not budget.binds or manifest.build.get("threshold") is not None:
+        raise InvalidInput(
+            f"database {present.folder} keeps no quality budget, so nothing can show that a new generation "
+            "is better; build it again without --threshold, and with a budget",
+            field="database",
+        )
+    if present.decisions is not None:
+        raise InvalidInput(
+            f"database {present.folder} keeps the decisions of a classifier, which renew cannot build for; "
+            "build a new database and calibrate it with --classifier",
+            field="database",
+        )
+    known = {option.name for option in fields(BuildOptions)}
+    given = {name: value for name, value in manifest.build.items() if name in known}
+    form = given.get("form")
+    given |= {"form": MapForm(form) if form else None, "synthetic_only": True}
+    given |= {"prototypes": given.get("prototypes") or PROTOTYPES}
+    if budget.measure is Measure.COSINE:
+        given |= {"min_cosine": budget.least, "min_text_cosine": budget.floor}
+    else:
+        given |= {"min_agreement": budget.least}
+    return BuildOptions(**given)
+
+
+def _build(
+    engine: PrefillEngine,
+    folder: Path,
+    present: AttentionDatabase,
+    texts: _Texts,
+    options: BuildOptions,
+    progress: Progress,
+) -> AttentionDatabase:
+    """Build the next generation, or go on with what a renewal with equal inputs has built."""
+    inputs = json.dumps([texts.training, texts.held_out, present.manifest.id, asdict(options)])
+    digest = hashlib.sha256(inputs.encode()).hexdigest().encode()
+    path = workspace(folder) / "inputs"
+    if not path.is_file() or path.read_bytes() != digest:
+        shutil.rmtree(workspace(folder), ignore_errors=True)
+        workspace(folder).mkdir(mode=PRIVATE)
+        write_whole(path, digest)
+    target = building_folder(folder)
+    corpus = [CorpusSentence(text, text) for text in texts.training]
+    build_database(engine, corpus, target, options, progress, keep_existing=True, start_from=present)
+    return AttentionDatabase.open(target)
+
+
+def _trials(
+    load: Load,
+    engine: PrefillEngine,
+    present: AttentionDatabase,
+    built: AttentionDatabase,
+    held_out: Sequence[Sequence[int]],
+    min_gain: float,
+    progress: Progress,
+) -> dict[str, Trial]:
+    """Serve the held-out texts with both generations."""
+    full = _full_outputs(engine, held_out)
+    savings = savings_of(engine, built.search, held_out)
+    trials: dict[str, Trial] = {}
+    for name, database in (("present", present), ("new", built)):
+        progress("comparing generations", len(trials), 2)
+        own = load(database)
+        reuse = own.map_reuse
+        assert reuse is not None
+        # Keeps the gain with the database, so that a server with equal threads need not measure it.
+        require_gain(own, min_gain)
+        if reuse.gain:
+            # The batches of the comparison are of any size.
+            reuse.reuse_in(reuse.gain.paying)
+        trials[name] = try_generation(own, held_out, full, savings)
+    progress("comparing generations", 2, 2)
+    return trials
+
+
+def _full_outputs(engine: PrefillEngine, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    batches = [sequences[at : at + _BATCH_SEQUENCES] for at in range(0, len(sequences), _BATCH_SEQUENCES)]
+    results = [engine.run(engine.requests(batch, reuse=False)) for batch in batches]
+    require_finite(np.concatenate([result.finite for result in results]), "corpus")
+    return np.concatenate([result.outputs for result in results])
+
+
+def _decided(
+    folder: Path,
+    present: AttentionDatabase,
+    result: Result,
+    generation: int,
+    reason: str,
+    measured: dict[str, Any],
+) -> Renewal:
+    renewal = Renewal(now(), result, present.generation.number, generation, reason, measured)
+    decide(folder, renewal)
+    return renewal

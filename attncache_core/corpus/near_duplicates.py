@@ -1,0 +1,47 @@
+"""Find token sequences that are nearly equal to others, so that held-out texts resemble no trained text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from scipy import sparse
+
+# Two texts are near-duplicates if they share at least this share of their pairs of neighbouring tokens. One
+# word of six may differ.
+_SHARED = 0.5
+_ROWS_AT_ONCE = 1000
+
+
+def near_duplicates(sequences: Sequence[Sequence[int]], of: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return which sequences are equal or nearly equal to a sequence of `of`, bool [sequences].
+
+    Nearly equal means that the sets of pairs of neighbouring tokens have a Jaccard similarity of at least
+    one half.
+    """
+    columns: dict[tuple[int, ...], int] = {}
+    others, own = _pairs(of, columns), _pairs(sequences, columns)
+    others.resize(len(of), len(columns))
+    sizes, other_sizes = (np.asarray(matrix.sum(axis=1)).ravel() for matrix in (own, others))
+    found = np.zeros(len(sequences), dtype=bool)
+    for first in range(0, len(sequences), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        shared = (own[rows] @ others.T).tocoo()
+        united = sizes[rows][shared.row] + other_sizes[shared.col] - shared.data
+        found[first + shared.row[shared.data >= _SHARED * united]] = True
+    return found
+
+
+def _pairs(sequences: Sequence[Sequence[int]], columns: dict[tuple[int, ...], int]) -> sparse.csr_matrix:
+    """Return the distinct pairs of neighbouring tokens of each sequence, int64 [sequences, pairs], 1 or 0.
+
+    columns: pair -> its column; new pairs are added. The token of a sequence of one is paired with itself.
+    """
+    indices, ends = [], [0]
+    for ids in sequences:
+        pairs = set[tuple[int, ...]](pairwise(ids)) or {(*ids, *ids)}
+        indices += [columns.setdefault(pair, len(columns)) for pair in pairs]
+        ends.append(len(indices))
+    ones = np.ones(len(indices), dtype=np.int64)
+    return sparse.csr_matrix((ones, indices, ends), shape=(len(sequences), len(columns)))

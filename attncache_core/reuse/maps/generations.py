@@ -1,0 +1,166 @@
+"""Find the generations of a database, the number of the one that serves, and what renewals decided.
+
+    DIR/current                 number of the generation that serves; 0 without this file
+    DIR/manifest.json, ...      generation 0: the plain database that was renewed first
+    DIR/generations/000007/     generation 7, a database like any other
+    DIR/renewals.jsonl          one line for each renewal and rollback: what was measured and decided
+    DIR/.renewal/               what a renewal builds, decides and removes; see publishing.py
+    DIR/.renewal.lock           locked by the process that renews; holds the id of the process
+
+A plain database is a folder whose generation 0 serves. This module only reads; publishing.py writes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from attncache_core.errors import CorruptDatabase
+
+# The generation that serves, and the one before it.
+KEPT_GENERATIONS = 2
+_FOLDER_NAME = re.compile(r"\d{6,}")
+
+
+class Generation(NamedTuple):
+    """One generation of the database in the folder `root`."""
+
+    root: Path
+    number: int
+
+    @property
+    def folder(self) -> Path:
+        """The folder with the files of the generation."""
+        return generations_folder(self.root) / f"{self.number:06}" if self.number else self.root
+
+    @property
+    def exists(self) -> bool:
+        """Whether the generation was published, or is a plain database, and was not removed."""
+        return self.folder.is_dir() if self.number else (self.root / "manifest.json").is_file()
+
+
+class Result(StrEnum):
+    """What a renewal or a rollback came to."""
+
+    PUBLISHED = "published"  # the new generation is better, and serves
+    REFUSED = "refused"  # the new generation is not better, and was removed
+    NO_GAIN = "no_gain"  # reuse does not pay for the model on this machine; nothing was built
+    ROLLED_BACK = "rolled_back"  # the generation before serves again
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """One line of renewals.jsonl. It holds figures only, and nothing of a text."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    time: str  # UTC
+    result: Result
+    before: int  # number of the generation that served before
+    generation: int  # number of the generation that was judged, or that serves after a rollback
+    reason: str  # for people
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+RENEWAL = TypeAdapter(Renewal)
+
+
+def generations_folder(root: Path) -> Path:
+    """Return the folder with the generations of a database."""
+    return root / "generations"
+
+
+def renewals_path(root: Path) -> Path:
+    """Return the path of the file with the decisions of all renewals."""
+    return root / "renewals.jsonl"
+
+
+def current_path(root: Path) -> Path:
+    """Return the path of the file with the number of the generation that serves."""
+    return root / "current"
+
+
+def current_generation(root: Path) -> Generation:
+    """Return the generation that serves; number 0 if the folder was never renewed.
+
+    Raises CorruptDatabase if DIR/current cannot be read or holds no number.
+    """
+    path = current_path(root)
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return Generation(root, 0)
+    except OSError as error:
+        raise CorruptDatabase(f"{path} cannot be read: {error.strerror}", field="database") from error
+    if not re.fullmatch(rb"\d{1,9}\n", content):
+        raise CorruptDatabase(
+            f"{path} is damaged; write the number of a folder in {generations_folder(root)} into it",
+            field="database",
+        )
+    return Generation(root, int(content))
+
+
+def kept_generations(root: Path) -> list[Generation]:
+    """Return the generations that are in the folder, with rising numbers."""
+    numbers = [int(name) for name in _names(root) if _FOLDER_NAME.fullmatch(name)]
+    found = [Generation(root, number) for number in sorted({0, *numbers})]
+    return [generation for generation in found if generation.exists]
+
+
+def next_number(root: Path) -> int:
+    """Return the number of the next generation. It is larger than the number of any generation before."""
+    known = [generation.number for generation in (current_generation(root), *kept_generations(root))]
+    return 1 + max([*known, *(renewal.generation for renewal in read_renewals(root))])
+
+
+def read_renewals(root: Path) -> tuple[Renewal, ...]:
+    """Return the decisions of all renewals, oldest first, without lines that cannot be read."""
+    path = renewals_path(root)
+    try:
+        state = path.stat()
+        return _renewals(path, state.st_mtime_ns, state.st_size, state.st_ino)
+    except OSError:
+        return ()
+
+
+def structural_faults(root: Path) -> Iterator[str]:
+    """Yield a sentence for each thing in the folder that no renewal leaves, even if it is killed."""
+    kept = kept_generations(root)
+    if len(kept) > KEPT_GENERATIONS:
+        numbers = ", ".join(str(generation.number) for generation in kept)
+        yield f"{root} has more than {KEPT_GENERATIONS} generations: {numbers}"
+    for name in _names(root):
+        # Hidden files are the locks of processes that build or calibrate a generation.
+        if not name.startswith(".") and not _FOLDER_NAME.fullmatch(name):
+            yield f"{generations_folder(root) / name} is no generation"
+    if renewals_path(root).is_file():
+        lines = len(renewals_path(root).read_bytes().splitlines())
+        if (readable := len(read_renewals(root))) != lines:
+            yield f"{lines - readable} of {lines} lines of {renewals_path(root)} cannot be read"
+
+
+def _names(root: Path) -> list[str]:
+    folder = generations_folder(root)
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+# Metrics read the decisions every few seconds, and the file changes once a day.
+@lru_cache(maxsize=4)
+def _renewals(path: Path, *_state: int) -> tuple[Renewal, ...]:
+    return tuple(_readable(path.read_bytes().splitlines()))
+
+
+def _readable(lines: list[bytes]) -> Iterator[Renewal]:
+    for line in lines:
+        try:
+            yield RENEWAL.validate_json(line)
+        except ValidationError:
+            continue

@@ -1,0 +1,198 @@
+"""Publish and remove generations of a database, so that a process may be killed at any moment.
+
+    DIR/.renewal/000008          generation 8 while it is built and judged; .000008.partial before it is built
+    DIR/.renewal/decision.json   what was decided, until it is done
+    DIR/.renewal/removed-000006  a generation that is being removed
+
+A decision is written first, and `settle` does what it says. Every step of `settle` can be repeated:
+
+    1  add the decision to renewals.jsonl
+    2  move the generations that are not kept to DIR/.renewal
+    3  rename the new generation to its place
+    4  write its number to DIR/current
+    5  remove DIR/.renewal
+
+So DIR/current names a whole generation at every moment, there are never more than two generations, and the
+next renewal finishes a decision that was not done. Segments that a server has mapped stay readable after
+their files were removed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from attncache_core.errors import BuildFailed, InvalidInput
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.generations import (
+    RENEWAL,
+    Generation,
+    Renewal,
+    Result,
+    current_generation,
+    current_path,
+    generations_folder,
+    kept_generations,
+    next_number,
+    read_renewals,
+    renewals_path,
+)
+from attncache_core.runtime.files import (
+    PRIVATE,
+    HeldByAnother,
+    left_unfinished,
+    locked_at_once,
+    move_into_place,
+    write_whole,
+)
+
+_SWITCHING = (Result.PUBLISHED, Result.ROLLED_BACK)
+# The files of generation 0, which share the folder with the files of this module. The manifest is removed
+# first: without it, the rest is no database.
+_PLAIN_DATABASE = (
+    *("manifest.json", "key", "*.safetensors", "index", "maps", "decisions"),
+    *("gain.json", "calibrated_on.json", "tightened.json", ".gain.json.lock", ".tightened.json.lock"),
+)
+
+
+@contextmanager
+def renewing(root: Path) -> Iterator[Renewal | None]:
+    """Be the only process that renews or rolls back the database while the `with` block runs.
+
+    Finishes the decision that a killed process left, and yields it; None: there was none. Raises BuildFailed
+    if another process renews, and OSError.
+    """
+    try:
+        with locked_at_once(root / ".renewal.lock"):
+            yield settle(root)
+    except HeldByAnother as held:
+        holder = "another process" if held.process is None else f"process {held.process}"
+        raise BuildFailed(
+            f"{holder} renews {root} at present; wait until it has ended", field="database"
+        ) from held
+
+
+def workspace(root: Path) -> Path:
+    """Return the hidden folder in which a renewal works."""
+    return root / ".renewal"
+
+
+def building_folder(root: Path) -> Path:
+    """Return the folder in which the next generation is built and judged, before it is published."""
+    return workspace(root) / f"{next_number(root):06}"
+
+
+def decide(root: Path, renewal: Renewal) -> None:
+    """Do what was decided about a generation. Call this function inside `renewing`. Raises OSError."""
+    workspace(root).mkdir(mode=PRIVATE, exist_ok=True)
+    write_whole(_decision_path(root), RENEWAL.dump_json(renewal))
+    settle(root)
+
+
+def roll_back(root: Path) -> Renewal:
+    """Let the generation before the one that serves serve again, and return the decision.
+
+    A rollback that was killed is finished, and is not followed by another one.
+    Raises InvalidInput if no earlier generation is kept, DatabaseRefused if the earlier generation cannot be
+    opened, BuildFailed if another process renews, and OSError.
+    """
+    with renewing(root) as finished:
+        if finished is not None and finished.result is Result.ROLLED_BACK:
+            return finished
+        before = current_generation(root)
+        earlier = [own for own in kept_generations(root) if own.number < before.number]
+        if not earlier:
+            raise InvalidInput(
+                f"{root} holds no generation before generation {before.number}", field="database"
+            )
+        AttentionDatabase.open_generation(earlier[-1])
+        chosen = earlier[-1].number
+        renewal = Renewal(now(), Result.ROLLED_BACK, before.number, chosen, "rolled back by an operator")
+        decide(root, renewal)
+    return renewal
+
+
+def now() -> str:
+    """Return the time for a decision, in UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def settle(root: Path) -> Renewal | None:
+    """Finish a decision that was begun, and remove what no renewal will use.
+
+    Returns the decision; None if there was none. Raises OSError.
+    """
+    path, renewal = _decision_path(root), None
+    if path.is_file():
+        # A decision that was damaged on the disk is not done, and the next renewal decides again.
+        with suppress(ValidationError):
+            renewal = RENEWAL.validate_json(path.read_bytes())
+            _finish(root, renewal)
+        shutil.rmtree(workspace(root))
+    if workspace(root).is_dir():
+        number = building_folder(root).name
+        for path in workspace(root).iterdir():
+            # What a stopped build of the next generation has finished stays: the folder, .partial and .lock.
+            if path.name.strip(".").split(".")[0] not in (number, "inputs"):
+                _remove(path)
+    for path in left_unfinished(root):
+        path.unlink(missing_ok=True)
+    return renewal
+
+
+def _finish(root: Path, renewal: Renewal) -> None:
+    """Do what a decision says, except for removing the workspace."""
+    _keep_line(root, renewal)
+    if renewal.result in _SWITCHING:
+        _switch(root, renewal)
+
+
+def _keep_line(root: Path, renewal: Renewal) -> None:
+    """Add a decision to renewals.jsonl, unless it is there."""
+    if renewal in read_renewals(root)[-1:]:
+        return
+    path = renewals_path(root)
+    lines = path.read_bytes() if path.is_file() else b""
+    write_whole(path, lines + RENEWAL.dump_json(renewal) + b"\n", mode=0o600)
+
+
+def _switch(root: Path, renewal: Renewal) -> None:
+    """Let the generation of a decision serve, and keep only it and the generation that served before."""
+    chosen, built = Generation(root, renewal.generation), workspace(root) / f"{renewal.generation:06}"
+    if not chosen.exists and not built.is_dir():
+        return  # somebody removed the generation by hand
+    for generation in kept_generations(root):
+        if generation.number not in (0, renewal.before, renewal.generation):
+            generation.folder.rename(workspace(root) / f"removed-{generation.number:06}")
+            (generations_folder(root) / f".{generation.number:06}.lock").unlink(missing_ok=True)
+    if 0 not in (renewal.before, renewal.generation):
+        _move_plain_database(root, workspace(root) / "removed-000000")
+    if not chosen.exists:
+        generations_folder(root).mkdir(mode=PRIVATE, exist_ok=True)
+        move_into_place(built, chosen.folder)
+    if current_generation(root) != chosen:
+        write_whole(current_path(root), f"{chosen.number}\n".encode())
+
+
+def _move_plain_database(root: Path, aside: Path) -> None:
+    aside.mkdir(exist_ok=True)
+    for pattern in _PLAIN_DATABASE:
+        for path in root.glob(pattern):
+            path.rename(aside / path.name)
+
+
+def _decision_path(root: Path) -> Path:
+    return workspace(root) / "decision.json"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        with suppress(FileNotFoundError):
+            path.unlink()

@@ -1,0 +1,102 @@
+"""`attncache renew`: build the next generation of a database, and let it serve if it is better."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from attncache_core import AttentionDatabase, Checkpoint, InvalidInput, PrefillEngine
+from attncache_core.build.renewal import renew_database
+from attncache_core.corpus.reading import read_texts
+from attncache_core.reuse.maps.generations import Renewal, Result
+from attncache_core.reuse.maps.publishing import roll_back
+from attncache_core.runtime.devices import Device, Dtype
+from service.commands.options import device_option, max_tokens_option, model_options
+from service.commands.progress import shown_progress
+from service.settings import Settings
+
+# The exit code if the generation that served before serves on, although nothing failed.
+_NOTHING_RENEWED = 3
+
+
+@click.command("renew")
+@click.argument("database", type=click.Path(path_type=Path))
+@model_options
+@max_tokens_option
+@device_option
+@click.option(
+    "--corpus",
+    "corpora",
+    multiple=True,
+    metavar="FILE",
+    help="Texts like those that clients send, oldest first: a .txt, .tsv, .csv or .jsonl file, FILE or "
+    "FILE:column,column. May be repeated.",
+)
+@click.option(
+    "--min-gain",
+    type=click.FloatRange(min=0),
+    default=Settings.model_fields["min_gain"].default,
+    show_default=True,
+    help="Least gain in speed of a length group that reuses maps, as for `serve`. With 0 no gain is needed.",
+)
+@click.option("--rollback", is_flag=True, help="Let the generation before serve again, and build nothing.")
+def renew(
+    database: Path,
+    checkpoint: Checkpoint,
+    dtype: Dtype,
+    device: Device,
+    threads: int | None,
+    max_tokens: int | None,
+    corpora: tuple[str, ...],
+    min_gain: float,
+    rollback: bool,
+) -> None:
+    """Renew the database in a folder from newer texts, while servers use it.
+
+    The next generation is built beside the present one, with the options of its build and the budget of its
+    calibration. The newest tenth of the texts is held out. The next generation is published if its hits keep
+    the budget on these texts, and save at least 1 % more time than the present one, as servers have tightened
+    it. Running servers change to it within a second. Otherwise it is removed. DATABASE/renewals.jsonl says
+    what was measured and decided. A renewal that was stopped goes on if the same command is given again.
+
+    The exit code is 0 if a generation was published or rolled back, 3 if the present one serves on because
+    the next one is not better or reuse does not pay on this machine, and 2 after an error.
+    """
+    if rollback == bool(corpora):
+        raise InvalidInput("give --corpus, or --rollback, and not both", field="corpus")
+    if rollback:
+        renewal = roll_back(database)
+        click.echo(f"generation {renewal.generation} serves again, instead of generation {renewal.before}")
+        return
+    texts = [text for source in corpora for text in read_texts(source)]
+
+    def load(opened: AttentionDatabase | None) -> PrefillEngine:
+        return PrefillEngine.load(
+            checkpoint,
+            database=opened,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            max_tokens=max_tokens,
+        )
+
+    with shown_progress() as progress:
+        renewal = renew_database(load, database, texts, min_gain=min_gain, progress=progress)
+    click.echo(_told(renewal))
+    if renewal.result is not Result.PUBLISHED:
+        sys.exit(_NOTHING_RENEWED)
+
+
+def _told(renewal: Renewal) -> str:
+    match renewal.result:
+        case Result.PUBLISHED:
+            return f"generation {renewal.generation} is published: {renewal.reason}"
+        case Result.REFUSED:
+            return (
+                f"generation {renewal.generation} is removed, and generation {renewal.before} serves on: "
+                f"{renewal.reason}"
+            )
+        case _:
+            return f"generation {renewal.before} serves on: {renewal.reason}"

@@ -1,0 +1,131 @@
+"""Let a server follow the generations of its database, while it serves.
+
+    a look at DIR/current, once a second
+      the same generation as before     nothing
+      another one, which can be opened  serves from the next batch on; running batches keep the one before
+      another one, which cannot         one line in the log; nothing is tried until `current` changes
+
+If the mask and the weights of both generations are equal, the engines share the model. Otherwise a second
+engine is loaded, and memory holds the model twice until the first has run its last batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator
+
+from attncache_core import (
+    AttentionDatabase,
+    AttnCacheError,
+    Checkpoint,
+    CorruptDatabase,
+    DatabaseRefused,
+    MachineBusy,
+    PrefillEngine,
+    require_gain,
+)
+from attncache_core.reuse.maps.generations import Generation, current_generation
+from service.loading.engines import MEASURING_GAIN, load_engine, prepare_reuse
+from service.settings import Settings
+from service.state import Loaded, Pause
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LOOKS = 1.0
+_RETRY_SECONDS = 60.0
+
+
+def with_renewals(loaded: Iterator[Loaded], settings: Settings, checkpoint: Checkpoint) -> Iterator[Loaded]:
+    """Yield what is loaded and then, without an end, an engine for each generation that is published.
+
+    Ends if the last engine that was loaded has no database.
+    """
+    engine = yield from _passed_on(loaded)
+    if engine is None or engine.map_reuse is None:
+        return
+    served = engine.map_reuse.database
+    seen: Generation | str = served.generation  # what the last look has found
+    while True:
+        yield Pause(SECONDS_BETWEEN_LOOKS)
+        found = _look(served)
+        if found == seen:
+            continue
+        seen = found
+        if found == served.generation:
+            continue
+        number = served.generation.number
+        if isinstance(found, str):
+            logger.error("%s; generation %d serves on", found, number)
+            continue
+        try:
+            replacement = _of_current_generation(engine, served, settings, checkpoint)
+        except Exception as error:
+            expected = isinstance(error, AttnCacheError | OSError)
+            logger.error(
+                "generation %d cannot be used: %s; generation %d serves on",
+                found.number,
+                error,
+                number,
+                exc_info=not expected,
+            )
+            continue
+        assert replacement.map_reuse is not None
+        following = replacement.map_reuse.database
+        seen = following.generation
+        yield from _measuring(replacement, engine, settings)
+        if _look(served) == seen:
+            logger.info("generation %d serves from now on, instead of generation %d", seen.number, number)
+            engine, served = replacement, following
+            yield engine
+        del replacement
+
+
+def _passed_on(loaded: Iterator[Loaded]) -> Generator[Loaded, None, PrefillEngine | None]:
+    """Yield what is loaded, and return the last engine."""
+    engine: PrefillEngine | None = None
+    for own in loaded:
+        if isinstance(own, PrefillEngine):
+            engine = own
+        yield own
+    return engine
+
+
+def _look(database: AttentionDatabase) -> Generation | str:
+    """Return the generation that DIR/current names, or why it cannot be read."""
+    try:
+        return current_generation(database.generation.root)
+    except CorruptDatabase as error:
+        return str(error)
+
+
+def _of_current_generation(
+    engine: PrefillEngine, served: AttentionDatabase, settings: Settings, checkpoint: Checkpoint
+) -> PrefillEngine:
+    """Return an engine for the generation that is current. Raises DatabaseRefused, and OSError."""
+    opened = AttentionDatabase.open(served.generation.root, threshold=settings.threshold)
+    if engine.shares_model_with(opened):
+        replacement = engine.with_database(opened)
+        prepare_reuse(replacement, settings)
+        return replacement
+    if engine.key_values is not None:
+        # Stored keys and values are in the order of the heads.
+        raise DatabaseRefused(
+            "it reuses other heads, and this server stores keys and values; restart the server",
+            field="database",
+        )
+    return load_engine(settings, checkpoint)
+
+
+def _measuring(replacement: PrefillEngine, engine: PrefillEngine, settings: Settings) -> Iterator[Loaded]:
+    """Measure the gain of the next engine while the present one serves, unless it is known.
+
+    Waits while other programs use the processors, as long as the generation stays current.
+    """
+    reuse = replacement.map_reuse
+    assert reuse is not None
+    while reuse.awaits_gain and _look(reuse.database) == reuse.database.generation:
+        yield MEASURING_GAIN
+        try:
+            require_gain(replacement, settings.min_gain, idle_mark=engine.runs.idle_mark)
+        except MachineBusy:
+            yield Pause(_RETRY_SECONDS)

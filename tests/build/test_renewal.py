@@ -1,0 +1,224 @@
+"""A renewal builds, measures and publishes the next generation, or says why the present one serves on."""
+
+import json
+import resource
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_models import random_text
+
+from attncache_core.build import renewal
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import BuildOptions
+from attncache_core.build.renewal import renew_database
+from attncache_core.calibration import gate
+from attncache_core.calibration.savings import Savings
+from attncache_core.engine.prefill import PrefillEngine
+from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.generations import Generation, Result, kept_generations, read_renewals
+from attncache_core.reuse.maps.policy import Steps
+from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
+
+pytestmark = pytest.mark.usefixtures("fixed_costs", "same_savings")
+OPTIONS = {"training_steps": 10, "prototypes": 4, "min_text_cosine": 0.0, "min_cosine": 0.5}
+
+
+@pytest.fixture(scope="module")
+def same_savings():
+    """A gate with fixed savings, so that its decision is always the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        savings = Savings(per_hit=lambda lengths, heads: lengths * heads / 10, search=lambda _: 1.0)
+        patch.setattr(gate, "measure_savings", lambda *_: savings)
+        patch.setattr(gate, "search_cost", lambda *_: 1.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """300 distinct texts of 4 to 7 words that no other test records."""
+    random = np.random.default_rng(99)
+    return list(dict.fromkeys(random_text(random, words) for words in np.repeat(np.arange(4, 8), 80)))[:300]
+
+
+@pytest.fixture(scope="module")
+def load(tiny_checkpoint):
+    return lambda database: PrefillEngine.load(tiny_checkpoint, database=database, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_engine, tiny_corpus, tmp_path_factory, fixed_costs):  # noqa: ARG001 - sets the measured costs
+    """A database of few texts, so that a renewal has something to gain. Do not change it."""
+    folder = tmp_path_factory.mktemp("plain") / "a.db"
+    build_database(tiny_engine, tiny_corpus[::3], folder, BuildOptions(**OPTIONS, heads="3"))
+    return folder
+
+
+@pytest.fixture
+def root(plain, tmp_path):
+    return Path(shutil.copytree(plain, tmp_path / "a.db"))
+
+
+def numbers(root):
+    return [generation.number for generation in kept_generations(root)]
+
+
+def tighten(root):
+    """Let nothing of the present generation hit, as verification does in the end."""
+    database = AttentionDatabase.open(root)
+    policy = database.search.policy
+    steps = Steps((6,) * len(policy.groups), 6 if policy.limit else 0)
+    merge_tightened(database.folder, policy, Tightened(steps))
+
+
+def test_tightened_database_is_renewed(root, load, texts):
+    tighten(root)
+    renewed = renew_database(load, root, texts, min_gain=0)
+    assert (renewed.result, renewed.generation) == (Result.PUBLISHED, 1)
+    database = AttentionDatabase.open(root)
+    assert database.info().generation == 1
+    assert database.verify() == []
+    assert numbers(root) == [0, 1]
+    assert renewed.measured["present"]["hit_rate"] == 0
+    assert renewed.measured["new"]["hit_rate"] > 0.5
+    # The options of the build before.
+    assert database.manifest.build["heads"] == "3"
+    assert database.manifest.policy.budget.least == 0.5
+
+
+def test_generation_that_is_not_better_is_removed_and_the_reason_is_kept(root, load, texts):
+    tighten(root)
+    renew_database(load, root, texts, min_gain=0)
+    again = renew_database(load, root, texts, min_gain=0)
+    assert again.result is Result.REFUSED
+    assert "at least 1 % more is needed" in again.reason
+    assert numbers(root) == [0, 1]
+    assert not (root / ".renewal").exists()
+    info = AttentionDatabase.open(root).info()
+    assert info.renewals == {"published": 1, "refused": 1, "no_gain": 0, "rolled_back": 0}
+    assert info.last_renewal["reason"] == again.reason
+
+
+def test_planted_duplicates_of_the_newest_tenth_are_not_trained_on_and_raise_no_figure(
+    root, plain, tmp_path, load, texts, monkeypatch
+):
+    trained = []
+
+    def build_noted(engine, corpus, *rest, **options):
+        trained.append([sentence.text for sentence in corpus])
+        build_database(engine, corpus, *rest, **options)
+
+    monkeypatch.setattr(renewal, "build_database", build_noted)
+    newest = texts[-30:]
+    planted = [f"{text} today" for text in newest[:9]]
+    with_planted = renew_database(load, root, [*planted, *texts], min_gain=0)
+    another = Path(shutil.copytree(plain, tmp_path / "b.db"))
+    without = renew_database(load, another, texts, min_gain=0)
+    assert trained[0] == trained[1]
+    assert not {*planted, *newest} & {*trained[0]}
+    assert with_planted.measured["near_duplicates"] == without.measured["near_duplicates"] + 9
+    assert with_planted.measured["held_out"] == without.measured["held_out"] == 30
+    assert with_planted.measured["new"] == without.measured["new"]
+
+
+def test_renewals_hold_no_text_and_no_token(root, load, texts):
+    renew_database(load, root, texts, min_gain=0)
+    (line,) = (root / "renewals.jsonl").read_text().splitlines()
+    kept = json.loads(line)
+    assert {*kept} == {"time", "result", "before", "generation", "reason", "measured"}
+    assert {*kept["measured"]} == {"texts", "held_out", "near_duplicates", "present", "new"}
+    assert not any(text in line for text in texts)
+
+
+def test_generation_holds_no_text_of_its_own(root, load, texts, tiny_engine):
+    tighten(root)
+    assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
+    database = AttentionDatabase.open(root)
+    assert database.manifest.records == {}
+    assert not any(database.search.store.record_of(ids) for ids in tiny_engine.tokenize(texts))
+    # The projector goes on from the one before, with a quarter of the steps.
+    assert (
+        database.manifest.build["start_from"]
+        == AttentionDatabase.open_generation(Generation(root, 0)).manifest.id
+    )
+
+
+def test_model_for_which_reuse_does_not_pay_builds_nothing(root, load, texts, monkeypatch):
+    monkeypatch.setattr(renewal, "could_pay", lambda *_: False)
+    monkeypatch.setattr(renewal, "build_database", None)
+    renewed = renew_database(load, root, texts, min_gain=0.05)
+    assert renewed.result is Result.NO_GAIN
+    assert "--min-gain" in renewed.reason
+    assert numbers(root) == [0]
+    assert read_renewals(root) == (renewed,)
+
+
+def test_stopped_renewal_goes_on_with_what_was_built(root, load, texts, monkeypatch):
+    tighten(root)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(*_):
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(renewal, "try_generation", stop)
+        with pytest.raises(Stopped):
+            renew_database(load, root, texts, min_gain=0)
+    assert AttentionDatabase.open(root).verify() == []
+    built = AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
+    assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
+    assert AttentionDatabase.open(root).manifest.id == built
+
+
+def test_renewal_from_other_texts_does_not_go_on(root, load, texts, monkeypatch):
+    tighten(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            renew_database(load, root, texts, min_gain=0)
+    built = AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
+    renew_database(load, root, texts[1:], min_gain=0)
+    assert AttentionDatabase.open(root).manifest.id != built
+
+
+def test_disk_that_is_full_changes_nothing_and_the_renewal_goes_on_later(root, load, texts):
+    tighten(root)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
+    try:
+        with pytest.raises(BuildFailed, match="cannot be written"):
+            renew_database(load, root, texts, min_gain=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert numbers(root) == [0]
+    assert AttentionDatabase.open(root).verify() == []
+    assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
+
+
+def test_too_few_texts_are_refused_before_anything_is_built(root, load, texts, monkeypatch):
+    monkeypatch.setattr(renewal, "build_database", None)
+    with pytest.raises(InvalidInput, match="give at least 200 texts"):
+        renew_database(load, root, texts[:190], min_gain=0)
+
+
+def test_texts_that_the_present_generation_has_recorded_are_not_measured(root, load, texts, tiny_corpus):
+    recorded = [sentence.text for sentence in tiny_corpus[::3]][:10]
+    renewed = renew_database(load, root, [*texts[:-10], *recorded, *texts[-20:]], min_gain=0)
+    assert renewed.measured["held_out"] == 20
+
+
+def test_database_without_a_budget_is_refused(load, texts, tiny_database, tmp_path):
+    root = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+    with pytest.raises(InvalidInput, match="keeps no quality budget"):
+        renew_database(load, root, texts, min_gain=0)
+
+
+def test_database_of_another_model_is_refused(root, texts, tiny_classifier_checkpoint):
+    other = partial(PrefillEngine.load, tiny_classifier_checkpoint, dtype="float32")
+    with pytest.raises(DatabaseRefused, match="fingerprint"):
+        renew_database(lambda database: other(database=database), root, texts, min_gain=0)

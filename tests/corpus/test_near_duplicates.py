@@ -1,0 +1,36 @@
+"""Near-duplicates are found as a comparison of all pairs of sequences finds them."""
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attncache_core.corpus import near_duplicates as module
+from attncache_core.corpus.near_duplicates import near_duplicates
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), max_size=8)
+
+
+def similarity(a, b):
+    one, other = ({*pairwise(ids)} or {(*ids, *ids)} for ids in (a, b))
+    return len(one & other) / len(one | other)
+
+
+@given(SEQUENCES, SEQUENCES)
+def test_they_are_those_of_all_pairs(sequences, of):
+    expected = [any(similarity(ids, other) >= 0.5 for other in of) for ids in sequences]
+    assert near_duplicates(sequences, of).tolist() == expected
+
+
+def test_parts_of_many_sequences_are_put_together(monkeypatch):
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 3)
+    sequences = [[number, number + 1, number + 2] for number in range(10)]
+    found = near_duplicates(sequences, [sequences[4], sequences[8]])
+    assert np.flatnonzero(found).tolist() == [4, 8]
+
+
+def test_one_word_of_six_may_differ():
+    text = [1, 10, 11, 12, 13, 14, 15, 2]
+    assert near_duplicates([[1, 10, 11, 99, 13, 14, 15, 2]], [text]).tolist() == [True]
+    assert near_duplicates([[1, 10, 98, 99, 97, 14, 15, 2]], [text]).tolist() == [False]

@@ -1,0 +1,361 @@
+"""A renewed database: which generation serves, what is kept, and what a kill at any moment leaves."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_models import random_text
+from generations import renew
+
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import BuildOptions
+from attncache_core.errors import BuildFailed, CorruptDatabase, DatabaseRefused, InvalidInput
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.generations import (
+    Generation,
+    Result,
+    current_generation,
+    kept_generations,
+    read_renewals,
+)
+from attncache_core.reuse.maps.policy import Steps
+from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
+from attncache_core.reuse.maps.publishing import renewing, roll_back
+from attncache_core.runtime import files
+
+# `make kills` sets 1000.
+KILLS = int(os.environ.get("ATTNCACHE_KILLS", "50"))
+
+
+@pytest.fixture
+def root(tiny_database, tmp_path):
+    """A plain database."""
+    return Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+
+
+def number_of(root):
+    return AttentionDatabase.open(root).info().generation
+
+
+def kept(root):
+    return [generation.number for generation in kept_generations(root)]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def id_of(folder):
+    return AttentionDatabase.open(folder).manifest.id
+
+
+def test_plain_database_is_generation_0(root):
+    database = AttentionDatabase.open(root)
+    assert (database.folder, database.info().generation) == (root, 0)
+    assert kept(root) == [0]
+
+
+def test_published_generation_is_opened_and_the_plain_one_stays(root, tiny_prototypes_database):
+    assert renew(root, tiny_prototypes_database) == 1
+    assert id_of(root) == id_of(tiny_prototypes_database)
+    assert AttentionDatabase.open(root).folder == root / "generations" / "000001"
+    assert (kept(root), not (root / ".renewal").exists()) == ([0, 1], True)
+    assert AttentionDatabase.open(root).verify() == []
+
+
+def test_last_two_generations_are_kept_and_the_plain_one_is_removed_whole(root, tiny_prototypes_database):
+    for _ in range(3):
+        renew(root, tiny_prototypes_database)
+    assert kept(root) == [2, 3]
+    assert names(root) == [".renewal.lock", "current", "generations", "renewals.jsonl"]
+    assert names(root / "generations") == ["000002", "000003"]
+
+
+def test_refused_generation_is_removed_and_its_number_is_not_used_again(root, tiny_prototypes_database):
+    assert renew(root, tiny_prototypes_database, Result.REFUSED) == 1
+    assert (number_of(root), kept(root)) == (0, [0])
+    assert not (root / ".renewal").exists()
+    assert renew(root, tiny_prototypes_database) == 2
+    info = AttentionDatabase.open(root).info()
+    assert info.renewals == {"published": 1, "refused": 1, "no_gain": 0, "rolled_back": 0}
+    assert info.last_renewal["generation"] == 2
+
+
+def test_rollback_goes_back_once_and_the_next_generation_has_a_new_number(root, tiny_prototypes_database):
+    renew(root, tiny_prototypes_database)
+    renew(root, tiny_prototypes_database)
+    assert roll_back(root).generation == 1
+    assert (number_of(root), kept(root)) == (1, [1, 2])
+    with pytest.raises(InvalidInput, match="no generation before generation 1"):
+        roll_back(root)
+    assert renew(root, tiny_prototypes_database) == 3
+    assert (number_of(root), kept(root)) == (3, [1, 3])
+    assert [(line.result, line.generation) for line in read_renewals(root)] == [
+        ("published", 1),
+        ("published", 2),
+        ("rolled_back", 1),
+        ("published", 3),
+    ]
+
+
+def test_rollback_that_was_killed_is_finished_and_not_repeated(root, tiny_prototypes_database, monkeypatch):
+    for _ in range(2):
+        renew(root, tiny_prototypes_database)
+    with monkeypatch.context() as patch:
+        patch.setattr("attncache_core.reuse.maps.publishing.settle", lambda _: None)
+        roll_back(root)
+    assert number_of(root) == 2
+    assert roll_back(root).generation == 1
+    assert (number_of(root), [line.generation for line in read_renewals(root)]) == (1, [1, 2, 1])
+
+
+def test_rollback_to_the_plain_database(root, tiny_database, tiny_prototypes_database):
+    renew(root, tiny_prototypes_database)
+    roll_back(root)
+    assert id_of(root) == id_of(tiny_database)
+
+
+def test_rollback_to_a_damaged_generation_changes_nothing(root, tiny_prototypes_database):
+    renew(root, tiny_prototypes_database)
+    renew(root, tiny_prototypes_database)
+    (root / "generations" / "000001" / "key").unlink()
+    with pytest.raises(CorruptDatabase):
+        roll_back(root)
+    assert number_of(root) == 2
+
+
+def test_findings_of_verification_stay_with_their_generation(root, tiny_prototypes_database):
+    renew(root, tiny_prototypes_database)
+    database = AttentionDatabase.open(root)
+    merge_tightened(database.folder, database.search.policy, Tightened(database.search.policy.steps))
+    renew(root, tiny_prototypes_database)
+    assert not (AttentionDatabase.open(root).folder / "tightened.json").exists()
+    roll_back(root)
+    assert (AttentionDatabase.open(root).folder / "tightened.json").exists()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "key", "projector.safetensors", "index", "maps"])
+def test_file_of_another_generation_is_refused(root, tiny_prototypes_database, name):
+    renew(root, tiny_prototypes_database)
+    ours, other = root / "generations" / "000001" / name, root / name
+    if ours.is_dir():
+        ours, other = (sorted(folder.iterdir())[0] for folder in (ours, other))
+    shutil.copyfile(other, ours)
+    with pytest.raises(CorruptDatabase, match="--rollback"):
+        AttentionDatabase.open(root)
+
+
+@pytest.mark.parametrize("content", [b"", b"7", b"\x37\x8a", b"-1\n", b"../a\n"])
+def test_damaged_current_is_refused_and_named(root, tiny_prototypes_database, content):
+    renew(root, tiny_prototypes_database)
+    (root / "current").write_bytes(content)
+    with pytest.raises(CorruptDatabase, match="current is damaged"):
+        AttentionDatabase.open(root)
+
+
+def test_current_that_names_no_generation_is_refused(root, tiny_prototypes_database):
+    renew(root, tiny_prototypes_database)
+    (root / "current").write_text("9\n")
+    with pytest.raises(DatabaseRefused, match="000009"):
+        AttentionDatabase.open(root)
+
+
+def test_database_opens_although_its_generation_is_removed_meanwhile(
+    root, tiny_prototypes_database, monkeypatch
+):
+    renew(root, tiny_prototypes_database)
+    open_generation = AttentionDatabase.open_generation.__func__
+    opened = []
+
+    def late(cls, generation, **options):
+        opened.append(generation.number)
+        if len(opened) == 1:
+            for _ in range(2):
+                with monkeypatch.context() as undone:
+                    undone.undo()
+                    renew(root, tiny_prototypes_database)
+        return open_generation(cls, generation, **options)
+
+    monkeypatch.setattr(AttentionDatabase, "open_generation", classmethod(late))
+    assert AttentionDatabase.open(root).info().generation == 3
+    assert opened == [1, 3]
+
+
+def test_second_renewal_says_which_process_renews(root):
+    with renewing(root), pytest.raises(BuildFailed, match=f"process {os.getpid()} renews"), renewing(root):
+        pass
+
+
+def test_lines_that_are_damaged_are_reported_and_kept(root, tiny_prototypes_database):
+    renew(root, tiny_prototypes_database)
+    lines = root / "renewals.jsonl"
+    lines.write_bytes(b"garbage\n" + lines.read_bytes())
+    assert AttentionDatabase.open(root).verify() == [f"1 of 2 lines of {lines} cannot be read"]
+    renew(root, tiny_prototypes_database)
+    assert lines.read_bytes().startswith(b"garbage\n")
+    assert len(read_renewals(root)) == 2
+
+
+def test_verify_names_what_no_renewal_leaves(root, tiny_prototypes_database):
+    renew(root, tiny_prototypes_database)
+    generations = root / "generations"
+    shutil.copytree(generations / "000001", generations / "000005")
+    (generations / "notes").touch()
+    assert AttentionDatabase.open(root).verify() == [
+        f"{root} has more than 2 generations: 0, 1, 5",
+        f"{generations / 'notes'} is no generation",
+    ]
+
+
+def test_verify_reads_the_generation_that_does_not_serve_too(root, tiny_prototypes_database):
+    renew(root, tiny_prototypes_database)
+    segment = root / "generations" / "000001" / "maps" / "00007.maps"
+    content = bytearray(segment.read_bytes())
+    content[2 * 4096] ^= 1  # the records begin behind a page of header and a page of table
+    segment.write_bytes(content)
+    roll_back(root)
+    (fault,) = AttentionDatabase.open(root).verify()
+    assert fault.startswith("generation 1, length ")
+
+
+def test_records_that_a_server_has_mapped_stay_readable_after_their_removal(root, tiny_prototypes_database):
+    renew(root, tiny_prototypes_database)
+    served = AttentionDatabase.open(root)
+    for _ in range(2):
+        renew(root, tiny_prototypes_database)
+    assert not served.folder.exists()
+    for segment in served.search.store.segments.values():
+        assert segment.are_sound(np.arange(len(segment))).all()
+
+
+def test_full_disk_changes_nothing_and_the_next_renewal_finishes_the_decision(
+    root, tiny_prototypes_database, monkeypatch
+):
+    renew(root, tiny_prototypes_database)
+    write_whole, written = files.write_whole, []
+
+    def full(path, content, mode=0o666):
+        written.append(path.name)
+        if path.name == "renewals.jsonl":
+            raise OSError(28, "No space left on device", str(path))
+        write_whole(path, content, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("attncache_core.reuse.maps.publishing.write_whole", full)
+        with pytest.raises(OSError, match="No space left"):
+            renew(root, tiny_prototypes_database)
+    assert written == ["decision.json", "renewals.jsonl"]
+    assert (number_of(root), kept(root)) == (1, [0, 1])
+    assert AttentionDatabase.open(root).verify() == []
+    with renewing(root):
+        assert (number_of(root), kept(root)) == (2, [1, 2])
+
+
+def test_folder_that_cannot_be_written_is_left_as_it_is(root, tiny_prototypes_database):
+    # A folder at the path of the lock; file permissions would not stop root.
+    (root / ".renewal.lock").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        renew(root, tiny_prototypes_database)
+    assert number_of(root) == 0
+
+
+def test_decision_that_was_damaged_on_the_disk_is_not_done(root, tiny_prototypes_database):
+    renew(root, tiny_prototypes_database)
+    (root / ".renewal").mkdir()
+    (root / ".renewal" / "decision.json").write_bytes(b"\x00")
+    with renewing(root):
+        assert number_of(root) == 1
+    assert not (root / ".renewal").exists()
+
+
+@pytest.fixture
+def in_a_killed_process():
+    """Return a function that renews or rolls back in a process that is killed after a number of calls.
+
+    The function returns whether the process was killed, and did not end before.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    script = Path(__file__).with_name("killed_renewals.py")
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+
+        def run(function, arguments, calls):
+            print(json.dumps([function, list(map(str, arguments)), calls]), file=process.stdin, flush=True)
+            code = int(process.stdout.readline())
+            assert code in (0, -signal.SIGKILL)
+            return code != 0
+
+        yield run
+        process.stdin.close()
+
+
+def test_kills_at_any_moment_leave_a_whole_generation(
+    root, tiny_database, tiny_prototypes_database, in_a_killed_process
+):
+    chance, builds = random.Random(0), (tiny_database, tiny_prototypes_database)
+    held, killed, ids = AttentionDatabase.open(root), 0, {0: id_of(tiny_database)}
+    while killed < KILLS:
+        result = chance.choice([Result.PUBLISHED, Result.PUBLISHED, Result.REFUSED])
+        work = ["renew", [root, chance.choice(builds), result.value]]
+        if kept(root)[0] < number_of(root) and chance.random() < 0.3:
+            work = ["roll_back", [root]]
+        # A renewal makes up to 80 of these calls, and more if it finishes another one.
+        killed += in_a_killed_process(*work, chance.randint(1, 80))
+        database = AttentionDatabase.open(root)
+        assert database.verify() == []
+        number = database.generation.number
+        decided = [line.generation for line in read_renewals(root) if line.result is Result.PUBLISHED]
+        assert number in (0, *decided)
+        assert decided == sorted(set(decided))
+        assert ids.setdefault(number, database.manifest.id) == database.manifest.id
+        assert number in kept(root)
+        if killed % 10 == 0:  # what a server has opened before stays readable
+            for segment in held.search.store.segments.values():
+                assert segment.are_sound(np.arange(len(segment))).all()
+            held = database
+    last = renew(root, tiny_database)
+    assert current_generation(root) == Generation(root, last)
+    assert {*names(root)} - {".gain.json.lock"} <= {
+        *(".renewal.lock", "current", "generations", "renewals.jsonl"),
+        *(names(tiny_database) if kept(root)[0] == 0 else ()),
+    }
+    decided = [line.generation for line in read_renewals(root) if line.result != Result.ROLLED_BACK]
+    assert decided == sorted(set(decided))
+    assert len(kept(root)) == 2
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_kills_while_a_generation_is_built_and_judged_lose_nothing(
+    tiny_engine, tiny_checkpoint, tiny_corpus, tmp_path, in_a_killed_process
+):
+    root, corpus = tmp_path / "a.db", tmp_path / "asked.txt"
+    options = BuildOptions(heads="3", min_cosine=0.5, min_text_cosine=0.0, prototypes=4, training_steps=10)
+    build_database(tiny_engine, tiny_corpus[::3], root, options)
+    policy = AttentionDatabase.open(root).search.policy
+    steps = Steps((6,) * len(policy.groups), 6 if policy.limit else 0)
+    merge_tightened(root, policy, Tightened(steps))  # nothing hits, so there is something to gain
+    random_words = np.random.default_rng(99)
+    texts = [random_text(random_words, words) for words in np.repeat(np.arange(4, 8), 80)]
+    corpus.write_text("\n".join(texts), encoding="utf-8")
+    work, calls = ("build_and_renew", [root, tiny_checkpoint.folder, corpus]), 8
+    while in_a_killed_process(*work, calls):
+        database = AttentionDatabase.open(root)
+        assert database.verify() == []
+        assert database.generation.number in (0, 1)
+        calls *= 2  # a resumed build repeats nothing that was finished
+    assert AttentionDatabase.open(root).generation.number == 1
+    assert AttentionDatabase.open(root).verify() == []
+    assert not (root / ".renewal").exists()
+    assert [renewal.result for renewal in read_renewals(root)] == [Result.PUBLISHED]

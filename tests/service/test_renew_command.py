@@ -1,0 +1,94 @@
+"""`attncache renew` as a user runs it: what it prints, and its exit codes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
+
+from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.generations import Renewal, Result, read_renewals
+from attncache_core.reuse.maps.publishing import building_folder, decide, renewing
+from service.commands import renew as command
+
+
+@pytest.fixture
+def root(tiny_database, tmp_path):
+    return Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "asked.txt"
+    path.write_text(f"{PRIVATE}\n" * 300, encoding="utf-8")
+    return path
+
+
+def publish(root, built):
+    with renewing(root):
+        building_folder(root).parent.mkdir()
+        shutil.copytree(built, building_folder(root))
+        number = int(building_folder(root).name)
+        decide(root, Renewal("2026-11-25T03:00:00Z", Result.PUBLISHED, number - 1, number, "by a test"))
+
+
+def test_rollback_lets_the_generation_before_serve_again(root, tiny_prototypes_database):
+    publish(root, tiny_prototypes_database)
+    printed = succeeded(run("renew", root, "--rollback"))
+    assert printed == "generation 0 serves again, instead of generation 1\n"
+    assert AttentionDatabase.open(root).info().generation == 0
+    assert_one_line(run("renew", root, "--rollback"), "no generation before generation 0")
+
+
+@pytest.mark.parametrize("options", [(), ("--rollback", "--corpus", "asked.txt")], ids=["none", "both"])
+def test_corpus_or_rollback_is_required(root, options):
+    assert_one_line(run("renew", root, *options), "give --corpus, or --rollback")
+
+
+def test_database_without_a_budget_is_an_error_of_one_line(root, tiny_checkpoint, corpus):
+    result = run("renew", root, "--corpus", corpus, *model_arguments(tiny_checkpoint))
+    assert_one_line(result, "keeps no quality budget")
+    assert read_renewals(root) == ()
+
+
+def test_second_renewal_is_an_error_of_one_line(root, tiny_checkpoint, corpus):
+    with renewing(root):
+        result = run("renew", root, "--corpus", corpus, *model_arguments(tiny_checkpoint))
+    assert_one_line(result, "process", "renews")
+
+
+def test_folder_without_a_database_is_an_error_of_one_line(tmp_path, tiny_checkpoint, corpus):
+    (tmp_path / "empty").mkdir()
+    result = run("renew", tmp_path / "empty", "--corpus", corpus, *model_arguments(tiny_checkpoint))
+    assert_one_line(result, "there is no database")
+    assert_one_line(run("renew", tmp_path / "none", "--rollback"), "No such file")
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "printed"),
+    [
+        (Result.PUBLISHED, 0, "generation 4 is published: why"),
+        (Result.REFUSED, 3, "generation 4 is removed, and generation 3 serves on: why"),
+        (Result.NO_GAIN, 3, "generation 3 serves on: why"),
+    ],
+)
+def test_exit_code_says_whether_a_generation_was_published(
+    root, tiny_checkpoint, corpus, monkeypatch, result, code, printed
+):
+    decided = Renewal("2026-11-25T03:00:00Z", result, 3, 4, "why")
+    monkeypatch.setattr(command, "renew_database", lambda *_, **__: decided)
+    ran = run("renew", root, "--corpus", corpus, *model_arguments(tiny_checkpoint))
+    assert (ran.exit_code, ran.stdout) == (code, f"{printed}\n")
+    assert without_progress(ran.stderr) == []
+
+
+def test_inspect_and_verify_take_a_renewed_database(root, tiny_prototypes_database):
+    publish(root, tiny_prototypes_database)
+    assert "generations/000001" in succeeded(run("inspect", root)).replace("\n", "")
+    manifest = (tiny_prototypes_database / "manifest.json").read_text(encoding="utf-8")
+    assert succeeded(run("inspect", root, "--json")) == manifest
+    assert "all sound" in succeeded(run("verify", root))
+    (root / "current").write_bytes(b"\x00")
+    damaged = run("verify", root)
+    assert damaged.exit_code == 1
+    assert "current is damaged" in damaged.stdout

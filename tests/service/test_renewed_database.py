@@ -1,0 +1,385 @@
+"""Servers follow the generations of their database: between two batches, or not at all if one is damaged."""
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import re
+import shutil
+import sys
+import threading
+import weakref
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from fake_engine import starting
+
+from attncache_core import AttentionDatabase, BuildOptions, MachineBusy, PrefillEngine, build_database
+from attncache_core.reuse.maps.generations import Renewal, Result, current_generation
+from attncache_core.reuse.maps.publishing import building_folder, decide, renewing, roll_back
+from attncache_core.runtime.files import write_whole
+from service.loading import renewals
+from service.loading.engines import MEASURING_GAIN, load_engines
+from service.loading.renewals import with_renewals
+from service.observability.metrics import Metrics
+from service.settings import Settings
+from service.state import Pause
+from service.upkeep.group import Group, Worker
+from service.upkeep.verifier import Verifier
+
+pytestmark = pytest.mark.anyio
+# `make kills` sets 200.
+SWAPS = int(os.environ.get("ATTNCACHE_SWAPS", "6"))
+MEBIBYTE = 2**20
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch):
+    monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 0.01)
+
+
+@pytest.fixture
+def root(tiny_database, tmp_path):
+    return Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
+
+
+@pytest.fixture(scope="module")
+def other_mask(tiny_engine, tiny_corpus, tmp_path_factory):
+    """A database of half of the corpus, with a smaller mask. Do not change it."""
+    folder = tmp_path_factory.mktemp("databases") / "other.db"
+    options = BuildOptions(heads="5", threshold=0.0, prototypes=0, training_steps=20)
+    build_database(tiny_engine, tiny_corpus[::2], folder, options)
+    return folder
+
+
+def publish(root, built):
+    """Publish a copy of the database in `built`, and return its number."""
+    with renewing(root):
+        building_folder(root).parent.mkdir()
+        shutil.copytree(built, building_folder(root))
+        number = int(building_folder(root).name)
+        before = current_generation(root).number
+        decide(root, Renewal("2026-11-25T03:00:00Z", Result.PUBLISHED, before, number, "by a test"))
+    return number
+
+
+@asynccontextmanager
+async def serving(checkpoint, root, **given):
+    """Yield a client of a server that follows the database in `root`."""
+    values = {"verify_rate": 0, "result_memory_bytes": 0, "min_gain": 0, **given}
+    settings = Settings(model=str(checkpoint.folder), dtype="float32", database=root, **values)
+
+    def load():
+        return with_renewals(load_engines(settings, checkpoint), settings, checkpoint)
+
+    async with starting(load, database=root, **values) as client:
+        while (await client.get("/ready")).status_code == 503:
+            await asyncio.sleep(0.001)
+        yield client
+
+
+async def database_info(client):
+    return (await client.get("/info")).json()["database"]
+
+
+async def until_generation(client, number):
+    async with asyncio.timeout(30):
+        while (await database_info(client))["generation"] != number:
+            await asyncio.sleep(0.005)
+
+
+async def embed(client, texts):
+    return await client.post("/embed", json={"inputs": texts})
+
+
+def rows(answer):
+    assert answer.status_code == 200, answer.text
+    return np.array(answer.json(), dtype=np.float32)
+
+
+def texts_like(corpus, count):
+    """Return texts that no database has recorded."""
+    return [f"{sentence.text.split()[0]} {sentence.text}" for sentence in corpus[:count]]
+
+
+def embeddings(checkpoint, database, texts):
+    return PrefillEngine.load(checkpoint, database=database, dtype="float32").embed(texts)
+
+
+def near(one, other):
+    return np.abs(one - other).max(axis=-1) < 1e-5
+
+
+async def test_published_generation_serves_the_next_batch(
+    tiny_checkpoint, tiny_corpus, tiny_database, tiny_prototypes_database, root, caplog
+):
+    caplog.set_level(logging.INFO)
+    texts = texts_like(tiny_corpus, 20)
+    expected = [
+        embeddings(tiny_checkpoint, AttentionDatabase.open(folder), texts)
+        for folder in (tiny_database, tiny_prototypes_database)
+    ]
+    assert not near(*expected).all()
+    async with serving(tiny_checkpoint, root) as client:
+        before = rows(await embed(client, texts))
+        publish(root, tiny_prototypes_database)
+        await until_generation(client, 1)
+        after = rows(await embed(client, texts))
+        info = await database_info(client)
+        metrics = (await client.get("/metrics")).text
+        roll_back(root)
+        await until_generation(client, 0)
+        again = rows(await embed(client, texts))
+    for answer, oracle in ((before, expected[0]), (after, expected[1]), (again, expected[0])):
+        assert near(answer, oracle).all()
+    assert info["renewals"] == {"published": 1, "refused": 0, "no_gain": 0, "rolled_back": 0}
+    assert info["last_renewal"]["result"] == "published"
+    assert "attncache_database_generation 1.0" in metrics
+    assert 'attncache_renewals_total{result="published"} 1.0' in metrics
+    assert float(re.search(r"^attncache_database_age_seconds (\S+)", metrics, re.MULTILINE)[1]) > 0
+    assert "generation 1 serves from now on, instead of generation 0" in caplog.text
+    assert "generation 0 serves from now on, instead of generation 1" in caplog.text
+
+
+async def test_generation_of_equal_heads_shares_the_model_and_another_one_loads_it(
+    tiny_checkpoint, tiny_database, tiny_prototypes_database, other_mask, root
+):
+    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, min_gain=0)
+    loaded = with_renewals(load_engines(settings, tiny_checkpoint), settings, tiny_checkpoint)
+    engines = []
+    for built in (tiny_prototypes_database, other_mask, tiny_database):
+        engines.append(next(own for own in loaded if isinstance(own, PrefillEngine)))
+        publish(root, built)
+    engines.append(next(own for own in loaded if isinstance(own, PrefillEngine)))
+    assert [engine.map_reuse.database.generation.number for engine in engines] == [0, 1, 2, 3]
+    assert engines[0].model is engines[1].model
+    assert len({id(engine.model) for engine in engines}) == 3
+    assert len({engine.fingerprint for engine in engines}) == 1
+    with pytest.raises(ValueError, match="packed again"):
+        engines[0].with_database(engines[2].database)
+
+
+async def test_each_answer_is_of_one_generation_or_exact_while_batches_tightening_and_swaps_interleave(
+    tiny_checkpoint, tiny_corpus, tiny_database, other_mask, root
+):
+    texts = texts_like(tiny_corpus, 40)
+    known = [
+        embeddings(tiny_checkpoint, None, texts),
+        embeddings(tiny_checkpoint, AttentionDatabase.open(tiny_database), texts),
+        embeddings(tiny_checkpoint, AttentionDatabase.open(other_mask), texts),
+    ]
+    chance, seen, ended = random.Random(0), set(), asyncio.Event()
+    async with serving(tiny_checkpoint, root) as client:
+        state = client._transport.app.state.service
+
+        async def ask():
+            while not ended.is_set():
+                chosen = chance.sample(range(len(texts)), chance.randint(1, 20))
+                answer = rows(await embed(client, [texts[index] for index in chosen]))
+                of = [near(answer, oracle[chosen]) for oracle in known]
+                assert np.any(of, axis=0).all()
+                seen.update(np.flatnonzero(np.any(of, axis=1)).tolist())
+
+        async def tighten():
+            while not ended.is_set():
+                reuse = state.serving().engine.map_reuse
+                if chance.random() < 0.5:
+                    await asyncio.to_thread(reuse.tighten, 0)
+                await asyncio.sleep(0.02)
+
+        async def swap():
+            for number in range(SWAPS):
+                built = (other_mask, tiny_database)[number % 2]
+                published = await asyncio.to_thread(publish, root, built)
+                await until_generation(client, published)
+                await asyncio.sleep(0.05)
+            ended.set()
+
+        await asyncio.gather(ask(), ask(), tighten(), swap())
+    assert seen == {0, 1, 2}
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def own_memory():
+    content = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"Anonymous:\s+(\d+)", content)[1]) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_many_swaps_under_load_fail_no_request_and_leave_no_file_open(
+    tiny_checkpoint, tiny_corpus, tiny_database, tiny_prototypes_database, root
+):
+    texts, ended = texts_like(tiny_corpus, 40), asyncio.Event()
+    figures, stores = [], []
+    async with serving(tiny_checkpoint, root, verify_rate=0.2) as client:
+        state = client._transport.app.state.service
+
+        async def ask():
+            while not ended.is_set():
+                assert (await embed(client, random.sample(texts, 10))).status_code == 200
+
+        async def swap():
+            for number in range(SWAPS):
+                built = (tiny_prototypes_database, tiny_database)[number % 2]
+                published = await asyncio.to_thread(publish, root, built)
+                gc.collect()
+                gc.freeze()  # as service/upkeep/garbage.py does for each engine
+                await until_generation(client, published)
+                stores.append(weakref.ref(state.serving().engine.map_reuse.database.search.store))
+                if number in (SWAPS // 2 - 1, SWAPS - 1):
+                    await asyncio.sleep(0.1)
+                    gc.collect()
+                    figures.append((open_files(), own_memory()))
+            ended.set()
+
+        await asyncio.gather(ask(), ask(), ask(), swap())
+        gc.unfreeze()
+        gc.collect()
+        assert sum(store() is not None for store in stores) == 1
+    (files, memory), (files_later, memory_later) = figures
+    print(f"{SWAPS} swaps: {files} -> {files_later} open files, {memory_later - memory:+,} bytes of memory")
+    assert abs(files_later - files) <= 4
+    assert memory_later - memory < 16 * MEBIBYTE
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    **{
+        name: lambda folder, name=name: flip(folder / name)
+        for name in ("manifest.json", "key", "projector.safetensors", "prototypes.safetensors")
+    },
+    "familiarity": lambda folder: flip(next(folder.glob("familiarity-*.safetensors"))),
+    "index": lambda folder: flip(next(folder.glob("index/*.faiss"))),
+    "maps": lambda folder: os.truncate(next(folder.glob("maps/*.maps")), 100),
+    "folder": shutil.rmtree,
+    "half": lambda folder: shutil.rmtree(folder / "maps"),
+    "current": lambda folder: (folder.parent.parent / "current").write_bytes(b"q\n"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_generation_that_cannot_be_opened_is_logged_once_and_the_present_one_serves_on(
+    tiny_checkpoint, tiny_corpus, tiny_database, tiny_prototypes_database, root, caplog, tmp_path, damage
+):
+    texts = texts_like(tiny_corpus, 10)
+    expected = embeddings(tiny_checkpoint, AttentionDatabase.open(tiny_database), texts)
+    damaged = Path(shutil.copytree(root, tmp_path / "damaged.db"))
+    publish(damaged, tiny_prototypes_database)
+    DAMAGES[damage](damaged / "generations" / "000001")
+    async with serving(tiny_checkpoint, root) as client:
+        if (damaged / "generations").exists():
+            shutil.copytree(damaged / "generations", root / "generations")
+        write_whole(root / "current", (damaged / "current").read_bytes())
+        async with asyncio.timeout(30):
+            while "generation 0 serves on" not in caplog.text:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)  # ten looks
+        assert near(rows(await embed(client, texts)), expected).all()
+        assert (await database_info(client))["generation"] == 0
+        assert caplog.text.count("serves on") == 1
+        assert "Traceback" not in caplog.text
+        # The operator mends what is damaged: the next generation is tried.
+        (root / "current").unlink()
+        shutil.rmtree(root / "generations", ignore_errors=True)
+        await asyncio.sleep(0.05)
+        publish(root, tiny_prototypes_database)
+        await until_generation(client, 1)
+
+
+async def test_findings_of_the_generation_before_are_kept_with_it(
+    tiny_checkpoint, tiny_corpus, tiny_engine, tiny_prototypes_database, tmp_path
+):
+    root = tmp_path / "a.db"
+    options = BuildOptions(heads="all", min_cosine=0.3, min_text_cosine=0.0, prototypes=4, training_steps=10)
+    build_database(tiny_engine, tiny_corpus, root, options)
+    texts = texts_like(tiny_corpus, 20)
+    async with serving(tiny_checkpoint, root, verify_rate=1) as client:
+        answer = await embed(client, texts)
+        hits = int(answer.headers["X-AttnCache-Hits"].split("/")[0])
+        assert 0 < hits < 16  # findings about more hits are kept at once
+        async with asyncio.timeout(30):
+            while f"attncache_verify_cosine_count {hits}.0" not in (await client.get("/metrics")).text:
+                await asyncio.sleep(0.01)
+        before = (root / "tightened.json").read_bytes()
+        publish(root, tiny_prototypes_database)
+        await until_generation(client, 1)
+        async with asyncio.timeout(30):
+            while (root / "tightened.json").read_bytes() == before:
+                await asyncio.sleep(0.01)
+    assert not (root / "generations" / "000001" / "tightened.json").exists()
+
+
+async def test_workers_share_findings_of_one_generation_only(
+    tiny_checkpoint, tiny_database, tiny_prototypes_database, tmp_path
+):
+    def verifier(folder):
+        engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
+        return Verifier(engine, 1.0, Metrics())
+
+    groups = []
+    for number, folder in enumerate((tiny_database, tiny_database, tiny_prototypes_database)):
+        worker = Worker(number, 3, tmp_path)
+        groups.append(Group(worker, worker.store("shared"), Metrics()))
+        groups[-1].verifier = verifier(folder)
+    groups[0].verifier.follow([2, 0])
+    for group in groups:
+        await group._share_findings()
+    assert [group.verifier.steps()[0] for group in groups] == [2, 2, 0]
+
+
+async def test_watching_ends_with_the_app(tiny_checkpoint, root):
+    before = set(threading.enumerate())
+    async with serving(tiny_checkpoint, root):
+        (watching,) = (own for own in set(threading.enumerate()) - before if own.name == "load")
+    watching.join(5)
+    assert not watching.is_alive()
+
+
+def test_gain_of_the_next_generation_is_measured_before_it_serves(
+    tiny_checkpoint, tiny_prototypes_database, root, monkeypatch
+):
+    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, min_gain=0)
+    loaded = with_renewals(load_engines(settings, tiny_checkpoint), settings, tiny_checkpoint)
+    first = next(loaded)
+    attempts = []
+
+    def require_gain(engine, _, idle_mark):
+        attempts.append((engine.map_reuse.database.generation.number, idle_mark()))
+        if len(attempts) == 1:
+            raise MachineBusy("other programs compute")
+        engine.map_reuse.awaits_gain = False
+
+    def prepare(engine, _):
+        engine.map_reuse.awaits_gain = True
+
+    monkeypatch.setattr(renewals, "require_gain", require_gain)
+    monkeypatch.setattr(renewals, "prepare_reuse", prepare)
+    assert isinstance(next(loaded), Pause)
+    publish(root, tiny_prototypes_database)
+    assert next(loaded) == MEASURING_GAIN
+    assert next(loaded) == Pause(60)
+    assert next(loaded) == MEASURING_GAIN
+    assert next(loaded).database.generation.number == 1
+    assert attempts == [(1, first.runs.idle_mark())] * 2
+
+
+def test_server_that_stores_keys_and_values_keeps_its_heads(tiny_checkpoint, other_mask, root, caplog):
+    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, min_gain=0)
+    loaded = with_renewals(load_engines(settings, tiny_checkpoint), settings, tiny_checkpoint)
+    engine = next(loaded)
+    object.__setattr__(engine, "key_values", SimpleNamespace())
+    publish(root, other_mask)
+    assert next(loaded) == next(loaded) == Pause(0.01)
+    assert "generation 1 cannot be used: it reuses other heads" in caplog.text
