@@ -14,7 +14,6 @@ slice of tokens.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -96,7 +95,7 @@ def run_to_outputs(
     assert model.stack is not None
     assert model.compiled_outputs is not None
     skipped = model.compiled_outputs.skipped(batch.lengths, batch.prompt_tokens)
-    rows = replace(_stack_rows(model.stack, batch, embeds=True), skipped=skipped)
+    rows = _stack_rows(model.stack, batch, embeds=True, skipped=skipped)
     return stack_outputs(model, rows, compiled_threads(), records)
 
 
@@ -134,15 +133,20 @@ def _states(model: PackedModel, batch: TokenBatch, hidden: torch.Tensor | None) 
     )
 
 
-def _stack_rows(stack: CompiledStack, batch: TokenBatch, *, embeds: bool) -> StackRows:
-    """Return the rows of a batch. embeds: whether the stack makes the first layer's input, if it can."""
+def _stack_rows(
+    stack: CompiledStack, batch: TokenBatch, *, embeds: bool, skipped: np.ndarray | None = None
+) -> StackRows:
+    """Return the rows of a batch. embeds: whether the stack makes the first layer's input, if it can.
+
+    skipped: see StackRows.
+    """
     ids = types = None
     if embeds and stack.embeds:
         ids, types = batch.ids.numpy(), None if batch.types is None else batch.types.numpy()
     if batch.tree is None and batch.scattered is None:
-        return StackRows(batch.offsets, ids=ids, types=types)
+        return StackRows(batch.offsets, ids=ids, types=types, skipped=skipped)
     trees, starts = (batch.tree.trees, batch.tree.starts) if batch.tree else (None, None)
-    return StackRows(batch.offsets, batch.positions.numpy(), trees, starts, ids, types)
+    return StackRows(batch.offsets, batch.positions.numpy(), trees, starts, ids, types, skipped)
 
 
 def _run_stack(
