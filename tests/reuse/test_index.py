@@ -57,6 +57,16 @@ def test_nearest_is_the_brute_force_nearest(stored, asked, seed):
     np.testing.assert_allclose(distances, expected_distances, atol=TOLERANCE, rtol=0)
 
 
+def test_vectors_can_be_read_unless_they_are_compressed():
+    index, recorded = FeatureIndex(), vectors(700)
+    index.add(9, recorded)
+    index.add(10, recorded, exact_below=COMPRESSED)
+    np.testing.assert_array_equal(index.vectors(9), recorded)
+    assert index.vectors(10) is None
+    assert index.vectors(11) is None
+    assert [index.is_compressed(length) for length in (9, 10, 11)] == [False, True, False]
+
+
 @pytest.mark.parametrize("exact_below", [EXACT, COMPRESSED])
 @settings(max_examples=50, deadline=None)
 @given(rows=st.lists(st.integers(0, 39), min_size=1, max_size=60))

@@ -78,6 +78,15 @@ def test_every_length_with_synthetic_records_has_one_mean(index):
     assert [length for length in range(1, 10) if length in index] == list(index.means)
 
 
+@given(indexes(), st.integers(0, 10))
+def test_records_of_a_length_are_all_records_of_this_length(index, length):
+    own = index.lengths == length
+    for found, every in zip(
+        index.of_length(length), (index.features, index.kinds, index.records), strict=True
+    ):
+        np.testing.assert_array_equal(found, every[own])
+
+
 @given(indexes())
 def test_counts_are_the_numbers_of_records_of_each_length(index):
     assert index.counts() == {length: index.lengths.tolist().count(length) for length in index.lengths}
@@ -103,6 +112,14 @@ def test_truncated_file_is_corrupt(tmp_path, cut):
 
 def test_file_with_other_tensors_is_corrupt(tmp_path, tiny_database):
     prototypes_path(tmp_path).write_bytes((tiny_database / "projector.safetensors").read_bytes())
+    with pytest.raises(CorruptDatabase):
+        PrototypeIndex.load(prototypes_path(tmp_path))
+
+
+@pytest.mark.parametrize("kind", [-1, RecordKind.STORED, 3])
+def test_file_with_a_record_that_is_not_synthetic_is_corrupt(tmp_path, kind):
+    index = PrototypeIndex(vectors(2), np.array([5, 5]), np.array([1, 2]), np.array([2, kind]))
+    prototypes_path(tmp_path).write_bytes(index.to_bytes())
     with pytest.raises(CorruptDatabase):
         PrototypeIndex.load(prototypes_path(tmp_path))
 

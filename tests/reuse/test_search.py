@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from attncache_core import native
 from attncache_core.reuse.maps.database import AttentionDatabase
+from attncache_core.reuse.maps.index import FeatureIndex
 from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.plan import ALL_LAYERS, Outcome, ReusePlan, no_reuse, outcome_code
 from attncache_core.text.token_batch import pack
@@ -94,6 +95,20 @@ def test_compiled_code_finds_what_is_found_without_it(tiny_engine, opened, asked
     assert [record if not is_near else None for record, is_near in zip(records, near, strict=True)] == [
         record if not is_near else None for record, is_near in zip(compiled[0], near, strict=True)
     ]
+
+
+def test_lengths_that_are_searched_in_compressed_form_find_the_same_records(tiny_engine, opened, asked):
+    index, mixed = opened.search.index, FeatureIndex()
+    lengths = sorted(opened.manifest.records)
+    for number, length in enumerate(lengths):
+        # All compressed vectors of such small partitions are compared exactly, so none can be overlooked.
+        mixed.add(length, index.vectors(length), exact_below=16 if number % 2 else 10**6)
+    assert {mixed.is_compressed(length) for length in lengths} == {True, False}
+    compressed = replace(opened, search=replace(opened.search, index=mixed))
+    expected = plan_of(tiny_engine, opened, asked.sequences, 0.0)
+    records, similarities, _ = plan_of(tiny_engine, compressed, asked.sequences, 0.0)
+    assert records == expected[0]
+    assert similarities == pytest.approx(expected[1], abs=TOLERANCE, nan_ok=True)
 
 
 def test_recorded_sequence_has_similarity_one_and_its_own_record(tiny_engine, opened, asked):
