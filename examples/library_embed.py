@@ -10,6 +10,6 @@ print(f"{len(first)} dimensions, cosine similarity {first @ second:.3f}")
 labels = ("delivery", "refund", "login")
 classifier = PrefillEngine.load(checkpoint.adapted(labels=labels))
 result = classifier.run(classifier.requests(classifier.tokenize(["I forgot my password"])))
-(scores,) = class_scores(classifier.class_logits(result.outputs))
+(scores,) = class_scores(classifier.decisions.class_logits(result.outputs))
 for label, score in sorted(zip(labels, scores, strict=True), key=lambda pair: -pair[1]):
     print(f"{label} {score:.2f}")

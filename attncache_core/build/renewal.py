@@ -56,11 +56,13 @@ def renew_database(
     texts: Sequence[str],
     *,
     min_gain: float,
+    synthetic_only: bool = False,
     progress: Progress = lambda *_: None,
 ) -> Renewal:
     """Build the next generation of the database in `folder`, publish it if it is better, and return why.
 
     texts: oldest first. min_gain: see require_gain; 0 measures no gain, so reuse counts as paying.
+    synthetic_only: leave out the records of single texts, also if the present generation has such records.
 
     Raises DatabaseRefused if the present generation cannot be opened or is of another model, InvalidInput if
     the database keeps no budget or the texts are too few, BuildFailed if another process renews or the build
@@ -69,7 +71,7 @@ def renew_database(
     """
     with renewing(folder):
         present = AttentionDatabase.open(folder)
-        options = _options_like(present)
+        options = _options_like(present, synthetic_only)
         engine = load(None)
         present.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
         given = _Texts.of(engine, texts, present)
@@ -126,11 +128,9 @@ class _Texts:
         }
 
 
-def _options_like(present: AttentionDatabase) -> BuildOptions:
+def _options_like(present: AttentionDatabase, synthetic_only: bool) -> BuildOptions:
     """Return the options of the present generation's build, with the budget of its last calibration.
 
-    A generation holds no records of single texts, so that no text of a client serves, or is revealed to,
-    another client.
     Raises InvalidInput if there is no budget that a new generation can be measured by.
     """
     manifest, budget = present.manifest, present.manifest.policy.budget
@@ -149,8 +149,9 @@ def _options_like(present: AttentionDatabase) -> BuildOptions:
     known = {option.name for option in fields(BuildOptions)}
     given = {name: value for name, value in manifest.build.items() if name in known}
     form = given.get("form")
-    given |= {"form": MapForm(form) if form else None, "synthetic_only": True}
-    given |= {"prototypes": given.get("prototypes") or PROTOTYPES}
+    given["form"] = MapForm(form) if form else None
+    if synthetic_only:
+        given |= {"synthetic_only": True, "prototypes": given.get("prototypes") or PROTOTYPES}
     if budget.measure is Measure.COSINE:
         given |= {"min_cosine": budget.least, "min_text_cosine": budget.floor}
     else:

@@ -41,6 +41,12 @@ _NOTHING_RENEWED = 3
     show_default=True,
     help="Least gain in speed of a length group that reuses maps, as for `serve`. With 0 no gain is needed.",
 )
+@click.option(
+    "--synthetic-only",
+    is_flag=True,
+    help="Leave out the records of single texts, as `build` does with this option. A database that was built "
+    "with this option is always renewed with it.",
+)
 @click.option("--rollback", is_flag=True, help="Let the generation before serve again, and build nothing.")
 def renew(
     database: Path,
@@ -51,6 +57,7 @@ def renew(
     max_tokens: int | None,
     corpora: tuple[str, ...],
     min_gain: float,
+    synthetic_only: bool,
     rollback: bool,
 ) -> None:
     """Renew the database in a folder from newer texts, while servers use it.
@@ -83,7 +90,14 @@ def renew(
         )
 
     with shown_progress() as progress:
-        renewal = renew_database(load, database, texts, min_gain=min_gain, progress=progress)
+        renewal = renew_database(
+            load,
+            database,
+            texts,
+            min_gain=min_gain,
+            synthetic_only=synthetic_only,
+            progress=progress,
+        )
     click.echo(_told(renewal))
     if renewal.result is not Result.PUBLISHED:
         sys.exit(_NOTHING_RENEWED)

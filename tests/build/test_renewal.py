@@ -133,12 +133,17 @@ def test_renewals_hold_no_text_and_no_token(root, load, texts):
     assert not any(text in line for text in texts)
 
 
-def test_generation_holds_no_text_of_its_own(root, load, texts, tiny_engine):
+@pytest.mark.parametrize("synthetic_only", [False, True])
+def test_generation_holds_records_of_single_texts_unless_it_is_to_be_synthetic(
+    root, load, texts, tiny_engine, synthetic_only
+):
     tighten(root)
-    assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
+    renewed = renew_database(load, root, texts, min_gain=0, synthetic_only=synthetic_only)
+    assert renewed.result is Result.PUBLISHED
     database = AttentionDatabase.open(root)
-    assert database.manifest.records == {}
-    assert not any(database.search.store.record_of(ids) for ids in tiny_engine.tokenize(texts))
+    assert (database.manifest.records == {}) == synthetic_only
+    recorded = [database.search.store.record_of(ids) is not None for ids in tiny_engine.tokenize(texts[:-30])]
+    assert any(recorded) != synthetic_only
     # The projector goes on from the one before, with a quarter of the steps.
     assert (
         database.manifest.build["start_from"]
