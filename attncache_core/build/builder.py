@@ -14,6 +14,9 @@
 Stages that need the inputs of the first layer share `first_inputs`, which computes each input once. `options`
 holds the operator's choices. `default` builds the database of a server that has none.
 
+With `synthetic_only`, stage 2 writes the maps of the sentences to a folder that is removed in the end. The
+database holds only the prototypes: stage 4 lets nothing be searched, and stage 5 writes nothing.
+
 The build runs in a hidden folder beside the destination, under a lock. The finished folder is renamed to the
 destination. A stopped build resumes with the files of its finished stages if model, corpus and options are
 equal.
@@ -53,6 +56,7 @@ from attncache_core.errors import BuildFailed, InvalidInput
 from attncache_core.heads.comparator import Measure
 from attncache_core.models.variant import is_count
 from attncache_core.native import MAPS_VERSION
+from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.familiarity import remove_other_tests, write_familiarity
 from attncache_core.reuse.maps.index import FeatureIndex
 from attncache_core.reuse.maps.integrity import file_digests
@@ -76,6 +80,9 @@ from attncache_core.runtime.files import (
 )
 from attncache_core.version import __version__
 
+# Training that goes on from another projector takes one of so many steps of a new projector's training.
+_SHARE_OF_STEPS = 4
+
 
 def build_database(
     engine: PrefillEngine,
@@ -85,19 +92,30 @@ def build_database(
     progress: Progress = lambda *_: None,
     *,
     keep_existing: bool = False,
+    start_from: AttentionDatabase | None = None,
 ) -> None:
     """Build a database for the engine's model in `folder`.
 
     The sentences are split by source: the projector is trained on one part, and the quality is measured on
-    the other part. All sentences become records. keep_existing: if the folder exists, or another process
-    created it while this call waited for the lock, return without building. Raises BuildFailed if the corpus
-    is too small, the folder exists or the disk is full, and ValueError if the engine has a database.
+    the other part. All sentences become records, unless `options.synthetic_only` is set. keep_existing: if
+    the folder exists, or another process created it while this call waited for the lock, return without
+    building. start_from: a database of the same model, from whose projector the training goes on, with a
+    quarter of the steps; None: a new projector is trained. Raises BuildFailed if the corpus is too small, the
+    folder exists or the disk is full, DatabaseRefused if `start_from` is of another model, InvalidInput if
+    options exclude each other, and ValueError if the engine has a database.
     """
     if engine.database is not None:
         raise ValueError("the engine has a database; build with an engine that has none")
     options = options or BuildOptions()
     if options.threshold is not None and not math.isfinite(options.threshold):
         raise InvalidInput("threshold must be a number", field="threshold")
+    if options.synthetic_only and not options.prototypes:
+        raise InvalidInput(
+            "a database of synthetic records needs at least one of each length; set prototypes to 1 or more",
+            field="prototypes",
+        )
+    if start_from:
+        _require_continuable(start_from, engine, options)
     started = time.perf_counter()
     try:
         with locked(folder, on_wait=lambda: progress("waiting for another build", 0, 1)):
@@ -107,7 +125,7 @@ def build_database(
                 raise BuildFailed(
                     f"{folder} exists already; choose another folder or remove it", field="database"
                 )
-            build = _Build(engine, list(corpus), folder, options, progress)
+            build = _Build(engine, list(corpus), folder, options, progress, start_from)
             build.run(started)
     except OSError as error:
         raise BuildFailed(
@@ -122,6 +140,18 @@ def partial_folder(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.partial"
 
 
+def _require_continuable(database: AttentionDatabase, engine: PrefillEngine, options: BuildOptions) -> None:
+    """Raise DatabaseRefused or InvalidInput unless the training of the database's projector can go on."""
+    database.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
+    dimensions = database.search.projector.dimensions
+    if dimensions != options.dimensions:
+        raise InvalidInput(
+            f"the projector of {database.folder} has {dimensions} dimensions, and this build is to have "
+            f"{options.dimensions}; set dimensions to {dimensions}, or train a new projector",
+            field="dimensions",
+        )
+
+
 class _Build:
     """One build, which runs the stages of the module docstring in order."""
 
@@ -132,11 +162,13 @@ class _Build:
         folder: Path,
         options: BuildOptions,
         progress: Progress,
+        start_from: AttentionDatabase | None,
     ) -> None:
-        self.engine, self.model = engine, engine.model
+        self.engine, self.model, self.start_from = engine, engine.model, start_from
         self.fingerprint = engine.checkpoint.fingerprint()
         self.folder, self.options, self.progress = folder, options, progress
         self.partial = partial_folder(folder)
+        self.recorded = self.partial / "recorded" if options.synthetic_only else self.partial
         self.given = len(corpus)
         texts = [sentence.text for sentence in corpus]
         self.unfamiliar = unfamiliar_texts(texts)
@@ -163,15 +195,25 @@ class _Build:
         self.seal = Seal.create(self.partial, self.fingerprint)
         self.first_inputs = FirstInputs(self.model, self.partial)
         self.recording = Recording(
-            self.model, self.sentences, self.layout, self.options.prototypes, self.seal, self.first_inputs
+            self.model,
+            self.sentences,
+            self.layout,
+            self.options.prototypes,
+            self.seal,
+            self.first_inputs,
+            synthetic_only=self.options.synthetic_only,
         )
         self._require_space()
         self._measure_damage()
-        store = self.recording.write(self.partial, self.rank, partial(self.progress, "writing records"))
-        projector = self._train_projector(store)
-        features = self.recording.features(projector)
+        recorded = self.recording.write(self.recorded, self.rank, partial(self.progress, "writing records"))
+        projector = self._train_projector(recorded)
+        store, features = self._served(recorded, projector)
         prototypes = self.recording.prototype_index(projector)
         chosen = self._calibrate(projector, features, prototypes, store)
+        distances = donor_distances(
+            self.first_inputs, self.sentences, recorded, self._projectors(projector), self._training_mask()
+        )
+        chosen = replace(chosen, quality={**chosen.quality, "map_distance": distances})
         _indexed(features).write(self.partial)
         write_whole(prototypes_path(self.partial), prototypes.to_bytes())
         self.first_inputs.close()
@@ -216,6 +258,7 @@ class _Build:
                 "use": self.use,
                 "dtype": str(self.layout.dtype),
                 "options": asdict(self.options),
+                "start_from": self.start_from and self.start_from.manifest.id,
                 "sentences": _digest(json.dumps(self.sentences.sequences).encode()),
                 "held_out": _digest(self.sentences.held_out.tobytes()),
             }
@@ -232,7 +275,7 @@ class _Build:
         needed = sum(
             recording.records(length) * recording.layout.record_bytes(length)
             for length in recording.lengths
-            if not recording.is_written(self.partial, length)
+            if not recording.is_written(self.recorded, length)
         )
         free = shutil.disk_usage(self.partial).free
         if needed > free:
@@ -266,10 +309,12 @@ class _Build:
         path = self.partial / "projector.safetensors"
         if not is_whole(path):
             torch.manual_seed(self.options.seed)
-            projector = FeatureProjector(
-                self.model.hidden_size, max(self.recording.lengths), self.options.dimensions
-            )
-            steps = self.options.training_steps
+            longest, steps = max(self.recording.lengths), self.options.training_steps
+            if self.start_from:
+                projector = self.start_from.search.projector.extended(longest)
+                steps = max(1, steps // _SHARE_OF_STEPS)
+            else:
+                projector = FeatureProjector(self.model.hidden_size, longest, self.options.dimensions)
             train_projector(
                 pair_groups(
                     store,
@@ -282,10 +327,36 @@ class _Build:
                 projector,
                 steps=steps,
                 seed=self.options.seed,
+                is_trained=self.start_from is not None,
                 on_step=lambda step: self.progress("training the projector", step + 1, steps),
             )
             write_whole(path, projector.to_bytes())
         return FeatureProjector.load(path)
+
+    def _projectors(self, projector: FeatureProjector) -> dict[str, FeatureProjector]:
+        """Return the projectors whose choices of records are measured, by the name of their figure."""
+        if self.start_from is None:
+            return {"chosen": projector}
+        before = self.start_from.search.projector.extended(max(self.recording.lengths))
+        return {"chosen": projector, "chosen_before": before}
+
+    def _served(
+        self, recorded: AttentionMapStore, projector: FeatureProjector
+    ) -> tuple[AttentionMapStore, dict[int, np.ndarray]]:
+        """Return the store of the database, and the features of its records of sentences.
+
+        Raises BuildFailed if no record may be in the database.
+        """
+        if not self.options.synthetic_only:
+            return recorded, self.recording.features(projector)
+        store = self.recording.write_synthetic(recorded, self.partial)
+        if not store.segments:
+            raise BuildFailed(
+                "no number of tokens has eight texts, and a synthetic record is the mean of at least eight; "
+                "add texts",
+                field="corpus",
+            )
+        return store, {}
 
     def _training_mask(self) -> ReuseMask:
         """Return the heads to compare maps by in training: the operator's heads, or the mildest two thirds.
@@ -304,7 +375,7 @@ class _Build:
         prototypes: PrototypeIndex,
         store: AttentionMapStore,
     ) -> Calibration:
-        """Choose mask and policy, write the familiarity test, and measure the projector's choices."""
+        """Choose mask and policy, and write the familiarity test."""
         training = {
             length: rows[: len(self.sentences.rows(self.recording.by_length[length], held_out=False))]
             for length, rows in features.items()
@@ -333,14 +404,14 @@ class _Build:
         write_refitted(self.partial, chosen.refitted)
         self.familiarity = write_familiarity(self.partial, chosen.familiarity, token_counts)
         remove_other_tests(self.partial, self.familiarity)
-        distances = donor_distances(self.first_inputs, self.sentences, store, probes, self._training_mask())
-        return replace(chosen, quality={**chosen.quality, "map_distance": distances})
+        return chosen
 
     def _finish(
         self, chosen: Calibration, prototypes: PrototypeIndex, store: AttentionMapStore, seconds: float
     ) -> None:
         """Write the manifest and rename the folder into place."""
-        records = {length: len(indices) for length, indices in self.recording.by_length.items()}
+        by_length = {} if self.options.synthetic_only else self.recording.by_length
+        records = {length: len(indices) for length, indices in by_length.items()}
         Manifest(
             id=self.seal.id,
             fingerprint=self.fingerprint,
@@ -358,6 +429,7 @@ class _Build:
             quality=chosen.quality,
             build={
                 **asdict(self.options),
+                "start_from": self.start_from and self.start_from.manifest.id,
                 "program": __version__,
                 "variant": self.engine.checkpoint.variant,
                 "texts": self.given,
@@ -370,6 +442,8 @@ class _Build:
         scaffold = [self.partial / name for name in ("inputs.json", "damage.json")]
         for path in (*scaffold, *left_unfinished(self.partial)):
             path.unlink(missing_ok=True)
+        if self.recorded != self.partial:
+            shutil.rmtree(self.recorded)
         move_into_place(self.partial, self.folder)
 
 

@@ -28,6 +28,7 @@ class BuildOptions:
     heads: str | None = None  # see mask.parse_heads; None: calibration chooses the heads
     threshold: float | None = None  # θ; None: calibration chooses θ
     prototypes: int = PROTOTYPES  # maximum number of prototypes per length; 0: no synthetic records
+    synthetic_only: bool = False  # no records of single texts: only means of at least eight texts serve
     refit: bool = False  # fit weights that only hits take; see refitting.py
     form: MapForm | None = None  # form of the stored maps; None: packed if the model is causal
     max_length: int = MAX_LENGTH  # in tokens; longer sentences are not recorded

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -10,9 +12,8 @@ import torch
 from attncache_core.build.first_inputs import FirstInputs
 from attncache_core.build.sentences import Sentences
 from attncache_core.build.training import ALPHA, map_distances
-from attncache_core.calibration.probes import Probes
+from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.mask import ReuseMask
-from attncache_core.reuse.storage.layout import RecordKind
 from attncache_core.reuse.storage.store import AttentionMapStore
 
 # Maximum number of held-out sentences to compare with every record.
@@ -52,42 +53,52 @@ def _record_distances(
     return torch.cat([map_distances(maps, masked_maps(store, mask, length, part)) for part in parts], dim=1)
 
 
+def _probes(sentences: Sentences) -> dict[int, list[int]]:
+    """Return, for each length with training sentences, the rows of the held-out sentences to compare."""
+    probes = [
+        (length, row)
+        for length, members in sentences.by_length().items()
+        if sentences.rows(members, held_out=False)
+        for row in sentences.rows(members, held_out=True)
+    ]
+    chosen = probes[:: -(-len(probes) // _MAX_PROBES)] if probes else []
+    return {length: [row for _, row in own] for length, own in groupby(chosen, key=itemgetter(0))}
+
+
+@torch.inference_mode()
 def donor_distances(
     first_inputs: FirstInputs,
     sentences: Sentences,
     store: AttentionMapStore,
-    probes: Probes,
+    projectors: Mapping[str, FeatureProjector],
     mask: ReuseMask,
 ) -> dict[str, float]:
-    """Return mean true map distances (Eq. 2 without α, heads of `mask`) from held-out probes to records.
+    """Return mean true map distances (Eq. 2 without α, heads of `mask`) from held-out sentences to records.
 
-    chosen: the record that the projector chose. best: the record with the least distance. nearest_by_input:
-    the record with the nearest first-layer input. random: a random record (the mean over all). predicted: the
-    distance that the projector predicted. Names with the suffix `_near` are means over the 30 % of the probes
-    with the greatest similarity. Empty if no probe has a stored record.
+    The records are those of the training sentences, whether the policy searches them or not. projectors: by
+    the name of the distance to the record that each projector chooses; the first one also predicts. best: the
+    record with the least distance. nearest_by_input: the record with the nearest first-layer input. random: a
+    random record (the mean over all). predicted: the distance that the first projector predicts. Names with
+    the suffix `_near` are means over the 30 % of the sentences with the least predicted distance. Empty if no
+    held-out sentence has a training sentence of its length.
     """
-    served = np.flatnonzero(probes.records[RecordKind.STORED] >= 0)
-    served = served[:: -(-len(served) // _MAX_PROBES)] if len(served) else served
-    by_length, rows = sentences.by_length(), []
-    for length in np.unique(probes.lengths[served]).tolist():
+    by_length, parts = sentences.by_length(), []
+    for length, probes in _probes(sentences).items():
         members = by_length[length]
         recorded = sentences.rows(members, held_out=False)
-        row_of = {tuple(sentences.sequences[index]): row for row, index in enumerate(members)}
-        indices = served[probes.lengths[served] == length]
-        own = [row_of[tuple(probes.sequences[index])] for index in indices]
-        true = _record_distances(store, mask, length, own, recorded)
-        inputs = first_inputs.of(sentences.chosen(members)).flatten(1)
-        by_input = torch.cdist(inputs[own], inputs[recorded]).argmin(dim=1)
-        for row, index in enumerate(indices):
-            chosen = recorded.index(int(probes.records[RecordKind.STORED][index]))
-            predicted = (1.0 - probes.similarities[RecordKind.STORED][index]) / ALPHA
-            rows.append(
-                [true[row, chosen], true[row].min(), true[row, by_input[row]], true[row].mean(), predicted]
-            )
-    if not rows:
+        true = _record_distances(store, mask, length, probes, recorded)
+        inputs = first_inputs.of(sentences.chosen(members))
+        features = [projector(inputs) for projector in projectors.values()]
+        nearest = [
+            torch.cdist(own[probes], own[recorded]).min(dim=1) for own in (*features, inputs.flatten(1))
+        ]
+        *chosen, by_input = (true.gather(1, found.indices[:, None])[:, 0] for found in nearest)
+        predicted = nearest[0].values / ALPHA
+        parts.append(torch.stack([*chosen, true.amin(dim=1), by_input, true.mean(dim=1), predicted], dim=1))
+    if not parts:
         return {}
-    names = ("chosen", "best", "nearest_by_input", "random", "predicted")
-    table = np.array(rows, dtype=np.float64)
+    names = (*projectors, "best", "nearest_by_input", "random", "predicted")
+    table = torch.cat(parts).double().numpy()
     near = table[np.argsort(table[:, -1], kind="stable")[: max(1, round(_NEAR_SHARE * len(table)))]]
     return {
         **dict(zip(names, table.mean(axis=0).tolist(), strict=True)),

@@ -3,7 +3,7 @@
 Prototypes are the means of clusters of sequences.
 
 A segment holds the records of one length in this order: training sentences, held-out sentences, the mean of
-the length, its prototypes.
+the length, its prototypes. A database of synthetic records gets segments with the last two kinds alone.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _MIN_MEMBERS = 8
 _KMEANS_ITERATIONS = 15
 
 
-def clusters(inputs: np.ndarray, max_clusters: int) -> np.ndarray:
+def clusters(inputs: np.ndarray, max_clusters: int, *, merge_small: bool = False) -> np.ndarray:
     """Assign each of n sequences of one length to a cluster by k-means, and return the clusters, int64 [n].
 
     inputs: float32 [n, d]. max_clusters: the maximum number of clusters. Clusters have at least eight members
-    on average, so few sequences are one cluster. Clusters are numbered from 0 without gaps.
+    on average, so few sequences are one cluster. Clusters are numbered from 0 without gaps. merge_small: the
+    members of a cluster with fewer than eight members join the nearest of the other clusters.
     """
     count = min(max_clusters, max(1, len(inputs) // _MIN_MEMBERS))
     if count == 1:
@@ -47,7 +48,14 @@ def clusters(inputs: np.ndarray, max_clusters: int) -> np.ndarray:
     kmeans = faiss.Kmeans(inputs.shape[1], count, niter=_KMEANS_ITERATIONS, seed=0, min_points_per_centroid=1)
     kmeans.train(np.ascontiguousarray(inputs))
     _, nearest = kmeans.index.search(inputs, 1)
-    return np.unique(nearest[:, 0], return_inverse=True)[1]
+    assigned = nearest[:, 0]
+    if merge_small:
+        large = np.flatnonzero(np.bincount(assigned, minlength=count) >= _MIN_MEMBERS)
+        assert kmeans.centroids is not None
+        centres = faiss.IndexFlatL2(inputs.shape[1])
+        centres.add(kmeans.centroids[large])
+        assigned = large[centres.search(inputs, 1)[1][:, 0]]
+    return np.unique(assigned, return_inverse=True)[1]
 
 
 class MeanMaps:
@@ -91,6 +99,10 @@ class Recording:
     Synthetic records are means of training sentences only, so that held-out sentences can measure them. A
     length without a sentence, below the longest length, has synthetic records of longer sentences that were
     cut to the length.
+
+    With `synthetic_only`, the records of sentences are written for the build alone, and the segments of the
+    database hold only synthetic records. Each synthetic record is then the mean of at least eight sentences,
+    and the mean of a length is the mean of its prototypes, so that no difference of records shows a sentence.
     """
 
     def __init__(
@@ -101,11 +113,13 @@ class Recording:
         prototypes: int,
         seal: Seal,
         first_inputs: FirstInputs,
+        *,
+        synthetic_only: bool = False,
     ) -> None:
         """prototypes: the maximum number of prototypes per length; 0: no synthetic records."""
         self._model, self._sentences, self.layout, self._seal = model, sentences, layout, seal
         self._first_inputs = first_inputs
-        self._max_prototypes = prototypes
+        self._max_prototypes, self._synthetic_only = prototypes, synthetic_only
         self.by_length = sentences.by_length()
         self._members: dict[int, list[list[int]]] = {}
         self._clusters: dict[int, np.ndarray] = {}
@@ -118,7 +132,10 @@ class Recording:
         # Only training sentences are cut, so lengths above the longest training sentence have no synthetic
         # records.
         cut = range(min(self.by_length), max(length for length in self.by_length if self.members(length)))
-        return sorted({*self.by_length, *cut})
+        lengths = sorted({*self.by_length, *cut})
+        if self._synthetic_only:
+            return [own for own in lengths if self.stored(own) or len(self.members(own)) >= _MIN_MEMBERS]
+        return lengths
 
     def members(self, length: int) -> list[list[int]]:
         """Return the sequences that the synthetic records of a length average, or [] without prototypes."""
@@ -136,7 +153,7 @@ class Recording:
         if length not in self._clusters:
             members = self.members(length)
             inputs = self._first_inputs.of(members).flatten(1).numpy()
-            self._clusters[length] = clusters(inputs, self._max_prototypes)
+            self._clusters[length] = clusters(inputs, self._max_prototypes, merge_small=self._synthetic_only)
         return self._clusters[length]
 
     def stored(self, length: int) -> int:
@@ -153,6 +170,8 @@ class Recording:
         A single cluster equals the mean of all members, so it is no record of its own.
         """
         assigned = self.clusters(length)
+        if self._synthetic_only and len(assigned) < _MIN_MEMBERS:
+            return []
         found = [np.flatnonzero(assigned == cluster) for cluster in np.unique(assigned)]
         prototypes = [(RecordKind.PROTOTYPE, indices) for indices in found] if len(found) > 1 else []
         means = [(RecordKind.MEAN, np.arange(len(assigned)))] if len(assigned) else []
@@ -183,6 +202,24 @@ class Recording:
                     done += 1
                     progress(done, total)
         return AttentionMapStore(folder, self.lengths, self.layout, self._seal)
+
+    def write_synthetic(self, recorded: AttentionMapStore, folder: Path) -> AttentionMapStore:
+        """Write segments with the synthetic records of `recorded` alone, and return their store.
+
+        recorded: the store that `write` returned. A length without synthetic records gets no segment.
+        """
+        lengths = [length for length in self.lengths if self._synthetic(length)]
+        for length in lengths:
+            segment, synthetic = recorded.segments[length], self._synthetic(length)
+            path = segment_path(folder, length)
+            with SegmentWriter(path, length, len(synthetic), self.layout, self._seal) as writer:
+                for record, (kind, _) in enumerate(synthetic, self.stored(length)):
+                    maps = [
+                        segment.layer_maps(record, layer, heads)
+                        for layer, heads in enumerate(self.layout.stored_heads)
+                    ]
+                    writer.append(maps, [], kind)
+        return AttentionMapStore(folder, lengths, self.layout, self._seal)
 
     def _contents(
         self, length: int, order: Sequence[Sequence[int]]
@@ -233,17 +270,18 @@ class Recording:
         }
 
     def prototype_index(self, projector: FeatureProjector) -> PrototypeIndex:
-        """Return the index of the synthetic records, with the means of their members' features."""
+        """Return the index of the database's synthetic records, with the means of their members' features."""
         features, lengths, records, kinds = [np.empty((0, projector.dimensions), np.float32)], [], [], []
         for length in self.lengths:
             synthetic = self._synthetic(length)
             if not synthetic:
                 continue
             of_members = self._features(projector, self.members(length))
+            first = 0 if self._synthetic_only else self.stored(length)
             for number, (kind, indices) in enumerate(synthetic):
                 features.append(of_members[indices].mean(axis=0, keepdims=True))
                 lengths.append(length)
-                records.append(self.stored(length) + number)
+                records.append(first + number)
                 kinds.append(int(kind))
         numbers = (np.array(values, dtype=np.int64) for values in (lengths, records, kinds))
         return PrototypeIndex(np.concatenate(features), *numbers)

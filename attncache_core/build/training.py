@@ -51,13 +51,15 @@ def train_projector(
     *,
     steps: int = TRAINING_STEPS,
     seed: int = 0,
+    is_trained: bool = False,
     on_step: Callable[[int], None] = lambda _: None,
 ) -> float:
     """Train `projector` in place so that ‖f(X₁) - f(X₂)‖₂ = α y for same-length pairs.
 
     Eq. 1: ŷ = ‖f(X₁) - f(X₂)‖₂. Eq. 3: Smooth-L1 of ŷ and y, with the bend at 1. The distances are divided by
     their mean for training, so that the loss and its bend have a useful scale. At the end the features are
-    scaled to α y. Returns the mean absolute error of ŷ relative to the mean of α y, over the last 100 steps.
+    scaled to α y. is_trained: the projector was trained before, so its features have that scale already.
+    Returns the mean absolute error of ŷ relative to the mean of α y, over the last 100 steps.
     Raises ValueError if no length has two sentences.
     """
     random = np.random.default_rng(seed)
@@ -66,6 +68,9 @@ def train_projector(
     if not pairs.sum():
         raise ValueError("no two sentences of one length to train on")
     scale = float(np.average([_mean_distance(group) for group in groups], weights=pairs)) or 1.0
+    if is_trained:
+        with torch.no_grad():
+            projector.position.div_(ALPHA * scale)
     optimizer = torch.optim.AdamW(projector.parameters(), lr=_LEARNING_RATE, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     errors = []

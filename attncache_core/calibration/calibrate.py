@@ -151,7 +151,9 @@ def calibrate(
             policy = policy.with_threshold(threshold)
         return Calibration(masks[-1], policy, None, {"measured": 0})
     savings = measure_savings(engine, search, probes, head_order(rank))
-    trials = _Trials(engine, search, Terms.of(probes, budget, savings), progress)
+    # Without records of single texts there is nothing to search but a few means.
+    terms = Terms.of(probes, budget, savings, may_search=not search.index.is_empty)
+    trials = _Trials(engine, search, terms, progress)
     trials.measure(masks)
     chosen, options = choose_policy(trials.terms, trials.masks, trials.measured, threshold)
     if threshold is not None:

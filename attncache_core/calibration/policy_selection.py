@@ -48,15 +48,16 @@ class Terms:
     budget: Budget
     savings: Savings
     search_costs: np.ndarray  # microseconds to search the records for each probe, float64 [probes]
+    may_search: bool = True  # whether a length group may be searched
 
     @classmethod
-    def of(cls, probes: Probes, budget: Budget, savings: Savings) -> Terms:
+    def of(cls, probes: Probes, budget: Budget, savings: Savings, *, may_search: bool = True) -> Terms:
         """Divide the probes into length groups, and measure the cost of searching each group."""
         groups = length_groups(probes.lengths, budget.measure)
         search_costs = np.zeros(len(probes.sequences))
         for group in groups:
             search_costs[group] = savings.search(set(probes.lengths[group].tolist()))
-        return cls(probes, groups, budget, savings, search_costs)
+        return cls(probes, groups, budget, savings, search_costs, may_search)
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ def _group_for(
     group = choose_group(probes, rows, measured, budget)
     per_hit = terms.savings.per_hit(probes.lengths[rows], mask.total)
     _, served = group.choose({kind: probes.similarities[kind][rows] for kind in RecordKind})
-    by_search = (per_hit * served - terms.search_costs[rows]).sum() if served.any() else -np.inf
+    searches = terms.may_search and served.any()
+    by_search = (per_hit * served - terms.search_costs[rows]).sum() if searches else -np.inf
     mean_serves = mean_keeps(rows, probes, measured[RecordKind.MEAN], budget)
     by_mean = per_hit.sum() if mean_serves else -np.inf
     if by_search > by_mean:

@@ -99,6 +99,19 @@ _REMOVED = removed_option(
     help="Most synthetic records of each length; 0 makes none.",
 )
 @click.option(
+    "--synthetic-only",
+    is_flag=True,
+    help="Store no maps of single texts, only means of at least eight texts. No text of the corpus is then "
+    "served, or revealed, by a record of its own.",
+)
+@click.option(
+    "--start-from",
+    type=click.Path(path_type=Path),
+    metavar="DATABASE",
+    help="Database of the same model, from whose projector the training goes on, with a quarter of the "
+    "steps. Default: a new projector is trained.",
+)
+@click.option(
     "--refit",
     is_flag=True,
     help="Fit weights that only hits take, so that more heads are reused. For traffic like the corpus.",
@@ -141,6 +154,7 @@ def build(
     column: str,
     source_column: str | None,
     database: Path,
+    start_from: Path | None,
     **options: Any,
 ) -> None:
     """Build a database of attention maps from a corpus.
@@ -160,7 +174,14 @@ def build(
         click.echo(f"{len(sentences) - len(kept)} of {len(sentences)} texts excluded", err=True)
         sentences = [sentences[index] for index in kept]
     with shown_progress() as progress:
-        build_database(engine, sentences, database, BuildOptions(**options), progress)
+        build_database(
+            engine,
+            sentences,
+            database,
+            BuildOptions(**options),
+            progress,
+            start_from=AttentionDatabase.open(start_from) if start_from else None,
+        )
     show_database(AttentionDatabase.open(database))
 
 

@@ -75,3 +75,12 @@ def test_sixteen_bit_maps_are_added_in_float32():
         means.add(0, [torch.full((1, 1, 1), value, dtype=torch.bfloat16)])
     (mean,) = means.of([0])
     assert mean.item() == pytest.approx(1.5 / 1025, rel=1e-5)
+
+
+@settings(max_examples=50)
+@given(count=st.integers(8, 300), most=st.integers(1, 40), seed=st.integers(0, 9))
+def test_small_clusters_are_merged_into_others_without_a_gap(count, most, seed):
+    assigned = clusters(vectors(count, seed), most, merge_small=True)
+    assert assigned.shape == (count,)
+    assert np.bincount(assigned).min() >= 8
+    assert clusters(vectors(count, seed), most).max() >= assigned.max()

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from attncache_core.build.quality import donor_distances, masked_maps
-from attncache_core.calibration.probes import Probes, find_probes
+from attncache_core.build.sentences import Sentences
+from attncache_core.calibration.probes import find_probes
+from attncache_core.reuse.maps.projector import FeatureProjector
 from attncache_core.reuse.mask import mildest_mask
 from attncache_core.reuse.storage.layout import RecordKind
 
@@ -71,16 +73,32 @@ def test_distances_of_the_report_equal_those_of_brute_force(recorded, probes, ma
     assert 1 < len(near) < len(rows)
     expected = dict(zip(NAMES, rows.mean(axis=0).tolist(), strict=True))
     expected |= {f"{name}_near": mean for name, mean in zip(NAMES, near.mean(axis=0).tolist(), strict=True)}
-    report = donor_distances(recorded.first_inputs, recorded.sentences, recorded.store, probes, mask)
+    projectors = {"chosen": recorded.search.projector}
+    report = donor_distances(recorded.first_inputs, recorded.sentences, recorded.store, projectors, mask)
     assert report == pytest.approx(expected, abs=1e-5)
 
 
-def test_without_probes_that_have_a_record_there_are_no_distances(recorded, probes, mask):
-    longest = np.flatnonzero(probes.lengths == 9)
-    nobody = Probes(
-        [probes.sequences[index] for index in longest],
-        {kind: probes.records[kind][longest] for kind in RecordKind},
-        {kind: probes.similarities[kind][longest] for kind in RecordKind},
+def test_each_projectors_choice_is_measured(recorded, mask):
+    torch.manual_seed(2)
+    other = FeatureProjector(recorded.search.projector.hidden_size, 9).requires_grad_(False)
+    report = donor_distances(
+        recorded.first_inputs,
+        recorded.sentences,
+        recorded.store,
+        {"chosen": recorded.search.projector, "chosen_before": other},
+        mask,
     )
-    assert len(nobody.sequences) == 12
-    assert donor_distances(recorded.first_inputs, recorded.sentences, recorded.store, nobody, mask) == {}
+    alone = donor_distances(
+        recorded.first_inputs, recorded.sentences, recorded.store, {"chosen_before": other}, mask
+    )
+    assert report["chosen_before"] == pytest.approx(alone["chosen_before"])
+    assert report["chosen"] != pytest.approx(report["chosen_before"], abs=1e-4)
+    assert report["best"] <= min(report["chosen"], report["chosen_before"])
+
+
+def test_without_held_out_sentences_of_a_recorded_length_there_are_no_distances(recorded, mask):
+    longest = [ids for ids in recorded.sentences.sequences if len(ids) == 9]
+    assert len(longest) == 12
+    nobody = Sentences(longest, np.ones(12, dtype=bool))
+    projectors = {"chosen": recorded.search.projector}
+    assert donor_distances(recorded.first_inputs, nobody, recorded.store, projectors, mask) == {}

@@ -276,3 +276,31 @@ def test_index_knows_every_synthetic_record_of_the_store_and_its_kind(tiny_engin
         for number in synthetic_records(store, length)
     }
     assert set(listed) == held
+
+
+def test_segments_of_synthetic_records_hold_the_records_that_were_written_with_the_sentences(
+    tiny_engine, sentences, tmp_path
+):
+    inputs = FirstInputs(tiny_engine.model, tmp_path)
+    alone = Recording(tiny_engine.model, sentences, LAYOUT, 4, SEAL, inputs, synthetic_only=True)
+    recorded = alone.write(tmp_path / "recorded", RANK, lambda *_: None)
+    store = alone.write_synthetic(recorded, tmp_path)
+    # Lengths 9 to 11 have fewer than eight members.
+    assert list(store.segments) == [4, 5, 6, 7, 8]
+    index = alone.prototype_index(projector(tiny_engine))
+    assert index.counts() == {length: len(segment) for length, segment in store.segments.items()}
+    for length, number, kind in zip(index.lengths, index.records, index.kinds, strict=True):
+        assert store.segments[length].kinds[number] == kind
+        pairs = zip(
+            record(store, length, number),
+            record(recorded, length, alone.stored(length) + number),
+            strict=True,
+        )
+        assert all(np.array_equal(one, other) for one, other in pairs)
+
+
+def test_length_without_sentences_and_with_too_few_longer_ones_has_no_segment(tiny_engine, tmp_path):
+    few = made_sentences({5: 20, 9: 2}, {})
+    inputs = FirstInputs(tiny_engine.model, tmp_path)
+    alone = Recording(tiny_engine.model, few, LAYOUT, 4, SEAL, inputs, synthetic_only=True)
+    assert list(alone.write(tmp_path, RANK, lambda *_: None).segments) == alone.lengths == [5, 9]

@@ -171,3 +171,17 @@ def test_training_without_a_pair_is_refused():
     inputs, _ = sentences(1, 4, seed=0)
     with pytest.raises(ValueError, match="no two sentences"):
         train_projector([PairGroup(inputs, torch.zeros(1, 1))], FeatureProjector(HIDDEN, 4), steps=1)
+
+
+def test_training_goes_on_from_a_trained_projector(projector_and_error):
+    before, _ = projector_and_error
+    assert continued(before, steps=1)[1] < 0.8 * trained(1)[1]
+    after, _ = continued(before, steps=20)
+    assert all(1 / 1.5 < ratio < 1.5 for ratio in predicted_to_true(after))
+    assert way_to_the_best(after) > way_to_the_best(trained(20)[0])
+
+
+def continued(projector: FeatureProjector, steps: int) -> tuple[FeatureProjector, float]:
+    extended = projector.extended(projector.max_length)
+    error = train_projector(groups(), extended, steps=steps, is_trained=True)
+    return extended.eval().requires_grad_(False), error

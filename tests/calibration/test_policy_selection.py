@@ -562,3 +562,11 @@ def test_report_of_a_policy_without_hits_has_no_quality_figures():
     for name in ("mean", "mean_cosine", "cosine_5th_percentile", "lower_bound"):
         assert told[name] is None
     assert told["candidates"][0]["mean_cosine"] is None
+
+
+def test_without_records_to_search_no_group_is_searched():
+    probes, masks, measured = some_probes()
+    terms = terms_of(probes, Budget(COSINE, 0.9))
+    assert any(group.searched for group in policy_for(terms, measured[0], masks[0]).groups)
+    unsearched = policy_for(replace(terms, may_search=False), measured[0], masks[0])
+    assert not any(group.searched for group in unsearched.groups)

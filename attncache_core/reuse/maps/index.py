@@ -82,6 +82,11 @@ class FeatureIndex:
         """Return whether there is a partition for this length."""
         return length in self._partitions
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no partition, because no record is of a sentence."""
+        return not self._partitions
+
     def size(self, length: int) -> int:
         """Return the number of records of this length."""
         return int(self._partitions[length].ntotal)

@@ -39,7 +39,7 @@ class Manifest:
     fingerprint: str  # of the model, tokenizer and quantisation that made the maps
     model: str  # name of the model
     dtype: Literal["bfloat16", "float16"]  # dtype of the maps in records
-    records: dict[int, int]  # length in tokens -> number of records of sentences
+    records: dict[int, int]  # length in tokens -> number of records of sentences; empty: only synthetic ones
     prototypes: dict[int, int]  # length in tokens -> number of synthetic records
     stored_heads: tuple[int, ...]  # layer -> number of heads in a record
     damage: tuple[tuple[float, ...], ...]  # [layers, heads] mean 1 - cosine if only this head is reused
@@ -66,7 +66,7 @@ class Manifest:
 
     def _require_consistency(self) -> None:
         """Raise ValueError if an entry is empty or invalid, or if entries contradict each other."""
-        if not self.records or not self.rank:
+        if not (self.records or self.prototypes) or not self.rank:
             raise ValueError("no records or no layers")
         if len(bytes.fromhex(self.fingerprint)) != hashlib.sha256().digest_size:
             raise ValueError("the fingerprint is not a SHA-256 digest")

@@ -66,6 +66,18 @@ class FeatureProjector(nn.Module):
         flat = (tokens[group.tokens].view(group.count, -1) for group in groups)
         return [(x @ second[: x.shape[1]]).numpy() for x in flat]
 
+    def extended(self, max_length: int) -> FeatureProjector:
+        """Return a projector with these weights for sequences of up to `max_length` tokens, to train further.
+
+        Positions behind the last position of this projector take the weights of the last one.
+        """
+        extended = FeatureProjector(self.hidden_size, max_length, self.dimensions)
+        known = torch.arange(max_length).clamp(max=self.max_length - 1)
+        with torch.no_grad():
+            extended.token.load_state_dict(self.token.state_dict())
+            extended.position.copy_(self.position[known])
+        return extended
+
     def to_bytes(self) -> bytes:
         """Return the weights as the content of a safetensors file."""
         return save({name: tensor.contiguous() for name, tensor in self.state_dict().items()})

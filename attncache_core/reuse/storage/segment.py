@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from attncache_core.errors import CorruptDatabase
-from attncache_core.reuse.storage.layout import MapForm, RecordLayout, records_start, triangle
+from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout, records_start, triangle
 from attncache_core.reuse.storage.mapping import FileState, RecordFile
 from attncache_core.reuse.storage.seal import Seal
 from attncache_core.reuse.storage.segment_header import read_head
@@ -114,15 +114,16 @@ class Segment:
     @property
     def distinct_texts(self) -> int:
         """The number of different token sequences from which records were made."""
-        return len(self._record_of.keys() - {self._seal.token_digest([])})
+        return len(self._record_of)
 
     @cached_property
     def _record_of(self) -> dict[bytes, int]:
-        return {row.tobytes(): record for record, row in enumerate(self._table["tokens"])}
+        stored = np.flatnonzero(self.kinds == RecordKind.STORED).tolist()
+        return {self._table["tokens"][record].tobytes(): record for record in stored}
 
     def record_of(self, ids: Sequence[int] | np.ndarray) -> int | None:
         """Return the index of the record that was made from exactly these token ids; None if absent."""
-        return self._record_of.get(self._seal.token_digest(ids))
+        return self._record_of.get(self._seal.token_digest(ids)) if self._record_of else None
 
     @property
     def is_lost(self) -> bool:
