@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from attncache_core.build.builder import build_database
-from attncache_core.build.options import BuildOptions
+from attncache_core.build.options import PROTOTYPES, BuildOptions
 from attncache_core.calibration.calibrate import Progress
 from attncache_core.calibration.gain import require_gain
 from attncache_core.calibration.gate import Trial, savings_of, try_generation, why_refused
@@ -129,6 +129,8 @@ class _Texts:
 def _options_like(present: AttentionDatabase) -> BuildOptions:
     """Return the options of the present generation's build, with the budget of its last calibration.
 
+    A generation holds no records of single texts, so that no text of a client serves, or is revealed to,
+    another client.
     Raises InvalidInput if there is no budget that a new generation can be measured by.
     """
     manifest, budget = present.manifest, present.manifest.policy.budget
@@ -147,7 +149,8 @@ def _options_like(present: AttentionDatabase) -> BuildOptions:
     known = {option.name for option in fields(BuildOptions)}
     given = {name: value for name, value in manifest.build.items() if name in known}
     form = given.get("form")
-    given |= {"form": MapForm(form) if form else None}
+    given |= {"form": MapForm(form) if form else None, "synthetic_only": True}
+    given |= {"prototypes": given.get("prototypes") or PROTOTYPES}
     if budget.measure is Measure.COSINE:
         given |= {"min_cosine": budget.least, "min_text_cosine": budget.floor}
     else:
@@ -173,7 +176,7 @@ def _build(
         write_whole(path, digest)
     target = building_folder(folder)
     corpus = [CorpusSentence(text, text) for text in texts.training]
-    build_database(engine, corpus, target, options, progress, keep_existing=True)
+    build_database(engine, corpus, target, options, progress, keep_existing=True, start_from=present)
     return AttentionDatabase.open(target)
 
 

@@ -18,7 +18,7 @@ from attncache_core.calibration.savings import Savings
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput
 from attncache_core.reuse.maps.database import AttentionDatabase
-from attncache_core.reuse.maps.generations import Result, kept_generations, read_renewals
+from attncache_core.reuse.maps.generations import Generation, Result, kept_generations, read_renewals
 from attncache_core.reuse.maps.policy import Steps
 from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
 
@@ -130,6 +130,19 @@ def test_renewals_hold_no_text_and_no_token(root, load, texts):
     assert {*kept} == {"time", "result", "before", "generation", "reason", "measured"}
     assert {*kept["measured"]} == {"texts", "held_out", "near_duplicates", "present", "new"}
     assert not any(text in line for text in texts)
+
+
+def test_generation_holds_no_text_of_its_own(root, load, texts, tiny_engine):
+    tighten(root)
+    assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
+    database = AttentionDatabase.open(root)
+    assert database.manifest.records == {}
+    assert not any(database.search.store.record_of(ids) for ids in tiny_engine.tokenize(texts))
+    # The projector goes on from the one before, with a quarter of the steps.
+    assert (
+        database.manifest.build["start_from"]
+        == AttentionDatabase.open_generation(Generation(root, 0)).manifest.id
+    )
 
 
 def test_model_for_which_reuse_does_not_pay_builds_nothing(root, load, texts, monkeypatch):
