@@ -38,6 +38,7 @@ class Trial:
     fidelity: np.ndarray  # of each hit that is not exact, in the budget's measure, float64 [hits]
     groups: np.ndarray  # index of the length group of each of these hits, int64 [hits]
     names: list[str]  # of the length groups
+    pays: bool = True  # whether reuse was measured to save enough time in any length group
 
     def figures(self) -> dict[str, Any]:
         """Return the figures for renewals.jsonl."""
@@ -93,6 +94,7 @@ def try_generation(
         fidelity,
         policy.group_indices(lengths[hits]),
         policy.names(),
+        pays=reuse.search.paying is None or bool(reuse.search.paying),
     )
 
 
@@ -103,6 +105,8 @@ def why_refused(present: Trial, new: Trial, budget: Budget) -> str | None:
 
 def _why_outside(trial: Trial, budget: Budget) -> str | None:
     hits = len(trial.fidelity)
+    if not trial.pays:
+        return "reuse makes batches with it faster by less than --min-gain on this machine"
     if not hits:
         return "no held-out text hits"
     if hits < MIN_PROBES or not could_keep_floor(budget, hits):

@@ -1,6 +1,7 @@
 """A renewal builds, measures and publishes the next generation, or says why the present one serves on."""
 
 import json
+import resource
 import shutil
 from functools import partial
 from pathlib import Path
@@ -185,15 +186,18 @@ def test_renewal_from_other_texts_does_not_go_on(root, load, texts, monkeypatch)
     assert AttentionDatabase.open(root).manifest.id != built
 
 
-def test_failing_build_changes_nothing(root, load, texts, monkeypatch):
-    def full(*_, **__):
-        raise BuildFailed("the disk is full", field="database")
-
-    monkeypatch.setattr(renewal, "build_database", full)
-    with pytest.raises(BuildFailed):
-        renew_database(load, root, texts, min_gain=0)
+def test_disk_that_is_full_changes_nothing_and_the_renewal_goes_on_later(root, load, texts):
+    tighten(root)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
+    try:
+        with pytest.raises(BuildFailed, match="cannot be written"):
+            renew_database(load, root, texts, min_gain=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert numbers(root) == [0]
     assert AttentionDatabase.open(root).verify() == []
+    assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
 
 
 def test_too_few_texts_are_refused_before_anything_is_built(root, load, texts, monkeypatch):

@@ -1,5 +1,7 @@
 """A new generation serves only if its held-out hits keep the budget and save at least 1 % more time."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -66,6 +68,10 @@ def test_length_group_with_too_few_hits_proves_nothing():
 
 def test_generation_without_hits_is_refused():
     assert why_refused(PRESENT, trial(hits=0, saved=0.0), BUDGET) == "no held-out text hits"
+
+
+def test_generation_that_does_not_pay_is_refused_for_that():
+    assert "less than --min-gain" in why_refused(PRESENT, replace(trial(hits=0), pays=False), BUDGET)
 
 
 def test_figures_hold_numbers_only():
