@@ -24,7 +24,7 @@ Handler = Callable[[Call], Awaitable[Answer]]
 class InferenceRoute(APIRoute):
     """A route of the app that computes: POST to `path`.
 
-    FastAPI documents the route like its other ones, and Starlette finds it. The request reaches the function
+    FastAPI documents the route like its other ones, and the front finds it. The request reaches the function
     without FastAPI's dependency injection, which takes several times as long as all else that happens to a
     request of one text beside its computation.
     """
