@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 from fastapi import FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -34,7 +35,6 @@ from service.settings import Settings
 from service.state import ServiceState
 from service.web.call import CALL, MODEL_HEADER, NOT_ANSWERED, Answer, Call, Client
 from service.web.connection import HEALTH_PATHS
-from service.web.endpoint import InferenceRoute
 from service.web.error_shapes import shape_of
 from service.web.listeners import CONNECTION, LISTENER, ListenerName, is_for_operators
 
@@ -68,7 +68,7 @@ class Front(FastAPI):
     An exception never gets past it, because servers log exceptions.
     """
 
-    def __init__(self, state: ServiceState, inference: Sequence[InferenceRoute], **more: Any) -> None:
+    def __init__(self, state: ServiceState, inference: Sequence[APIRoute], **more: Any) -> None:
         """inference: the routes that compute. more: as for FastAPI."""
         super().__init__(**more)
         self.state.service = self._service = state
