@@ -14,20 +14,22 @@ from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.checkpoints.template import Template, Text
 from attncache_core.errors import InvalidInput, UnsupportedModel
-from attncache_core.text.bounds import (
+from attncache_core.text.limits import (
+    count_tokens,
     is_separated,
     no_room,
     require_few_characters,
+    require_few_characters_of_text,
     require_few_label_characters,
     require_few_label_tokens,
     require_fitting,
     require_short,
+    shortened,
     too_long,
     too_many,
 )
 from attncache_core.text.pairs import Cut, NoRoom, PairLayout, PairTokens
 from attncache_core.text.prompts import Frame, Piece, Prompt, SequencePlan, pieces_of
-from attncache_core.text.shortening import count_tokens, require_few_characters_of_text, shortened
 
 # transformers reports a limit of 10^30 tokens for a tokenizer without a limit.
 _NO_LIMIT = 10**9
@@ -166,7 +168,7 @@ class TextTokenizer:
         InputTooLong also if all sequences have more than `max_total_tokens` tokens together. The error is
         raised before tokenisation if the template alone has too many characters for this many texts. Raises
         InvalidInput if the template takes no pair, or a pair is needed, or a part that is not cut leaves no
-        room. A text of more characters than shortening.max_characters is refused too, as InputTooLong, if it
+        room. A text of more characters than limits.max_characters is refused too, as InputTooLong, if it
         has fewer tokens than a sequence may have.
         """
         prompt = prompt or self.default_prompt
@@ -241,7 +243,7 @@ class TextTokenizer:
 
         The tokens of a text do not depend on the texts around it, so they stay the same in a conversation
         that grows. A text may have no token. Raises InputTooLong, which names `field`, if a text has too many
-        characters; see shortening.max_characters.
+        characters; see limits.max_characters.
         """
         for text in texts:
             require_few_characters_of_text(text, self.max_tokens, field)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from attncache_core import InputTooLong, InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Text
-from attncache_core.text.bounds import too_many
+from attncache_core.text.limits import max_characters, too_many
 from attncache_core.text.prompts import Prompt
-from attncache_core.text.shortening import max_characters
 from attncache_core.text.tokenizer import continued
 
 # Of a text that is cut, this many characters per token are tokenised, and more if it has fewer tokens.
