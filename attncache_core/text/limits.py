@@ -76,15 +76,18 @@ def require_few_characters_of_text(text: str, tokens: int, field: str) -> None:
         )
 
 
-def is_separated(template: Template, text: Text) -> bool:
-    """Return whether a text is a pair that stands between the checkpoint's separators."""
-    return isinstance(text, tuple) and not template.is_for_pairs
-
-
 def require_short(characters: int, max_tokens: int, field: str) -> None:
     """Raise InvalidInput if a text of so many characters can leave no room for an input."""
     if characters > _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_tokens:
         raise no_room(max_tokens, field)
+
+
+def require_short_labels(labels: Sequence[str], max_tokens: int) -> None:
+    """Raise InvalidInput, which names the label, if a label can leave no room for an input."""
+    most = _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_tokens
+    for index, label in enumerate(labels):
+        if len(label) > most:
+            raise no_room(max_tokens, f"labels[{index}]")
 
 
 def require_few_label_tokens(tokens: int) -> None:
@@ -96,18 +99,17 @@ def require_few_label_tokens(tokens: int) -> None:
         )
 
 
-def require_fitting(template: Template, text: Text, index: int) -> None:
-    """Raise InvalidInput if text `index` must be a pair and is none, or must not be one and is."""
-    if template.is_for_pairs and isinstance(text, str):
-        raise InvalidInput(
-            f"inputs[{index}] must be a pair, because the template holds {{query}} and {{document}}",
-            field=f"inputs[{index}]",
-        )
-    if is_separated(template, text) and template != Template():
-        raise InvalidInput(
-            f"inputs[{index}] is a pair, which takes no template or prompt of one text; send one text",
-            field=f"inputs[{index}]",
-        )
+def require_fitting(template: Template, texts: Sequence[Text]) -> None:
+    """Raise InvalidInput, which names the text, if a text must be a pair and is none, or must not be one."""
+    refused = str if template.is_for_pairs else tuple
+    for index, text in enumerate(texts):
+        if isinstance(text, refused) and template != Template():
+            why = (
+                "must be a pair, because the template holds {query} and {document}"
+                if template.is_for_pairs
+                else "is a pair, which takes no template or prompt of one text; send one text"
+            )
+            raise InvalidInput(f"inputs[{index}] {why}", field=f"inputs[{index}]")
 
 
 def too_long(room: int, index: int) -> InputTooLong:

@@ -16,7 +16,6 @@ from attncache_core.checkpoints.template import Template, Text
 from attncache_core.errors import InvalidInput, UnsupportedModel
 from attncache_core.text.limits import (
     count_tokens,
-    is_separated,
     no_room,
     require_few_characters,
     require_few_characters_of_text,
@@ -24,6 +23,7 @@ from attncache_core.text.limits import (
     require_few_label_tokens,
     require_fitting,
     require_short,
+    require_short_labels,
     shortened,
     too_long,
     too_many,
@@ -175,8 +175,7 @@ class TextTokenizer:
         template, plans = prompt.template, prompt.sequence_plans
         if max_total_tokens is not None:
             require_few_characters(template, len(texts), max_total_tokens)
-        for index, text in enumerate(texts):
-            require_fitting(template, text, index)
+        require_fitting(template, texts)
         room = self.max_tokens - max(len(plan.continuation) for plan in plans)
         return continued(self._cut_to(room, texts, prompt, truncate), plans, max_total_tokens)
 
@@ -185,10 +184,10 @@ class TextTokenizer:
     ) -> Iterator[Sequence[int]]:
         """Yield the tokens of each text of a prompt, cut to `room` tokens. Raises as `tokenize` does."""
         template, first = prompt.template, 0
-        for separated, stretch in groupby(texts, lambda text: is_separated(template, text)):
+        for kind, stretch in groupby(texts, type):
             whole = list(stretch)
             own = [self._shortened(text, index) for index, text in enumerate(whole, first)]
-            if separated:
+            if issubclass(kind, tuple) and not template.is_for_pairs:
                 pairs = [
                     (text, before)
                     for text, before in zip(own, whole, strict=True)
@@ -285,8 +284,7 @@ class TextTokenizer:
         # The template's prefix does not change the tokens of its suffix.
         before = _ANY_TEXT + template.suffix
         require_short(len(before), self.max_tokens, "template")
-        for index, label in enumerate(labels):
-            require_short(len(label), self.max_tokens, f"labels[{index}]")
+        require_short_labels(labels, self.max_tokens)
         require_few_label_characters(len(before), labels)
         space = "" if before[-1].isspace() else " "
         encoded = self._encoded([before, *(before + space + label for label in labels)], special=False)
