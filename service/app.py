@@ -1,4 +1,4 @@
-"""The app: routes, error handlers, and the front, which every request passes first."""
+"""Make the app: the front with all routes behind it, and what begins and ends with the app."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from fastapi import FastAPI
-from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
-from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.gzip import GZipMiddleware
-from starlette.routing import Router
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from attncache_core.version import __version__
 from service.routes import cache, classify, embed, explain, health, page
@@ -23,33 +18,6 @@ from service.state import Loaded, ServiceState
 from service.upkeep.group import Worker
 from service.web.front import Front
 
-# A page of another origin may read these headers of a response.
-_EXPOSED = [
-    *("Retry-After", "X-Request-Id"),
-    *("X-AttnCache-Hits", "X-AttnCache-Cached-Tokens", "X-AttnCache-Repeated", "X-AttnCache-Model"),
-]
-# Smaller responses fit into a few packets anyway.
-_MIN_GZIP_BYTES = 8 * 1024
-# Numbers written as text hardly become smaller at higher levels, and the event loop waits meanwhile.
-_GZIP_LEVEL = 1
-
-
-def for_browsers(app: ASGIApp, settings: Settings) -> ASGIApp:
-    """Return the app with the middleware around it that the settings ask for."""
-    if settings.gzip:
-        app = GZipMiddleware(app, minimum_size=_MIN_GZIP_BYTES, compresslevel=_GZIP_LEVEL)
-    if settings.cors_origin is not None:
-        app = CORSMiddleware(
-            app,
-            allow_origins=[origin.strip() for origin in settings.cors_origin.split(",")],
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=_EXPOSED,
-        )
-    return app
-
-
-# Often called ones first, because Starlette compares the path of a request with one route after the other.
 INFERENCE_ROUTES = (
     *embed.ROUTES,
     *classify.ROUTES,
@@ -62,20 +30,6 @@ INFERENCE_ROUTES = (
     *root.ROUTES,
     *openai_classify.ROUTES,
 )
-
-
-class App(FastAPI):
-    """FastAPI with the front in place of its own middleware."""
-
-    front: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or run the app from its start to its end."""
-        if scope["type"] == "http":
-            scope["app"] = self
-            await self.front(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
 
 
 def create_app(
@@ -105,7 +59,9 @@ def create_app(
             await state.group.close()
         await state.close()
 
-    app = App(
+    app = Front(
+        state,
+        INFERENCE_ROUTES,
         title="AttnCache",
         version=__version__,
         lifespan=lifespan,
@@ -113,8 +69,6 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.service = state
-    app.router.routes.extend(INFERENCE_ROUTES)
     for router in (
         health.router,
         models.router,
@@ -123,11 +77,4 @@ def create_app(
         *([cache.router, explain.router] if settings.admin else []),
     ):
         app.include_router(router)
-    # FastAPI keeps in the stack what its other routes open for a request. The router of FastAPI takes longer
-    # to find a route than the one of Starlette, so Starlette's looks for the routes for inference first. The
-    # path / has routes of both kinds, and a router refuses a method that none of its own routes has.
-    first = [route for route in INFERENCE_ROUTES if route.path != "/"]
-    behind = Router(first, redirect_slashes=False, default=AsyncExitStackMiddleware(app.router))
-    front = Front(behind, state)
-    app.front = for_browsers(front, settings)
     return app

@@ -14,20 +14,22 @@ from attncache_core.checkpoints.checkpoint import Checkpoint
 from attncache_core.checkpoints.hugging_face import loading
 from attncache_core.checkpoints.template import Template, Text
 from attncache_core.errors import InvalidInput, UnsupportedModel
-from attncache_core.text.bounds import (
-    is_separated,
+from attncache_core.text.limits import (
+    count_tokens,
     no_room,
     require_few_characters,
+    require_few_characters_of_text,
     require_few_label_characters,
     require_few_label_tokens,
     require_fitting,
     require_short,
+    require_short_labels,
+    shortened,
     too_long,
     too_many,
 )
 from attncache_core.text.pairs import Cut, NoRoom, PairLayout, PairTokens
 from attncache_core.text.prompts import Frame, Piece, Prompt, SequencePlan, pieces_of
-from attncache_core.text.shortening import count_tokens, require_few_characters_of_text, shortened
 
 # transformers reports a limit of 10^30 tokens for a tokenizer without a limit.
 _NO_LIMIT = 10**9
@@ -166,15 +168,14 @@ class TextTokenizer:
         InputTooLong also if all sequences have more than `max_total_tokens` tokens together. The error is
         raised before tokenisation if the template alone has too many characters for this many texts. Raises
         InvalidInput if the template takes no pair, or a pair is needed, or a part that is not cut leaves no
-        room. A text of more characters than shortening.max_characters is refused too, as InputTooLong, if it
+        room. A text of more characters than limits.max_characters is refused too, as InputTooLong, if it
         has fewer tokens than a sequence may have.
         """
         prompt = prompt or self.default_prompt
         template, plans = prompt.template, prompt.sequence_plans
         if max_total_tokens is not None:
             require_few_characters(template, len(texts), max_total_tokens)
-        for index, text in enumerate(texts):
-            require_fitting(template, text, index)
+        require_fitting(template, texts)
         room = self.max_tokens - max(len(plan.continuation) for plan in plans)
         return continued(self._cut_to(room, texts, prompt, truncate), plans, max_total_tokens)
 
@@ -183,10 +184,10 @@ class TextTokenizer:
     ) -> Iterator[Sequence[int]]:
         """Yield the tokens of each text of a prompt, cut to `room` tokens. Raises as `tokenize` does."""
         template, first = prompt.template, 0
-        for separated, stretch in groupby(texts, lambda text: is_separated(template, text)):
+        for kind, stretch in groupby(texts, type):
             whole = list(stretch)
             own = [self._shortened(text, index) for index, text in enumerate(whole, first)]
-            if separated:
+            if issubclass(kind, tuple) and not template.is_for_pairs:
                 pairs = [
                     (text, before)
                     for text, before in zip(own, whole, strict=True)
@@ -241,7 +242,7 @@ class TextTokenizer:
 
         The tokens of a text do not depend on the texts around it, so they stay the same in a conversation
         that grows. A text may have no token. Raises InputTooLong, which names `field`, if a text has too many
-        characters; see shortening.max_characters.
+        characters; see limits.max_characters.
         """
         for text in texts:
             require_few_characters_of_text(text, self.max_tokens, field)
@@ -283,8 +284,7 @@ class TextTokenizer:
         # The template's prefix does not change the tokens of its suffix.
         before = _ANY_TEXT + template.suffix
         require_short(len(before), self.max_tokens, "template")
-        for index, label in enumerate(labels):
-            require_short(len(label), self.max_tokens, f"labels[{index}]")
+        require_short_labels(labels, self.max_tokens)
         require_few_label_characters(len(before), labels)
         space = "" if before[-1].isspace() else " "
         encoded = self._encoded([before, *(before + space + label for label in labels)], special=False)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from attncache_core import InputTooLong, InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Text
-from attncache_core.text.bounds import too_many
+from attncache_core.text.limits import max_characters, too_many
 from attncache_core.text.prompts import Prompt
-from attncache_core.text.shortening import max_characters
 from attncache_core.text.tokenizer import continued
 
 # Of a text that is cut, this many characters per token are tokenised, and more if it has fewer tokens.
@@ -34,7 +33,7 @@ def cut_left(
                 "truncation_direction left is not accepted for pairs, which are cut at their end",
                 field="truncation_direction",
             )
-        own = _sequences(engine, text, prompt, f"inputs[{index}]")
+        own = _sequences(engine, text, prompt, index)
         tokens += sum(map(len, own))
         if tokens > max_total_tokens:
             raise too_many(tokens, max_total_tokens, "inputs")
@@ -42,13 +41,14 @@ def cut_left(
     return sequences
 
 
-def _sequences(engine: PrefillEngine, text: str, prompt: Prompt, field: str) -> Sequence[Sequence[int]]:
-    """Return the sequences of a text, one per plan of the prompt. field: the name of the text in errors."""
+def _sequences(engine: PrefillEngine, text: str, prompt: Prompt, index: int) -> Sequence[Sequence[int]]:
+    """Return the sequences of text `index`, one per plan of the prompt."""
     try:
         return engine.tokenize([text], False, prompt)
     except InputTooLong:
         frame = engine.tokenizer.frame(prompt)
-    return continued([frame.around(_last_tokens(engine, text, frame.room, field))], prompt.sequence_plans)
+    last = _last_tokens(engine, text, frame.room, f"inputs[{index}]")
+    return continued([frame.around(last)], prompt.sequence_plans)
 
 
 def _last_tokens(engine: PrefillEngine, text: str, count: int, field: str) -> list[int]:

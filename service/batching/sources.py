@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from attncache_core import InvalidInput, PrefillEngine
 from attncache_core.checkpoints.template import Template, Text, characters_of
-from attncache_core.text.bounds import too_long, too_many
+from attncache_core.text.limits import too_long, too_many
 from attncache_core.text.prompts import Prompt, SequencePlan
 from attncache_core.text.segments import Segmented
 from service.batching.left_cut import cut_left

@@ -23,11 +23,10 @@ from attncache_core.reuse.kv.info import key_value_info
 from service.access.keys import namespace_of
 from service.batching.chosen import Chosen, store_of
 from service.errors import WorkerUnavailable
-from service.routes.common import ERRORS, check_count, computed
+from service.routes.common import ERRORS, check_count, computed, documented_body
 from service.schemas import Inputs, Name, Text, Texts
 from service.state import ServiceState, Serving
 from service.web.call import Call, Client, CurrentCall
-from service.web.endpoint import documented_body
 
 router = APIRouter(prefix="/cache")
 

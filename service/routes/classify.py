@@ -19,13 +19,20 @@ from attncache_core.checkpoints.template import Template
 from attncache_core.heads.classifier import SIMILARITY_TEMPERATURE
 from service.batching.sources import Source, Texts
 from service.errors import TooManyInputs
-from service.routes.common import ANSWER_HEADERS, ERRORS, answer, check_count, computed, label_logits
+from service.routes.common import (
+    ANSWER_HEADERS,
+    ERRORS,
+    InferenceRoute,
+    answer,
+    check_count,
+    computed,
+    label_logits,
+)
 from service.routes.inputs import input_source
 from service.routes.zero_shot import Scores, by_entailment, is_zero_shot
 from service.schemas import ClassifyRequest, LabelScore
 from service.state import Serving
 from service.web.call import Answer, Call, CurrentCall
-from service.web.endpoint import InferenceRoute
 
 _CLASSIFIER_TEMPERATURE = 1.0
 # A response repeats the labels for each input: a request of 2 MB could have a response of 250 MB.

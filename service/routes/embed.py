@@ -6,12 +6,11 @@ import numpy as np
 
 from service.batching.sources import prompt_of
 from service.errors import NoEmbedding
-from service.routes.common import ANSWER_HEADERS, ERRORS, answer, computed
+from service.routes.common import ANSWER_HEADERS, ERRORS, InferenceRoute, answer, computed
 from service.routes.inputs import input_source
 from service.schemas import EmbedRequest
 from service.state import Serving
 from service.web.call import Answer, Call, CurrentCall
-from service.web.endpoint import InferenceRoute
 
 
 async def embed(call: CurrentCall) -> Answer:

@@ -20,11 +20,10 @@ from attncache_core import InputTooLong, InvalidInput
 from attncache_core.engine.explain import Explanation, LayerMaps, explain
 from attncache_core.engine.explain_blend import explain_blend
 from service.batching import sources
-from service.routes.common import ERRORS, computed
+from service.routes.common import ERRORS, computed, documented_body
 from service.schemas import Name, Text, Texts
 from service.state import Serving
 from service.web.call import CurrentCall
-from service.web.endpoint import documented_body
 
 router = APIRouter()
 

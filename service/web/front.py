@@ -1,6 +1,6 @@
 """What holds for every request: who sent it, how it is counted, and which response an error gets.
 
-    socket -> uvicorn -> Front -> the router of the app -> a route
+    socket -> uvicorn -> Front -> an inference route, or the router of FastAPI -> a response
 
 The front takes the place of the middleware of FastAPI, so that errors become responses in one place only.
 """
@@ -12,10 +12,16 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import orjson
+from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attncache_core import AttnCacheError
@@ -25,6 +31,7 @@ from service.observability.finished import FinishedRequest
 from service.observability.logs import REQUEST_ID
 from service.observability.metrics import route_of
 from service.observability.tracing import TRACE_HEADERS
+from service.settings import Settings
 from service.state import ServiceState
 from service.web.call import CALL, MODEL_HEADER, NOT_ANSWERED, Answer, Call, Client
 from service.web.connection import HEALTH_PATHS
@@ -44,25 +51,48 @@ _BELOW_ADMIN_PATHS = tuple(f"{path}/" for path in _ADMIN_PATHS)
 _NUMBERS = itertools.count()
 # Without spaces, so that an id is one word of a log line.
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+# A page of another origin may read these headers of a response.
+_EXPOSED = [
+    *("Retry-After", "X-Request-Id"),
+    *("X-AttnCache-Hits", "X-AttnCache-Cached-Tokens", "X-AttnCache-Repeated", "X-AttnCache-Model"),
+]
+# Smaller responses fit into a few packets anyway.
+_MIN_GZIP_BYTES = 8 * 1024
+# Numbers written as text hardly become smaller at higher levels, and the event loop waits meanwhile.
+_GZIP_LEVEL = 1
 
 
-class Front:
-    """ASGI application around the router of the app, for HTTP.
+class Front(FastAPI):
+    """The app, as FastAPI documents it, with one way through it for every HTTP request.
 
     An exception never gets past it, because servers log exceptions.
     """
 
-    def __init__(self, app: ASGIApp, state: ServiceState) -> None:
-        self._app = app
-        self._state = state
+    def __init__(self, state: ServiceState, inference: Sequence[APIRoute], **more: Any) -> None:
+        """inference: the routes that compute. more: as for FastAPI."""
+        super().__init__(**more)
+        self.state.service = self._service = state
+        self.router.routes.extend(inference)
+        # By path, so that no router compares the path of a request with one route after the other.
+        self._inference: dict[str, ASGIApp] = {route.path: route.app for route in inference}
+        # FastAPI keeps in the stack what its other routes open for a request.
+        self._others = AsyncExitStackMiddleware(self.router)
         # The beginning of all request ids, because random digits for each request cost a system call.
         self._own_ids = secrets.token_hex(8)
+        self._answer_browsers = _for_browsers(self._answer, state.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request."""
+        """Answer one HTTP request, or run the app from its start to its end."""
+        if scope["type"] == "http":
+            scope["app"] = self
+            await self._answer_browsers(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         client = Client((scope.get(CONNECTION, scope.get("client")),))
-        call = Call(scope, receive, self._state, headers, client, _request_id(headers, self._own_ids))
+        call = Call(scope, receive, self._service, headers, client, _request_id(headers, self._own_ids))
         REQUEST_ID.set(call.request_id)
         try:
             await self._respond(call, send)
@@ -70,7 +100,7 @@ class Front:
             await self._finish(call)
 
     async def _respond(self, call: Call, send: Send) -> None:
-        """Let the app answer, or answer with an error."""
+        """Let a route answer, or answer with an error."""
 
         async def send_noting_status(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -84,7 +114,7 @@ class Front:
         call.scope[CALL] = call
         try:
             self._admit(call)
-            await self._app(call.scope, call.receive, send_noting_status)
+            await self._route(call.scope)(call.scope, call.receive, send_noting_status)
             return
         except AttnCacheError as error:
             failure, headers = error, headers_of(error)
@@ -98,21 +128,25 @@ class Front:
             shape = shape_of(call.scope["path"])
             await Answer(orjson.dumps(shape(failure)), fields, failure.status).send(send_noting_status)
 
+    def _route(self, scope: Scope) -> ASGIApp:
+        """Return what answers: a route for inference, or the router of all routes."""
+        return self._inference.get(scope["path"], self._others) if scope["method"] == "POST" else self._others
+
     def _admit(self, call: Call) -> None:
         """Find out whose key the request has. Raises Unauthorized, Forbidden and NotFound."""
-        scope, keys = call.scope, self._state.keys
+        scope, keys = call.scope, self._service.keys
         path, listener = scope["path"], scope.get(LISTENER)
         if keys is not None and not is_open(scope["method"], path, listener):
             call.holder = holder = keys.holder(call.headers)
             check_admin(path, holder)
             call.client = Client((holder.name, *call.client.flow), holder.namespace)
-        has_admin_port = self._state.settings.admin_port is not None
+        has_admin_port = self._service.settings.admin_port is not None
         if has_admin_port and listener != "admin" and is_for_operators(path):
             raise NotFound("this path is served on --admin-port only")
 
     async def _finish(self, call: Call) -> None:
         """Count a request that was answered or given up."""
-        state, ended = self._state, time.perf_counter()
+        state, ended = self._service, time.perf_counter()
         state.bodies.give(call.body_bytes)
         state.metrics.observe_request(call.scope["path"], call.status, ended - call.started)
         if state.finished is not None:
@@ -136,6 +170,21 @@ def check_admin(path: str, holder: KeyHolder) -> None:
         raise Forbidden(
             f"this path is about all clients and needs a key with the word {ADMIN} in the file of --api-keys"
         )
+
+
+def _for_browsers(app: ASGIApp, settings: Settings) -> ASGIApp:
+    """Return the app with the middleware around it that the settings ask for."""
+    if settings.gzip:
+        app = GZipMiddleware(app, minimum_size=_MIN_GZIP_BYTES, compresslevel=_GZIP_LEVEL)
+    if settings.cors_origin is not None:
+        app = CORSMiddleware(
+            app,
+            allow_origins=[origin.strip() for origin in settings.cors_origin.split(",")],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED,
+        )
+    return app
 
 
 def _from_router(error: HTTPException) -> AttnCacheError:

@@ -12,7 +12,7 @@ from service.routes.openai.schemas import EmbeddingsRequest
 from service.routes.tei.rerank import RerankRequest
 from service.routes.tei.root import ZeroShotRequest
 from service.schemas import ClassifyRequest, EmbedRequest
-from service.web import bodies
+from service.web.call import _SENTENCES, checked
 
 pytestmark = pytest.mark.anyio
 
@@ -151,7 +151,7 @@ async def test_classify_refuses(client, fields, field):
 
 
 def test_every_sentence_about_a_field_has_a_body_that_provokes_it():
-    assert WORDED.keys() == bodies._SENTENCES.keys()
+    assert WORDED.keys() == _SENTENCES.keys()
 
 
 @pytest.mark.parametrize("kind", WORDED)
@@ -172,7 +172,7 @@ def test_every_message_about_a_field_says_what_is_required():
 def refusal(schema, body):
     """Return the message for a body; nothing if it is accepted."""
     try:
-        bodies.checked(json.dumps(body).encode(), schema)
+        checked(json.dumps(body).encode(), schema)
     except InvalidInput as error:
         return str(error)
     return ""

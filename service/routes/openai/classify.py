@@ -8,12 +8,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.batching.sources import Texts
-from service.routes.common import ANSWER_HEADERS, answer, check_count, classified, named
+from service.routes.common import ANSWER_HEADERS, InferenceRoute, answer, check_count, classified, named
 from service.routes.openai.models import check_model_name, served_name
 from service.routes.openai.schemas import OPENAI_ERRORS, TAG, ModelName, Salt, Usage, User, usage_of
 from service.schemas import Inputs
 from service.web.call import Answer, CurrentCall
-from service.web.endpoint import InferenceRoute
 
 
 class ClassificationRequest(BaseModel):

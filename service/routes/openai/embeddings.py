@@ -9,12 +9,11 @@ import numpy as np
 
 from attncache_core import InvalidInput, PrefillEngine
 from service.batching.sources import Source, TokenSequences, bare_prompt, prompt_of, source_of
-from service.routes.common import ANSWER_HEADERS, answer, check_count, computed, named
+from service.routes.common import ANSWER_HEADERS, InferenceRoute, answer, check_count, computed, named
 from service.routes.embed import embedding_server
 from service.routes.openai.models import check_model_name, served_name
 from service.routes.openai.schemas import OPENAI_ERRORS, TAG, Embeddings, EmbeddingsRequest, usage_of
 from service.web.call import Answer, CurrentCall
-from service.web.endpoint import InferenceRoute
 
 
 async def create_embeddings(call: CurrentCall) -> Answer:

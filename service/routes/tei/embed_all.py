@@ -12,11 +12,10 @@ import orjson
 from attncache_core import PrefillEngine
 from attncache_core.text.prompts import Prompt
 from service.batching.sources import Source, Tokenized, prompt_of, source_of
-from service.routes.common import ANSWER_HEADERS, answer, check_count, computed
+from service.routes.common import ANSWER_HEADERS, InferenceRoute, answer, check_count, computed
 from service.routes.embed import embedding_server
 from service.routes.tei.schemas import TAG, TEI_ERRORS, EmbedAllRequest, truncates
 from service.web.call import Answer, CurrentCall
-from service.web.endpoint import InferenceRoute
 
 # Of one response, which has some 12 bytes per number.
 _MAX_NUMBERS = 2**23

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from service.batching.sources import Texts
-from service.routes.common import ANSWER_HEADERS, Classified, answer, check_count, classified
+from service.routes.common import ANSWER_HEADERS, Classified, InferenceRoute, answer, check_count, classified
 from service.routes.tei.schemas import TAG, TEI_ERRORS, PredictRequest, truncates
 from service.schemas import LabelScore
 from service.web.call import Answer, CurrentCall
-from service.web.endpoint import InferenceRoute
 
 
 async def predict(call: CurrentCall) -> Answer:

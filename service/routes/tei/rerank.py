@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from attncache_core import InvalidInput
-from service.routes.common import ANSWER_HEADERS, answer, check_count
+from service.routes.common import ANSWER_HEADERS, InferenceRoute, answer, check_count
 from service.routes.openai.models import check_model_name, served_name
 from service.routes.openai.schemas import OPENAI_ERRORS, ModelName, Salt, Usage, usage_of
 from service.routes.openai.schemas import TAG as OPENAI_TAG
@@ -20,7 +20,6 @@ from service.routes.relevance import Question, Relevance, by_list, relevance
 from service.routes.tei.schemas import TAG, TEI_ERRORS, TeiErrorBody, truncates
 from service.schemas import REFUSED, Text, Texts, Truncate, TruncationDirection
 from service.web.call import Answer, Call, CurrentCall
-from service.web.endpoint import InferenceRoute
 
 
 def _plain(document: Any) -> Any:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, RootModel
 from attncache_core import InvalidInput, NotFinite, PrefillEngine
 from service.errors import rename
 from service.routes.classify import scored
-from service.routes.common import ANSWER_HEADERS
+from service.routes.common import ANSWER_HEADERS, InferenceRoute
 from service.routes.embed import embed
 from service.routes.tei.predict import predict
 from service.routes.tei.rerank import Rank, Ranked, RerankRequest, rerank
@@ -26,7 +26,6 @@ from service.routes.tei.schemas import TAG, TEI_ERRORS, PredictParameters, Predi
 from service.routes.tei.similarity import similarity
 from service.schemas import ClassifyRequest, EmbedRequest, Inputs, LabelScore, Text, Texts
 from service.web.call import Answer, Call, CurrentCall
-from service.web.endpoint import InferenceRoute
 
 
 class ZeroShotParameters(BaseModel):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from attncache_core import normalize
 from service.batching.sources import Texts
-from service.routes.common import ANSWER_HEADERS, answer, check_count, computed, named
+from service.routes.common import ANSWER_HEADERS, InferenceRoute, answer, check_count, computed, named
 from service.routes.embed import embedding_server
 from service.routes.tei.schemas import TAG, TEI_ERRORS, SimilarityParameters, SimilarityRequest, truncates
 from service.web.call import Answer, CurrentCall
-from service.web.endpoint import InferenceRoute
 
 _SOURCE, _SENTENCES = "inputs.source_sentence", "inputs.sentences"
 

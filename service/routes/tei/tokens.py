@@ -9,10 +9,9 @@ import orjson
 
 from attncache_core import InputTooLong, InvalidInput
 from attncache_core.text.prompts import Piece
-from service.routes.common import check_count
+from service.routes.common import InferenceRoute, check_count
 from service.routes.tei.schemas import TAG, TEI_ERRORS, DecodeRequest, SimpleToken, TokenizeRequest
 from service.web.call import Answer, CurrentCall
-from service.web.endpoint import InferenceRoute
 
 # Of one request. The response has some 60 bytes per token.
 _MAX_CHARACTERS = 2**18

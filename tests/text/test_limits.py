@@ -18,7 +18,7 @@ from published_tokenizers import (
 from tokenizers import Tokenizer
 
 from attncache_core.errors import InputTooLong
-from attncache_core.text.shortening import max_characters, shortened
+from attncache_core.text.limits import max_characters, shortened
 
 WRITERS = {
     "bert": write_tokenizer,

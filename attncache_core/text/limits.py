@@ -1,0 +1,162 @@
+"""The limits of what a request may give to the tokenizer: what is cut before, what is refused, the errors.
+
+A tokenizer takes microseconds for each character: seconds for a text of megabytes, whose tokens are then cut
+to a few hundred. A text is cut before it is tokenised, and its first tokens stay as they are. What must not
+be cut is refused if it has too many characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from attncache_core.checkpoints.template import Template, Text
+from attncache_core.errors import InputTooLong, InvalidInput
+
+# Of prose. More characters are looked at if the text has fewer tokens.
+_USUAL_CHARACTERS_PER_TOKEN = 8
+# A cut changes the tokens of the word that it cuts. Longer words have the same tokens nearly to their end.
+_LAST_CHARACTERS = 256
+# Of a text that still has too few tokens, no more than this is looked at.
+_MAX_CHARACTERS_PER_TOKEN = 64
+_ALWAYS_ACCEPTED = 2**16
+# Of a template, a prompt or a label, which are never cut. Prose has fewer on average.
+_MAX_UNCUT_CHARACTERS_PER_TOKEN = 16
+# Limits for all labels of a request together. The text around a label is tokenised once per label, so this
+# many characters take half a second. A token of a label takes 160 bytes until the request is answered.
+_MAX_LABEL_CHARACTERS = 2**20
+_MAX_LABEL_TOKENS = 2**16
+
+
+def max_characters(tokens: int) -> int:
+    """Return how many characters a text may have that is tokenised as a whole, in a sequence of `tokens`."""
+    return max(_ALWAYS_ACCEPTED, _MAX_CHARACTERS_PER_TOKEN * tokens)
+
+
+def shortened(tokenizer: Tokenizer, text: str, tokens: int, index: int) -> str:
+    """Return text `index`, or a part from its beginning with the same first tokens and more than `tokens`.
+
+    Raises InputTooLong if the text has so few tokens that it would have to be tokenised beyond
+    `max_characters`.
+    """
+    size = _USUAL_CHARACTERS_PER_TOKEN * tokens
+    while size + _LAST_CHARACTERS < len(text):
+        if size > max_characters(tokens):
+            raise InputTooLong(
+                f"inputs[{index}] has more than {max_characters(tokens)} characters, and too few tokens for "
+                "its length; shorten the text, and remove what is repeated",
+                field=f"inputs[{index}]",
+            )
+        part = text[: size + _LAST_CHARACTERS]
+        offsets = tokenizer.encode(part, add_special_tokens=False).offsets
+        if len(offsets) > tokens and offsets[tokens][1] <= size:
+            return part
+        size *= 4
+    return text
+
+
+def count_tokens(tokenizer: Tokenizer, text: str, tokens: int) -> int:
+    """Return how many tokens a text has, for a model whose sequences have `tokens` tokens.
+
+    Of a text with more than `max_characters`, the rest is taken to have as many tokens per character.
+    """
+    part = text[: max_characters(tokens)]
+    count = len(tokenizer.encode(part, add_special_tokens=False))
+    return round(count * len(text) / len(part)) if part else 0
+
+
+def require_few_characters_of_text(text: str, tokens: int, field: str) -> None:
+    """Raise InputTooLong, which names `field`, if a text must be tokenised as a whole and is too long."""
+    if len(text) > max_characters(tokens):
+        raise InputTooLong(
+            f"a text of {field} has {len(text)} characters, and at most {max_characters(tokens)} are "
+            "accepted; shorten the text",
+            field=field,
+        )
+
+
+def require_short(characters: int, max_tokens: int, field: str) -> None:
+    """Raise InvalidInput if a text of so many characters can leave no room for an input."""
+    if characters > _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_tokens:
+        raise no_room(max_tokens, field)
+
+
+def require_short_labels(labels: Sequence[str], max_tokens: int) -> None:
+    """Raise InvalidInput, which names the label, if a label can leave no room for an input."""
+    most = _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_tokens
+    for index, label in enumerate(labels):
+        if len(label) > most:
+            raise no_room(max_tokens, f"labels[{index}]")
+
+
+def require_few_label_tokens(tokens: int) -> None:
+    """Raise InputTooLong if labels have too many tokens in total."""
+    if tokens > _MAX_LABEL_TOKENS:
+        raise InputTooLong(
+            f"labels have more than {_MAX_LABEL_TOKENS} tokens in total; send fewer or shorter labels",
+            field="labels",
+        )
+
+
+def require_fitting(template: Template, texts: Sequence[Text]) -> None:
+    """Raise InvalidInput, which names the text, if a text must be a pair and is none, or must not be one."""
+    refused = str if template.is_for_pairs else tuple
+    for index, text in enumerate(texts):
+        if isinstance(text, refused) and template != Template():
+            why = (
+                "must be a pair, because the template holds {query} and {document}"
+                if template.is_for_pairs
+                else "is a pair, which takes no template or prompt of one text; send one text"
+            )
+            raise InvalidInput(f"inputs[{index}] {why}", field=f"inputs[{index}]")
+
+
+def too_long(room: int, index: int) -> InputTooLong:
+    """Return the error for text `index`, which has more than `room` tokens."""
+    return InputTooLong(
+        f"inputs[{index}] has more than {room} tokens; shorten the text or allow truncation",
+        field=f"inputs[{index}]",
+    )
+
+
+def require_few_characters(template: Template, texts: int, max_total_tokens: int) -> None:
+    """Raise InputTooLong if a template around this many texts must exceed `max_total_tokens` tokens."""
+    most, own = _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_total_tokens, template.characters
+    if own * texts > most:
+        raise InputTooLong(
+            f"the template has {own} characters, and with {texts} inputs at most {most // texts} are "
+            "accepted; send fewer inputs or a shorter template",
+            field="template" if own > most else "inputs",
+        )
+
+
+def require_few_label_characters(before: int, labels: Sequence[str]) -> None:
+    """Raise InputTooLong if labels have too many characters; `before` characters are added to each label."""
+    repeated, own = before * len(labels), sum(map(len, labels))
+    if repeated + own > _MAX_LABEL_CHARACTERS:
+        raise InputTooLong(
+            f"labels, each counted with the template's text before it, have {repeated + own} characters in "
+            f"total, and at most {_MAX_LABEL_CHARACTERS} are accepted; shorten the template after {{}}, or "
+            "send fewer or shorter labels",
+            field="template" if repeated > own else "labels",
+        )
+
+
+def no_room(max_tokens: int, field: str) -> InvalidInput:
+    """Return the error for a value that leaves no room for a text."""
+    return InvalidInput(
+        f"{field}: there is no room left for a text within {max_tokens} tokens; shorten this value",
+        field=field,
+    )
+
+
+def too_many(tokens: int, most: int, field: str) -> InputTooLong:
+    """Return the error for sequences with more tokens together than a request may have."""
+    shorten = (
+        "send fewer or shorter labels or inputs" if field == "labels" else "send fewer or shorter inputs"
+    )
+    return InputTooLong(
+        f"{field} make sequences with {tokens} tokens or more, and a request may have {most}: {shorten}",
+        field=field,
+    )
