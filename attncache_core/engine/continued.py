@@ -111,6 +111,8 @@ def _by_layers(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Com
         plan.wait_until_loaded()
         outputs = outputs_of(model, plan.given_states(), plan.lengths, plan.skipped)
         return outputs, np.isfinite(outputs).all(axis=1), None, 0.0
+    if model.stack is not None:
+        model.stack.wake(compiled_threads())
     rows, seconds = run_layers(model, batch.on(model.device), None, NO_GIVEN_MAPS, slots=plan.slots())
     plan.wait_until_loaded()
     states = plan.states(final.states(rows).cpu().numpy())

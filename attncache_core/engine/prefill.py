@@ -143,7 +143,7 @@ class PrefillEngine:
         threads: number of threads of torch and Faiss in the whole process; None: all available threads.
         max_tokens: truncate texts to this number of tokens, if it is below the model's maximum.
         share_prefixes: compute a prefix that several sequences of a batch share once, if the model is causal;
-        see `shares_prefixes`. key_values: store keys and values, and reuse them, if the model allows it;
+        see Runner.shares_prefixes. key_values: store keys and values, and reuse them, if the model allows it;
         `key_values_off` says why not. None: do not.
         Raises InvalidInput if the device does not exist, UnsupportedModel, DatabaseRefused if database or
         classifier belong to another model, and NotFinite if the embedding of a label is not finite.

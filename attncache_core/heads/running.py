@@ -6,7 +6,8 @@ A sequence whose first tokens are not computed again has no hidden states of the
 for them. Sums are added token by token, so the state does not depend on where a sequence was divided: pooled
 vectors are the same to the last bit whether all tokens were computed or only the last one.
 
-This module pools for the plain executor. The compiled stack pools by itself (native/states.h).
+This module pools for the plain executor and for blended sequences. The compiled stack pools by itself
+(native/states.h).
 """
 
 from __future__ import annotations

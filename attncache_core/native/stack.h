@@ -4,7 +4,7 @@
 //              for rows of misses -> norm of each head, rotary positions
 //   attend     maps @ V, head by head, with maps that are computed or given
 //   finish     output projection, residual, norm; then the feed-forward half
-//   pool       one vector for each sequence (pooling.h), behind the last layer
+//   pool       one vector for each sequence (pooling.h, states.h), behind the last layer
 //
 // The stack runs in one of three ways (ways.h):
 //   blocks     many rows: a block of some whole sequences passes through all layers on one thread

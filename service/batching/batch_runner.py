@@ -275,7 +275,8 @@ class BatchRunner:
             log_failure(logger, "results were not kept for others", error)
         if len(kept) + len(broken) < len(own):
             # Not the one for the other, because their results will be approximate too.
-            for expected in self._results.give_up(set(own.names) - kept.keys()):
+            left = set(own.names) - kept.keys() - {own.names[index] for index in broken}
+            for expected in self._results.give_up(left):
                 self._instead(replace(expected, names=None))
         return found
 

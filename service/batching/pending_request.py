@@ -112,10 +112,10 @@ class Slice:
         costs, texts, before = [0], list[int](), -1
         for index in indices:
             follows = index == before + 1
+            same = before >= 0 and self.texts[index] == self.texts[before]
             shared = self.costs[index + 1] - self.costs[index]
             costs.append(costs[-1] + (shared if follows or self.whole is None else self.whole[index]))
-            same = follows and index > 0 and self.texts[index] == self.texts[index - 1]
-            texts.append(len(costs) if not same else texts[-1])
+            texts.append(texts[-1] + (not same) if texts else 0)
             before = index
         return Slice(
             self.request,

@@ -160,7 +160,9 @@ class RequestQueue:
                     request.is_tokenized or request.waiting or request.future.done()
                 ):
                     self._tokenize_part(request)
-                found += (key for own in request.waiting for key in own.stored_as)
+                with self._lock:
+                    waiting = list(request.waiting)
+                found += (key for own in waiting for key in own.stored_as)
                 if len(found) >= _MAX_UPCOMING:
                     break
         return found[:_MAX_UPCOMING]

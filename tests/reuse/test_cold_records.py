@@ -1,6 +1,7 @@
 """A hit whose record takes longer to read from the disk than the hit saves is computed in full."""
 
 import ctypes
+import errno
 import os
 from dataclasses import replace
 
@@ -105,6 +106,17 @@ def test_first_records_that_are_not_in_memory_are_read_to_learn_the_speed(segmen
     disk.absent = None
     cold = [bool(segment.are_cold(np.array([record]), 0.0)[0]) for record in range(5)]
     assert cold == [False, False, False, True, True]
+
+
+def test_segment_that_cannot_be_read_to_learn_the_speed_is_lost(segment, monkeypatch):
+    Disk(monkeypatch).absent = None
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(RecordFile, "read", fail)
+    assert segment.are_cold(np.array([0, 1]), 1.0).all()
+    assert segment.is_lost
 
 
 @pytest.mark.parametrize("prototypes", [False, True])

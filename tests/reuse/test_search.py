@@ -97,6 +97,19 @@ def test_compiled_code_finds_what_is_found_without_it(tiny_engine, opened, asked
     ]
 
 
+def test_length_whose_segment_is_lost_behind_the_plan_is_still_found(tiny_engine, tiny_database):
+    database = AttentionDatabase.open(tiny_database)
+    search, longest = database.search, max(database.search.store.segments)
+    batch, before = pack([[2, *range(5, 3 + longest), 3]]), search.store.segments
+    with torch.inference_mode():
+        hidden = tiny_engine.model.embed(batch)
+        expected = search.nearest(batch, hidden, batch.groups(), before)
+        search.store.segments = {length: own for length, own in before.items() if length != longest}
+        # As after a step of tightening, which makes another search of the same records.
+        found = replace(search).nearest(batch, hidden, batch.groups(), before)
+    np.testing.assert_array_equal(found.records, expected.records)
+
+
 def test_lengths_that_are_searched_in_compressed_form_find_the_same_records(tiny_engine, opened, asked):
     index, mixed = opened.search.index, FeatureIndex()
     lengths = sorted(opened.manifest.records)

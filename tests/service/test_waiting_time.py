@@ -3,15 +3,16 @@
 import asyncio
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 from fake_engine import OWN_PROMPT, FakeEngine, serving, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from queueing import batching, hold, submit
 
-from attncache_core.engine.request import PrefillBatch
+from attncache_core.engine.request import PrefillBatch, PrefillPart
 from service.batching.admission import Limits
-from service.batching.pending_request import PendingRequest
+from service.batching.pending_request import PendingRequest, Slice
 from service.batching.request_queue import RequestQueue
 from service.batching.sources import Texts
 from service.errors import QueueFull
@@ -267,6 +268,37 @@ async def test_refusal_has_the_shape_of_each_api(path, body, described):
         engine.may_run.set()
         assert [(await task).status_code for task in (busy, waiting)] == [200, 200]
         assert (await client.post(path, json=body)).status_code == 200
+
+
+def test_sequences_that_leave_while_their_keys_are_looked_up_fail_nothing(monkeypatch):
+    limits = Limits(BATCH, MANY, MANY, MANY)
+    queue = RequestQueue(
+        limits, lambda request: request.next_part(FakeEngine(), MANY), lambda _: None, lambda *_: None
+    )
+    request = PendingRequest(
+        Texts(["a", "b"], truncate=False), OWN_PROMPT, False, True, future_of_nobody(), ("client",)
+    )
+    queue.add(request)
+
+    def leave(own):
+        own.request.waiting.clear()  # as another thread does, if the client disconnects
+        return iter(["key"])
+
+    monkeypatch.setattr(Slice, "stored_as", property(leave))
+    assert queue.upcoming() == ["key"]
+
+
+@given(data=st.data(), texts=st.integers(1, 5), plans=st.integers(1, 4))
+def test_sequences_of_a_text_count_as_one_text_whichever_are_left_out(data, texts, plans):
+    numbers = [text for text in range(texts) for _ in range(plans)]
+    indices = sorted(data.draw(st.sets(st.sampled_from(range(len(numbers))), min_size=1)))
+    offsets = range(len(numbers) + 1)  # each sequence is one token
+    whole = Slice(
+        None, PrefillPart(np.zeros(len(numbers), np.int64), offsets), offsets[:-1], offsets, numbers
+    )
+    chosen = whole.select(indices)
+    for count in range(1, len(indices) + 1):
+        assert chosen.first(count).texts == len({numbers[index] for index in indices[:count]})
 
 
 def test_request_that_cannot_be_tokenised_is_looked_up_once_before_its_client_is_told():

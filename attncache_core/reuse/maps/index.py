@@ -87,6 +87,11 @@ class FeatureIndex:
         """Whether there is no partition, because no record is of a sentence."""
         return not self._partitions
 
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths that have a partition."""
+        return list(self._partitions)
+
     def size(self, length: int) -> int:
         """Return the number of records of this length."""
         return int(self._partitions[length].ntotal)

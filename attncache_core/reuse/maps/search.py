@@ -95,12 +95,12 @@ class SearchEngine(ReuseStrategy):
         may_be_compared, all_familiar, corrupt = allowed & familiar, familiar.all(), 0
         compared = []
         for group in served:
+            if not all_familiar:
+                _set_reason(nothing, group, allowed & ~familiar, Outcome.UNFAMILIAR)
             if self._is_searched(group.length) and may_be_compared[group.sequences].any():
                 compared.append(group)
             else:
                 corrupt += self._plan_unsearched(batch, group, allowed, familiar, nothing)
-            if not all_familiar:
-                _set_reason(nothing, group, allowed & ~familiar, Outcome.UNFAMILIAR)
         return SearchPlan(
             nothing.records,
             nothing.kinds,
@@ -219,7 +219,8 @@ class SearchEngine(ReuseStrategy):
             return None
         none = np.zeros((0, self.projector.dimensions), np.float32)
         vectors = {}
-        for length in self.store.segments:
+        # A lost segment leaves the store, and a batch that was planned before still looks for its length.
+        for length in {*self.index.lengths, *self.prototypes.lengths.tolist()}:
             stored = self.index.vectors(length)
             vectors[length] = RecordVectors(
                 none if stored is None else stored, *self.prototypes.of_length(length)

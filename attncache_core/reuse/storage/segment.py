@@ -178,7 +178,7 @@ class Segment:
         A record in memory is not cold. The system is told to read a cold record when the record is cold for
         the second time, so that it is in memory soon: reading takes processor time too, which a record that
         is needed once does not give back. The first records of the segment that are not in memory are read at
-        once, to learn how fast the disk reads records of this size.
+        once, to learn how fast the disk reads records of this size. If the disk fails, the segment is lost.
         """
         now = time.monotonic()
         unknown = self._warm_until[records] < now
@@ -196,7 +196,11 @@ class Segment:
             return False
         if len(self._seconds_per_byte) < _TIMED_READS:
             started = time.perf_counter()
-            self.file.read(size, offset)
+            try:
+                self.file.read(size, offset)
+            except OSError:
+                self.lose()
+                return True
             self._seconds_per_byte.append((time.perf_counter() - started) / missing)
             return False
         if missing * statistics.median(self._seconds_per_byte) <= seconds:
