@@ -7,11 +7,11 @@ from kernel_formulas import library
 
 from attncache_core import DEFAULT_MODEL, PrefillEngine, Quantization, default_corpus, find_variant, native
 from attncache_core.models.quantized import int8_products_are_exact
-from attncache_core.native import attention_kernel, pooling, products, rows
+from attncache_core.native import attention_kernel, products, rows
 
 PLAIN = "plain"  # torch's operators, without compiled code
 LEVELS = [PLAIN, "avx2", "avx512", "avx512_vnni", "avx512_bf16", "neon"]
-CACHES = [products.library, rows.kernel, pooling._function]  # of what was found at another level
+CACHES = [products.library, rows.kernel]  # of what was found at another level
 
 
 @pytest.fixture(params=LEVELS)
