@@ -49,7 +49,7 @@ fuzz: .venv/installed-with-test
 
 # Renewals of a database that are killed a thousand times, and servers that change the generation 200 times.
 kills: .venv/installed-with-test
-	ATTNCACHE_KILLS=1000 ATTNCACHE_SWAPS=200 .venv/bin/pytest --timeout 0 tests/reuse/test_generations.py \
+	ATTNCACHE_KILLS=1000 ATTNCACHE_SWAPS=200 .venv/bin/pytest --timeout 0 -s tests/reuse/test_generations.py \
 		tests/service/test_renewed_database.py
 
 # Full load and damaged files for ten minutes, then a table and build/soak.png.

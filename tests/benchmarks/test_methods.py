@@ -112,6 +112,7 @@ def nearer_methods(methods, tiny_engine, tiny_checkpoint, tiny_database, monkeyp
     monkeypatch.setattr(
         FeatureProjector, "project", lambda *given: [features * scale for features in project(*given)]
     )
+    monkeypatch.setattr(FeatureProjector, "packed", None)  # compiled code does not call `project`
     database, index = AttentionDatabase.open(tiny_database), FeatureIndex()
     for length in database.manifest.records:
         vectors = faiss.read_index(str(index_path(tiny_database, length)))

@@ -51,7 +51,7 @@ class FakeMapReuse:
     """The policy of the fake engine, kept in `folder` as a real server keeps its own; None: not kept."""
 
     gain = None
-    database = SimpleNamespace(folder="fake.db")
+    database = SimpleNamespace(folder="fake.db", manifest=SimpleNamespace(id="fake"))
     search = SimpleNamespace(store=SimpleNamespace(records=0, scrub=lambda _: ()))
 
     def __init__(self, policy, folder):

@@ -160,7 +160,7 @@ async def test_generation_of_equal_heads_shares_the_model_and_another_one_loads_
     assert len({id(engine.model) for engine in engines}) == 3
     assert len({engine.fingerprint for engine in engines}) == 1
     with pytest.raises(ValueError, match="packed again"):
-        engines[0].with_database(engines[2].database)
+        engines[0].with_database(engines[2].map_reuse.database)
 
 
 async def test_each_answer_is_of_one_generation_or_exact_while_batches_tightening_and_swaps_interleave(
@@ -371,7 +371,7 @@ def test_gain_of_the_next_generation_is_measured_before_it_serves(
     assert next(loaded) == MEASURING_GAIN
     assert next(loaded) == Pause(60)
     assert next(loaded) == MEASURING_GAIN
-    assert next(loaded).database.generation.number == 1
+    assert next(loaded).map_reuse.database.generation.number == 1
     assert attempts == [(1, first.runs.idle_mark())] * 2
 
 
