@@ -23,7 +23,7 @@ from attncache_core import AttentionDatabase, InvalidInput, PrefillEngine, find_
 from attncache_core.corpus.reading import read_texts
 from attncache_core.engine.layers import run_layers
 from attncache_core.models import load_model
-from attncache_core.native.stack_data import GivenRecords
+from attncache_core.native.stack import GivenRecords
 from attncache_core.reuse.execution.given_maps import HitRecords
 from attncache_core.reuse.mask import ReuseMask, mildest_mask
 from attncache_core.text.token_batch import TokenBatch, pack

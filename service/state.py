@@ -21,11 +21,10 @@ from typing import Any
 
 from attncache_core import AttnCacheError, NoClassifier, PrefillEngine
 from service.access.keys import key_ring
-from service.access.quotas import ByteBudget
 from service.batching.admission import Limits
 from service.batching.batcher import Batcher
 from service.conversations.sessions import CAPACITY_BYTES, Sessions
-from service.errors import NotReady
+from service.errors import NotReady, QueueFull
 from service.labels import LabelMemory
 from service.observability.finished import FinishedRequests
 from service.observability.logs import log_access
@@ -65,6 +64,28 @@ class Serving:
     batcher: Batcher
     label_memory: LabelMemory
     scrubber: Scrubber | None  # None without a database
+
+
+class ByteBudget:
+    """Counts the bytes of request bodies from their arrival until their response. Used on the event loop."""
+
+    def __init__(self, most: int) -> None:
+        """most: bytes of all requests together."""
+        self._most = most
+        self.taken = 0
+
+    def take(self, count: int) -> None:
+        """Count bytes that arrive. Raises QueueFull if they would be too many."""
+        if self.taken + count > self._most:
+            raise QueueFull(
+                f"requests with {self.taken} bytes are being answered, and at most {self._most} are accepted",
+                retry_after_seconds=1,
+            )
+        self.taken += count
+
+    def give(self, count: int) -> None:
+        """Count bytes of a request that was answered as free."""
+        self.taken -= count
 
 
 class ServiceState:

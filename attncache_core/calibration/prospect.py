@@ -23,7 +23,7 @@ from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.runner import threads_of
 from attncache_core.models import PackedModel
 from attncache_core.models.attention import apply_maps
-from attncache_core.native.stack_data import GivenRecords
+from attncache_core.native.stack import GivenRecords
 from attncache_core.reuse.execution.given_maps import GivenMaps
 from attncache_core.text.token_batch import TokenBatch
 

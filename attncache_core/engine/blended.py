@@ -24,7 +24,7 @@ from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, empty_states
 from attncache_core.models import PackedModel
-from attncache_core.native.stack_data import KeyValueSlots
+from attncache_core.native.stack import KeyValueSlots
 from attncache_core.reuse.blend.chunks import (
     LAYERS_A_STEP,
     Blend,

@@ -20,7 +20,7 @@ from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, pooled
 from attncache_core.heads.vectors import finite_sequences
 from attncache_core.models import PackedModel
-from attncache_core.native.stack_data import StackRows
+from attncache_core.native.stack import StackRows
 from attncache_core.reuse.kv.block_file import DamagedBlock
 from attncache_core.reuse.kv.continuation import Continuation, Continued
 from attncache_core.reuse.kv.store import KeyValueStore

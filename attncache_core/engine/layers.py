@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from attncache_core.models import AttentionLayer, PackedModel
-from attncache_core.native.stack import CompiledStack
-from attncache_core.native.stack_data import (
+from attncache_core.native.stack import (
     NO_RECORDS,
+    CompiledStack,
     GivenRecords,
     KeyValueSlots,
     StackRows,

@@ -23,7 +23,7 @@ from attncache_core.engine.layers import stack_outputs
 from attncache_core.engine.request import PrefillBatch, PrefillRequest, PrefillResult, joined_results
 from attncache_core.engine.targets import log_probabilities, token_states
 from attncache_core.models import PackedModel
-from attncache_core.native.stack_data import StackRows
+from attncache_core.native.stack import StackRows
 from attncache_core.reuse.kv.key_value_reuse import KeyValueReuse
 from attncache_core.reuse.plan import outcomes_of, shared_no_reuse
 from attncache_core.reuse.storage.segment import RecordsChanged

@@ -21,17 +21,10 @@ from attncache_core.models.linear import Linear, Norm
 from attncache_core.models.projections import Projections, SharedHeads
 from attncache_core.models.scores import ScoreTerms
 from attncache_core.native import products
-from attncache_core.native.pooling import NativeNorm
+from attncache_core.native.pooling import CompiledNorm, CompiledPooling, NativeNorm
 from attncache_core.native.products import PackedMatrix
 from attncache_core.native.stack import CompiledStack
-from attncache_core.native.stack_data import (
-    AttentionHalf,
-    CompiledEmbedding,
-    CompiledNorm,
-    CompiledPooling,
-    ForwardHalf,
-    QueryKeyHeads,
-)
+from attncache_core.native.stack_layers import AttentionHalf, CompiledEmbedding, ForwardHalf, QueryKeyHeads
 from attncache_core.runtime.devices import CPU
 
 Halves = tuple[AttentionHalf, list[ForwardHalf]]  # of one layer

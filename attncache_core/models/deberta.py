@@ -23,7 +23,7 @@ from attncache_core.models.layer import Dropped
 from attncache_core.models.model import PackedModel
 from attncache_core.models.projections import LayerHeads
 from attncache_core.models.scores import ScoreTerms
-from attncache_core.native.stack_data import DistanceTerm
+from attncache_core.native.stack_layers import DistanceTerm
 
 
 def deberta(model: Any, heads: Sequence[LayerHeads | Dropped], pool: Pooler) -> PackedModel:

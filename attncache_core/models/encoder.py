@@ -33,7 +33,7 @@ from attncache_core.models.linear import Norm, packed
 from attncache_core.models.model import Outputs, PackedModel
 from attncache_core.models.projections import LayerHeads, LinearWeights, Projections
 from attncache_core.models.scores import ScoreTerms
-from attncache_core.native.stack_data import CompiledPooling
+from attncache_core.native.pooling import CompiledPooling
 from attncache_core.text.token_batch import TokenBatch
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from attncache_core.models.attention import attention_scores
-from attncache_core.native.stack_data import DistanceTerm
+from attncache_core.native.stack_layers import DistanceTerm
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,10 +12,27 @@ import numpy as np
 import torch
 
 from attncache_core import native
-from attncache_core.native.stack_data import CompiledNorm
 
 # The numbers of pooling_mode in pooling.h.
 _MODES = {"cls": 0, "lasttoken": 1, "max": 2, "mean": 3, "mean_sqrt_len_tokens": 4, "weightedmean": 5}
+
+
+@dataclass(frozen=True)
+class CompiledNorm:
+    """A norm of rows: x minus its mean (LayerNorm), divided by its deviation, times weight, plus bias."""
+
+    weight: torch.Tensor  # float32 [width]
+    bias: torch.Tensor | None  # float32 [width]
+    epsilon: float
+    subtracts_mean: bool
+
+
+@dataclass(frozen=True)
+class CompiledPooling:
+    """One vector for each sequence, made of the output of the last layer, as data."""
+
+    modes: Sequence[str]  # see heads/pooling.py; their vectors follow each other
+    norm: CompiledNorm | None = None  # of each token, before pooling
 
 
 class NormFields(ctypes.Structure):

@@ -1,6 +1,7 @@
 """Python binding of stack.h: all layers of a model on packed rows, in one call.
 
-CompiledStack(layers)  ->  run(hidden, rows, layers, ...)
+layers (stack_layers.py)                          -> CompiledStack
+batches -> StackRows, GivenRecords, KeyValueSlots -> CompiledStack.run -> Counts
 """
 
 from __future__ import annotations
@@ -8,71 +9,22 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from attncache_core.native.attention_kernel import NO_BOUND, NUMBER_TYPES, DistanceTermFields
-from attncache_core.native.pooling import NormFields, PoolingFields, address
-from attncache_core.native.products import ACTIVATION_NUMBERS, Matrix, has_pairs
-from attncache_core.native.stack_data import (
-    NO_RECORDS,
-    AngleTables,
+from attncache_core.native.attention_kernel import NUMBER_TYPES
+from attncache_core.native.pooling import CompiledPooling, PoolingFields, address
+from attncache_core.native.products import has_pairs
+from attncache_core.native.stack_layers import (
     AttentionHalf,
     CompiledEmbedding,
-    CompiledNorm,
-    CompiledPooling,
-    Counts,
-    DistanceTerm,
     ForwardHalf,
-    GivenRecords,
-    KeyValueSlots,
-    Pooled,
-    StackRows,
-    TreePooling,
+    LayerFields,
+    StackLayout,
+    slot_bytes_of,
 )
-
-_LANES = 16  # of vectors.h
-
-
-class _Embedding(ctypes.Structure):
-    """The structure `embedding` of stack.h."""
-
-    _fields_ = (
-        ("words", ctypes.c_void_p),
-        ("added", ctypes.c_void_p),
-        ("norm", NormFields),
-        *((name, ctypes.c_int64) for name in ("word_count", "place_count", "padding")),
-        *((name, ctypes.c_int32) for name in ("has_positions", "types", "type")),
-        ("scale", ctypes.c_float),
-    )
-
-
-_NORMS = ("before", "branch", "after", "query", "key")
-_FORWARD_NORMS = ("forward_before", "forward_branch", "forward_after")
-_LAYER_COUNTS = (
-    *("heads", "reused", "keys_always", "keys_misses", "values", "width", "value_width", "half", "angles"),
-    *("reach_before", "reach_after", "bias_positions", "activation", "maps_before", "number"),
-)
-
-
-class _Layer(ctypes.Structure):
-    """The structure `stack_layer` of stack.h."""
-
-    _fields_ = (
-        *((name, Matrix) for name in ("always", "misses", "output")),
-        *((name, NormFields) for name in _NORMS),
-        ("bias", ctypes.c_void_p),
-        *((name, DistanceTermFields) for name in ("query_term", "key_term")),
-        *((name, ctypes.c_void_p) for name in ("key_heads", "value_heads")),
-        *((name, Matrix) for name in ("gate", "up", "down", "refitted_output", "refitted_down")),
-        *((name, NormFields) for name in _FORWARD_NORMS),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in _LAYER_COUNTS),
-    )
-
 
 _NO_LIMIT = 2**62
 # What token_error of stack.h means.
@@ -80,6 +32,105 @@ _TOKEN_ERRORS = {
     1: "a token has a row outside a table of the embedding",
     2: "a sequence has more tokens than the model has positions",
 }
+
+
+@dataclass(frozen=True)
+class GivenRecords:
+    """The records whose maps are given to the first sequences of a batch."""
+
+    addresses: np.ndarray  # uint64 [hits], the address of each record
+    dtype: torch.dtype = torch.float16  # of the maps
+    packed: bool = False  # whether maps are lower triangles
+    heads_before: tuple[int, ...] = ()  # for each layer, the number of heads of earlier layers in a record
+    refitted: int = 0  # number of hits, from the first, whose rows take the refitted weights
+
+
+@dataclass(frozen=True)
+class TreePooling:
+    """The sequences of trees that are pooled, and the states that are kept; see states.h.
+
+    A state, float32 [5, width], is what every pooling needs to know of some tokens; see heads/running.py.
+    """
+
+    parents: np.ndarray  # int64 [runs], the run that each run continues; -1: the run is a root
+    ends: np.ndarray  # int64 [sequences], the last run of each sequence; -1: all its tokens are given
+    lengths: np.ndarray  # int64 [sequences], tokens of each sequence, given tokens too
+    # uint64 [sequences], address of the state after the given tokens of each sequence; 0: no token is given.
+    # The sequences of a tree have the same given tokens, and leave out the same number of tokens.
+    given: np.ndarray
+    kept_rows: np.ndarray  # int64 [states], the rows after which states are kept, rising
+    kept: np.ndarray  # uint64 [states], where each of these states goes
+
+
+@dataclass(frozen=True)
+class StackRows:
+    """The rows of a batch, as a forest of runs; without trees, every run is a sequence."""
+
+    offsets: np.ndarray  # int64 [runs + 1], first row of each run
+    # int64 [rows], position of each row in its sequence; None: the rows of a sequence follow each other
+    positions: np.ndarray | None = None
+    trees: np.ndarray | None = (
+        None  # int64 [trees + 1], first run of each tree; runs are in depth-first order
+    )
+    starts: np.ndarray | None = None  # int64 [runs], position of the first row of each run; with `trees`
+    ids: np.ndarray | None = None  # int64 [rows], token ids, if the stack makes the first layer's input
+    types: np.ndarray | None = None  # int64 [rows], token types, with `ids`; None: the first type
+    # int64 [sequences], tokens at the front of each sequence that pooling leaves out; None: none
+    skipped: np.ndarray | None = None
+    pooling: TreePooling | None = None  # of the sequences, if the rows have trees
+
+
+@dataclass(frozen=True)
+class KeyValueSlots:
+    """Keys and values of the tokens in front of trees, and places for the keys and values of rows.
+
+    A slot has what a token has in one layer: in the compiled stack K of all key heads, before their rotation,
+    then V of all value heads. A block holds slots [layers, block_tokens]. Tokens fill the blocks of a tree in
+    order, from position 0 to the position at which the root of the tree starts.
+    """
+
+    block_tokens: int
+    layer_bytes: int  # from a slot to the slot of the same token in the next layer
+    given: np.ndarray  # uint64 [blocks], address of the first slot of each given block
+    given_blocks: np.ndarray  # int64 [trees + 1], first block of each tree
+    # uint64 [slots], addresses of slots in the first layer that rows are written to. None: no row is kept
+    kept: np.ndarray | None = None
+    kept_rows: np.ndarray | None = None  # int64 [slots], the row of each of these slots, rising
+    # int32 [1], the number of layers whose given slots are filled, and one more once the given states are;
+    # the stack waits for the others. None: everything is filled.
+    ready: np.ndarray | None = None
+    # int32 [layers], to which the rows are added whose keys and values are kept. None: nobody asks.
+    written: np.ndarray | None = None
+    # Whether the rows of a tree, which is one run, are at any rising positions. They attend to the given
+    # tokens up to their own position, and their kept slots are among the given ones. The root
+    # starts behind all tokens.
+    scattered: bool = False
+    # Whether the slots of the rows in one layer are kept, and nothing else is computed.
+    only: bool = False
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """The vectors of sequences."""
+
+    vectors: np.ndarray  # float32 [sequences, modes * width]
+    finite: np.ndarray  # bool [sequences], whether all states of the last layer and the vector are finite
+
+
+@dataclass
+class Counts:
+    """What a run of the stack computed."""
+
+    multiplications: int  # rows times columns times inputs of all products with weights
+    map_rows: int  # rows of maps that were computed, of all heads and layers
+    # The part of the run's time that projections, maps and maps @ V took: the share of attention in the time
+    # of all threads, of the time of the run.
+    attention_seconds: float
+
+
+NO_RECORDS = GivenRecords(np.zeros(0, dtype=np.uint64))
+
+
 _RESULTS = ("multiplications", "map_rows", "attention_nanoseconds", "busy_nanoseconds")
 
 
@@ -152,36 +203,22 @@ class CompiledStack:
         self._wait = library.wait_for_helpers
         self._wait.argtypes, self._wait.restype = [], None
         self._width = width
-        self._kept: list[Any] = [layers, embedding]  # what the structures point to
-        self._embedding = None if embedding is None else self._embedding_of(embedding)
-        self._pooling = None if pooling is None else self._pooling_of(pooling)
-        self._angles: list[AngleTables] = []
-        # heads_before of records -> the structures of the layers with these places of maps
-        self._described: dict[tuple[int, ...], ctypes.Array[_Layer]] = {}
         self.dtype = dtype if has_pairs(library) else torch.float32  # of Q, K, V and maps
-        self._has_pairs_of = library.has_pairs_of
+        number_type = NUMBER_TYPES[self.dtype]
+        self._layout = StackLayout(layers, embedding, pooling, number_type, pairs_of=library.has_pairs_of)
+        # heads_before of records -> the structures of the layers with these places of maps
+        self._described: dict[tuple[int, ...], ctypes.Array[LayerFields]] = {}
         terms = [term for half, _ in layers for term in (half.query_term, half.key_term) if term is not None]
         distances = [half.bias.shape[1] for half, _ in layers if half.bias is not None]
         distances += [len(term.rows) for term in terms]
         self._has_terms = bool(terms)
-        # A structure holds one half of each kind; a second feed-forward half has a structure of its own.
-        sizes = [max(1, len(halves)) for _, halves in layers]
-        self._starts = [0, *accumulate(sizes)]  # of each layer, and their end
-        self._layers = (_Layer * self._starts[-1])()
-        for own in self._layers:
-            own.angles = -1
-        for number, (start, (attention, halves)) in enumerate(zip(self._starts, layers, strict=False)):
-            self._layers[start].number = number
-            self._set_attention(self._layers[start], attention)
-            for at, half in enumerate(halves, start):
-                self._set_forward(self._layers[at], half)
         inner = [half.up.outputs for _, halves in layers for half in halves]
-        self.slot_bytes = _slot_bytes([attention for attention, _ in layers], self.dtype)
+        self.slot_bytes = slot_bytes_of([attention for attention, _ in layers], self.dtype)
         # What all jobs have in common.
         self._job = _Job(
-            layers=ctypes.addressof(self._layers),
+            layers=ctypes.addressof(self._layout.layers),
             width=width,
-            type=NUMBER_TYPES[self.dtype],
+            type=number_type,
             max_tokens=min(((count + 1) // 2 for count in distances), default=_NO_LIMIT),
             widest=max(width, *(attention.output.inputs for attention, _ in layers), *inner),
         )
@@ -189,12 +226,12 @@ class CompiledStack:
     @property
     def embeds(self) -> bool:
         """Whether the stack can make the input of the first layer from token ids."""
-        return self._embedding is not None
+        return self._layout.embedding is not None
 
     @property
     def pools(self) -> bool:
         """Whether the stack can make the vectors of sequences."""
-        return self._pooling is not None
+        return self._layout.pooling is not None
 
     def wake(self, threads: int) -> None:
         """Wake the threads that the next `run` uses, if it comes within 0.1 ms."""
@@ -245,8 +282,8 @@ class CompiledStack:
         given, slots: see `run`. hidden: float32 [rows, width], to which the output of the last layer is
         written; None: nobody reads it. Raises IndexError as `run` does.
         """
-        assert self._pooling is not None
-        job = self._job_of(rows, range(len(self._starts) - 1), threads)
+        assert self._layout.pooling is not None
+        job = self._job_of(rows, range(len(self._layout.starts) - 1), threads)
         if hidden is not None:
             assert hidden.shape == (rows.offsets[-1], self._width)
             job.hidden = hidden.data_ptr()
@@ -259,9 +296,9 @@ class CompiledStack:
         if len(given.addresses):
             self._set_records(job, rows, given)
         self._set_slots(job, rows, slots)
-        shape = count, self._pooling.modes * self._width
+        shape = count, self._layout.pooling.modes * self._width
         pooled = Pooled(np.empty(shape, np.float32), np.empty(count, np.bool_))
-        pooling = PoolingFields.from_buffer_copy(self._pooling)
+        pooling = PoolingFields.from_buffer_copy(self._layout.pooling)
         pooling.write_to(pooled.vectors, pooled.finite, rows.skipped)
         job.pooling = ctypes.addressof(pooling)
         return pooled, self._run_job(job, rows)
@@ -269,12 +306,16 @@ class CompiledStack:
     def _job_of(self, rows: StackRows, layers: range, threads: int) -> _Job:
         """Return a job of these layers for these rows, which must outlive the job."""
         job = _Job.from_buffer_copy(self._job)
-        job.first, job.last, job.threads = self._starts[layers.start], self._starts[layers.stop], threads
+        job.first, job.last, job.threads = (
+            self._layout.starts[layers.start],
+            self._layout.starts[layers.stop],
+            threads,
+        )
         job.offsets, job.count = address(rows.offsets), len(rows.offsets) - 1
         if rows.ids is not None:
-            assert self._embedding is not None
+            assert self._layout.embedding is not None
             assert len(rows.ids) == rows.offsets[-1]
-            job.embedding, job.ids = ctypes.addressof(self._embedding), address(rows.ids)
+            job.embedding, job.ids = ctypes.addressof(self._layout.embedding), address(rows.ids)
             if rows.types is not None:
                 assert len(rows.types) == len(rows.ids)
                 job.types = address(rows.types)
@@ -285,8 +326,8 @@ class CompiledStack:
 
     def _run_job(self, job: _Job, rows: StackRows) -> Counts:
         """Run a job. Raises IndexError as `run` does."""
-        if self._angles and rows.offsets[-1]:
-            tables = [table for angles in self._angles for table in angles(_positions_of(rows))]
+        if self._layout.angles and rows.offsets[-1]:
+            tables = [table for angles in self._layout.angles for table in angles(_positions_of(rows))]
             pointers = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
             job.angles = ctypes.addressof(pointers)
         started = time.perf_counter()
@@ -338,116 +379,17 @@ class CompiledStack:
         job.maps, job.map_type = address(given.addresses), NUMBER_TYPES[given.dtype]
         job.packed, job.refitted = given.packed, given.refitted
 
-    def _with_places(self, heads_before: tuple[int, ...]) -> ctypes.Array[_Layer]:
+    def _with_places(self, heads_before: tuple[int, ...]) -> ctypes.Array[LayerFields]:
         """Return the structures of the layers, with the places of their maps in records."""
-        layers = (_Layer * len(self._layers))()
-        ctypes.memmove(layers, self._layers, ctypes.sizeof(self._layers))
-        for start, heads in zip(self._starts, heads_before, strict=False):
+        layers = (LayerFields * len(self._layout.layers))()
+        ctypes.memmove(layers, self._layout.layers, ctypes.sizeof(self._layout.layers))
+        for start, heads in zip(self._layout.starts, heads_before, strict=False):
             layers[start].maps_before = heads
         return layers
-
-    def _embedding_of(self, embedding: CompiledEmbedding) -> _Embedding:
-        made = _Embedding(type=NUMBER_TYPES[embedding.words.dtype], scale=embedding.scale)
-        assert embedding.words.is_contiguous()
-        made.words, made.word_count = embedding.words.data_ptr(), len(embedding.words)
-        if embedding.added is not None:
-            assert embedding.added.is_contiguous()
-            assert embedding.added.dtype == embedding.words.dtype
-            made.added, made.place_count = embedding.added.data_ptr(), len(embedding.added)
-        made.types, made.has_positions = embedding.types, embedding.has_positions
-        made.padding = -1 if embedding.padding is None else embedding.padding
-        self._set_norms(made, ("norm",), (embedding.norm,))
-        return made
-
-    def _pooling_of(self, pooling: CompiledPooling) -> PoolingFields:
-        made = PoolingFields.of(pooling.modes)
-        self._set_norms(made, ("last",), (pooling.norm,))
-        return made
 
     def __del__(self) -> None:
         # A helper may still look at a job of this stack after `run` has returned.
         self._wait()
-
-    def _set_attention(self, own: _Layer, half: AttentionHalf) -> None:
-        own.always, own.output = half.always.packed.matrix, half.output.matrix
-        own.keys_always, own.values = half.always.keys, half.values
-        if half.refitted_output:
-            own.refitted_output = half.refitted_output.matrix
-        key_heads = list(half.always.key_heads)
-        if half.misses:
-            own.misses, own.keys_misses = half.misses.packed.matrix, half.misses.keys
-            key_heads = [*half.misses.key_heads, *key_heads]
-        own.key_heads, own.value_heads = self._integers(key_heads), self._integers(half.value_heads)
-        own.heads, own.reused = len(half.value_heads), half.reused
-        own.width, own.value_width, own.scale = half.width, half.value_width, half.scale
-        own.reach_before = NO_BOUND if half.before is None else min(half.before, NO_BOUND)
-        own.reach_after = NO_BOUND if half.after is None else min(half.after, NO_BOUND)
-        norms = (half.input_norm, half.branch_norm, half.output_norm, half.query_norm, half.key_norm)
-        self._set_norms(own, _NORMS, norms)
-        if half.angles:
-            if half.angles not in self._angles:
-                self._angles.append(half.angles)
-            own.angles, own.half = self._angles.index(half.angles), half.half
-        if half.bias is not None:
-            own.bias, own.bias_positions = self._floats(half.bias), (half.bias.shape[1] + 1) // 2
-        pairs = bool(self._has_pairs_of(NUMBER_TYPES[self.dtype], half.width, half.value_width))
-        for name in ("query_term", "key_term"):
-            term = getattr(half, name)
-            if term is not None:
-                setattr(own, name, self._distance_term(term, pairs))
-
-    def _set_forward(self, own: _Layer, half: ForwardHalf) -> None:
-        own.up, own.down = half.up.matrix, half.down.matrix
-        if half.gate:
-            own.gate = half.gate.matrix
-        if half.refitted_down:
-            own.refitted_down = half.refitted_down.matrix
-        own.activation = ACTIVATION_NUMBERS[half.activation]
-        self._set_norms(own, _FORWARD_NORMS, (half.input_norm, half.branch_norm, half.output_norm))
-
-    def _set_norms(
-        self, own: ctypes.Structure, names: Sequence[str], norms: Sequence[CompiledNorm | None]
-    ) -> None:
-        for name, norm in zip(names, norms, strict=True):
-            if norm:
-                bias = None if norm.bias is None else self._floats(norm.bias)
-                kind = 1 if norm.subtracts_mean else 2
-                setattr(own, name, NormFields(self._floats(norm.weight), bias, norm.epsilon, kind))
-
-    def _distance_term(self, term: DistanceTerm, pairs: bool) -> DistanceTermFields:
-        """Lay out a term as distances.h reads it."""
-        table, rows = _with_growing_rows(term.table.detach(), term.rows)
-        ends = (rows[:1].expand(_LANES - 1), rows, rows[-1:].expand(_LANES - 1))
-        near = torch.cat(ends).int().contiguous()
-        columns = -(-table.shape[1] // _LANES) * _LANES
-        padded = torch.nn.functional.pad(table, (0, 0, 0, columns - table.shape[1]))
-        words = padded.bfloat16().contiguous().view(torch.int32) if pairs else padded.float()
-        laid_out = words.transpose(1, 2).contiguous()  # [heads, steps, columns]
-        self._kept += [near, laid_out]
-        of_zero = near.data_ptr() + 4 * (len(near) // 2)
-        return DistanceTermFields(laid_out.data_ptr(), of_zero, columns, laid_out[0].numel())
-
-    def _floats(self, x: torch.Tensor) -> int:
-        """Return the address of a float32 copy of `x`, which is kept."""
-        self._kept.append(x.detach().float().contiguous())
-        return int(self._kept[-1].data_ptr())
-
-    def _integers(self, numbers: Sequence[int]) -> int:
-        self._kept.append((ctypes.c_int32 * len(numbers))(*numbers))
-        return ctypes.addressof(self._kept[-1])
-
-
-def _with_growing_rows(table: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a table [heads, rows, d] and its rows of distances, which grow by 0 or 1 per distance.
-
-    Most tables need only be turned round, if at all. Otherwise each distance gets a row of its own.
-    """
-    steps = rows.diff()
-    if bool(((steps == 0) | (steps == -1)).all()):
-        table, rows, steps = table.flip(1), table.shape[1] - 1 - rows, -steps
-    if not bool(((steps == 0) | (steps == 1)).all()):
-        return table[:, rows], torch.arange(len(rows))
-    return table[:, int(rows[0]) : int(rows[-1]) + 1], rows - rows[0]
 
 
 def _positions_of(rows: StackRows) -> int:
@@ -457,14 +399,3 @@ def _positions_of(rows: StackRows) -> int:
     # Scattered rows attend to given tokens, all of which are rotated, also those behind the last row.
     last = int(rows.positions.max()) + 1
     return last if rows.starts is None else max(last, int(rows.starts.max()))
-
-
-def _slot_bytes(halves: Sequence[AttentionHalf], dtype: torch.dtype) -> int | None:
-    """Return the bytes of K and V of a token in a layer; None if slots cannot hold them.
-
-    Slots need the same key and value heads in all layers, and layers without reused heads.
-    """
-    sizes = {half.always.keys * half.width + half.values * half.value_width for half in halves}
-    if len(sizes) != 1 or any(half.reused for half in halves):
-        return None
-    return sizes.pop() * dtype.itemsize

@@ -1,1 +1,1 @@
-"""Who may use the server, and how much: API keys, quotas, and the bytes of all requests."""
+"""Who may use the server, and how much: API keys and quotas."""

@@ -1,4 +1,4 @@
-"""How much one API key may ask for, per minute and at a time, and how many bytes all requests may have.
+"""How much one API key may ask for, per minute and at a time.
 
 Requests and tokens are taken from buckets that hold the amount of one minute, and are refilled all the time.
 How many tokens a request has is known when it has ended, so the bucket of tokens may go below zero. Then
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from service.errors import QueueFull, QuotaExceeded, StoreUnavailable
+from service.errors import QuotaExceeded, StoreUnavailable
 from service.store import Store
 
 logger = logging.getLogger(__name__)
@@ -122,28 +122,6 @@ class QuotaUse:
                     return True
             logger.error("a request of key %s is not counted: too many others are counted", self._name)
         return False
-
-
-class ByteBudget:
-    """Counts the bytes of request bodies from their arrival until their response. Used on the event loop."""
-
-    def __init__(self, most: int) -> None:
-        """most: bytes of all requests together."""
-        self._most = most
-        self.taken = 0
-
-    def take(self, count: int) -> None:
-        """Count bytes that arrive. Raises QueueFull if they would be too many."""
-        if self.taken + count > self._most:
-            raise QueueFull(
-                f"requests with {self.taken} bytes are being answered, and at most {self._most} are accepted",
-                retry_after_seconds=1,
-            )
-        self.taken += count
-
-    def give(self, count: int) -> None:
-        """Count bytes of a request that was answered as free."""
-        self.taken -= count
 
 
 class _Bucket:

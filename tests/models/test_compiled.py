@@ -16,7 +16,7 @@ from attncache_core.checkpoints.description import read_checkpoint
 from attncache_core.engine.layers import run_to_outputs
 from attncache_core.models import load_model
 from attncache_core.native import products
-from attncache_core.native.stack_data import NO_RECORDS, StackRows
+from attncache_core.native.stack import NO_RECORDS, StackRows
 from attncache_core.text.token_batch import pack, pack_shared
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiled products on this processor")
@@ -118,7 +118,7 @@ def test_one_call_gives_the_outputs_of_the_layers_to_the_last_bit(model, lengths
 def test_tokens_and_positions_outside_the_tables_are_refused(tmp_path):
     """C reads the tables without a check of its own."""
     model = load_model(read_checkpoint(write_family(tmp_path, CASES["mpnet"].made())), torch.float32)
-    tables = model.stack._embedding
+    tables = model.stack._layout.embedding
     layers = range(len(model.layers))
     rows = StackRows(np.array([0, 2]), np.arange(2), ids=np.array([1, 1]), types=np.array([0, 1]))
     wrong = [

@@ -18,19 +18,15 @@ import numpy as np
 import torch
 
 from attncache_core.native import AttentionKernel
+from attncache_core.native.pooling import CompiledNorm, CompiledPooling
 from attncache_core.native.products import MatrixKind, PackedMatrix
-from attncache_core.native.stack import CompiledStack
-from attncache_core.native.stack_data import (
-    NO_RECORDS,
+from attncache_core.native.stack import NO_RECORDS, CompiledStack, GivenRecords, StackRows
+from attncache_core.native.stack_layers import (
     AttentionHalf,
     CompiledEmbedding,
-    CompiledNorm,
-    CompiledPooling,
     DistanceTerm,
     ForwardHalf,
-    GivenRecords,
     QueryKeyHeads,
-    StackRows,
 )
 
 HEADS, WIDTH, HIDDEN, INNER, LONGEST = 4, 8, 32, 56, 320

@@ -11,8 +11,8 @@ from kernel_formulas import SCALE, assert_near, band_of, dtypes, offsets_of, pro
 from torch.nn import functional
 
 from attncache_core.native.products import MatrixKind, PackedMatrix, has_pairs
-from attncache_core.native.stack import CompiledStack
-from attncache_core.native.stack_data import AttentionHalf, DistanceTerm, QueryKeyHeads, StackRows
+from attncache_core.native.stack import CompiledStack, StackRows
+from attncache_core.native.stack_layers import AttentionHalf, DistanceTerm, QueryKeyHeads
 
 POSITIONS = 330
 DISTANCES = torch.arange(1 - POSITIONS, POSITIONS)

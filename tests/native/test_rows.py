@@ -12,8 +12,7 @@ from kernel_formulas import threads
 from attncache_core import native
 from attncache_core.models.prepacked import ACTIVATIONS
 from attncache_core.native import rows
-from attncache_core.native.pooling import NativeNorm
-from attncache_core.native.stack_data import CompiledNorm
+from attncache_core.native.pooling import CompiledNorm, NativeNorm
 
 # The error of float32 and of the approximations of e^x and of the error function, relative to the magnitude
 # of the input; the largest error seen is 4e-6.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_stacks import ALL_LAYERS, FORMS, PLACES, REUSED, Form, made_ids, made_stack
 
 from attncache_core.native.products import MatrixKind, has_pairs
-from attncache_core.native.stack_data import KeyValueSlots, StackRows
+from attncache_core.native.stack import KeyValueSlots, StackRows
 
 LAYERS = len(REUSED)
 FORMS_OF_DECODERS = {
@@ -274,7 +274,8 @@ def test_rotations_reach_all_given_tokens_also_those_behind_the_last_scattered_r
     def noting(tables):
         return lambda positions: asked.append(positions) or tables(positions)
 
-    monkeypatch.setattr(stack, "_angles", [noting(tables) for tables in stack._angles])
+    layout = stack._layout
+    monkeypatch.setattr(layout, "angles", [noting(tables) for tables in layout.angles])
     found, _ = run_scattered(stack, sequences, blocks, chosen, 2)
     assert asked == [60]
     for rows, expected, positions in zip(found, all_rows, chosen, strict=True):

@@ -32,7 +32,7 @@ from made_stacks import (
 from attncache_core import native
 from attncache_core.native.pooling import pool_states
 from attncache_core.native.products import MatrixKind, has_pairs
-from attncache_core.native.stack_data import StackRows
+from attncache_core.native.stack import StackRows
 
 LAYERS = len(REUSED)
 

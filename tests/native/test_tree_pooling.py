@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from made_stacks import ALL_LAYERS, FORMS, HIDDEN, PLACES, REUSED, made_stack
 
 from attncache_core.heads.running import empty_states, pooled, running_states
-from attncache_core.native.stack_data import KeyValueSlots, StackRows, TreePooling
+from attncache_core.native.stack import KeyValueSlots, StackRows, TreePooling
 from attncache_core.text.prefix_tree import continued_prefixes
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -112,7 +112,7 @@ def test_infinity_is_reported_for_the_sequences_that_contain_its_row(stacks, dam
         parents, np.arange(1, 4), np.full(3, 2), np.zeros(3, np.uint64), *[np.zeros(0, np.int64)] * 2
     )
     rows = StackRows(offsets, starts, np.array([0, 4]), starts, ids, ids % PLACES, pooling=pooling)
-    words = stack._kept[1].words
+    words = stack._layout.kept[1].words
     before = words[ids[damaged]].clone()
     words[ids[damaged]] = np.inf
     try:

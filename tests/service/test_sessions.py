@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -325,6 +326,7 @@ class TruncatingEngine(FakeEngine):
         super().__init__()
         self.sharing = True
         self.key_values = self
+        self.store = SimpleNamespace(looks_ahead=False)
         self.is_stored = is_stored
         self.kept = []  # the tokens, and the salt that they were stored under
         self.salts = []  # with the tokens that pass

@@ -22,7 +22,7 @@ import torch
 from attncache_core import native
 from attncache_core.models import AttentionLayer
 from attncache_core.models.attention import apply_maps
-from attncache_core.native.stack_data import NO_RECORDS, GivenRecords
+from attncache_core.native.stack import NO_RECORDS, GivenRecords
 from attncache_core.reuse.storage.layout import MapForm
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.text.token_batch import TokenBatch

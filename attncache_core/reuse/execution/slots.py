@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from attncache_core.models import AttentionLayer
-from attncache_core.native.stack_data import KeyValueSlots
+from attncache_core.native.stack import KeyValueSlots
 from attncache_core.text.prefix_tree import PrefixTree
 from attncache_core.text.token_batch import TokenBatch
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from attncache_core.heads.running import empty_states, running_states
-from attncache_core.native.stack_data import KeyValueSlots, TreePooling
+from attncache_core.native.stack import KeyValueSlots, TreePooling
 from attncache_core.reuse.kv.blocks import BLOCK_TOKENS
 from attncache_core.reuse.kv.memory import Block, PrefixKey
 from attncache_core.reuse.kv.store import KeyValueStore
