@@ -117,7 +117,7 @@ def test_server_runs_the_model_it_is_told_with_its_database(
     engines = []
 
     def serve(settings, load, _listeners):
-        engines.extend(load(settings, 0))
+        engines.append(next(load(settings, 0)))
         sys.exit(0)
 
     monkeypatch.setattr(serve_command, "serve_with_workers", serve)

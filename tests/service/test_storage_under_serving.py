@@ -113,5 +113,7 @@ async def test_scrubber_starts_and_ends_with_the_server(engine):
 
 
 async def test_without_a_database_nothing_is_checked():
-    async with serving(FakeEngine()):
+    engine = FakeEngine()
+    engine.map_reuse = None
+    async with serving(engine):
         assert scrubbing() == []
