@@ -48,7 +48,7 @@ def test_model_has_the_activation_of_its_checkpoint(tmp_path, activation):
 @pytest.mark.parametrize(("activation", "kind"), [("silu", PackedLinear), ("swish", ActivatedLinear)])
 def test_only_an_activation_that_can_be_fused_is_packed(tmp_path, activation, kind):
     model = load_model(read_checkpoint(write_model(tmp_path, hidden_act=activation)), torch.float32)
-    assert {type(layer.feed_forward._up) for layer in model.layers} == {kind}
+    assert {type(layer.halves[0].network.up) for layer in model.layers} == {kind}
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,13 @@ def disk(monkeypatch) -> Disk:
     return Disk(monkeypatch)
 
 
+def let_hits_save(engine: PrefillEngine, seconds_per_token: float) -> None:
+    groups = range(len(engine.map_reuse.policy.groups))
+    gain = Gain(0.1, 0.1, 0.1, 0.1, seconds_per_token)
+    measured = MeasuredGain({}, 0.05, dict.fromkeys(groups, gain), tuple(groups), gain, 0.05)
+    engine.map_reuse.reuse_in(measured.paying, measured)
+
+
 def offset(segment: Segment, record: int) -> int:
     return segment.records_start + record * segment.layout.record_bytes(segment.length)
 
@@ -120,13 +127,16 @@ def test_segment_that_cannot_be_read_to_learn_the_speed_is_lost(segment, monkeyp
 
 
 @pytest.mark.parametrize("prototypes", [False, True])
-def test_cold_hits_are_computed_in_full_and_counted(
+def test_cold_hits_are_computed_in_full_and_counted_if_the_gain_is_known(
     tiny_checkpoint, tiny_database, tiny_prototypes_database, disk, prototypes
 ):
     folder = tiny_prototypes_database if prototypes else tiny_database
     engine = PrefillEngine.load(tiny_checkpoint, database=AttentionDatabase.open(folder), dtype="float32")
     sequences = random_sequences([5, 7, 7, 9], seed=3)
     disk.absent = None
+    assert not {"cold"} & set(prefill(engine, sequences).outcomes)
+    assert not disk.looks
+    let_hits_save(engine, 1e-9)
     cold = prefill(engine, sequences)
     assert set(cold.outcomes) == {"cold"}
     assert engine.map_reuse.info().cold_hits == 4
@@ -144,6 +154,7 @@ def test_mean_serves_a_recorded_text_whose_record_is_cold(
     groups = tuple(replace(group, searched=False) for group in policy.groups)
     search = replace(database.search, policy=replace(policy, groups=groups))
     engine = PrefillEngine.load(tiny_checkpoint, database=replace(database, search=search), dtype="float32")
+    let_hits_save(engine, 1e-9)
     (ids,) = tiny_engine.tokenize([tiny_corpus[0].text])
     segment = search.store.segments[len(ids)]
     record, mean = segment.record_of(ids), search.prototypes.means[len(ids)]
@@ -164,6 +175,5 @@ def test_measured_gain_says_what_a_hit_saves(tiny_checkpoint, tiny_database, dis
     sequences = random_sequences([7], seed=4)
     size = engine.map_reuse.search.store.segments[7].layout.record_bytes(7)
     for saved, outcome in ((size / 8, "cold"), (size / 7, "hit")):
-        gain = Gain(0.1, 0.1, 0.1, 0.1, saved)
-        engine.map_reuse.reuse_in((0,), MeasuredGain({}, 0.05, {0: gain}, (0,), gain, 0.05))
+        let_hits_save(engine, saved)
         assert prefill(engine, sequences).outcomes == (outcome,)

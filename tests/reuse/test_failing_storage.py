@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace as replaced
 from pathlib import Path
 
 import numpy as np
@@ -94,15 +95,15 @@ FAULTS: list[Callable[[Path], None]] = [cut, overwrite, replace, delete]
 
 def in_the_middle(engine: PrefillEngine, act: Callable[[], None], after_layer: int = 0) -> None:
     """Call `act` once, in the next batch, after the attention of layer `after_layer`."""
-    layer = engine.model.layers[after_layer]
-    feed_forward = layer.feed_forward
+    layers, _ = engine.model.layers, engine.model.stack  # compiled before a layer is replaced
+    layer = layers[after_layer]
 
     def with_act(hidden):
-        layer.feed_forward = feed_forward
+        layers[after_layer] = layer
         act()
-        return feed_forward(hidden)
+        return layer.feed_forward(hidden)
 
-    layer.feed_forward = with_act
+    layers[after_layer] = replaced(layer, halves=(with_act,))
 
 
 def outcomes_by_length(result, sequences) -> dict[int, set[Outcome]]:

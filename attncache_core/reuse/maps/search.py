@@ -63,7 +63,7 @@ class SearchEngine(ReuseStrategy):
     # Indices of the length groups in which reuse is measured to save time; None: all groups.
     paying: frozenset[int] | None = None
     least_tokens: int = 0  # of a batch in which reuse saves time
-    # Index of a length group -> seconds that a hit saves per token; 0 for other groups: not known.
+    # Index of a length group -> seconds that a hit saves per token. In other groups no record is cold.
     saved_per_token: Mapping[int, float] = field(default_factory=dict)
 
     def rule_out(self, lengths: np.ndarray, allowed: np.ndarray) -> np.ndarray | None:
@@ -182,7 +182,9 @@ class SearchEngine(ReuseStrategy):
 
         Call this method before the records are checked, because the check reads them.
         """
-        saved = self.saved_per_token.get(self.policy.group_index(segment.length), 0.0)
+        saved = self.saved_per_token.get(self.policy.group_index(segment.length))
+        if saved is None:
+            return np.zeros(len(records), dtype=bool)
         return segment.are_cold(records, saved * segment.length)
 
     def _has_records(self, length: int) -> bool:
@@ -220,7 +222,7 @@ class SearchEngine(ReuseStrategy):
         none = np.zeros((0, self.projector.dimensions), np.float32)
         vectors = {}
         # A lost segment leaves the store, and a batch that was planned before still looks for its length.
-        for length in {*self.index.lengths, *self.prototypes.lengths.tolist()}:
+        for length in {*self.store.segments, *self.index.lengths, *self.prototypes.lengths.tolist()}:
             stored = self.index.vectors(length)
             vectors[length] = RecordVectors(
                 none if stored is None else stored, *self.prototypes.of_length(length)
