@@ -11,9 +11,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -93,8 +95,14 @@ def delete(path: Path) -> None:
 FAULTS: list[Callable[[Path], None]] = [cut, overwrite, replace, delete]
 
 
-def in_the_middle(engine: PrefillEngine, act: Callable[[], None], after_layer: int = 0) -> None:
-    """Call `act` once, in the next batch, after the attention of layer `after_layer`."""
+@contextmanager
+def in_the_middle(
+    engine: PrefillEngine, act: Callable[[], None], after_layer: int = 0, by: str = "kernel"
+) -> Iterator[None]:
+    """Call `act` once, in the first batch of this context, after the attention of layer `after_layer`.
+
+    by: how layers run, as for attention_by; all at once have no middle.
+    """
     layers, _ = engine.model.layers, engine.model.stack  # compiled before a layer is replaced
     layer = layers[after_layer]
 
@@ -104,6 +112,9 @@ def in_the_middle(engine: PrefillEngine, act: Callable[[], None], after_layer: i
         return layer.feed_forward(hidden)
 
     layers[after_layer] = replaced(layer, halves=(with_act,))
+    with attention_by(by):
+        yield
+    assert layers[after_layer] is layer, "the batch had no middle"
 
 
 def outcomes_by_length(result, sequences) -> dict[int, set[Outcome]]:
@@ -130,7 +141,7 @@ def test_fault_in_the_middle_of_a_batch_changes_no_answer(
     engine = engine_on(tiny_checkpoint, folder)
     with attention_by(computing):
         assert set(run(engine, recorded).outcomes) == {Outcome.HIT}
-        in_the_middle(engine, lambda: fault(path_of(folder, 7)))
+    with in_the_middle(engine, lambda: fault(path_of(folder, 7)), by=computing):
         for _ in range(3):
             result = run(engine, recorded)
             np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
@@ -168,8 +179,10 @@ def test_fault_that_leaves_no_trace_in_the_file_is_noticed(
 
     with attention_by(computing):
         run(engine, recorded)
-        in_the_middle(engine, lambda: cut(path))
-        in_the_middle(engine, restore, after_layer=1)
+    with (
+        in_the_middle(engine, lambda: cut(path), by=computing),
+        in_the_middle(engine, restore, after_layer=1, by=computing),
+    ):
         result = run(engine, recorded)
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
     assert result.lost_lengths == (7,)
@@ -180,11 +193,10 @@ def test_fault_that_leaves_no_trace_in_the_file_is_noticed(
 def test_truncated_segment_is_reported_once_and_no_longer_used(tiny_checkpoint, folder, recorded, in_a_batch):
     engine = engine_on(tiny_checkpoint, folder)
     run(engine, recorded)
-    if in_a_batch:
-        in_the_middle(engine, lambda: cut(path_of(folder, 7)))
-    else:
-        cut(path_of(folder, 7))
-    with attention_by("kernel"):
+    cutting = partial(cut, path_of(folder, 7))
+    if not in_a_batch:
+        cutting()
+    with in_the_middle(engine, cutting) if in_a_batch else nullcontext():
         results = [run(engine, recorded) for _ in range(3)]
     assert [result.lost_lengths for result in results] == [(7,), (), ()]
     assert [result.corrupt_records for result in results] == [0, 0, 0]
@@ -196,8 +208,8 @@ def test_truncated_segment_is_reported_once_and_no_longer_used(tiny_checkpoint, 
 @mapped_records
 def test_all_segments_can_be_lost_in_one_batch(tiny_checkpoint, folder, recorded, expected):
     engine = engine_on(tiny_checkpoint, folder)
-    in_the_middle(engine, lambda: [cut(path_of(folder, length)) for length in LENGTHS])
-    result = run(engine, recorded)
+    with in_the_middle(engine, lambda: [cut(path_of(folder, length)) for length in LENGTHS]):
+        result = run(engine, recorded)
     assert set(result.lost_lengths) == set(LENGTHS)
     assert len(result.lost_lengths) == len(LENGTHS)
     np.testing.assert_allclose(result.outputs, expected, atol=SIXTEEN_BITS)
@@ -259,9 +271,10 @@ def test_write_that_does_not_change_the_modification_time_is_noticed_later(tiny_
     os.utime(path)
     run(engine, recorded)
     time_of_both = path.stat().st_mtime_ns
-    in_the_middle(engine, lambda: overwrite(path))
-    in_the_middle(engine, lambda: os.utime(path, ns=(time_of_both, time_of_both)), after_layer=1)
-    with attention_by("kernel"):
+    with (
+        in_the_middle(engine, lambda: overwrite(path)),
+        in_the_middle(engine, lambda: os.utime(path, ns=(time_of_both, time_of_both)), after_layer=1),
+    ):
         run(engine, recorded)
     time.sleep(SETTLED)
     assert outcomes_by_length(run(engine, recorded), recorded)[7] == {Outcome.MISS}
@@ -286,8 +299,8 @@ def test_records_are_still_used_after_a_change_outside_the_records(
 ):
     engine = engine_on(tiny_checkpoint, folder)
     run(engine, recorded)
-    in_the_middle(engine, lambda: change(path_of(folder, 7)))
-    np.testing.assert_allclose(run(engine, recorded).outputs, expected, atol=SIXTEEN_BITS)
+    with in_the_middle(engine, lambda: change(path_of(folder, 7))):
+        np.testing.assert_allclose(run(engine, recorded).outputs, expected, atol=SIXTEEN_BITS)
     time.sleep(seconds)
     result = run(engine, recorded)
     assert set(result.outcomes) == {Outcome.HIT}
