@@ -34,12 +34,20 @@ from attncache_core.calibration.quality import texts_needed
 from attncache_core.corpus import CorpusSentence
 from attncache_core.corpus.near_duplicates import near_duplicates
 from attncache_core.engine.prefill import PrefillEngine
-from attncache_core.errors import InvalidInput
+from attncache_core.errors import DatabaseRefused, InvalidInput
 from attncache_core.heads.comparator import Measure
 from attncache_core.heads.vectors import require_finite
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import Renewal, Result
-from attncache_core.reuse.maps.publishing import building_folder, decide, now, renewing, workspace
+from attncache_core.reuse.maps.publishing import (
+    building_folder,
+    clear_workspace,
+    decide,
+    inputs_path,
+    now,
+    renewing,
+    workspace,
+)
 from attncache_core.reuse.storage.layout import MapForm
 from attncache_core.runtime.files import PRIVATE, write_whole
 
@@ -64,7 +72,8 @@ def renew_database(
     texts: oldest first. min_gain: see require_gain; 0 measures no gain, so reuse counts as paying.
     synthetic_only: leave out the records of single texts, also if the present generation has such records.
 
-    Raises DatabaseRefused if the present generation cannot be opened or is of another model, InvalidInput if
+    Raises DatabaseRefused if the present generation cannot be opened or is of another model or another use
+    of the model, InvalidInput if
     the database keeps no budget or the texts are too few, BuildFailed if another process renews or the build
     fails, MachineBusy if nothing can be measured, and OSError. A renewal that fails changes nothing that
     serves, and a later one goes on with what was built.
@@ -74,6 +83,7 @@ def renew_database(
         options = _options_like(present, synthetic_only)
         engine = load(None)
         present.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
+        present.require_use(engine.checkpoint)
         given = _Texts.of(engine, texts, present)
         lengths = Counter(map(len, given.held_out))
         if min_gain > 0 and not could_pay(engine, lengths, min_gain):
@@ -168,17 +178,29 @@ def _build(
     progress: Progress,
 ) -> AttentionDatabase:
     """Build the next generation, or go on with what a renewal with equal inputs has built."""
-    inputs = json.dumps([texts.training, texts.held_out, present.manifest.id, asdict(options)])
+    inputs = json.dumps(
+        [texts.training, texts.held_out, present.manifest.id, asdict(options), str(engine.dtype)]
+    )
     digest = hashlib.sha256(inputs.encode()).hexdigest().encode()
-    path = workspace(folder) / "inputs"
+    path = inputs_path(folder)
     if not path.is_file() or path.read_bytes() != digest:
-        shutil.rmtree(workspace(folder), ignore_errors=True)
+        clear_workspace(folder)
         workspace(folder).mkdir(mode=PRIVATE)
         write_whole(path, digest)
     target = building_folder(folder)
+    if target.is_dir() and not _opens(target):
+        shutil.rmtree(target)
     corpus = [CorpusSentence(text, text) for text in texts.training]
     build_database(engine, corpus, target, options, progress, keep_existing=True, start_from=present)
     return AttentionDatabase.open(target)
+
+
+def _opens(folder: Path) -> bool:
+    try:
+        AttentionDatabase.open(folder)
+    except DatabaseRefused:
+        return False
+    return True
 
 
 def _trials(
@@ -202,7 +224,7 @@ def _trials(
         # Keeps the gain with the database, so that a server with equal threads need not measure it.
         require_gain(own, min_gain)
         if reuse.gain:
-            # The batches of the comparison are of any size.
+            # The batches of the comparison are of any size, and every record counts as read already.
             reuse.reuse_in(reuse.gain.paying)
         trials[name] = try_generation(own, held_out, full, savings)
     progress("comparing generations", 2, 2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, takewhile
 
 import numpy as np
 from scipy import sparse
@@ -18,10 +18,11 @@ def near_duplicates(sequences: Sequence[Sequence[int]], of: Sequence[Sequence[in
     """Return which sequences are equal or nearly equal to a sequence of `of`, bool [sequences].
 
     Nearly equal means that the sets of pairs of neighbouring tokens have a Jaccard similarity of at least
-    one half.
+    one half. Tokens that all sequences begin or end with, like a template, are left out but for one.
     """
     columns: dict[tuple[int, ...], int] = {}
-    others, own = _pairs(of, columns), _pairs(sequences, columns)
+    middle = _without_common_ends([*sequences, *of])
+    others, own = _pairs(of, middle, columns), _pairs(sequences, middle, columns)
     others.resize(len(of), len(columns))
     sizes, other_sizes = (np.asarray(matrix.sum(axis=1)).ravel() for matrix in (own, others))
     found = np.zeros(len(sequences), dtype=bool)
@@ -33,13 +34,32 @@ def near_duplicates(sequences: Sequence[Sequence[int]], of: Sequence[Sequence[in
     return found
 
 
-def _pairs(sequences: Sequence[Sequence[int]], columns: dict[tuple[int, ...], int]) -> sparse.csr_matrix:
+def _without_common_ends(sequences: Sequence[Sequence[int]]) -> slice:
+    """Return the slice without what all sequences begin with, and what all of them end with, but one token.
+
+    The token stands for the begin or the end of a text, as [CLS] and [SEP] do without a template.
+    """
+    first = _common(zip(*sequences, strict=False))
+    last = _common(zip(*(ids[first:][::-1] for ids in sequences), strict=False))
+    return slice(max(first - 1, 0), -last + 1 if last > 1 else None)
+
+
+def _common(columns: Iterable[tuple[int, ...]]) -> int:
+    """Return how many of the first columns hold one number only."""
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def _pairs(
+    sequences: Sequence[Sequence[int]], middle: slice, columns: dict[tuple[int, ...], int]
+) -> sparse.csr_matrix:
     """Return the distinct pairs of neighbouring tokens of each sequence, int64 [sequences, pairs], 1 or 0.
 
-    columns: pair -> its column; new pairs are added. The token of a sequence of one is paired with itself.
+    middle: the part of each sequence that counts. columns: pair -> its column; new pairs are added. The token
+    of a part of one token is paired with itself.
     """
     indices, ends = [], [0]
-    for ids in sequences:
+    for whole in sequences:
+        ids = whole[middle]
         pairs = set[tuple[int, ...]](pairwise(ids)) or {(*ids, *ids)}
         indices += [columns.setdefault(pair, len(columns)) for pair in pairs]
         ends.append(len(indices))

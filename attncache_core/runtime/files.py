@@ -107,9 +107,12 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
     _sync(path.parent)
 
 
-def left_unfinished(folder: Path) -> list[Path]:
-    """Return the temporary files in `folder` that `write_whole` left because its process was killed."""
-    return list(folder.glob(".*.unfinished"))
+def left_unfinished(folder: Path, name: str = "*") -> list[Path]:
+    """Return the temporary files in `folder` that `write_whole` left because its process was killed.
+
+    name: of the file that was to be written, as a pattern.
+    """
+    return list(folder.glob(f".{name}.*.unfinished"))
 
 
 def is_whole(path: Path) -> bool:

@@ -11,8 +11,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from attncache_core import AttentionDatabase, CorruptDatabase, Manifest
+from attncache_core import AttentionDatabase, Manifest
 from attncache_core.heads.comparator import Measure
+from attncache_core.reuse.maps.database import verify_generations
+from attncache_core.reuse.maps.generations import current_path, require_database, structural_faults
 from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.policy_state import ServedPolicy
 from service.loading.summary import why_exact
@@ -40,16 +42,16 @@ def verify(database: Path) -> None:
     Of a database that was renewed, all generations are read. What a renewal that was stopped has left is no
     damage: the next renewal goes on with it, or removes it.
     """
-    try:
-        opened = AttentionDatabase.open(database)
-        problems = opened.verify()
-    except CorruptDatabase as error:
-        problems = [str(error)]
-    for problem in problems:
-        click.echo(problem)
-    if problems:
+    require_database(database)
+    faults = list(structural_faults(database))
+    for fault in faults:
+        click.echo(fault)
+    for generation in verify_generations(database):
+        of_which = f"generation {generation.number}: " if current_path(database).is_file() else ""
+        click.echo("\n".join(generation.faults) or f"{of_which}{generation.records} records, all sound")
+        faults += generation.faults
+    if faults:
         sys.exit(1)
-    click.echo(f"{opened.search.store.records} records, all sound")
 
 
 def show_database(database: AttentionDatabase) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,7 +15,7 @@ from attncache_core.corpus.reading import read_texts
 from attncache_core.reuse.maps.generations import Renewal, Result
 from attncache_core.reuse.maps.publishing import roll_back
 from attncache_core.runtime.devices import Device, Dtype
-from service.commands.options import device_option, max_tokens_option, model_options
+from service.commands.options import Command, device_option, max_tokens_option, model_options
 from service.commands.progress import shown_progress
 from service.settings import Settings
 
@@ -21,7 +23,37 @@ from service.settings import Settings
 _NOTHING_RENEWED = 3
 
 
+def _or_rolled_back(command: Command) -> Command:
+    """Add --rollback, which needs no model. The command gets the files of --corpus, at least one."""
+
+    @functools.wraps(command)
+    def renewed_or_rolled_back(
+        *, database: Path, corpora: tuple[str, ...], rollback: bool, **values: Any
+    ) -> None:
+        if rollback and corpora:
+            raise InvalidInput("give --corpus or --rollback, and not both", field="rollback")
+        if rollback:
+            renewal = roll_back(database)
+            click.echo(
+                f"generation {renewal.generation} serves again, instead of generation {renewal.before}"
+            )
+        elif corpora:
+            command(database=database, corpora=corpora, **values)
+        else:
+            raise InvalidInput(
+                "give --corpus FILE to renew the database, or --rollback to let the generation before serve "
+                "again",
+                field="corpus",
+            )
+
+    described: Command = click.option(
+        "--rollback", is_flag=True, help="Let the generation before serve again, and build nothing."
+    )(renewed_or_rolled_back)
+    return described
+
+
 @click.command("renew")
+@_or_rolled_back
 @click.argument("database", type=click.Path(path_type=Path))
 @model_options
 @max_tokens_option
@@ -39,7 +71,8 @@ _NOTHING_RENEWED = 3
     type=click.FloatRange(min=0),
     default=Settings.model_fields["min_gain"].default,
     show_default=True,
-    help="Least gain in speed of a length group that reuses maps, as for `serve`. With 0 no gain is needed.",
+    help="Least gain in speed of a length group that reuses maps, as for `serve`. With 0, no gain is "
+    "measured, and all length groups reuse maps.",
 )
 @click.option(
     "--synthetic-only",
@@ -47,7 +80,6 @@ _NOTHING_RENEWED = 3
     help="Leave out the records of single texts, as `build` does with this option. A database that was built "
     "with this option is always renewed with it.",
 )
-@click.option("--rollback", is_flag=True, help="Let the generation before serve again, and build nothing.")
 def renew(
     database: Path,
     checkpoint: Checkpoint,
@@ -58,7 +90,6 @@ def renew(
     corpora: tuple[str, ...],
     min_gain: float,
     synthetic_only: bool,
-    rollback: bool,
 ) -> None:
     """Renew the database in a folder from newer texts, while servers use it.
 
@@ -71,12 +102,6 @@ def renew(
     The exit code is 0 if a generation was published or rolled back, 3 if the present one serves on because
     the next one is not better or reuse does not pay on this machine, and 2 after an error.
     """
-    if rollback == bool(corpora):
-        raise InvalidInput("give --corpus, or --rollback, and not both", field="corpus")
-    if rollback:
-        renewal = roll_back(database)
-        click.echo(f"generation {renewal.generation} serves again, instead of generation {renewal.before}")
-        return
     texts = [text for source in corpora for text in read_texts(source)]
 
     def load(opened: AttentionDatabase | None) -> PrefillEngine:

@@ -59,6 +59,10 @@ def with_renewals(loaded: Iterator[Loaded], settings: Settings, checkpoint: Chec
             continue
         try:
             replacement = _of_current_generation(engine, served, settings, checkpoint)
+            assert replacement.map_reuse is not None
+            following = replacement.map_reuse.database
+            seen = following.generation
+            yield from _measuring(replacement, engine, settings)
         except Exception as error:
             expected = isinstance(error, AttnCacheError | OSError)
             logger.error(
@@ -69,10 +73,6 @@ def with_renewals(loaded: Iterator[Loaded], settings: Settings, checkpoint: Chec
                 exc_info=not expected,
             )
             continue
-        assert replacement.map_reuse is not None
-        following = replacement.map_reuse.database
-        seen = following.generation
-        yield from _measuring(replacement, engine, settings)
         if _look(served) == seen:
             logger.info("generation %d serves from now on, instead of generation %d", seen.number, number)
             engine, served = replacement, following

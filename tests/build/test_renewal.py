@@ -180,6 +180,17 @@ def test_stopped_renewal_goes_on_with_what_was_built(root, load, texts, monkeypa
     assert AttentionDatabase.open(root).manifest.id == built
 
 
+def test_build_that_was_half_removed_is_built_again(root, load, texts, monkeypatch):
+    tighten(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            renew_database(load, root, texts, min_gain=0)
+    (root / ".renewal" / "000001" / "key").unlink()
+    assert renew_database(load, root, texts, min_gain=0).result is Result.PUBLISHED
+    assert AttentionDatabase.open(root).verify() == []
+
+
 def test_renewal_from_other_texts_does_not_go_on(root, load, texts, monkeypatch):
     tighten(root)
     with monkeypatch.context() as patch:
@@ -221,6 +232,15 @@ def test_database_without_a_budget_is_refused(load, texts, tiny_database, tmp_pa
     root = Path(shutil.copytree(tiny_database, tmp_path / "a.db"))
     with pytest.raises(InvalidInput, match="keeps no quality budget"):
         renew_database(load, root, texts, min_gain=0)
+
+
+def test_other_pooling_than_that_of_the_budget_is_refused_before_anything_is_built(
+    root, texts, tiny_checkpoint, monkeypatch
+):
+    monkeypatch.setattr(renewal, "build_database", None)
+    other = partial(PrefillEngine.load, tiny_checkpoint.adapted(pooling="max"), dtype="float32")
+    with pytest.raises(DatabaseRefused, match="keeps its budget only with the pooling"):
+        renew_database(lambda database: other(database=database), root, texts, min_gain=0)
 
 
 def test_database_of_another_model_is_refused(root, texts, tiny_classifier_checkpoint):

@@ -27,7 +27,7 @@ from attncache_core.reuse.maps.generations import (
 )
 from attncache_core.reuse.maps.policy import Steps
 from attncache_core.reuse.maps.policy_state import Tightened, merge_tightened
-from attncache_core.reuse.maps.publishing import renewing, roll_back
+from attncache_core.reuse.maps.publishing import building_folder, clear_workspace, renewing, roll_back
 from attncache_core.runtime import files
 
 # `make kills` sets 1000.
@@ -163,7 +163,7 @@ def test_damaged_current_is_refused_and_named(root, tiny_prototypes_database, co
 def test_current_that_names_no_generation_is_refused(root, tiny_prototypes_database):
     renew(root, tiny_prototypes_database)
     (root / "current").write_text("9\n")
-    with pytest.raises(DatabaseRefused, match="000009"):
+    with pytest.raises(DatabaseRefused, match="names generation 9"):
         AttentionDatabase.open(root)
 
 
@@ -359,3 +359,38 @@ def test_kills_while_a_generation_is_built_and_judged_lose_nothing(
     assert AttentionDatabase.open(root).verify() == []
     assert not (root / ".renewal").exists()
     assert [renewal.result for renewal in read_renewals(root)] == [Result.PUBLISHED]
+
+
+def test_files_that_a_server_writes_at_this_moment_stay(root):
+    ours, server = root / ".current.0123.unfinished", root / ".tightened.json.0123.unfinished"
+    for path in (ours, server):
+        path.touch()
+    with renewing(root):
+        assert (ours.exists(), server.exists()) == (False, True)
+
+
+def test_process_that_is_killed_while_it_clears_up_leaves_no_half_build_to_go_on_with(
+    root, tiny_database, monkeypatch
+):
+    workspace = building_folder(root).parent
+    workspace.mkdir()
+    shutil.copytree(tiny_database, building_folder(root))
+    for name in ("inputs", "decision.json"):
+        (workspace / name).touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            clear_workspace(root)
+    assert names(workspace) == ["000001", "decision.json"]
+    clear_workspace(root)
+    assert not workspace.exists()
+
+
+def test_generation_after_a_mistaken_rollback_can_serve_again(root, tiny_prototypes_database):
+    for _ in range(2):
+        renew(root, tiny_prototypes_database)
+    roll_back(root)
+    with pytest.raises(InvalidInput, match="but only 1, 2; to let a generation serve, write its number into"):
+        roll_back(root)
+    (root / "current").write_text("2\n")
+    assert number_of(root) == 2

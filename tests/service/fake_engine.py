@@ -107,7 +107,6 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    tokenizer = FakeTokenizer()
     fingerprint = "0123456789abcdef" * 4
     vocabulary = 0x110000
     model = SimpleNamespace(hidden_size=DIMENSIONS)
@@ -132,6 +131,7 @@ class FakeEngine:
         failure=RuntimeError,
     ):
         """damage, strangeness: of each text. folder: where the findings of verification are kept."""
+        self.tokenizer = FakeTokenizer()  # tests change its limit
         self.checkpoint = SimpleNamespace(config={}, prompts={}, task=task)
         self.labels = labels
         self.decisions = self.runner = self

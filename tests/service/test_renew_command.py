@@ -42,7 +42,13 @@ def test_rollback_lets_the_generation_before_serve_again(root, tiny_prototypes_d
 
 @pytest.mark.parametrize("options", [(), ("--rollback", "--corpus", "asked.txt")], ids=["none", "both"])
 def test_corpus_or_rollback_is_required(root, options):
-    assert_one_line(run("renew", root, *options), "give --corpus, or --rollback")
+    assert_one_line(run("renew", root, *options), "give --corpus", "--rollback")
+
+
+def test_rollback_needs_no_model(root, tiny_prototypes_database):
+    publish(root, tiny_prototypes_database)
+    printed = succeeded(run("renew", root, "--rollback", "--model", "no-such-model"))
+    assert printed.startswith("generation 0 serves again")
 
 
 def test_database_without_a_budget_is_an_error_of_one_line(root, tiny_checkpoint, corpus):
@@ -61,7 +67,9 @@ def test_folder_without_a_database_is_an_error_of_one_line(tmp_path, tiny_checkp
     (tmp_path / "empty").mkdir()
     result = run("renew", tmp_path / "empty", "--corpus", corpus, *model_arguments(tiny_checkpoint))
     assert_one_line(result, "there is no database")
-    assert_one_line(run("renew", tmp_path / "none", "--rollback"), "No such file")
+    assert_one_line(run("renew", tmp_path / "none", "--rollback"), "there is no database")
+    assert [*(tmp_path / "empty").iterdir()] == []
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
@@ -87,8 +95,11 @@ def test_inspect_and_verify_take_a_renewed_database(root, tiny_prototypes_databa
     assert "generations/000001" in succeeded(run("inspect", root)).replace("\n", "")
     manifest = (tiny_prototypes_database / "manifest.json").read_text(encoding="utf-8")
     assert succeeded(run("inspect", root, "--json")) == manifest
-    assert "all sound" in succeeded(run("verify", root))
+    printed = succeeded(run("verify", root)).splitlines()
+    assert [line.split(":")[0] for line in printed] == ["generation 0", "generation 1"]
+    assert all(line.endswith("records, all sound") for line in printed)
     (root / "current").write_bytes(b"\x00")
     damaged = run("verify", root)
     assert damaged.exit_code == 1
     assert "current is damaged" in damaged.stdout
+    assert damaged.stdout.count("all sound") == 2

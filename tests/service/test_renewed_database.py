@@ -197,6 +197,8 @@ async def test_each_answer_is_of_one_generation_or_exact_while_batches_tightenin
                 published = await asyncio.to_thread(publish, root, built)
                 await until_generation(client, published)
                 await asyncio.sleep(0.05)
+            while 0 not in seen:  # until the last generation is tightened so far that an answer is exact
+                await asyncio.sleep(0.02)
             ended.set()
 
         await asyncio.gather(ask(), ask(), tighten(), swap())
@@ -373,6 +375,26 @@ def test_gain_of_the_next_generation_is_measured_before_it_serves(
     assert next(loaded) == MEASURING_GAIN
     assert next(loaded).map_reuse.database.generation.number == 1
     assert attempts == [(1, first.runs.idle_mark())] * 2
+
+
+def test_unexpected_error_of_a_measurement_does_not_end_the_following(
+    tiny_checkpoint, tiny_prototypes_database, root, monkeypatch, caplog
+):
+    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, min_gain=0)
+    loaded = with_renewals(load_engines(settings, tiny_checkpoint), settings, tiny_checkpoint)
+    next(loaded)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            renewals, "prepare_reuse", lambda engine, _: setattr(engine.map_reuse, "awaits_gain", True)
+        )
+        patch.setattr(renewals, "require_gain", lambda *_, **__: 1 / 0)
+        publish(root, tiny_prototypes_database)
+        assert next(loaded) == Pause(0.01)
+        assert next(loaded) == MEASURING_GAIN
+        assert next(loaded) == Pause(0.01)
+    assert "generation 1 cannot be used: division by zero; generation 0 serves on" in caplog.text
+    publish(root, tiny_prototypes_database)
+    assert next(loaded).map_reuse.database.generation.number == 2
 
 
 def test_server_that_stores_keys_and_values_keeps_its_heads(tiny_checkpoint, other_mask, root, caplog):

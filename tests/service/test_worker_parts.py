@@ -214,6 +214,7 @@ async def test_sessions_of_different_salts_and_errors_are_those_of_a_single_serv
                 {"session_id": "s", "transcript": "x" * 65, "truncate": False},
             ):
                 answer = await client.post("/embed", json=body)
+                assert answer.status_code >= 400, (body, answer.text)
                 answers.append((answer.status_code, answer.json()["error"]["field"]))
             assert answers == [
                 (404, "session_id"),

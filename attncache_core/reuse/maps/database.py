@@ -26,10 +26,11 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ from attncache_core.reuse.maps.generations import (
     current_generation,
     kept_generations,
     read_renewals,
+    require_there,
     structural_faults,
 )
 from attncache_core.reuse.maps.index import FeatureIndex
@@ -101,18 +103,14 @@ class AttentionDatabase:
         while True:
             generation = current_generation(folder)
             try:
+                require_there(generation)
                 return cls.open_generation(generation, threshold=threshold, heads=heads)
             except DatabaseRefused as error:
                 if current_generation(folder) != generation:
                     continue  # a renewal has removed the generation meanwhile
                 if not isinstance(error, CorruptDatabase):
                     raise
-                remedy = (
-                    f"go back to the generation before by `attncache renew {folder} --rollback`"
-                    if generation.number
-                    else f"remove {folder} and build it again (a server replaces its default one by itself)"
-                )
-                raise CorruptDatabase(f"{error}; {remedy}", field="database") from error
+                raise CorruptDatabase(_with_remedy(error, generation), field="database") from error
 
     @classmethod
     def open_generation(
@@ -307,14 +305,38 @@ class AttentionDatabase:
         tables, numbers and dimensions, and then reads every record once.
         """
         root = self.generation.root
-        faults = list(structural_faults(root))
-        for generation in kept_generations(root):
-            try:
-                database = self.open_generation(generation)
-                _ = database.decisions
-            except AttnCacheError as error:
-                faults.append(str(error))
-                continue
-            of_which = f"generation {generation.number}, " if generation.number else ""
-            faults += [f"{of_which}{fault}" for fault in damaged_records(database.search.store)]
-        return faults
+        faults = [fault for generation in verify_generations(root) for fault in generation.faults]
+        return [*structural_faults(root), *faults]
+
+
+def _with_remedy(error: AttnCacheError, generation: Generation) -> str:
+    """Return the message of an error, and what to do if the damaged generation serves."""
+    remedy = (
+        f"if it serves, go back to the generation before by `attncache renew {generation.root} --rollback`"
+        if generation.number
+        else f"remove {generation.root} and build it again (a server replaces its default one by itself)"
+    )
+    return f"{error}; {remedy}"
+
+
+class VerifiedGeneration(NamedTuple):
+    """What was found in the files of one generation."""
+
+    number: int
+    records: int  # that were read
+    faults: list[str]  # a sentence for each
+
+
+def verify_generations(root: Path) -> Iterator[VerifiedGeneration]:
+    """Open each generation of the database in `root`, and read every record once."""
+    for generation in kept_generations(root):
+        try:
+            database = AttentionDatabase.open_generation(generation)
+            _ = database.decisions
+        except AttnCacheError as error:
+            yield VerifiedGeneration(generation.number, 0, [_with_remedy(error, generation)])
+            continue
+        store = database.search.store
+        of_which = f"generation {generation.number}, " if generation.number else ""
+        faults = [f"{of_which}{fault}" for fault in damaged_records(store)]
+        yield VerifiedGeneration(generation.number, store.records, faults)

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from attncache_core.errors import CorruptDatabase
+from attncache_core.errors import CorruptDatabase, DatabaseRefused
 
 # The generation that serves, and the one before it.
 KEPT_GENERATIONS = 2
@@ -108,6 +108,21 @@ def current_generation(root: Path) -> Generation:
     return Generation(root, int(content))
 
 
+def require_database(root: Path) -> None:
+    """Raise DatabaseRefused if the folder holds no database, neither a plain nor a renewed one."""
+    if not (current_path(root).is_file() or Generation(root, 0).exists):
+        raise DatabaseRefused(f"there is no database in {root}: no manifest.json", field="database")
+
+
+def require_there(generation: Generation) -> None:
+    """Raise CorruptDatabase if the generation that DIR/current names is not in the folder."""
+    if generation.number and not generation.exists:
+        raise CorruptDatabase(
+            f"{current_path(generation.root)} names generation {generation.number}, which is not there",
+            field="database",
+        )
+
+
 def kept_generations(root: Path) -> list[Generation]:
     """Return the generations that are in the folder, with rising numbers."""
     numbers = [int(name) for name in _names(root) if _FOLDER_NAME.fullmatch(name)]
@@ -133,6 +148,10 @@ def read_renewals(root: Path) -> tuple[Renewal, ...]:
 
 def structural_faults(root: Path) -> Iterator[str]:
     """Yield a sentence for each thing in the folder that no renewal leaves, even if it is killed."""
+    try:
+        require_there(current_generation(root))
+    except CorruptDatabase as error:
+        yield str(error)
     kept = kept_generations(root)
     if len(kept) > KEPT_GENERATIONS:
         numbers = ", ".join(str(generation.number) for generation in kept)

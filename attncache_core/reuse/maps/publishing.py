@@ -41,6 +41,7 @@ from attncache_core.reuse.maps.generations import (
     next_number,
     read_renewals,
     renewals_path,
+    require_database,
 )
 from attncache_core.runtime.files import (
     PRIVATE,
@@ -64,9 +65,10 @@ _PLAIN_DATABASE = (
 def renewing(root: Path) -> Iterator[Renewal | None]:
     """Be the only process that renews or rolls back the database while the `with` block runs.
 
-    Finishes the decision that a killed process left, and yields it; None: there was none. Raises BuildFailed
-    if another process renews, and OSError.
+    Finishes the decision that a killed process left, and yields it; None: there was none. Raises
+    DatabaseRefused if there is no database, BuildFailed if another process renews, and OSError.
     """
+    require_database(root)
     try:
         with locked_at_once(root / ".renewal.lock"):
             yield settle(root)
@@ -80,6 +82,11 @@ def renewing(root: Path) -> Iterator[Renewal | None]:
 def workspace(root: Path) -> Path:
     """Return the hidden folder in which a renewal works."""
     return root / ".renewal"
+
+
+def inputs_path(root: Path) -> Path:
+    """Return the path of the digest of what the present renewal builds from."""
+    return workspace(root) / "inputs"
 
 
 def building_folder(root: Path) -> Path:
@@ -105,10 +112,14 @@ def roll_back(root: Path) -> Renewal:
         if finished is not None and finished.result is Result.ROLLED_BACK:
             return finished
         before = current_generation(root)
-        earlier = [own for own in kept_generations(root) if own.number < before.number]
+        kept = kept_generations(root)
+        earlier = [own for own in kept if own.number < before.number]
         if not earlier:
+            numbers = ", ".join(str(own.number) for own in kept)
             raise InvalidInput(
-                f"{root} holds no generation before generation {before.number}", field="database"
+                f"{root} holds no generation before generation {before.number}, but only {numbers}; to let a "
+                f"generation serve, write its number into {current_path(root)}",
+                field="database",
             )
         AttentionDatabase.open_generation(earlier[-1])
         chosen = earlier[-1].number
@@ -133,16 +144,30 @@ def settle(root: Path) -> Renewal | None:
         with suppress(ValidationError):
             renewal = RENEWAL.validate_json(path.read_bytes())
             _finish(root, renewal)
-        shutil.rmtree(workspace(root))
+        clear_workspace(root)
     if workspace(root).is_dir():
         number = building_folder(root).name
         for path in workspace(root).iterdir():
             # What a stopped build of the next generation has finished stays: the folder, .partial and .lock.
-            if path.name.strip(".").split(".")[0] not in (number, "inputs"):
+            if path.name.strip(".").split(".")[0] not in (number, inputs_path(root).name):
                 _remove(path)
-    for path in left_unfinished(root):
-        path.unlink(missing_ok=True)
+    for own in (current_path(root), renewals_path(root)):
+        for path in left_unfinished(root, own.name):
+            path.unlink(missing_ok=True)
     return renewal
+
+
+def clear_workspace(root: Path) -> None:
+    """Remove DIR/.renewal, if it exists, so that a process may be killed meanwhile. Raises OSError.
+
+    Without `inputs`, nothing goes on with a build that is half removed, and the decision goes last.
+    """
+    if not workspace(root).is_dir():
+        return
+    inputs, decision = inputs_path(root), _decision_path(root)
+    for path in sorted(workspace(root).iterdir(), key=lambda path: (path != inputs, path == decision)):
+        _remove(path)
+    workspace(root).rmdir()
 
 
 def _finish(root: Path, renewal: Renewal) -> None:
