@@ -135,6 +135,12 @@ def build_database(
         ) from error
 
 
+def _token_ids(engine: PrefillEngine, corpus: Sequence[CorpusSentence]) -> list[Sequence[int]]:
+    """Return the token ids of each sentence."""
+    tokenized = iter(engine.tokenize([sentence.text for sentence in corpus if sentence.token_ids is None]))
+    return [next(tokenized) if sentence.token_ids is None else sentence.token_ids for sentence in corpus]
+
+
 def partial_folder(folder: Path) -> Path:
     """Return the hidden folder in which `folder` is built."""
     return folder.parent / f".{folder.name}.partial"
@@ -172,7 +178,7 @@ class _Build:
         self.given = len(corpus)
         texts = [sentence.text for sentence in corpus]
         self.unfamiliar = unfamiliar_texts(texts)
-        tokenized = engine.tokenize(texts)
+        tokenized = _token_ids(engine, corpus)
         self.sentences = split(
             tokenized, [sentence.source for sentence in corpus], options.max_length, self._random(0)
         )

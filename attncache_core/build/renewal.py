@@ -1,6 +1,6 @@
-"""Renew a database from a newer corpus, and let the new generation serve only if it is better.
+"""Renew a database from newer texts, and let the new generation serve only if it is better.
 
-    texts, oldest first
+    texts of a corpus, or of the sample that servers keep, oldest first          corpus.sample
       1 split     hold out the newest tenth; near-duplicates of it leave the rest
       2 prospect  measure whether reuse can pay for the model on this machine     calibration.prospect
       3 build     build the next generation in a hidden folder                   builder
@@ -8,7 +8,8 @@
       5 gate      serve the held-out texts with both generations                 calibration.gate
       6 decide    publish the new generation, or remove it                       reuse.maps.publishing
 
-A renewal that is stopped goes on if it is started again with the same texts.
+A renewal that is stopped goes on if it is started again with the same corpus. A renewal from the sample keeps
+its texts in the workspace for a day, and goes on with them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -33,6 +35,8 @@ from attncache_core.calibration.prospect import could_pay
 from attncache_core.calibration.quality import texts_needed
 from attncache_core.corpus import CorpusSentence
 from attncache_core.corpus.near_duplicates import near_duplicates
+from attncache_core.corpus.reservoir import SampledText
+from attncache_core.corpus.sample import read_log, read_sample, sample_folder, write_log
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import DatabaseRefused, InvalidInput
 from attncache_core.heads.comparator import Measure
@@ -46,6 +50,7 @@ from attncache_core.reuse.maps.publishing import (
     inputs_path,
     now,
     renewing,
+    sampled_path,
     workspace,
 )
 from attncache_core.reuse.storage.layout import MapForm
@@ -53,6 +58,7 @@ from attncache_core.runtime.files import PRIVATE, write_whole
 
 _HELD_OUT_SHARE = 10  # one of so many texts, the newest
 _BATCH_SEQUENCES = 64
+_SAMPLE_KEPT_SECONDS = 24 * 3600
 
 # Loads the model, with a database or without one.
 Load = Callable[[AttentionDatabase | None], PrefillEngine]
@@ -61,7 +67,7 @@ Load = Callable[[AttentionDatabase | None], PrefillEngine]
 def renew_database(
     load: Load,
     folder: Path,
-    texts: Sequence[str],
+    texts: Sequence[str] | None = None,
     *,
     min_gain: float,
     synthetic_only: bool = False,
@@ -69,14 +75,15 @@ def renew_database(
 ) -> Renewal:
     """Build the next generation of the database in `folder`, publish it if it is better, and return why.
 
-    texts: oldest first. min_gain: see require_gain; 0 measures no gain, so reuse counts as paying.
-    synthetic_only: leave out the records of single texts, also if the present generation has such records.
+    texts: oldest first; None: of the sample that servers keep in the folder. min_gain: see require_gain;
+    0 measures no gain, so reuse counts as paying. synthetic_only: leave out the records of single texts, also
+    if the present generation has such records.
 
     Raises DatabaseRefused if the present generation cannot be opened or is of another model or another use
-    of the model, InvalidInput if
-    the database keeps no budget or the texts are too few, BuildFailed if another process renews or the build
-    fails, MachineBusy if nothing can be measured, and OSError. A renewal that fails changes nothing that
-    serves, and a later one goes on with what was built.
+    of the model, InvalidInput if the database keeps no budget, or if there is no sample or too few texts,
+    BuildFailed if another process renews or the build fails, MachineBusy if nothing can be measured, and
+    OSError. A renewal that fails changes nothing that serves, and a later one
+    goes on with what was built.
     """
     with renewing(folder):
         present = AttentionDatabase.open(folder)
@@ -84,17 +91,20 @@ def renew_database(
         engine = load(None)
         present.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
         present.require_use(engine.checkpoint)
-        given = _Texts.of(engine, texts, present)
-        lengths = Counter(map(len, given.held_out))
+        if texts is None:
+            renewed_from = _Texts.of_sample(engine, _sampled(folder, engine), present)
+        else:
+            renewed_from = _Texts.of_corpus(engine, texts, present)
+        lengths = Counter(map(len, renewed_from.held_out))
         if min_gain > 0 and not could_pay(engine, lengths, min_gain):
             reason = (
                 "nothing was built, because reuse of attention maps cannot make this model as much faster on "
                 "this machine as --min-gain asks for"
             )
             return _decided(folder, present, Result.NO_GAIN, present.generation.number, reason, {})
-        built = _build(engine, folder, present, given, options, progress)
-        trials = _trials(load, engine, present, built, given.held_out, min_gain, progress)
-        measured = given.figures() | {name: trial.figures() for name, trial in trials.items()}
+        built = _build(engine, folder, present, renewed_from, options, progress)
+        trials = _trials(load, engine, present, built, renewed_from, min_gain, progress)
+        measured = renewed_from.figures() | {name: trial.figures() for name, trial in trials.items()}
         refused = why_refused(trials["present"], trials["new"], built.manifest.policy.budget)
         result = Result.REFUSED if refused else Result.PUBLISHED
         number, reason = int(built.folder.name), refused or "it keeps the budget and saves more time"
@@ -105,29 +115,45 @@ def renew_database(
 class _Texts:
     """The texts of a renewal."""
 
-    training: list[str]
+    training: list[CorpusSentence]
     held_out: list[list[int]]  # distinct token sequences that the present generation has not recorded
+    clients: list[bytes]  # digest of the client of each of these sequences; empty if it is not known
     near_duplicates: int  # texts that are not trained on, because they resemble held-out texts
+    sampled: list[SampledText]  # all texts, if they are of a sample
 
     @classmethod
-    def of(cls, engine: PrefillEngine, texts: Sequence[str], present: AttentionDatabase) -> _Texts:
+    def of_corpus(cls, engine: PrefillEngine, texts: Sequence[str], present: AttentionDatabase) -> _Texts:
         """Hold out the newest tenth. Raises InvalidInput if it cannot prove the budget."""
-        tokens = engine.tokenize(texts)
-        first = len(texts) - len(texts) // _HELD_OUT_SHARE
-        newest = [list(ids) for ids in dict.fromkeys(map(tuple, tokens[first:]))]
+        sentences = [CorpusSentence(text, text) for text in texts]
+        return cls._divided(engine.tokenize(texts), [b""] * len(texts), sentences, [], present)
+
+    @classmethod
+    def of_sample(
+        cls, engine: PrefillEngine, sampled: list[SampledText], present: AttentionDatabase
+    ) -> _Texts:
+        """Hold out the newest tenth. Raises InvalidInput if it cannot prove the budget."""
+        tokens = [text.token_ids for text in sampled]
+        decoded = zip(engine.tokenizer.decode(tokens), tokens, strict=True)
+        sentences = [CorpusSentence(text, text, tuple(ids)) for text, ids in decoded]
+        return cls._divided(tokens, [text.client for text in sampled], sentences, sampled, present)
+
+    @classmethod
+    def _divided(
+        cls,
+        tokens: Sequence[list[int]],
+        clients: Sequence[bytes],
+        sentences: Sequence[CorpusSentence],
+        sampled: list[SampledText],
+        present: AttentionDatabase,
+    ) -> _Texts:
+        first = len(tokens) - len(tokens) // _HELD_OUT_SHARE
+        newest = dict(zip(map(tuple, tokens[first:]), clients[first:], strict=True))
         store = present.search.store
-        held_out = [ids for ids in newest if store.record_of(ids) is None]
-        needed = texts_needed(present.manifest.policy.budget)
-        if len(held_out) < needed:
-            raise InvalidInput(
-                f"the newest tenth of the corpus has {len(held_out)} distinct texts that are not in the "
-                f"database, and at least {needed} are needed to show that the budget is kept; give at least "
-                f"{needed * _HELD_OUT_SHARE} texts",
-                field="corpus",
-            )
-        resembling = near_duplicates(tokens[:first], newest)
-        training = [text for text, alike in zip(texts, resembling.tolist(), strict=False) if not alike]
-        return cls(training, held_out, int(resembling.sum()))
+        held_out = {ids: client for ids, client in newest.items() if store.record_of(ids) is None}
+        _require_enough(len(held_out), len(tokens), present)
+        resembling = near_duplicates(tokens[:first], list(newest))
+        training = [text for text, alike in zip(sentences, resembling.tolist(), strict=False) if not alike]
+        return cls(training, list(map(list, held_out)), [*held_out.values()], int(resembling.sum()), sampled)
 
     def figures(self) -> dict[str, Any]:
         """Return the numbers of texts for renewals.jsonl."""
@@ -136,6 +162,36 @@ class _Texts:
             "held_out": len(self.held_out),
             "near_duplicates": self.near_duplicates,
         }
+
+
+def _require_enough(held_out: int, texts: int, present: AttentionDatabase) -> None:
+    needed = texts_needed(present.manifest.policy.budget)
+    if held_out < needed:
+        raise InvalidInput(
+            f"the newest tenth of the {texts} texts has {held_out} distinct texts that are not in the "
+            f"database, and at least {needed} are needed to show that the budget is kept; renew from at "
+            f"least {needed * _HELD_OUT_SHARE} texts",
+            field="corpus",
+        )
+
+
+def _sampled(folder: Path, engine: PrefillEngine) -> list[SampledText]:
+    """Return the texts of a renewal that was stopped, or of the sample. Raises InvalidInput, and OSError."""
+    kept = sampled_path(folder)
+    if kept.is_file() and time.time() - kept.stat().st_mtime < _SAMPLE_KEPT_SECONDS:
+        sampled = read_log(kept)
+    else:
+        sampled = read_sample(folder)
+    if not sampled:
+        raise InvalidInput(
+            f"{folder} holds no sample of texts; start the server with --sample, or give --corpus FILE",
+            field="corpus",
+        )
+    if max(max(text.token_ids, default=0) for text in sampled) >= engine.tokenizer.vocabulary:
+        raise InvalidInput(
+            f"{sample_folder(folder)} holds texts of another model; remove this folder", field="corpus"
+        )
+    return sampled
 
 
 def _options_like(present: AttentionDatabase, synthetic_only: bool) -> BuildOptions:
@@ -178,24 +234,25 @@ def _build(
     progress: Progress,
 ) -> AttentionDatabase:
     """Build the next generation, or go on with what a renewal with equal inputs has built."""
-    inputs = json.dumps(
-        [texts.training, texts.held_out, present.manifest.id, asdict(options), str(engine.dtype)]
-    )
-    digest = hashlib.sha256(inputs.encode()).hexdigest().encode()
+    training = [sentence.token_ids or sentence.text for sentence in texts.training]
+    inputs = [training, texts.held_out, present.manifest.id, asdict(options), str(engine.dtype)]
+    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest().encode()
     path = inputs_path(folder)
     if not path.is_file() or path.read_bytes() != digest:
         clear_workspace(folder)
         workspace(folder).mkdir(mode=PRIVATE)
+        if texts.sampled:
+            write_log(sampled_path(folder), texts.sampled)
         write_whole(path, digest)
     target = building_folder(folder)
     if target.is_dir() and not _opens(target):
         shutil.rmtree(target)
-    corpus = [CorpusSentence(text, text) for text in texts.training]
-    build_database(engine, corpus, target, options, progress, keep_existing=True, start_from=present)
+    build_database(engine, texts.training, target, options, progress, keep_existing=True, start_from=present)
     return AttentionDatabase.open(target)
 
 
 def _opens(folder: Path) -> bool:
+    """Return whether the folder holds a database that can be opened."""
     try:
         AttentionDatabase.open(folder)
     except DatabaseRefused:
@@ -208,25 +265,25 @@ def _trials(
     engine: PrefillEngine,
     present: AttentionDatabase,
     built: AttentionDatabase,
-    held_out: Sequence[Sequence[int]],
+    texts: _Texts,
     min_gain: float,
     progress: Progress,
 ) -> dict[str, Trial]:
     """Serve the held-out texts with both generations."""
-    full = _full_outputs(engine, held_out)
-    savings = savings_of(engine, built.search, held_out)
+    full = _full_outputs(engine, texts.held_out)
+    savings = savings_of(engine, built.search, texts.held_out)
     trials: dict[str, Trial] = {}
     for name, database in (("present", present), ("new", built)):
         progress("comparing generations", len(trials), 2)
-        own = load(database)
-        reuse = own.map_reuse
+        loaded = load(database)
+        reuse = loaded.map_reuse
         assert reuse is not None
         # Keeps the gain with the database, so that a server with equal threads need not measure it.
-        require_gain(own, min_gain)
+        require_gain(loaded, min_gain)
         if reuse.gain:
             # The batches of the comparison are of any size, and every record counts as read already.
             reuse.reuse_in(reuse.gain.paying)
-        trials[name] = try_generation(own, held_out, full, savings)
+        trials[name] = try_generation(loaded, texts.held_out, texts.clients, full, savings)
     progress("comparing generations", 2, 2)
     return trials
 

@@ -2,7 +2,7 @@
 
     held-out sequences, an engine with each generation, as a server would use it
       -> try_generation: which texts hit, how near to the full model, how much time the hits save   -> Trial
-      -> why_refused:    the budget, by the rules of a build, and at least 1 % more time saved
+      -> why_refused:    the budget, by the rules of a build and for each client, and 1 % more time saved
 
 The generation that serves takes part with the policy that servers have tightened.
 """
@@ -25,7 +25,7 @@ from attncache_core.reuse.maps.policy import Budget
 from attncache_core.reuse.maps.search import SearchEngine
 
 # A new generation must save at least this many times the time that the present one saves.
-LEAST_GROWTH = 1.01
+MIN_GROWTH = 1.01
 _BATCH_SEQUENCES = 64
 
 
@@ -38,6 +38,7 @@ class Trial:
     fidelity: np.ndarray  # of each hit that is not exact, in the budget's measure, float64 [hits]
     groups: np.ndarray  # index of the length group of each of these hits, int64 [hits]
     names: list[str]  # of the length groups
+    clients: np.ndarray  # index of the client of each of these hits, int64 [hits]; -1: not known
     pays: bool = True  # whether reuse was measured to save enough time in any length group
 
     def figures(self) -> dict[str, Any]:
@@ -62,12 +63,17 @@ def savings_of(engine: PrefillEngine, search: SearchEngine, sequences: Sequence[
 
 
 def try_generation(
-    engine: PrefillEngine, sequences: Sequence[Sequence[int]], full: np.ndarray, savings: Savings
+    engine: PrefillEngine,
+    sequences: Sequence[Sequence[int]],
+    clients: Sequence[bytes],
+    full: np.ndarray,
+    savings: Savings,
 ) -> Trial:
     """Serve the held-out sequences with a generation.
 
-    engine: with the generation. full: the outputs without reuse, float32 [sequences, d]. savings: the same
-    for all generations, so that the noise of a measurement does not decide.
+    engine: with the generation. clients: who asked for each sequence; empty if nobody knows. full: the
+    outputs without reuse, float32 [sequences, d]. savings: the same for all generations, so that the noise of
+    a measurement does not decide.
     """
     reuse = engine.map_reuse
     assert reuse is not None
@@ -94,8 +100,15 @@ def try_generation(
         fidelity,
         policy.group_indices(lengths[hits]),
         policy.names(),
+        _numbered(clients)[hits],
         pays=reuse.search.paying is None or bool(reuse.search.paying),
     )
+
+
+def _numbered(clients: Sequence[bytes]) -> np.ndarray:
+    """Return a number for each client, int64 [sequences]; -1 if the client is not known."""
+    numbers = {b"": -1}
+    return np.array([numbers.setdefault(client, len(numbers) - 1) for client in clients], dtype=np.int64)
 
 
 def why_refused(present: Trial, new: Trial, budget: Budget) -> str | None:
@@ -122,17 +135,29 @@ def _why_outside(trial: Trial, budget: Budget) -> str | None:
             f"{all_hits.lower_bound:.4f}){floor}, and the budget is {budget.least} and {budget.floor}"
         )
     for index in np.unique(trial.groups).tolist():
-        own = trial.fidelity[trial.groups == index]
-        if len(own) < MIN_PROBES:
+        fidelity = trial.fidelity[trial.groups == index]
+        if len(fidelity) < MIN_PROBES:
             return (
-                f"{len(own)} held-out texts of {trial.names[index]} tokens hit, and at least {MIN_PROBES} "
-                "are needed to show that the budget is kept; give more texts"
+                f"{len(fidelity)} held-out texts of {trial.names[index]} tokens hit, and at least "
+                f"{MIN_PROBES} are needed to show that the budget is kept; give more texts"
             )
-        quality = Quality.of(own, budget.measure)
+        quality = Quality.of(fidelity, budget.measure)
         if quality.lower_bound < budget.least:
             return (
                 f"the mean {budget.measure} of the held-out hits of {trial.names[index]} tokens is "
                 f"{quality.mean:.4f} (bound {quality.lower_bound:.4f}), and the budget is {budget.least}"
+            )
+    return _why_outside_for_a_client(trial, budget)
+
+
+def _why_outside_for_a_client(trial: Trial, budget: Budget) -> str | None:
+    """Judge each client by its mean, because few clients have texts enough for a bound of their own."""
+    for client in np.unique(trial.clients[trial.clients >= 0]).tolist():
+        fidelity = trial.fidelity[trial.clients == client]
+        if len(fidelity) >= MIN_PROBES and fidelity.mean() < budget.least:
+            return (
+                f"the mean {budget.measure} of the {len(fidelity)} held-out hits of one API key is "
+                f"{fidelity.mean():.4f}, and the budget is {budget.least}"
             )
     return None
 
@@ -140,7 +165,7 @@ def _why_outside(trial: Trial, budget: Budget) -> str | None:
 def _why_no_better(present: Trial, new: Trial) -> str | None:
     if new.saved <= 0:
         return "its hits save no time on this machine"
-    if new.saved >= LEAST_GROWTH * max(present.saved, 0.0):
+    if new.saved >= MIN_GROWTH * max(present.saved, 0.0):
         return None
     return (
         f"it saves {new.saved:.2f} microseconds per text, and the present generation saves "

@@ -21,10 +21,11 @@ _NAMED_SLOT = re.compile(r"\{([^{}|]*)\}")
 
 @dataclass(frozen=True, slots=True)
 class CorpusSentence:
-    """A generated sentence and its template."""
+    """A sentence of a corpus and its source."""
 
     text: str
-    source: str  # id of the template, such as "card_lost-03"
+    source: str  # for example the id of the template that generated the sentence, such as "card_lost-03"
+    token_ids: tuple[int, ...] | None = None  # given if the text is only what these tokens decode to
 
 
 def default_corpus() -> list[CorpusSentence]:

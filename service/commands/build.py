@@ -189,6 +189,9 @@ def _read_corpus(
     corpus: str, column: str, source_column: str | None, file_format: str | None
 ) -> list[CorpusSentence]:
     if source_column:
-        return [CorpusSentence(*row) for row in read_rows(corpus, (column, source_column), file_format)]
+        return [
+            CorpusSentence(text, source)
+            for text, source in read_rows(corpus, (column, source_column), file_format)
+        ]
     # Without a source column, every text is a source of its own.
     return [CorpusSentence(text, text) for text in read_texts(corpus, column, file_format)]

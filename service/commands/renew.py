@@ -24,27 +24,19 @@ _NOTHING_RENEWED = 3
 
 
 def _or_rolled_back(command: Command) -> Command:
-    """Add --rollback, which needs no model. The command gets the files of --corpus, at least one."""
+    """Add --rollback, which needs no model."""
 
     @functools.wraps(command)
     def renewed_or_rolled_back(
         *, database: Path, corpora: tuple[str, ...], rollback: bool, **values: Any
     ) -> None:
-        if rollback and corpora:
-            raise InvalidInput("give --corpus or --rollback, and not both", field="rollback")
-        if rollback:
-            renewal = roll_back(database)
-            click.echo(
-                f"generation {renewal.generation} serves again, instead of generation {renewal.before}"
-            )
-        elif corpora:
+        if not rollback:
             command(database=database, corpora=corpora, **values)
-        else:
-            raise InvalidInput(
-                "give --corpus FILE to renew the database, or --rollback to let the generation before serve "
-                "again",
-                field="corpus",
-            )
+            return
+        if corpora:
+            raise InvalidInput("give --corpus or --rollback, and not both", field="rollback")
+        renewal = roll_back(database)
+        click.echo(f"generation {renewal.generation} serves again, instead of generation {renewal.before}")
 
     described: Command = click.option(
         "--rollback", is_flag=True, help="Let the generation before serve again, and build nothing."
@@ -64,7 +56,8 @@ def _or_rolled_back(command: Command) -> Command:
     multiple=True,
     metavar="FILE",
     help="Texts like those that clients send, oldest first: a .txt, .tsv, .csv or .jsonl file, FILE or "
-    "FILE:column,column. May be repeated.",
+    "FILE:column,column. May be repeated. Without this option, the texts are the sample that "
+    "`attncache serve --sample` keeps in DATABASE/sample.",
 )
 @click.option(
     "--min-gain",
@@ -96,13 +89,14 @@ def renew(
     The next generation is built beside the present one, with the options of its build and the budget of its
     calibration. The newest tenth of the texts is held out. The next generation is published if its hits keep
     the budget on these texts, and save at least 1 % more time than the present one, as servers have tightened
-    it. Running servers change to it within a second. Otherwise it is removed. DATABASE/renewals.jsonl says
-    what was measured and decided. A renewal that was stopped goes on if the same command is given again.
+    it, also on the texts of each API key of a sample. Running servers change to it within a second. Otherwise
+    it is removed. DATABASE/renewals.jsonl says what was measured and decided. A renewal that was stopped goes
+    on if the same command is given again.
 
     The exit code is 0 if a generation was published or rolled back, 3 if the present one serves on because
     the next one is not better or reuse does not pay on this machine, and 2 after an error.
     """
-    texts = [text for source in corpora for text in read_texts(source)]
+    texts = [text for source in corpora for text in read_texts(source)] if corpora else None
 
     def load(opened: AttentionDatabase | None) -> PrefillEngine:
         return PrefillEngine.load(

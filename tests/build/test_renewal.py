@@ -218,7 +218,7 @@ def test_disk_that_is_full_changes_nothing_and_the_renewal_goes_on_later(root, l
 
 def test_too_few_texts_are_refused_before_anything_is_built(root, load, texts, monkeypatch):
     monkeypatch.setattr(renewal, "build_database", None)
-    with pytest.raises(InvalidInput, match="give at least 200 texts"):
+    with pytest.raises(InvalidInput, match="renew from at least 200 texts"):
         renew_database(load, root, texts[:190], min_gain=0)
 
 

@@ -12,10 +12,11 @@ from attncache_core.reuse.maps.policy import Budget
 BUDGET = Budget(Measure.COSINE, 0.985, 0.95)
 
 
-def trial(fidelity=0.99, hits=400, saved=10.0, groups=None):
+def trial(fidelity=0.99, hits=400, saved=10.0, groups=None, clients=None):
     values = np.full(hits, fidelity, dtype=np.float64)
     of_groups = np.zeros(hits, dtype=np.int64) if groups is None else np.array(groups)
-    return Trial(500, saved, values, of_groups, ["1-8", "9-"])
+    of_clients = np.full(hits, -1) if clients is None else np.array(clients)
+    return Trial(500, saved, values, of_groups, ["1-8", "9-"], of_clients)
 
 
 PRESENT = trial(saved=10.0)
@@ -64,6 +65,19 @@ def test_every_length_group_keeps_the_budget():
 def test_length_group_with_too_few_hits_proves_nothing():
     new = trial(0.999, saved=20.0, groups=[0] * 381 + [1] * 19)
     assert "19 held-out texts of 9- tokens hit" in why_refused(PRESENT, new, BUDGET)
+
+
+def test_every_api_key_keeps_the_budget():
+    new = trial(0.999, saved=20.0, clients=[0] * 360 + [1] * 40)
+    assert why_refused(PRESENT, new, BUDGET) is None
+    new.fidelity[360:] = 0.98
+    assert "of the 40 held-out hits of one API key is 0.9800" in why_refused(PRESENT, new, BUDGET)
+
+
+def test_few_hits_of_an_api_key_and_hits_without_one_count_only_among_all():
+    new = trial(0.999, saved=20.0, clients=[0] * 360 + [1] * 19 + [-1] * 21)
+    new.fidelity[360:] = 0.98
+    assert why_refused(PRESENT, new, BUDGET) is None
 
 
 def test_generation_without_hits_is_refused():

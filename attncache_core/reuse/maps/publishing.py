@@ -89,6 +89,11 @@ def inputs_path(root: Path) -> Path:
     return workspace(root) / "inputs"
 
 
+def sampled_path(root: Path) -> Path:
+    """Return the path of the texts of the present renewal, if they are of a sample."""
+    return workspace(root) / "sampled.log"
+
+
 def building_folder(root: Path) -> Path:
     """Return the folder in which the next generation is built and judged, before it is published."""
     return workspace(root) / f"{next_number(root):06}"
@@ -113,9 +118,9 @@ def roll_back(root: Path) -> Renewal:
             return finished
         before = current_generation(root)
         kept = kept_generations(root)
-        earlier = [own for own in kept if own.number < before.number]
+        earlier = [generation for generation in kept if generation.number < before.number]
         if not earlier:
-            numbers = ", ".join(str(own.number) for own in kept)
+            numbers = ", ".join(str(generation.number) for generation in kept)
             raise InvalidInput(
                 f"{root} holds no generation before generation {before.number}, but only {numbers}; to let a "
                 f"generation serve, write its number into {current_path(root)}",
@@ -149,10 +154,14 @@ def settle(root: Path) -> Renewal | None:
         number = building_folder(root).name
         for path in workspace(root).iterdir():
             # What a stopped build of the next generation has finished stays: the folder, .partial and .lock.
-            if path.name.strip(".").split(".")[0] not in (number, inputs_path(root).name):
+            if path.name.strip(".").split(".")[0] not in (
+                number,
+                inputs_path(root).name,
+                sampled_path(root).stem,
+            ):
                 _remove(path)
-    for own in (current_path(root), renewals_path(root)):
-        for path in left_unfinished(root, own.name):
+    for written in (current_path(root), renewals_path(root)):
+        for path in left_unfinished(root, written.name):
             path.unlink(missing_ok=True)
     return renewal
 

@@ -1,0 +1,257 @@
+"""Keep a sample of the texts that clients ask for in files, from which a database is renewed.
+
+    DIR/sample/key      32 random bytes: no client can choose the texts that stay, or be named by the files
+    DIR/sample/0.log    the sample of one server process, which holds the lock .0.log.lock
+
+A log is a header, and entries that are only appended:
+
+    header    magic                 8 bytes
+              texts at most         uint32
+              half-life in hours    float64
+    entry     CRC-32 of the rest    uint32
+              bytes of token ids    uint32
+              time                  int64, Unix seconds; see SampledText
+              client                8 bytes, a keyed digest of the name of the API key; zeros without one
+              token ids             int32
+
+All numbers are little-endian. A log that has twice the size of what the sample holds is written anew. What is
+behind the first entry that is not whole is cut off at the next start. The folder is readable by its owner
+only (0700), and so are the files (0600). Whoever starts a process takes the first log that no process holds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from attncache_core.corpus.reservoir import CLIENT_SHARE, TIME_STEP_SECONDS, Reservoir, SampledText
+from attncache_core.runtime.files import PRIVATE, HeldByAnother, locked, locked_at_once, write_whole
+
+_MAGIC = b"ATCSMPL1"
+_HEADER = struct.Struct("<8sId")
+_ENTRY = struct.Struct("<IIq8s")
+_CLIENT_BYTES, _NO_CLIENT = 8, bytes(8)
+_KEY_BYTES = 32
+_MIN_REWRITE = 1 << 16
+_OWNER_ONLY = 0o600
+
+
+class TextSampler:
+    """Keeps the sample of one process. Not thread-safe."""
+
+    def __init__(self, key: bytes, reservoir: Reservoir, path: Path, lock: ExitStack) -> None:
+        """Go on with the log `path`, of which `lock` holds the lock. Use `open`. Raises OSError."""
+        self._key, self._reservoir, self._path, self._lock = key, reservoir, path, lock
+        self._buffered: list[bytes] = []
+        log = _read(path)
+        for text in log.texts:
+            reservoir.offer(text)
+        if log.header == _header(reservoir):
+            self._file = path.open("r+b", buffering=0)
+            self._file.truncate(log.whole_bytes)
+            self._written = self._file.seek(0, os.SEEK_END)
+            self._live = _live_bytes(reservoir)
+        else:
+            self._rewrite()
+
+    @classmethod
+    def open(cls, root: Path, *, max_texts: int, half_life_hours: float) -> TextSampler:
+        """Go on with a sample in the folder `root` of a database, or begin one.
+
+        max_texts: of this process. half_life_hours: after this time, a text that was not asked again has half
+        the weight. Raises OSError if the folder cannot be written to.
+        """
+        folder = sample_folder(root)
+        with locked(folder, on_wait=lambda: None), ExitStack() as lock:
+            folder.mkdir(mode=PRIVATE, exist_ok=True)
+            key = _kept_key(folder)
+            path = _first_free(folder, lock)
+            reservoir = Reservoir(key, max_texts=max_texts, half_life_hours=half_life_hours)
+            return cls(key, reservoir, path, lock.pop_all())
+
+    def __len__(self) -> int:
+        return len(self._reservoir)
+
+    def offer(self, token_ids: Sequence[int] | np.ndarray, client: str | None, asked_at: float) -> None:
+        """Let a text that was answered take part.
+
+        client: name of the API key; None without one. asked_at: Unix time in seconds.
+        """
+        tokens = np.asarray(token_ids, dtype="<i4").tobytes()
+        step = int(asked_at) // TIME_STEP_SECONDS * TIME_STEP_SECONDS
+        text = SampledText(tokens, b"" if client is None else self._digest(client), step)
+        if self._reservoir.offer(text):
+            self._buffered.append(_entry(text))
+
+    def sync(self) -> None:
+        """Let everything that was offered reach the disk. Call this method about once a second.
+
+        Raises OSError. The sampler is of no use afterwards: close it, and open another one later.
+        """
+        added = b"".join(self._buffered)
+        if self._written + len(added) > 2 * max(self._live, _MIN_REWRITE):
+            self._file.close()
+            self._rewrite()
+        elif added:
+            _write_all(self._file.fileno(), added)
+            os.fdatasync(self._file.fileno())
+            self._written += len(added)
+        self._buffered.clear()
+
+    def close(self) -> None:
+        """Close the log and release its lock, without another sync."""
+        self._file.close()
+        self._lock.close()
+
+    def _digest(self, name: str) -> bytes:
+        return blake2b(name.encode(), digest_size=_CLIENT_BYTES, key=self._key).digest()
+
+    def _rewrite(self) -> None:
+        content = b"".join([_header(self._reservoir), *map(_entry, self._reservoir)])
+        write_whole(self._path, content, mode=_OWNER_ONLY)
+        self._file = self._path.open("r+b", buffering=0)
+        self._live = self._written = self._file.seek(0, os.SEEK_END)
+
+
+class _Log(NamedTuple):
+    """What a log holds."""
+
+    header: bytes  # empty if there is no log, or one without a header
+    texts: list[SampledText]  # also texts that the sample has not kept
+    whole_bytes: int  # of the header and the entries that are whole
+
+
+def sample_folder(root: Path) -> Path:
+    """Return the folder with the samples of all processes."""
+    return root / "sample"
+
+
+def read_sample(root: Path) -> list[SampledText]:
+    """Return the distinct texts of the samples of all processes, oldest first.
+
+    Of an API key with more than a tenth of the texts, no more texts are returned than of the key that has
+    most texts after it. So one key is never most of a sample that other keys share. Raises OSError.
+    """
+    folder = sample_folder(root)
+    latest: dict[tuple[bytes, bytes], SampledText] = {}
+    for path in sorted(folder.glob("*.log")):
+        for text in _kept(_read(path), (folder / "key").read_bytes()):
+            before = latest.get((text.client, text.tokens), text)
+            latest[text.client, text.tokens] = max(before, text, key=lambda text: text.asked_at)
+    return _without_excess(
+        sorted(latest.values(), key=lambda text: (text.asked_at, text.client, text.tokens))
+    )
+
+
+def read_log(path: Path) -> list[SampledText]:
+    """Return the texts of a log that `write_log` has written. Raises OSError."""
+    return _read(path).texts
+
+
+def write_log(path: Path, texts: Sequence[SampledText]) -> None:
+    """Write texts that are no longer sampled. Raises OSError."""
+    write_whole(path, _HEADER.pack(_MAGIC, len(texts), math.inf) + b"".join(map(_entry, texts)), _OWNER_ONLY)
+
+
+def _kept(log: _Log, key: bytes) -> Iterator[SampledText]:
+    """Yield the texts of a log that its sample has kept."""
+    if log.header:
+        _, max_texts, half_life_hours = _HEADER.unpack(log.header)
+        reservoir = Reservoir(key, max_texts=max_texts, half_life_hours=half_life_hours)
+        for text in log.texts:
+            reservoir.offer(text)
+        yield from reservoir
+
+
+def _without_excess(texts: list[SampledText]) -> list[SampledText]:
+    """Return the texts without the oldest ones of a client that has too many."""
+    counts = Counter(text.client for text in texts if text.client).most_common(2)
+    if len(counts) < 2:
+        return texts
+    (client, held), (_, next_most) = counts
+    excess = held - max(len(texts) // CLIENT_SHARE, next_most)
+    kept = []
+    for text in texts:
+        if text.client == client and excess > 0:
+            excess -= 1
+        else:
+            kept.append(text)
+    return kept
+
+
+def _first_free(folder: Path, lock: ExitStack) -> Path:
+    """Lock the first log that no process holds, and return its path."""
+    for number in count():
+        path = folder / f"{number}.log"
+        try:
+            lock.enter_context(locked_at_once(folder / f".{path.name}.lock"))
+        except HeldByAnother:
+            continue
+        return path
+    raise AssertionError("count() has no end")
+
+
+def _kept_key(folder: Path) -> bytes:
+    """Return the key of a sample. A key that is missing or damaged is made anew."""
+    path = folder / "key"
+    key = path.read_bytes() if path.is_file() else b""
+    if len(key) != _KEY_BYTES:
+        key = secrets.token_bytes(_KEY_BYTES)
+        write_whole(path, key, mode=_OWNER_ONLY)
+    return key
+
+
+def _header(reservoir: Reservoir) -> bytes:
+    return _HEADER.pack(_MAGIC, reservoir.max_texts, reservoir.half_life_hours)
+
+
+def _entry(text: SampledText) -> bytes:
+    rest = _ENTRY.pack(0, len(text.tokens), text.asked_at, text.client or _NO_CLIENT)[4:] + text.tokens
+    return zlib.crc32(rest).to_bytes(4, "little") + rest
+
+
+def _live_bytes(reservoir: Reservoir) -> int:
+    return _HEADER.size + sum(_ENTRY.size + len(text.tokens) for text in reservoir)
+
+
+def _read(path: Path) -> _Log:
+    """Return what a log holds up to the first entry that is not whole. Raises OSError."""
+    content = path.read_bytes() if path.is_file() else b""
+    if not content.startswith(_MAGIC) or len(content) < _HEADER.size:
+        return _Log(b"", [], 0)
+    texts, whole = [], _HEADER.size
+    for text, end in _entries(content, whole):
+        texts.append(text)
+        whole = end
+    return _Log(content[: _HEADER.size], texts, whole)
+
+
+def _entries(content: bytes, at: int) -> Iterator[tuple[SampledText, int]]:
+    """Yield the texts of the whole entries from byte `at` on, each with the byte at which it ends."""
+    while at + _ENTRY.size <= len(content):
+        checksum, size, asked_at, client = _ENTRY.unpack_from(content, at)
+        end = at + _ENTRY.size + size
+        if end > len(content) or zlib.crc32(content[at + 4 : end]) != checksum:
+            return
+        tokens = content[at + _ENTRY.size : end]
+        yield SampledText(tokens, b"" if client == _NO_CLIENT else client, asked_at), end
+        at = end
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    """Write everything, although one call may write less, as on a disk that fills up. Raises OSError."""
+    remaining = memoryview(content)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
