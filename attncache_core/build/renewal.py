@@ -77,7 +77,8 @@ def renew_database(
 
     texts: oldest first; None: of the sample that servers keep in the folder. min_gain: see require_gain;
     0 measures no gain, so reuse counts as paying. synthetic_only: leave out the records of single texts, also
-    if the present generation has such records.
+    if the present generation has such records. Records of sampled texts are always left out, because one
+    client's text would serve another client.
 
     Raises DatabaseRefused if the present generation cannot be opened or is of another model or another use
     of the model, InvalidInput if the database keeps no budget, or if there is no sample or too few texts,
@@ -87,7 +88,7 @@ def renew_database(
     """
     with renewing(folder):
         present = AttentionDatabase.open(folder)
-        options = _options_like(present, synthetic_only)
+        options = _options_like(present, synthetic_only or texts is None)
         engine = load(None)
         present.require_fingerprint(engine.checkpoint.fingerprint(), engine.checkpoint.name)
         present.require_use(engine.checkpoint)

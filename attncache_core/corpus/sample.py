@@ -8,6 +8,7 @@ A log is a header, and entries that are only appended:
     header    magic                 8 bytes
               texts at most         uint32
               half-life in hours    float64
+              CRC-32 of these       uint32
     entry     CRC-32 of the rest    uint32
               bytes of token ids    uint32
               time                  int64, Unix seconds; see SampledText
@@ -41,6 +42,8 @@ from attncache_core.runtime.files import PRIVATE, HeldByAnother, locked, locked_
 
 _MAGIC = b"ATCSMPL1"
 _HEADER = struct.Struct("<8sId")
+_CHECKSUM_BYTES = 4
+_HEADER_BYTES = _HEADER.size + _CHECKSUM_BYTES
 _ENTRY = struct.Struct("<IIq8s")
 _CLIENT_BYTES, _NO_CLIENT = 8, bytes(8)
 _KEY_BYTES = 32
@@ -56,6 +59,7 @@ class TextSampler:
         self._key, self._reservoir, self._path, self._lock = key, reservoir, path, lock
         self._buffered: list[bytes] = []
         log = _read(path)
+        self.cut_bytes = log.cut_bytes  # of the log: unfinished, because a process was killed, or damaged
         for text in log.texts:
             reservoir.offer(text)
         if log.header == _header(reservoir):
@@ -131,6 +135,7 @@ class _Log(NamedTuple):
     header: bytes  # empty if there is no log, or one without a header
     texts: list[SampledText]  # also texts that the sample has not kept
     whole_bytes: int  # of the header and the entries that are whole
+    cut_bytes: int  # after them: unfinished or damaged
 
 
 def sample_folder(root: Path) -> Path:
@@ -141,8 +146,8 @@ def sample_folder(root: Path) -> Path:
 def read_sample(root: Path) -> list[SampledText]:
     """Return the distinct texts of the samples of all processes, oldest first.
 
-    Of an API key with more than a tenth of the texts, no more texts are returned than of the key that has
-    most texts after it. So one key is never most of a sample that other keys share. Raises OSError.
+    Of an API key that would have more than a tenth of the texts, no more texts are returned than of the key
+    that has most texts after it. So no key is most of a sample that other keys share. Raises OSError.
     """
     folder = sample_folder(root)
     latest: dict[tuple[bytes, bytes], SampledText] = {}
@@ -162,13 +167,14 @@ def read_log(path: Path) -> list[SampledText]:
 
 def write_log(path: Path, texts: Sequence[SampledText]) -> None:
     """Write texts that are no longer sampled. Raises OSError."""
-    write_whole(path, _HEADER.pack(_MAGIC, len(texts), math.inf) + b"".join(map(_entry, texts)), _OWNER_ONLY)
+    header = _checked(_HEADER.pack(_MAGIC, len(texts), math.inf))
+    write_whole(path, b"".join([header, *map(_entry, texts)]), mode=_OWNER_ONLY)
 
 
 def _kept(log: _Log, key: bytes) -> Iterator[SampledText]:
     """Yield the texts of a log that its sample has kept."""
     if log.header:
-        _, max_texts, half_life_hours = _HEADER.unpack(log.header)
+        _, max_texts, half_life_hours = _HEADER.unpack_from(log.header)
         reservoir = Reservoir(key, max_texts=max_texts, half_life_hours=half_life_hours)
         for text in log.texts:
             reservoir.offer(text)
@@ -181,7 +187,7 @@ def _without_excess(texts: list[SampledText]) -> list[SampledText]:
     if len(counts) < 2:
         return texts
     (client, held), (_, next_most) = counts
-    excess = held - max(len(texts) // CLIENT_SHARE, next_most)
+    excess = held - max((len(texts) - held) // (CLIENT_SHARE - 1), next_most)
     kept = []
     for text in texts:
         if text.client == client and excess > 0:
@@ -214,28 +220,37 @@ def _kept_key(folder: Path) -> bytes:
 
 
 def _header(reservoir: Reservoir) -> bytes:
-    return _HEADER.pack(_MAGIC, reservoir.max_texts, reservoir.half_life_hours)
+    return _checked(_HEADER.pack(_MAGIC, reservoir.max_texts, reservoir.half_life_hours))
+
+
+def _checked(header: bytes) -> bytes:
+    """Return a header with its checksum."""
+    return header + zlib.crc32(header).to_bytes(_CHECKSUM_BYTES, "little")
 
 
 def _entry(text: SampledText) -> bytes:
-    rest = _ENTRY.pack(0, len(text.tokens), text.asked_at, text.client or _NO_CLIENT)[4:] + text.tokens
-    return zlib.crc32(rest).to_bytes(4, "little") + rest
+    rest = (
+        _ENTRY.pack(0, len(text.tokens), text.asked_at, text.client or _NO_CLIENT)[_CHECKSUM_BYTES:]
+        + text.tokens
+    )
+    return zlib.crc32(rest).to_bytes(_CHECKSUM_BYTES, "little") + rest
 
 
 def _live_bytes(reservoir: Reservoir) -> int:
-    return _HEADER.size + sum(_ENTRY.size + len(text.tokens) for text in reservoir)
+    return _HEADER_BYTES + sum(_ENTRY.size + len(text.tokens) for text in reservoir)
 
 
 def _read(path: Path) -> _Log:
     """Return what a log holds up to the first entry that is not whole. Raises OSError."""
     content = path.read_bytes() if path.is_file() else b""
-    if not content.startswith(_MAGIC) or len(content) < _HEADER.size:
-        return _Log(b"", [], 0)
-    texts, whole = [], _HEADER.size
+    header = content[:_HEADER_BYTES]
+    if not header.startswith(_MAGIC) or _checked(header[: _HEADER.size]) != header:
+        return _Log(b"", [], 0, len(content))
+    texts, whole = [], _HEADER_BYTES
     for text, end in _entries(content, whole):
         texts.append(text)
         whole = end
-    return _Log(content[: _HEADER.size], texts, whole)
+    return _Log(header, texts, whole, len(content) - whole)
 
 
 def _entries(content: bytes, at: int) -> Iterator[tuple[SampledText, int]]:
@@ -243,7 +258,7 @@ def _entries(content: bytes, at: int) -> Iterator[tuple[SampledText, int]]:
     while at + _ENTRY.size <= len(content):
         checksum, size, asked_at, client = _ENTRY.unpack_from(content, at)
         end = at + _ENTRY.size + size
-        if end > len(content) or zlib.crc32(content[at + 4 : end]) != checksum:
+        if end > len(content) or zlib.crc32(content[at + _CHECKSUM_BYTES : end]) != checksum:
             return
         tokens = content[at + _ENTRY.size : end]
         yield SampledText(tokens, b"" if client == _NO_CLIENT else client, asked_at), end

@@ -1,9 +1,11 @@
 """A renewal builds, measures and publishes the next generation, or says why the present one serves on."""
 
 import json
+import os
 import resource
 import shutil
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from attncache_core.build.options import BuildOptions
 from attncache_core.build.renewal import renew_database
 from attncache_core.calibration import gate
 from attncache_core.calibration.savings import Savings
+from attncache_core.corpus.sample import TextSampler
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.errors import BuildFailed, DatabaseRefused, InvalidInput
 from attncache_core.reuse.maps.database import AttentionDatabase
@@ -247,3 +250,103 @@ def test_database_of_another_model_is_refused(root, texts, tiny_classifier_check
     other = partial(PrefillEngine.load, tiny_classifier_checkpoint, dtype="float32")
     with pytest.raises(DatabaseRefused, match="fingerprint"):
         renew_database(lambda database: other(database=database), root, texts, min_gain=0)
+
+
+def sample(root, sequences, client=None, asked_at=0):
+    """Sample sequences of token ids, each 10 minutes after the one before."""
+    sampler = TextSampler.open(root, max_texts=20_000, half_life_hours=168)
+    for number, ids in enumerate(sequences):
+        sampler.offer(ids, client, asked_at + number * 600)
+    sampler.sync()
+    sampler.close()
+
+
+def test_database_is_renewed_from_a_sample_as_from_a_corpus_but_holds_no_sampled_text(
+    root, plain, tmp_path, load, texts, tiny_engine
+):
+    tighten(root)
+    another = Path(shutil.copytree(plain, tmp_path / "b.db"))
+    tighten(another)
+    sequences = tiny_engine.tokenize(texts)
+    sample(root, sequences, client="tickets")
+    renewed = renew_database(load, root, min_gain=0)
+    of_corpus = renew_database(load, another, texts, min_gain=0, synthetic_only=True)
+    assert renewed.result is Result.PUBLISHED
+    assert renewed.measured == of_corpus.measured
+    database = AttentionDatabase.open(root)
+    assert database.manifest.records == {}
+    assert all(database.search.store.record_of(ids) is None for ids in sequences)
+    assert database.verify() == []
+
+
+def _unit(vectors):
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def test_noise_of_one_api_key_changes_nothing_for_the_others(root, plain, tmp_path, load, texts, tiny_engine):
+    sequences = tiny_engine.tokenize(texts)
+    random = np.random.default_rng(3)
+    words, (first, *_, last) = list({*chain(*sequences)}), sequences[0]
+    noise = [[first, *random.choice(words, 5).tolist(), last] for _ in range(2700)]
+    outcomes = []
+    for folder, noisy in [(root, True), (Path(shutil.copytree(plain, tmp_path / "b.db")), False)]:
+        tighten(folder)
+        sample(folder, sequences[::2], client="a")
+        sample(folder, sequences[1::2], client="b")
+        if noisy:
+            sample(folder, noise, client="noise")
+        renewed = renew_database(load, folder, min_gain=0)
+        assert renewed.result is Result.PUBLISHED
+        # The noise is no more than the texts of one of the others.
+        assert renewed.measured["texts"] + renewed.measured["held_out"] <= 450
+        others = load(AttentionDatabase.open(folder))
+        result = others.run(others.requests(sequences))
+        exact = tiny_engine.run(tiny_engine.requests(sequences)).outputs
+        cosines = np.einsum("td,td->t", _unit(result.outputs), _unit(exact))
+        outcomes.append((np.mean([outcome.is_hit for outcome in result.outcomes]), cosines.mean()))
+    (hits, cosine), (hits_without, cosine_without) = outcomes
+    assert hits_without > 0.5
+    assert hits >= hits_without - 0.05
+    assert cosine >= cosine_without - 0.005
+
+
+def test_stopped_renewal_goes_on_with_the_texts_of_its_sample(root, load, texts, tiny_engine, monkeypatch):
+    tighten(root)
+    sequences = tiny_engine.tokenize(texts)
+    sample(root, sequences)
+    with monkeypatch.context() as patch:
+        patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            renew_database(load, root, min_gain=0)
+    built = AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
+    sample(root, sequences[:9], asked_at=10**6)
+    assert renew_database(load, root, min_gain=0).result is Result.PUBLISHED
+    assert AttentionDatabase.open(root).manifest.id == built
+
+
+def test_texts_of_a_renewal_that_was_stopped_days_ago_are_not_used(
+    root, load, texts, tiny_engine, monkeypatch
+):
+    tighten(root)
+    sequences = tiny_engine.tokenize(texts)
+    sample(root, sequences)
+    with monkeypatch.context() as patch:
+        patch.setattr(renewal, "why_refused", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            renew_database(load, root, min_gain=0)
+    built = AttentionDatabase.open(root / ".renewal" / "000001").manifest.id
+    os.utime(root / ".renewal" / "sampled.log", (0, 0))
+    sample(root, sequences[:9], asked_at=10**6)
+    renew_database(load, root, min_gain=0)
+    assert AttentionDatabase.open(root).manifest.id != built
+
+
+def test_folder_without_a_sample_is_refused(root, load):
+    with pytest.raises(InvalidInput, match="start the server with --sample, or give --corpus FILE"):
+        renew_database(load, root, min_gain=0)
+
+
+def test_sample_of_another_model_is_refused(root, load):
+    sample(root, [[1, 10**6, 2]] * 300)
+    with pytest.raises(InvalidInput, match="texts of another model; remove this folder"):
+        renew_database(load, root, min_gain=0)

@@ -16,6 +16,8 @@ from generations import renew
 
 from attncache_core.build.builder import build_database
 from attncache_core.build.options import BuildOptions
+from attncache_core.corpus.reservoir import TIME_STEP_SECONDS
+from attncache_core.corpus.sample import read_sample, sample_folder
 from attncache_core.errors import BuildFailed, CorruptDatabase, DatabaseRefused, InvalidInput
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import (
@@ -359,6 +361,20 @@ def test_kills_while_a_generation_is_built_and_judged_lose_nothing(
     assert AttentionDatabase.open(root).verify() == []
     assert not (root / ".renewal").exists()
     assert [renewal.result for renewal in read_renewals(root)] == [Result.PUBLISHED]
+
+
+def test_kills_at_any_moment_lose_no_synced_text_of_a_sample(tmp_path, in_a_killed_process):
+    chance, synced = random.Random(0), tmp_path / "synced"
+    synced.write_text("0", encoding="utf-8")
+    for _ in range(KILLS):
+        assert in_a_killed_process("sample", [tmp_path, synced], chance.randint(1, 80))
+        number = int(synced.read_text(encoding="utf-8"))
+        read = {text.token_ids[0]: text.asked_at // TIME_STEP_SECONDS for text in read_sample(tmp_path)}
+        assert len(read) >= min(number, 2500)
+        assert all(read[text % 2500] >= text // 2500 for text in range(max(number - 2500, 0), number))
+        assert max(read.values(), default=0) <= (number + 500) // 2500
+    assert number > 2500
+    assert (sample_folder(tmp_path) / "0.log").stat().st_size <= 2 * (1 << 16) + 500 * 28
 
 
 def test_files_that_a_server_writes_at_this_moment_stay(root):

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from command_line import PRIVATE, assert_one_line, model_arguments, run, succeeded, without_progress
 
+from attncache_core.build.builder import build_database
+from attncache_core.build.options import BuildOptions
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.generations import Renewal, Result, read_renewals
 from attncache_core.reuse.maps.publishing import building_folder, decide, renewing
@@ -40,9 +42,16 @@ def test_rollback_lets_the_generation_before_serve_again(root, tiny_prototypes_d
     assert_one_line(run("renew", root, "--rollback"), "no generation before generation 0")
 
 
-@pytest.mark.parametrize("options", [(), ("--rollback", "--corpus", "asked.txt")], ids=["none", "both"])
-def test_corpus_or_rollback_is_required(root, options):
-    assert_one_line(run("renew", root, *options), "give --corpus", "--rollback")
+def test_corpus_and_rollback_exclude_each_other(root):
+    assert_one_line(run("renew", root, "--rollback", "--corpus", "asked.txt"), "give --corpus or --rollback")
+
+
+def test_folder_without_a_sample_needs_a_corpus(tmp_path, tiny_engine, tiny_corpus, tiny_checkpoint):
+    root = tmp_path / "a.db"
+    options = BuildOptions(heads="3", min_cosine=0.5, min_text_cosine=0.0, prototypes=4, training_steps=10)
+    build_database(tiny_engine, tiny_corpus, root, options)
+    result = run("renew", root, *model_arguments(tiny_checkpoint))
+    assert_one_line(result, "holds no sample of texts; start the server with --sample, or give --corpus FILE")
 
 
 def test_rollback_needs_no_model(root, tiny_prototypes_database):

@@ -1,0 +1,184 @@
+"""The sample of texts in files: what is synced is kept, whatever happens to the process or the log."""
+
+import resource
+import signal
+import stat
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attncache_core.corpus.sample import TextSampler, read_sample, sample_folder
+
+HOUR = 3600
+
+
+def opened(root, max_texts=1000):
+    return TextSampler.open(root, max_texts=max_texts, half_life_hours=168)
+
+
+def offer(sampler, count, first=0, client=None, asked_at=0):
+    for number in range(first, first + count):
+        sampler.offer([101, number, 102], client, asked_at)
+
+
+def numbers(root):
+    return [text.token_ids[1] for text in read_sample(root)]
+
+
+def log(root):
+    return sample_folder(root) / "0.log"
+
+
+def test_synced_texts_are_read_oldest_first(tmp_path):
+    sampler = opened(tmp_path)
+    for number, hours in [(1, 5), (2, 3), (3, 9)]:
+        sampler.offer(np.array([101, number, 102]), None, hours * HOUR)
+    assert numbers(tmp_path) == []
+    sampler.sync()
+    assert numbers(tmp_path) == [2, 1, 3]
+    assert len(sampler) == 3
+    sampler.close()
+
+
+def test_next_process_goes_on(tmp_path):
+    sampler = opened(tmp_path)
+    offer(sampler, 10)
+    sampler.sync()
+    sampler.close()
+    sampler = opened(tmp_path)
+    assert len(sampler) == 10
+    offer(sampler, 5, first=10)
+    sampler.sync()
+    sampler.close()
+    assert sorted(numbers(tmp_path)) == [*range(15)]
+
+
+def test_two_processes_have_a_log_each_and_equal_texts_count_once(tmp_path):
+    one, another = opened(tmp_path), opened(tmp_path)
+    offer(one, 10)
+    offer(another, 10, first=5, asked_at=HOUR)
+    for sampler in (one, another):
+        sampler.sync()
+        sampler.close()
+    assert sorted(path.name for path in sample_folder(tmp_path).glob("*.log")) == ["0.log", "1.log"]
+    assert sorted(numbers(tmp_path)) == [*range(15)]
+    assert [text.asked_at for text in read_sample(tmp_path)] == [0] * 5 + [HOUR] * 10
+
+
+def test_nobody_else_can_read_the_sample_and_it_names_no_client(tmp_path):
+    sampler = opened(tmp_path)
+    offer(sampler, 10, client="marketing")
+    sampler.sync()
+    sampler.close()
+    folder = sample_folder(tmp_path)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for name in ("key", "0.log"):
+        assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
+    assert b"marketing" not in log(tmp_path).read_bytes()
+
+
+def test_log_is_written_anew_at_twice_what_the_sample_holds(tmp_path):
+    sampler = opened(tmp_path, max_texts=3000)
+    for hour in range(12):
+        offer(sampler, 3000, asked_at=hour * HOUR)
+        sampler.sync()
+        live = 24 + 3000 * (24 + 12)
+        assert log(tmp_path).stat().st_size <= 2 * live
+    assert [text.asked_at for text in read_sample(tmp_path)] == [11 * HOUR] * 3000
+    sampler.close()
+
+
+def test_texts_that_the_sample_has_displaced_are_not_read(tmp_path):
+    sampler = opened(tmp_path, max_texts=50)
+    for first in range(0, 500, 50):
+        offer(sampler, 50, first=first)
+        sampler.sync()
+    kept = {text.tokens for text in sampler._reservoir}
+    assert {text.tokens for text in read_sample(tmp_path)} == kept
+    assert len(kept) == 50
+    sampler.close()
+
+
+def test_smaller_sample_drops_texts_at_the_next_start(tmp_path):
+    sampler = opened(tmp_path)
+    offer(sampler, 100)
+    sampler.sync()
+    sampler.close()
+    opened(tmp_path, max_texts=20).close()
+    assert len(numbers(tmp_path)) == 20
+
+
+def test_key_with_more_than_its_share_is_cut_to_the_next(tmp_path):
+    sampler = opened(tmp_path, max_texts=10_000)
+    offer(sampler, 1000, client="noise")
+    offer(sampler, 100, first=5000, client="a", asked_at=HOUR)
+    offer(sampler, 60, first=6000, client="b", asked_at=HOUR)
+    sampler.sync()
+    sampler.close()
+    read = numbers(tmp_path)
+    assert sum(number < 1000 for number in read) == 100
+    assert sum(number >= 5000 for number in read) == 160
+
+
+def test_only_key_keeps_its_texts(tmp_path):
+    sampler = opened(tmp_path, max_texts=1000)
+    offer(sampler, 100, client="a")
+    sampler.sync()
+    sampler.close()
+    assert len(numbers(tmp_path)) == 100
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_log_that_is_cut_or_changed_anywhere_is_a_prefix(tmp_path_factory, data):
+    root = tmp_path_factory.mktemp("root")
+    sampler = opened(root)
+    offer(sampler, 20)
+    sampler.sync()
+    sampler.close()
+    content = log(root).read_bytes()
+    at = data.draw(st.integers(0, len(content) - 1))
+    flipped = content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :]
+    log(root).write_bytes(data.draw(st.sampled_from([content[:at], flipped])))
+    read = numbers(root)
+    whole = max(at - 24, 0) // 36  # 24 bytes of header, 36 bytes of each entry
+    assert sorted(read) == [*range(whole)]
+    length = log(root).stat().st_size
+    sampler = opened(root)
+    assert sampler.cut_bytes == length - (24 + 36 * whole if at >= 24 else 0)
+    offer(sampler, 1, first=50)
+    sampler.sync()
+    sampler.close()
+    assert sorted(numbers(root)) == [*range(whole), 50]
+
+
+def test_full_disk_raises_and_what_was_synced_stays(tmp_path):
+    sampler = opened(tmp_path)
+    offer(sampler, 10)
+    sampler.sync()
+    offer(sampler, 100, first=10)
+    size = log(tmp_path).stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sampler.sync()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    sampler.close()
+    assert sorted(numbers(tmp_path)) == [*range(12)]
+    sampler = opened(tmp_path)
+    offer(sampler, 1, first=200)
+    sampler.sync()
+    sampler.close()
+    assert sorted(numbers(tmp_path)) == [*range(12), 200]
+
+
+def test_folder_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
+    (tmp_path / "sample").write_text("a file", encoding="utf-8")
+    with pytest.raises(OSError, match="sample"):
+        opened(tmp_path)
