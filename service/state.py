@@ -35,6 +35,7 @@ from service.settings.limits import MAX_BATCH_SEQUENCES
 from service.store import LocalStore, Store
 from service.upkeep.blend_verifier import BlendVerifier
 from service.upkeep.group import Group, Worker
+from service.upkeep.sampling import Sampling
 from service.upkeep.scrubber import Scrubber
 from service.upkeep.verifier import Verifier
 from service.upkeep.verifying import LaterVerifier
@@ -118,6 +119,12 @@ class ServiceState:
         self.bodies = ByteBudget(settings.max_inflight_bytes)
         self.watchdog = Watchdog(settings.stuck_seconds, exit_when_stuck=settings.exit_when_stuck)
         self.metrics.watch_overdue(lambda: self.watchdog.overdue_seconds)
+        # None: no text is kept.
+        self.sampling = (
+            Sampling(settings.sample_texts, settings.sample_half_life_hours, self.metrics)
+            if settings.sample
+            else None
+        )
         self.explaining = asyncio.Lock()  # held while a text is explained: one at a time
         self.draining = False  # the process ends once the requests in flight are answered
         # Called when SIGHUP asks to read files again. They raise AttnCacheError if a file cannot be used.
@@ -169,6 +176,8 @@ class ServiceState:
             if self._serving.scrubber:
                 self._serving.scrubber.stop()
             await asyncio.to_thread(self._serving.batcher.close)
+            if self.sampling is not None:
+                await asyncio.to_thread(self.sampling.close)
             await asyncio.to_thread(self._serving.engine.close)
         if self.finished is not None:
             await asyncio.to_thread(self.finished.close)
@@ -243,6 +252,8 @@ class ServiceState:
             if former is not None:
                 # In a thread, because keeping findings can wait for the lock of another server.
                 threading.Thread(target=former.retire, name="retire", daemon=True).start()
+        if self.sampling is not None and engine.map_reuse is not None:
+            self.sampling.begin(engine.map_reuse.database.generation.root)
         if self.group is not None:
             self.group.verifier, self.group.is_serving = verifier, True
         batcher = self._serving.batcher

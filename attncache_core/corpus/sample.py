@@ -143,6 +143,14 @@ def sample_folder(root: Path) -> Path:
     return root / "sample"
 
 
+def began_at(root: Path) -> float | None:
+    """Return the Unix time in seconds at which sampling began; None: never."""
+    try:
+        return (sample_folder(root) / "key").stat().st_mtime
+    except OSError:
+        return None
+
+
 def read_sample(root: Path) -> list[SampledText]:
     """Return the distinct texts of the samples of all processes, oldest first.
 

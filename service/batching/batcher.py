@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from attncache_core import InvalidInput, PrefillEngine
+from attncache_core.engine.request import PrefillPart
 from attncache_core.text.labels import LabelTokens
 from attncache_core.text.prompts import Prompt
 from service.batching.admission import Limits
@@ -112,6 +113,7 @@ class Batcher:
         salt: bytes = b"",
         repeats: bool = True,
         timing: Timing | None = None,
+        answered: Callable[[Sequence[PrefillPart]], None] | None = None,
     ) -> asyncio.Future[RequestResult]:
         """Queue the texts of a source and return a future of their result.
 
@@ -120,9 +122,10 @@ class Batcher:
         allows it for this prompt. flow: who sends the request; flows take turns (see FairOrder). counted:
         whether the metric of outcomes counts the sequences. repeats: whether results of equal texts may be
         reused; otherwise the engine computes all texts, and stores their keys and values. timing: is told
-        what happens to the request, also if the future fails. Cancelling the future removes from the queue
-        what still waits. Raises QueueFull at once if the texts do not fit into the queue, and ShuttingDown
-        after `close` has begun. The future fails with InputTooLong, NotFinite (naming a text) or
+        what happens to the request, also if the future fails. answered: called on the event loop with the
+        token ids of a request that was answered and may reuse attention maps. Cancelling the future removes
+        from the queue what still waits. Raises QueueFull at once if the texts do not fit into the queue, and
+        ShuttingDown after `close` has begun. The future fails with InputTooLong, NotFinite (naming a text) or
         InternalError.
         """
         engine = self._runner.engine
@@ -146,6 +149,7 @@ class Batcher:
             if reuse and repeats and self._results is not None
             else None,
             timing or Timing(),
+            answered=answered if maps else None,
         )
         request.timing.queued_at = time.perf_counter()
         with self._closing:
@@ -263,6 +267,9 @@ class Batcher:
     def _finished(self, request: PendingRequest) -> None:
         """Drop what is not computed yet of a request that has its result, or has failed, or is cancelled."""
         self._runner.give_up(self._queue.withdraw(request))
+        future = request.future
+        if request.answered is not None and not future.cancelled() and future.exception() is None:
+            request.answered(request.parts)
 
     def _start_verifying(self, verifier: LaterVerifier[Any]) -> None:
         self._threads.start(partial(self._verify_until_requests_wait, verifier))

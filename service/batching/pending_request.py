@@ -11,7 +11,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, cycle, repeat
 from typing import NamedTuple
@@ -155,6 +155,9 @@ class PendingRequest:
     may_blend: bool = False  # whether the quality of blended chunks was measured for this prompt
     names: SequenceNames | None = None  # None: results are computed for this request alone
     timing: Timing = field(default_factory=Timing)
+    # Gets `parts` once the request is answered; None: they are not kept.
+    answered: Callable[[Sequence[PrefillPart]], None] | None = None
+    parts: list[PrefillPart] = field(default_factory=list)  # all sequences that were tokenised
     queued: bool = False  # whether it is in the queue
     waiting: deque[Slice] = field(default_factory=deque)  # sequences that this request computes
     tokenized: int = 0  # sequences that the source has yielded
@@ -203,6 +206,8 @@ class PendingRequest:
         of_each = plans if len(plans) == 1 else plans * (len(places) // len(plans))
         made = PrefillPart.of(sequences, self.reuse, of_each, group)
         self.timing.tokens += made.offsets[-1]
+        if self.answered is not None:
+            self.parts.append(made)
         if not all(sequences):
             empty = next(place for place, ids in zip(places, sequences, strict=True) if not ids)
             text = f"inputs[{empty // len(plans)}]"

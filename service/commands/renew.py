@@ -12,7 +12,7 @@ import click
 from attncache_core import AttentionDatabase, Checkpoint, InvalidInput, PrefillEngine
 from attncache_core.build.renewal import renew_database
 from attncache_core.corpus.reading import read_texts
-from attncache_core.reuse.maps.generations import Renewal, Result
+from attncache_core.reuse.maps.generations import Result
 from attncache_core.reuse.maps.publishing import roll_back
 from attncache_core.runtime.devices import Device, Dtype
 from service.commands.options import Command, device_option, max_tokens_option, model_options
@@ -35,8 +35,7 @@ def _or_rolled_back(command: Command) -> Command:
             return
         if corpora:
             raise InvalidInput("give --corpus or --rollback, and not both", field="rollback")
-        renewal = roll_back(database)
-        click.echo(f"generation {renewal.generation} serves again, instead of generation {renewal.before}")
+        click.echo(roll_back(database).told())
 
     described: Command = click.option(
         "--rollback", is_flag=True, help="Let the generation before serve again, and build nothing."
@@ -117,19 +116,6 @@ def renew(
             synthetic_only=synthetic_only,
             progress=progress,
         )
-    click.echo(_told(renewal))
+    click.echo(renewal.told())
     if renewal.result is not Result.PUBLISHED:
         sys.exit(_NOTHING_RENEWED)
-
-
-def _told(renewal: Renewal) -> str:
-    match renewal.result:
-        case Result.PUBLISHED:
-            return f"generation {renewal.generation} is published: {renewal.reason}"
-        case Result.REFUSED:
-            return (
-                f"generation {renewal.generation} is removed, and generation {renewal.before} serves on: "
-                f"{renewal.reason}"
-            )
-        case _:
-            return f"generation {renewal.before} serves on: {renewal.reason}"

@@ -42,7 +42,7 @@ def serve(context: click.Context, /, config: Path | None, **_: Any) -> None:
 
     def load(share: Settings, worker: int) -> Iterator[Loaded]:
         engines = load_engines(share, checkpoint, builds=worker == 0)
-        engines = with_renewals(engines, share, checkpoint)
+        engines = with_renewals(engines, share, checkpoint, renews=worker == 0)
         return _summarised(engines, share, urls) if worker == 0 else engines
 
     failure = serve_with_workers(settings, load, listeners)

@@ -1,9 +1,9 @@
-"""Build the default database in a separate process while the server continues to serve.
+"""Build the default database, or renew a database, in another process while the server continues to serve.
 
-the server                        the builder, `python -m service.loading.rebuild`
-build_while_serving     ------->  the settings, one line of JSON on standard input
-                                  builds, at the lowest priority
-says how far it is      <-------  the share that is done, one line each on standard output
+the server                        the builder, `python -m service.loading.rebuild JOB`
+start_builder           ------->  the settings, one line of JSON on standard input
+                                  builds or renews, at the lowest priority
+reads lines             <-------  "build": the share that is done, one line each; "renew": what was decided
 reads the outcome       <-------  the exit code, and the message of an error as the last line
 ends, or is killed      ------->  standard input ends, so the builder ends too
 """
@@ -18,8 +18,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from attncache_core import AttnCacheError, BuildFailed, build_default_database
-from attncache_core.build.default import share_done
+from attncache_core import (
+    AttentionDatabase,
+    AttnCacheError,
+    BuildFailed,
+    PrefillEngine,
+    build_default_database,
+)
+from attncache_core.build.default import default_database_folder, share_done
+from attncache_core.build.renewal import renew_database
+from attncache_core.reuse.maps.generations import RENEWAL
 from service.loading.checkpoints import checkpoint_of
 from service.settings import Settings
 
@@ -27,29 +35,35 @@ _LOWEST_PRIORITY = 19
 _SHOWN_STEP = 0.05
 
 
-def build_while_serving(settings: Settings) -> Iterator[str]:
-    """Build the default database of these settings in another process, and yield lines about its progress.
-
-    The builder does nothing if the database exists. Raises BuildFailed if it could not be built.
-    """
-    yield _line(0.0)
+def start_builder(settings: Settings, job: str) -> subprocess.Popen[str]:
+    """Start a process of the lowest priority for a job, "build" or "renew". It ends with the server."""
     # The builder must import the same modules as the server, whatever the current folder contains.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", "service.loading.rebuild"],
+    builder = subprocess.Popen(
+        [sys.executable, "-P", "-m", "service.loading.rebuild", job],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
         # A new session, so that Ctrl-C in a terminal reaches the server alone.
         start_new_session=True,
-    ) as builder:
-        assert builder.stdin is not None
+    )
+    assert builder.stdin is not None
+    os.setpriority(os.PRIO_PROCESS, builder.pid, _LOWEST_PRIORITY)
+    with contextlib.suppress(BrokenPipeError):  # the builder has ended already
+        builder.stdin.write(f"{settings.model_dump_json()}\n")
+        builder.stdin.flush()
+    return builder
+
+
+def build_while_serving(settings: Settings) -> Iterator[str]:
+    """Build the model's default database in another process, and yield lines about its progress.
+
+    The builder does nothing if the database exists. Raises BuildFailed if it could not be built.
+    """
+    yield _line(0.0)
+    with start_builder(settings, "build") as builder:
         assert builder.stdout is not None
-        os.setpriority(os.PRIO_PROCESS, builder.pid, _LOWEST_PRIORITY)
-        with contextlib.suppress(BrokenPipeError):  # the builder has ended already
-            builder.stdin.write(f"{settings.model_dump_json()}\n")
-            builder.stdin.flush()
         refused, shown = "", 0.0
         for line in builder.stdout:
             try:
@@ -72,24 +86,49 @@ def _line(share: float) -> str:
 
 
 def main() -> None:
-    """Build the default database of the settings on standard input. End when standard input ends."""
+    """Run a job with the settings on standard input. End when standard input ends."""
     settings = Settings.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_the_server, daemon=True).start()
     with contextlib.suppress(OSError):
         # If memory runs out, Linux kills this process first and not the server.
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
-        build_default_database(
-            checkpoint_of(settings),
-            cache_dir=settings.cache_dir,
-            dtype=settings.dtype,
-            device=settings.device,
-            threads=settings.threads,
-            progress=lambda *stage: print(share_done(*stage), flush=True),
-        )
+        _JOBS[sys.argv[1]](settings)
     except AttnCacheError as error:
         print(error)
         sys.exit(2)
+
+
+def _build(settings: Settings) -> None:
+    build_default_database(
+        checkpoint_of(settings),
+        cache_dir=settings.cache_dir,
+        dtype=settings.dtype,
+        device=settings.device,
+        threads=settings.threads,
+        progress=lambda *stage: print(share_done(*stage), flush=True),
+    )
+
+
+def _renew(settings: Settings) -> None:
+    """Renew the database from its sample, and print the renewal as JSON."""
+    checkpoint = checkpoint_of(settings)
+
+    def load(database: AttentionDatabase | None) -> PrefillEngine:
+        return PrefillEngine.load(
+            checkpoint,
+            database=database,
+            dtype=settings.dtype,
+            device=settings.device,
+            threads=settings.threads,
+            max_tokens=settings.max_tokens,
+        )
+
+    folder = settings.database or default_database_folder(checkpoint, settings.cache_dir)
+    print(RENEWAL.dump_json(renew_database(load, folder, min_gain=settings.min_gain)).decode())
+
+
+_JOBS = {"build": _build, "renew": _renew}
 
 
 def _end_with_the_server() -> None:

@@ -26,6 +26,7 @@ from attncache_core import (
 )
 from attncache_core.reuse.maps.generations import Generation, current_generation
 from service.loading.engines import MEASURING_GAIN, load_engine, prepare_reuse
+from service.loading.regular_renewals import RegularRenewals
 from service.settings import Settings
 from service.state import Loaded, Pause
 
@@ -35,14 +36,34 @@ SECONDS_BETWEEN_LOOKS = 1.0
 _RETRY_SECONDS = 60.0
 
 
-def with_renewals(loaded: Iterator[Loaded], settings: Settings, checkpoint: Checkpoint) -> Iterator[Loaded]:
+def with_renewals(
+    loaded: Iterator[Loaded], settings: Settings, checkpoint: Checkpoint, *, renews: bool = True
+) -> Iterator[Loaded]:
     """Yield what is loaded and then, without an end, an engine for each generation that is published.
 
-    Ends if the last engine that was loaded has no database.
+    renews: renew the database as --renew-hours says; False: another worker does. Ends if the last engine that
+    was loaded has no database.
     """
     engine = yield from _passed_on(loaded)
     if engine is None or engine.map_reuse is None:
+        if settings.sample:
+            logger.warning("no text is sampled, because there is no database of attention maps to renew")
         return
+    if not (renews and settings.renew_hours):
+        yield from _followed(engine, settings, checkpoint)
+        return
+    renewals = RegularRenewals(settings, engine.map_reuse.database.generation.root)
+    try:
+        for followed in _followed(engine, settings, checkpoint):
+            renewals.look()
+            yield followed
+    finally:
+        renewals.close()
+
+
+def _followed(engine: PrefillEngine, settings: Settings, checkpoint: Checkpoint) -> Iterator[Loaded]:
+    """Yield an engine for each generation that is published, and pauses, without an end."""
+    assert engine.map_reuse is not None
     served = engine.map_reuse.database
     seen: Generation | str = served.generation  # what the last look has found
     while True:

@@ -187,6 +187,11 @@ class Metrics:
             "verify_dropped",
             "Hits chosen for verification but not verified: too many waited, or it failed",
         )
+        self._sample_texts = self._gauge("sample_texts", "Texts in the sample from which to renew")
+        self._unsampled = self._counter(
+            "sample_dropped_texts",
+            "Texts that could not take part in the sample: too many waited, or the disk failed",
+        )
         self._engine = _EngineNumbers()
         self.registry.register(self._engine)
         self._touch_labels()
@@ -293,6 +298,14 @@ class Metrics:
     def watch_connections(self, listener: str, count: Callable[[], int]) -> None:
         """Read the number of a listener's connections from now on whenever metrics are read."""
         self._follow(self._connections.labels(listener), count)
+
+    def watch_sample(self, texts: Callable[[], float]) -> None:
+        """Read the number of sampled texts from now on whenever metrics are read."""
+        self._follow(self._sample_texts, texts)
+
+    def observe_unsampled(self, texts: int) -> None:
+        """Count texts that could not take part in the sample."""
+        self._unsampled.inc(texts)
 
     def watch_overdue(self, seconds: Callable[[], float]) -> None:
         """Read from now on, whenever metrics are read, by how much a batch or the event loop is overdue."""

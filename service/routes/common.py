@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -204,6 +205,8 @@ async def computed(
             field="inputs",
         )
     timing = Timing()
+    sampling = call.state.sampling
+    is_sampled = sampling is not None and counted and not isinstance(source, Conversation)
     pending = serving.batcher.submit(
         source,
         flow=call.client.flow,
@@ -214,6 +217,7 @@ async def computed(
         counted=counted,
         repeats=repeats,
         timing=timing,
+        answered=partial(sampling.offer, call.client.key) if sampling and is_sampled else None,
     )
     call.timings.append(timing)
     return await call.wait(pending)

@@ -70,6 +70,8 @@ _SHOWN_SETTINGS = {
     "min_gain",
     "verify_rate",
     "truncate",
+    "sample",
+    "renew_hours",
     "max_batch_tokens",
     "max_queue_sequences",
     "max_queue_seconds",
@@ -132,6 +134,7 @@ async def info(call: CurrentCall) -> Response:
         **asdict(described),
         **tei_info(engine, described, state.settings),
         "preparing": state.preparing,
+        "sample": asdict(state.sampling.state) if state.sampling is not None else None,
         "settings": state.settings.model_dump(include=_SHOWN_SETTINGS),
     }
     dumped = orjson.dumps(content, default=str, option=orjson.OPT_SERIALIZE_NUMPY)

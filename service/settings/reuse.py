@@ -54,6 +54,27 @@ class Reuse(Group):
     cache_dir: Path | None = Field(
         None, description="Folder of default databases. Default: a folder in the user's cache folder."
     )
+    sample: bool = Field(
+        False,
+        description="Keep a sample of the texts that clients ask for, as token ids, in the folder of the "
+        "database, so that `attncache renew` can renew the database from the sample.",
+    )
+    sample_texts: int = Field(
+        20_000, ge=1, le=10_000_000, description="Most texts in the sample of each process."
+    )
+    sample_half_life_hours: float = Field(
+        168.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="A text that was not asked for this long has half the weight of a new text.",
+    )
+    renew_hours: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Renew the database from the sample every so many hours, in a process of lowest "
+        "priority. 24 is usual. Default: only `attncache renew` renews it.",
+    )
 
 
 class KeyValues(Group):

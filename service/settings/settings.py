@@ -29,7 +29,8 @@ GROUPS: tuple[type[Group], ...] = (
     Observability,
 )
 # Fields that say how attention maps, or keys and values, are reused.
-_OF_MAPS = ("database", "threshold", "min_gain")
+_OF_MAPS = ("database", "threshold", "min_gain", "sample")
+_OF_SAMPLE = ("sample_texts", "sample_half_life_hours", "renew_hours")
 _OF_KEY_VALUES = (
     "kv_memory_bytes",
     "kv_dir",
@@ -76,6 +77,9 @@ class Settings(
         for name in ("kv_disk_bytes", "kv_disk_dtype"):
             if self.kv_dir is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise refused(f"{option_name(name)} has no effect without --kv-dir; give both or none")
+        for name in _OF_SAMPLE:
+            if not self.sample and getattr(self, name) != type(self).model_fields[name].default:
+                raise refused(f"{option_name(name)} has no effect without --sample; give both or none")
         for name in ("divide_texts", "segment_tokens"):
             if self.blend is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise refused(f"{option_name(name)} has no effect without --blend; give both or none")

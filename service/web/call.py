@@ -85,6 +85,7 @@ class Client(NamedTuple):
     flow: tuple[object, ...]
     # Separates what is kept for a client from what is kept for others.
     namespace: bytes = b""
+    key: str | None = None  # name of the API key
 
 
 class Answer(NamedTuple):

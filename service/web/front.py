@@ -139,7 +139,7 @@ class Front(FastAPI):
         if keys is not None and not is_open(scope["method"], path, listener):
             call.holder = holder = keys.holder(call.headers)
             check_admin(path, holder)
-            call.client = Client((holder.name, *call.client.flow), holder.namespace)
+            call.client = Client((holder.name, *call.client.flow), holder.namespace, holder.name)
         has_admin_port = self._service.settings.admin_port is not None
         if has_admin_port and listener != "admin" and is_for_operators(path):
             raise NotFound("this path is served on --admin-port only")

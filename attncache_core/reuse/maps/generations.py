@@ -69,6 +69,21 @@ class Renewal:
     reason: str  # for people
     measured: dict[str, Any] = field(default_factory=dict)
 
+    def told(self) -> str:
+        """Return what was decided, for people."""
+        match self.result:
+            case Result.PUBLISHED:
+                return f"generation {self.generation} is published: {self.reason}"
+            case Result.REFUSED:
+                return (
+                    f"generation {self.generation} is removed, and generation {self.before} serves on: "
+                    f"{self.reason}"
+                )
+            case Result.NO_GAIN:
+                return f"generation {self.before} serves on: {self.reason}"
+            case Result.ROLLED_BACK:
+                return f"generation {self.generation} serves again, instead of generation {self.before}"
+
 
 RENEWAL = TypeAdapter(Renewal)
 

@@ -1,0 +1,386 @@
+"""A server keeps a sample of the texts that clients ask for, and renews its database from the sample."""
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from core_models import random_text
+from fake_engine import FakeEngine, starting
+from fake_engine import serving as serving_fake
+
+from attncache_core import BuildOptions, build_database
+from attncache_core.corpus.sample import TextSampler, read_sample, sample_folder
+from attncache_core.engine.request import PrefillPart
+from attncache_core.reuse.maps.generations import RENEWAL, Renewal, Result, read_renewals, renewals_path
+from service.loading import regular_renewals, renewals
+from service.loading.engines import load_engines
+from service.loading.rebuild import start_builder
+from service.loading.regular_renewals import RegularRenewals
+from service.loading.renewals import with_renewals
+from service.observability.metrics import Metrics
+from service.settings import Settings
+from service.state import Pause
+from service.upkeep import sampling
+from service.upkeep.sampling import Sampling
+
+pytestmark = pytest.mark.anyio
+BUDGET = {"min_cosine": 0.3, "min_text_cosine": 0.0}
+OPTIONS = BuildOptions(heads="3", prototypes=4, training_steps=10, **BUDGET)
+
+
+@pytest.fixture(scope="module")
+def built(tiny_engine, tiny_corpus, tmp_path_factory):
+    """A database with a low budget. Do not change it."""
+    folder = tmp_path_factory.mktemp("databases") / "a.db"
+    build_database(tiny_engine, tiny_corpus[::3], folder, OPTIONS)
+    return folder
+
+
+@pytest.fixture
+def root(built, tmp_path):
+    return Path(shutil.copytree(built, tmp_path / "a.db"))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_LOOKS", 0.005)
+    monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_SYNCS", 0.01)
+    monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 0.02)
+
+
+@asynccontextmanager
+async def serving(checkpoint, root, **given):
+    """Yield a client of a server that samples into `root`."""
+    values = {"sample": True, "verify_rate": 0, "min_gain": 0, "database": root, **given}
+    settings = Settings(model=str(checkpoint.folder), dtype="float32", **values)
+
+    def load():
+        return with_renewals(load_engines(settings, checkpoint), settings, checkpoint)
+
+    async with starting(load, **values) as client:
+        while (await client.get("/ready")).status_code == 503:
+            await asyncio.sleep(0.001)
+        yield client
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def sampled(root):
+    return sorted(tuple(text.token_ids) for text in read_sample(root))
+
+
+async def test_all_requested_texts_are_sampled_once_hits_and_repeated_ones_too(
+    tiny_checkpoint, tiny_engine, tiny_corpus, root
+):
+    texts = [sentence.text for sentence in tiny_corpus[:6]]  # two of them are recorded
+    unlike = ["card card card card card card"]
+    async with serving(tiny_checkpoint, root) as client:
+        for inputs in (texts, texts[:2], unlike):
+            answer = await client.post("/embed", json={"inputs": inputs})
+            assert answer.status_code == 200
+        await client.post("/v1/embeddings", json={"input": "stolen card"})
+        expected = sorted(map(tuple, tiny_engine.tokenize([*texts, *unlike, "stolen card"])))
+        await until(lambda: sampled(root) == expected)
+        answered = (await client.get("/info")).json()
+        assert answered["sample"] == {"texts": 8, "dropped": 0, "problem": None}
+        assert "attncache_sample_texts 8.0" in (await client.get("/metrics")).text
+    assert sampled(root) == expected
+
+
+async def test_nothing_is_sampled_of_reuse_off_labels_explanations_and_failed_requests(
+    tiny_checkpoint, tiny_engine, root
+):
+    off = {"X-AttnCache-Reuse": "off"}
+    async with serving(tiny_checkpoint, root, admin=True) as client:
+        await client.post("/embed", json={"inputs": ["stolen card"]}, headers=off)
+        refused = await client.post(
+            "/embed", json={"inputs": ["get money", "bank " * 999], "truncate": False}
+        )
+        assert refused.status_code == 422
+        explained = await client.post("/explain", json={"input": "wrong card"})
+        assert explained.status_code == 200, explained.text
+        labelled = {"inputs": ["my card"], "labels": ["bank account", "late payment"]}
+        assert (await client.post("/classify", json=labelled)).status_code == 200
+        await until(lambda: sampled(root) != [])
+    assert sampled(root) == [tuple(tiny_engine.tokenize(["my card"])[0])]
+
+
+async def test_server_without_the_option_keeps_no_text(tiny_checkpoint, root):
+    async with serving(tiny_checkpoint, root, sample=False) as client:
+        assert (await client.post("/embed", json={"inputs": ["stolen card"]})).status_code == 200
+        assert (await client.get("/info")).json()["sample"] is None
+    assert not sample_folder(root).exists()
+
+
+async def test_api_keys_are_told_apart_and_not_named(tiny_checkpoint, root, tmp_path):
+    keys = tmp_path / "keys.txt"
+    keys.write_text(f"shop {'a' * 20}\nbank {'b' * 20}\n")
+    keys.chmod(0o600)
+    async with serving(tiny_checkpoint, root, api_keys=keys) as client:
+        for secret in ("a" * 20, "b" * 20):
+            headers = {"Authorization": f"Bearer {secret}"}
+            answer = await client.post("/embed", json={"inputs": ["stolen card"]}, headers=headers)
+            assert answer.status_code == 200, answer.text
+        await until(lambda: len(read_sample(root)) == 2)
+    assert len({text.client for text in read_sample(root)} - {b""}) == 2
+    assert b"shop" not in (sample_folder(root) / "0.log").read_bytes()
+
+
+async def test_disk_that_fails_stops_sampling_and_nothing_else(tiny_checkpoint, root, monkeypatch, caplog):
+    fails = True
+
+    def sync(self, real=TextSampler.sync):
+        if fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self)
+
+    monkeypatch.setattr(TextSampler, "sync", sync)
+    monkeypatch.setattr(sampling, "_RETRY_SECONDS", 0.02)
+    async with serving(tiny_checkpoint, root) as client:
+
+        async def state():
+            return (await client.get("/info")).json()["sample"]
+
+        async with asyncio.timeout(30):
+            while (await state())["problem"] is None or (await state())["dropped"] < 3:
+                assert (await client.post("/embed", json={"inputs": ["stolen card"]})).status_code == 200
+        assert (await state())["problem"] == "texts cannot be sampled: No space left on device"
+        fails = False
+        async with asyncio.timeout(30):
+            while (await state())["problem"] is not None:
+                await asyncio.sleep(0.005)
+        await client.post("/embed", json={"inputs": ["late payment"]})
+        await until(lambda: len(sampled(root)) >= 1)
+        assert "attncache_sample_dropped_texts_total 0.0" not in (await client.get("/metrics")).text
+    (line,) = [record for record in caplog.records if "cannot be sampled" in record.message]
+    assert line.levelno == logging.ERROR
+
+
+def test_texts_beyond_the_bound_are_dropped_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "_MAX_WAITING_TOKENS", 10)
+    monkeypatch.setattr(sampling, "_SECONDS_BETWEEN_LOOKS", 3600)  # the thread takes nothing before the end
+    kept = Sampling(100, 168.0, Metrics())
+    kept.offer(None, [PrefillPart.of([[1, 2]])])  # before it has begun: not a candidate
+    kept.begin(tmp_path)
+    for number in range(4):
+        kept.offer(None, [PrefillPart.of([[1, number, 2], [2, number]])])
+    kept.close()
+    assert kept.state.dropped == 4
+    assert len(sampled(tmp_path)) == 4
+
+
+def test_pairs_are_not_sampled(tmp_path):
+    kept = Sampling(100, 168.0, Metrics())
+    kept.begin(tmp_path)
+    pair = PrefillPart.of([[1, 2, 3]])
+    pair.pairs = [[1, 2, 3]]
+    kept.offer(None, [pair, PrefillPart.of([[5, 6]])])
+    kept.close()
+    assert sampled(tmp_path) == [(5, 6)]
+
+
+async def test_sessions_are_not_sampled(monkeypatch):
+    """A session grows turn by turn, and its texts would stand in the sample many times."""
+    sampled = []
+    monkeypatch.setattr(Sampling, "offer", lambda _self, _client, parts: sampled.extend(parts))
+    engine = FakeEngine()
+    engine.map_reuse = None  # its database has no folder
+    async with serving_fake(engine, sample=True) as client:
+        session = {"session_id": "s", "transcript": ["hello"]}
+        assert (await client.post("/embed", json=session)).status_code == 200
+        assert sampled == []
+        assert (await client.post("/embed", json={"inputs": ["bye"]})).status_code == 200
+        assert len(sampled) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sample": True, "maps": False}, "--sample has no effect with --no-maps"),
+        ({"sample": True, "reuse": False}, "--sample has no effect with --no-reuse"),
+        ({"renew_hours": 24}, "--renew-hours has no effect without --sample"),
+        ({"sample_texts": 5}, "--sample-texts has no effect without --sample"),
+        ({"sample": True, "renew_hours": 0}, "greater than 0"),
+        ({"sample": True, "sample_texts": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_settings_without_effect_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**given)
+
+
+def decided(result, hours_ago):
+    moment = time.gmtime(time.time() - hours_ago * 3600)
+    return Renewal(time.strftime("%Y-%m-%dT%H:%M:%SZ", moment), result, 0, 1, "why")
+
+
+class Renewing:
+    """A process that renews, as RegularRenewals sees it."""
+
+    def __init__(self):
+        self.returncode, self.printed, self.killed = None, "", False
+
+    def ends(self, returncode, printed):
+        self.returncode, self.printed = returncode, printed
+
+    def poll(self):
+        return self.returncode
+
+    def communicate(self):
+        return self.printed, None
+
+    def kill(self):
+        self.killed = True
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that were started."""
+    processes = []
+
+    def start(_settings, job):
+        assert job == "renew"
+        processes.append(Renewing())
+        return processes[-1]
+
+    monkeypatch.setattr(regular_renewals, "start_builder", start)
+    return processes
+
+
+@pytest.fixture
+def regular(tmp_path):
+    return RegularRenewals(Settings(sample=True, renew_hours=24, database=tmp_path), tmp_path)
+
+
+def begin_sample(root, hours_ago):
+    TextSampler.open(root, max_texts=1000, half_life_hours=1).close()
+    moment = time.time() - hours_ago * 3600
+    os.utime(sample_folder(root) / "key", (moment, moment))
+
+
+def write_decision(root, renewal):
+    renewals_path(root).write_bytes(RENEWAL.dump_json(renewal) + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("sampling_hours", "decided_hours", "due"),
+    [
+        (None, None, False),
+        (23, None, False),
+        (25, None, True),
+        (99, 23, False),
+        (99, 25, True),
+        (23, 25, False),
+    ],
+)
+def test_renewal_is_due_after_so_many_hours(tmp_path, regular, started, sampling_hours, decided_hours, due):
+    if sampling_hours:
+        begin_sample(tmp_path, sampling_hours)
+    if decided_hours:
+        write_decision(tmp_path, decided(Result.PUBLISHED, decided_hours))
+    regular.look()
+    regular.look()
+    assert len(started) == due
+
+
+def test_one_renewal_runs_at_a_time_and_its_end_is_logged(tmp_path, regular, started, caplog):
+    caplog.set_level(logging.INFO)
+    begin_sample(tmp_path, 99)
+    for _ in range(3):
+        regular.look()
+    assert len(started) == 1
+    renewal = decided(Result.REFUSED, 0)
+    write_decision(tmp_path, renewal)
+    started[0].ends(0, RENEWAL.dump_json(renewal).decode() + "\n")
+    for _ in range(3):
+        regular.look()
+    assert "generation 1 is removed, and generation 0 serves on: why" in caplog.text
+    assert len(started) == 1
+
+
+def test_failed_renewal_is_tried_again_after_an_hour(tmp_path, regular, started, caplog, monkeypatch):
+    begin_sample(tmp_path, 99)
+    regular.look()
+    started[0].ends(2, "the newest tenth of the 9 texts has too few\n")
+    regular.look()
+    regular.look()
+    assert "could not be renewed: the newest tenth of the 9 texts has too few" in caplog.text
+    assert len(started) == 1
+    later = time.time() + 3601
+    monkeypatch.setattr(regular_renewals, "time", SimpleNamespace(time=lambda: later))
+    regular.look()
+    assert len(started) == 2
+    regular.close()
+    assert started[1].killed
+
+
+def test_where_reuse_cannot_pay_nothing_is_tried_again(tmp_path, regular, started, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    begin_sample(tmp_path, 99)
+    regular.look()
+    started[0].ends(0, RENEWAL.dump_json(decided(Result.NO_GAIN, 0)).decode())
+    regular.look()
+    monkeypatch.setattr(regular_renewals, "time", SimpleNamespace(time=lambda: 10**10))
+    regular.look()
+    assert len(started) == 1
+    assert "until the server is started again" in caplog.text
+
+
+def test_only_one_worker_renews(tiny_checkpoint, root, started, monkeypatch):
+    monkeypatch.setattr(renewals, "SECONDS_BETWEEN_LOOKS", 0.0)
+    begin_sample(root, 99)
+    settings = Settings(
+        model=str(tiny_checkpoint.folder),
+        dtype="float32",
+        database=root,
+        sample=True,
+        renew_hours=24,
+        min_gain=0,
+    )
+    for renews in (False, True):
+        loaded = with_renewals(
+            load_engines(settings, tiny_checkpoint), settings, tiny_checkpoint, renews=renews
+        )
+        pauses = 0
+        while pauses < 3:
+            pauses += isinstance(next(loaded), Pause)
+        loaded.close()
+        assert len(started) == renews
+    assert started[0].killed
+
+
+def test_process_that_renews_ends_with_the_server(tiny_checkpoint, root):
+    settings = Settings(model=str(tiny_checkpoint.folder), dtype="float32", database=root, sample=True)
+    with start_builder(settings, "renew") as process:
+        process.stdin.close()
+        assert process.wait(60) is not None
+    assert read_renewals(root) == ()
+
+
+async def test_server_renews_its_database_from_what_it_was_asked(tiny_checkpoint, root, caplog):
+    caplog.set_level(logging.INFO)
+    random = np.random.default_rng(5)
+    texts = [random_text(random, words) for words in np.repeat(np.arange(4, 8), 90)]
+    async with serving(tiny_checkpoint, root, max_request_inputs=400) as client:
+        assert (await client.post("/embed", json={"inputs": texts})).status_code == 200
+    assert len(sampled(root)) > 300
+    begin_sample(root, 99)
+    async with serving(tiny_checkpoint, root, renew_hours=24) as client, asyncio.timeout(120):
+        while (await client.get("/info")).json()["database"]["last_renewal"] is None:
+            assert "could not be renewed" not in caplog.text, caplog.text
+            await asyncio.sleep(0.1)
+    (renewal,) = read_renewals(root)
+    assert renewal.result in (Result.PUBLISHED, Result.REFUSED)
+    assert renewal.measured["held_out"] >= 20
