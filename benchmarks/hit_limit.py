@@ -60,7 +60,7 @@ def main(
     show_table(
         f"texts in a batch: {batch_size}",
         ["reused heads", "ms", "speed-up"],
-        [[name, f"{1e3 * own:.2f}", f"{seconds['none'] / own:.3f}"] for name, own in seconds.items()],
+        [[name, f"{1e3 * taken:.2f}", f"{seconds['none'] / taken:.3f}"] for name, taken in seconds.items()],
     )
 
 
@@ -108,4 +108,6 @@ def _fastest(
                 started = time.perf_counter()
                 passes[name](batch)
                 taken[name][number].append(time.perf_counter() - started)
-    return {name: float(np.mean([min(own[1:]) for own in seconds])) for name, seconds in taken.items()}
+    return {
+        name: float(np.mean([min(of_text[1:]) for of_text in seconds])) for name, seconds in taken.items()
+    }

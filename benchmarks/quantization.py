@@ -89,7 +89,10 @@ def measure(checkpoint: Checkpoint, texts: Sequence[str], options: argparse.Name
     print(f"\n| | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
     for number, (name, model) in enumerate(models.items()):
         cosine = cosines(embeddings(model, sequences), expected)
-        figures = [f"{own:.2f} ({own_full / own:.2f})" for own, own_full in times[:, [number, 0]]]
+        figures = [
+            f"{milliseconds:.2f} ({own_full / milliseconds:.2f})"
+            for milliseconds, own_full in times[:, [number, 0]]
+        ]
         figures += [f"{megabytes[number]:.0f}", f"{cosine.mean():.5f}", f"{np.percentile(cosine, 5):.5f}"]
         print(f"| {name} | {' | '.join(figures)} |", flush=True)
 

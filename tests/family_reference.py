@@ -105,8 +105,8 @@ def _by_interface(model: Any, replaced: Maps) -> Iterator[None]:
     calls = iter(range(model.config.num_hidden_layers))
 
     def attention(module, query, key, value, mask, **settings):
-        own = sys.modules[type(module).__module__].eager_attention_forward
-        _, maps = own(module, query, key, value, mask, **settings)
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        _, maps = eager(module, query, key, value, mask, **settings)
         replace_maps(maps, next(calls), replaced)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return (maps @ value).transpose(1, 2).contiguous(), maps

@@ -106,7 +106,7 @@ class Refitting:
 def _inputs(layers: Sequence[AttentionLayer]) -> int:
     """Return the largest number of inputs of the products to fit."""
     products = [last_products(layer) for layer in layers]
-    return max(part.weight.shape[1] for own in products if own is not None for part in own)
+    return max(part.weight.shape[1] for parts in products if parts is not None for part in parts)
 
 
 def _refit(
@@ -117,23 +117,23 @@ def _refit(
     assert held is not None
     assert isinstance(half.network, Network)
     contexts, ridge = [], _Ridge(held.output)
-    for own in states:
-        full = _context(layer, number, own.full, own.batch, NO_GIVEN_MAPS)
-        context = _context(layer, number, own.hit, own.batch, given)
-        ridge.add(context.flatten(1), layer.attention_sum(own.full, full).float() - own.hit.float())
-        own.full = layer.add_attention(own.full, full)
+    for state in states:
+        full = _context(layer, number, state.full, state.batch, NO_GIVEN_MAPS)
+        context = _context(layer, number, state.hit, state.batch, given)
+        ridge.add(context.flatten(1), layer.attention_sum(state.full, full).float() - state.hit.float())
+        state.full = layer.add_attention(state.full, full)
         contexts.append(context)
     output = ridge.solve()
     refitted, ridge = with_last_products(layer, LastProducts(output, held.down)), _Ridge(held.down)
-    for own, context in zip(states, contexts, strict=True):
-        own.hit = refitted.add_attention(own.hit, context)
-        total = half.network(own.full, own.full)
-        ridge.add(half.network.inner(own.hit), total.float() - own.hit.float())
-        own.full = half.norms.after(total)
+    for state, context in zip(states, contexts, strict=True):
+        state.hit = refitted.add_attention(state.hit, context)
+        total = half.network(state.full, state.full)
+        ridge.add(half.network.inner(state.hit), total.float() - state.hit.float())
+        state.full = half.norms.after(total)
     products = LastProducts(output, ridge.solve())
     refitted = with_last_products(layer, products)
-    for own in states:
-        own.hit = refitted.feed_forward(own.hit)
+    for state in states:
+        state.hit = refitted.feed_forward(state.hit)
     return products
 
 

@@ -59,7 +59,9 @@ class Sentences:
     def of_side(self, *, held_out: bool) -> list[list[int]]:
         """Return the held-out sequences, or the training sequences."""
         return [
-            ids for ids, own in zip(self.sequences, self.held_out.tolist(), strict=True) if own == held_out
+            ids
+            for ids, is_held_out in zip(self.sequences, self.held_out.tolist(), strict=True)
+            if is_held_out == held_out
         ]
 
     def chosen(self, indices: Sequence[int]) -> list[list[int]]:

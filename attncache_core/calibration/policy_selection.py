@@ -163,7 +163,7 @@ def _group_for(
     by_search = (per_hit * served - terms.search_costs[rows]).sum() if searches else -np.inf
     if not terms.may_search:
         # Nothing can serve a length without a mean, so such a length does not speak against the others.
-        rows, per_hit = (own[probes.records[RecordKind.MEAN][rows] >= 0] for own in (rows, per_hit))
+        rows, per_hit = (array[probes.records[RecordKind.MEAN][rows] >= 0] for array in (rows, per_hit))
     mean_serves = len(rows) > 0 and mean_keeps(rows, probes, measured[RecordKind.MEAN], budget)
     by_mean = per_hit.sum() if mean_serves else -np.inf
     if by_search > by_mean:

@@ -129,8 +129,8 @@ def measure(
     for done, (kind, indices, make) in enumerate(batches, 1):
         measured = make()
         full = comparator.comparable(measured.outputs)
-        for mask, own, rows in zip(masks, hit_models or [model] * len(masks), result, strict=True):
-            changed = substituted_outputs(own, measured, mask.as_array())
+        for mask, hit_model, rows in zip(masks, hit_models or [model] * len(masks), result, strict=True):
+            changed = substituted_outputs(hit_model, measured, mask.as_array())
             # Rounding can give a cosine above 1, but damage is never negative.
             rows[kind].damage[indices] = np.maximum(1 - cosines(comparator.comparable(changed), full), 0)
             rows[kind].fidelity[indices] = comparator.fidelity(changed, measured.outputs)

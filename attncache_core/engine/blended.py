@@ -155,10 +155,10 @@ class BlendedPass:
 
         They are the slots of the first of these layers.
         """
-        own = np.zeros((len(rows), self._slots.shape[2]), dtype=np.uint8)
-        addresses = _address(own) + np.arange(len(rows)) * own.shape[1]
+        computed = np.zeros((len(rows), self._slots.shape[2]), dtype=np.uint8)
+        addresses = _address(computed) + np.arange(len(rows)) * computed.shape[1]
         self._layers(step[:1], hidden, rows, self._key_value_slots(step[:1], addresses, only=True))
-        return deviations(self._slots[0, chosen], own[np.searchsorted(rows, chosen)], self._dtype)
+        return deviations(self._slots[0, chosen], computed[np.searchsorted(rows, chosen)], self._dtype)
 
     def _layers(
         self, step: range, hidden: torch.Tensor | None, rows: np.ndarray, slots: KeyValueSlots
@@ -261,7 +261,7 @@ def _result(
         strangeness=nothing.strangeness,
         tokens=computed + sum(found.rows) // len(found.rows),
         asked_tokens=len(request.ids),
-        cached_tokens=np.array([sum(max(0, own.cached - own.recomputed) for own in report.chunks)]),
+        cached_tokens=np.array([sum(max(0, chunk.cached - chunk.recomputed) for chunk in report.chunks)]),
         search_seconds=0.0,
         forward_seconds=time.perf_counter() - started,
         attention_seconds=found.attention_seconds,

@@ -51,13 +51,15 @@ def _run(
 ) -> PrefillResult:
     """Run what is not given, and store it. Raises DamagedBlock if a block that was loaded is damaged."""
     batch, compute = plan.batch, _by_layers if model.compiled_outputs is None else _compiled
-    outputs, finite, rows, attention_seconds = compute(model, plan, any(own.reads_more for own in requests))
+    outputs, finite, rows, attention_seconds = compute(
+        model, plan, any(request.reads_more for request in requests)
+    )
     found: list[np.ndarray] | None = None
     if batch is not None and rows is not None:
         computed = [requests[index] for index in plan.computed.tolist()]
         found = _of_all(log_probabilities(model, batch, rows, computed), plan.computed, len(requests))
     if found is not None:
-        finite &= [bool(np.isfinite(own).all()) for own in found]
+        finite &= [bool(np.isfinite(values).all()) for values in found]
     plan.finish(finite)
     nothing = shared_no_reuse(len(requests))
     return PrefillResult(
@@ -118,8 +120,8 @@ def _by_layers(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Com
     states = plan.states(final.states(rows).cpu().numpy())
     outputs = outputs_of(model, states, plan.lengths, plan.skipped)
     finite = np.isfinite(outputs).all(axis=1)
-    own = finite_sequences(batch, rows, outputs[plan.computed[batch.order]])
-    finite[plan.computed] = batch.in_callers_order(own)
+    is_finite = finite_sequences(batch, rows, outputs[plan.computed[batch.order]])
+    finite[plan.computed] = batch.in_callers_order(is_finite)
     return outputs, finite, rows, seconds
 
 
@@ -145,7 +147,7 @@ def _of_all(found: list[np.ndarray] | None, computed: np.ndarray, count: int) ->
     """Return the log-probabilities of all requests. found: of the computed ones; the others have none."""
     if found is None:
         return None
-    own = iter(found)
+    values = iter(found)
     is_computed = np.zeros(count, dtype=bool)
     is_computed[computed] = True
-    return [next(own) if each else np.zeros(0, dtype=np.float32) for each in is_computed.tolist()]
+    return [next(values) if each else np.zeros(0, dtype=np.float32) for each in is_computed.tolist()]

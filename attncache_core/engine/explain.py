@@ -46,7 +46,7 @@ class Candidate:
 class LayerMaps:
     """Attention maps of one layer. Heads have the checkpoint's numbers."""
 
-    own: np.ndarray  # float32 [heads, L, L], of the text's full computation
+    full: np.ndarray  # float32 [heads, L, L], of the full computation of the text
     reused_heads: tuple[int, ...]  # that take the maps of a record if the text hits
     given: np.ndarray | None  # float32 [reused heads, L, L], of the record; None without a record
 
@@ -159,9 +159,9 @@ def _chosen(search: SearchEngine, batch: TokenBatch, candidates: Sequence[Candid
     by_kind = {candidate.kind: candidate for candidate in candidates}
     if not by_kind:
         return None
-    own = by_kind.get(RecordKind.STORED)
-    if own and own.similarity == 1:
-        return own
+    stored = by_kind.get(RecordKind.STORED)
+    if stored and stored.similarity == 1:
+        return stored
     if not policy.searched and policy.mean_serves and RecordKind.MEAN in by_kind:
         return by_kind[RecordKind.MEAN]
     kinds, _ = policy.choose({kind: np.array([found.similarity]) for kind, found in by_kind.items()})
@@ -216,19 +216,19 @@ def _full_maps(model: PackedModel, batch: TokenBatch, hidden: torch.Tensor) -> l
         if layer.reused_heads:
             reused = layer.project_reused(x, batch.positions)
             query, key = (torch.cat(pair, dim=1) for pair in zip(reused, (query, key), strict=True))
-        own = layer.attention_maps(query[None], key[None], slice(layer.heads))
-        maps.append(own[0].float().cpu().numpy())
-        hidden = layer.finish(hidden, apply_maps(own, value[None])[0].to(value.dtype))
+        computed = layer.attention_maps(query[None], key[None], slice(layer.heads))
+        maps.append(computed[0].float().cpu().numpy())
+        hidden = layer.finish(hidden, apply_maps(computed, value[None])[0].to(value.dtype))
     return maps
 
 
 def _layers(
-    engine: PrefillEngine, own: Sequence[np.ndarray], given: Sequence[np.ndarray] | None
+    engine: PrefillEngine, computed: Sequence[np.ndarray], given: Sequence[np.ndarray] | None
 ) -> tuple[LayerMaps, ...]:
     """Return the maps with their heads in the order of the checkpoint."""
     mask = engine.strategy.mask if engine.strategy else None
     layers = []
-    for number, maps in enumerate(own):
+    for number, maps in enumerate(computed):
         order = mask.order[number] if mask else tuple(range(len(maps)))
         reused = order[: mask.reused[number]] if mask else ()
         layers.append(LayerMaps(maps[np.argsort(order)], reused, given[number] if given else None))

@@ -67,14 +67,14 @@ def smooth(model: nn.Module, sequences: Sequence[Sequence[int]]) -> None:
     base = getattr(model, "base_model", model)
     peaks = {module: _Peaks() for module in base.modules() if type(module) is nn.Linear}
     with ExitStack() as hooks:
-        for module, own in peaks.items():
-            hooks.enter_context(module.register_forward_pre_hook(own.note))
+        for module, peak in peaks.items():
+            hooks.enter_context(module.register_forward_pre_hook(peak.note))
         for ids in _batches(sequences):
-            for own in peaks.values():
-                own.is_noted = False
+            for peak in peaks.values():
+                peak.is_noted = False
             base(ids)
     tokens = sum(map(len, sequences))
-    reached = [module for module, own in peaks.items() if own.tokens == tokens > 0]
+    reached = [module for module, peak in peaks.items() if peak.tokens == tokens > 0]
     while reached:
         # Layers with equal maxima read the same tensor.
         x = peaks[reached[0]].largest

@@ -177,8 +177,8 @@ static void place_heads(const block *b, const stack_layer *layer, char *at, int 
         const int64_t angles = b->job->positions[b->first_row + r] * layer->half;
         char *head = at + (size_t)r * row_elements * bytes;
         for (int h = 0; h < queries + keys; h++, head += head_bytes) {
-            const norm *own = h < queries ? &layer->query : &layer->key;
-            if (own->kind) norm_row(own, head, head, layer->width, type);
+            const norm *head_norm = h < queries ? &layer->query : &layer->key;
+            if (head_norm->kind) norm_row(head_norm, head, head, layer->width, type);
             if (h >= queries) keep(b, layer, r, (size_t)(h - queries) * head_bytes, head, head_bytes);
             if (table) rotate_head(head, table[0] + angles, table[1] + angles, layer->half, type);
         }
@@ -264,13 +264,13 @@ static void attend_heads(const block *b, const stack_layer *layer, int number, i
     const int row = is_reused ? b->misses_row : b->always_row;
     char *query = is_reused ? b->misses : b->always + (size_t)layer->values * layer->value_width * bytes;
     char *key = query + (size_t)queries * layer->width * bytes;
-    const int own = is_reused ? head : head - layer->reused;
+    const int place = is_reused ? head : head - layer->reused;
     const int64_t length = first_row(job, tree + 1) - first_row(job, tree), offsets[2] = {0, length},
                   runs[2] = {0, 1};
     // Where row 0 of the task is: the first row of the sequence, or for trees the first row of the job.
     const int64_t at = job->trees ? -b->first_row : first_row(job, tree) - b->first_row;
     attention task = {
-        .query = {query + (at * row + own * layer->width) * (int64_t)bytes, row, layer->width},
+        .query = {query + (at * row + place * layer->width) * (int64_t)bytes, row, layer->width},
         .key = {key + (at * row + layer->key_heads[head] * layer->width) * (int64_t)bytes, row, 0},
         .value = {b->always + (at * b->always_row + layer->value_heads[head] * layer->value_width) * (int64_t)bytes,
                   b->always_row, 0},
@@ -377,9 +377,9 @@ INLINE int refitted_rows(const block *b, int first, int rows) {
 
 // See finish_rows_with. Rows with refitted weights come first.
 static void finish_rows(const block *b, const stack_layer *layer, int first, int rows, char *space) {
-    const int own = refitted_rows(b, first, rows);
+    const int refitted_count = refitted_rows(b, first, rows);
     for (int r = 1; r >= 0; r--) {
-        const int from = r ? first : first + own, count = r ? own : rows - own;
+        const int from = r ? first : first + refitted_count, count = r ? refitted_count : rows - refitted_count;
         if (count) finish_rows_with(b, layer, chosen(&layer->output, &layer->refitted_output, r),
                                     chosen(&layer->down, &layer->refitted_down, r), from, count, space);
     }

@@ -122,24 +122,24 @@ def too_long(room: int, index: int) -> InputTooLong:
 
 def require_few_characters(template: Template, texts: int, max_total_tokens: int) -> None:
     """Raise InputTooLong if a template around this many texts must exceed `max_total_tokens` tokens."""
-    most, own = _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_total_tokens, template.characters
-    if own * texts > most:
+    most, around = _MAX_UNCUT_CHARACTERS_PER_TOKEN * max_total_tokens, template.characters
+    if around * texts > most:
         raise InputTooLong(
-            f"the template has {own} characters, and with {texts} inputs at most {most // texts} are "
+            f"the template has {around} characters, and with {texts} inputs at most {most // texts} are "
             "accepted; send fewer inputs or a shorter template",
-            field="template" if own > most else "inputs",
+            field="template" if around > most else "inputs",
         )
 
 
 def require_few_label_characters(before: int, labels: Sequence[str]) -> None:
     """Raise InputTooLong if labels have too many characters; `before` characters are added to each label."""
-    repeated, own = before * len(labels), sum(map(len, labels))
-    if repeated + own > _MAX_LABEL_CHARACTERS:
+    repeated, single = before * len(labels), sum(map(len, labels))
+    if repeated + single > _MAX_LABEL_CHARACTERS:
         raise InputTooLong(
-            f"labels, each counted with the template's text before it, have {repeated + own} characters in "
-            f"total, and at most {_MAX_LABEL_CHARACTERS} are accepted; shorten the template after {{}}, or "
-            "send fewer or shorter labels",
-            field="template" if repeated > own else "labels",
+            f"labels, each counted with the template's text before it, have {repeated + single} characters "
+            f"in total, and at most {_MAX_LABEL_CHARACTERS} are accepted; shorten the template after {{}}, "
+            "or send fewer or shorter labels",
+            field="template" if repeated > single else "labels",
         )
 
 

@@ -192,12 +192,12 @@ class PrefixTree:
         while (run := int(self.parents[run])) >= 0:
             path.append(np.arange(self.offsets[run], self.offsets[run + 1]))
         before = np.concatenate(path[::-1])
-        own = np.arange(rows.start, rows.stop)
-        last = self.offsets[self.descendants_end[self._run_of[own]]]  # of the rows that see each row
-        inside = (own <= own[:, None]) & (own[:, None] < last)
-        visible = np.concatenate([np.ones((len(own), len(before)), dtype=bool), inside], axis=1)
-        positions = self._positions[np.concatenate([before, own])]
-        visible &= self._positions[own][:, None] - positions <= reach
+        indices = np.arange(rows.start, rows.stop)
+        last = self.offsets[self.descendants_end[self._run_of[indices]]]  # of the rows that see each row
+        inside = (indices <= indices[:, None]) & (indices[:, None] < last)
+        visible = np.concatenate([np.ones((len(indices), len(before)), dtype=bool), inside], axis=1)
+        positions = self._positions[np.concatenate([before, indices])]
+        visible &= self._positions[indices][:, None] - positions <= reach
         return Block(rows, torch.from_numpy(before).to(device), torch.from_numpy(visible).to(device))
 
 

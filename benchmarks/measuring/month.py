@@ -72,7 +72,7 @@ def month(
                         field="data",
                     )
                 drawn[side] += [pool[index] for index in random.choice(len(pool), wanted, replace=False)]
-        made.append(Day(*([own[index] for index in random.permutation(len(own))] for own in drawn)))
+        made.append(Day(*([texts[index] for index in random.permutation(len(texts))] for texts in drawn)))
     return made
 
 

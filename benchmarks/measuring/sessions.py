@@ -92,8 +92,8 @@ class Runner:
         """Tell the store which turns wait behind the first one. Returns the first one's tokens in memory."""
         if not self.key_values:
             return 0
-        own, *others = (self._wanted(sessions[turn.session][: turn.tokens]) for turn in turns)
-        stored = self.key_values.store.lookup(own).memory
+        first, *others = (self._wanted(sessions[turn.session][: turn.tokens]) for turn in turns)
+        stored = self.key_values.store.lookup(first).memory
         self.key_values.store.expect(others)
         return stored
 

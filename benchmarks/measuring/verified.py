@@ -39,7 +39,7 @@ class Served:
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> Self:
         """Return what dataclasses.asdict made into JSON."""
-        return cls(**{**content, "lengths": tuple(LengthCount(**own) for own in content["lengths"])})
+        return cls(**{**content, "lengths": tuple(LengthCount(**entry) for entry in content["lengths"])})
 
 
 def serve(
@@ -75,7 +75,7 @@ def serve(
         for index, request in enumerate(requests):
             length, fidelity = len(request.ids), float(measured[index])
             hit = result.outcomes[index].is_hit
-            tested, searched = (not np.isnan(own[index]) for own in (strangeness, result.similarities))
+            tested, searched = (not np.isnan(scores[index]) for scores in (strangeness, result.similarities))
             own_count = counts.setdefault(length, np.zeros(4, dtype=int))
             own_count += (1, hit, tested and not hit, searched)
             if hit:
@@ -92,7 +92,7 @@ def serve(
         int(budget.harmed(np.array(fidelities)).sum()),
         counted,
         kept,
-        tuple(LengthCount(length, *own.tolist()) for length, own in sorted(counts.items())),
+        tuple(LengthCount(length, *numbers.tolist()) for length, numbers in sorted(counts.items())),
     )
     return served, verifier.policy
 

@@ -135,14 +135,16 @@ class Clients:
         chosen, encoding = self._some(), self._random.choice(["float", "base64"])
         content = {"input": self._texts(chosen), "encoding_format": encoding}
         if answered := await self._post(client, "/v1/embeddings", content):
-            rows = [own["embedding"] for own in answered[0]["data"]]
+            rows = [entry["embedding"] for entry in answered[0]["data"]]
             if encoding == "base64":
                 rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
             self._compare("/v1/embeddings", chosen, rows)
 
     async def _embed_ids(self, client: aiohttp.ClientSession) -> None:
         # Ids that are too long are cut as they are, without the token that closes a text.
-        chosen = [own for own in self._some(16) if len(self._idle.ids[own]) <= self._idle.max_total_tokens]
+        chosen = [
+            index for index in self._some(16) if len(self._idle.ids[index]) <= self._idle.max_total_tokens
+        ]
         if not chosen:
             return
         content = {"inputs": [self._idle.ids[number] for number in chosen]}
@@ -167,8 +169,8 @@ class Clients:
         one, *others = self._some(32) + self._some(1)
         content = {"query": self._texts([one])[0], "texts": self._texts(others), "raw_scores": True}
         if answered := await self._post(client, "/rerank", content):
-            ranks = sorted(answered[0], key=lambda own: own["index"])
-            found = np.array([own["score"] for own in ranks])
+            ranks = sorted(answered[0], key=lambda entry: entry["index"])
+            found = np.array([entry["score"] for entry in ranks])
             self._near("/rerank", found, self._idle.similarities(one, others), _COSINE_TOLERANCE)
 
     async def _tokenize(self, client: aiohttp.ClientSession) -> None:

@@ -101,11 +101,11 @@ class _Flow(Generic[T]):
         "_at_once",
         "_children",
         "_counted",
+        "_direct",
+        "_direct_cost",
         "_heap",
         "_now",
         "_numbers",
-        "_own",
-        "_own_cost",
         "_served",
         "_waiting",
         "cost",
@@ -120,8 +120,8 @@ class _Flow(Generic[T]):
         self._at_once = at_once
         self.cost = 0  # of all items
         self.count_of_items = 0
-        self._own: deque[T] = deque()
-        self._own_cost = 0
+        self._direct: deque[T] = deque()  # items that belong to no child
+        self._direct_cost = 0
         self._children: dict[Hashable, _Flow[T]] = {}
         # Each child once, by a time that it has or had, and by when it was put there.
         self._heap: list[tuple[float, int, Hashable]] = []
@@ -132,14 +132,14 @@ class _Flow(Generic[T]):
         self._served: _Flow[T] | None = None  # the child whose item `head` returned
 
     def items(self) -> Iterator[T]:
-        yield from self._own
-        for child in sorted(self._children.values(), key=lambda own: own.time):
+        yield from self._direct
+        for child in sorted(self._children.values(), key=lambda flow: flow.time):
             yield from child.items()
 
     def add(self, item: T, flow: Sequence[Hashable]) -> None:
         self.count_of_items += 1
         if not flow:
-            self._own.append(item)
+            self._direct.append(item)
             return
         name = flow[0]
         child = self._children.get(name)
@@ -160,11 +160,11 @@ class _Flow(Generic[T]):
         if flow:
             self._children[flow[0]].count(flow[1:], cost)
         else:
-            self._own_cost += cost
+            self._direct_cost += cost
 
     def ahead(self, flow: Sequence[Hashable], most: float | None) -> int:
         if not flow:
-            return self._own_cost
+            return self._direct_cost
         child = self._children.get(flow[0])
         if child is not None and child.count_of_items:
             within = child.ahead(flow[1:], most)
@@ -179,7 +179,7 @@ class _Flow(Generic[T]):
         return known
 
     def _ahead_at(self, time: float, child: _Flow[T] | None) -> int:
-        """Return what others are charged until their times have passed this one, and own items."""
+        """Return what other children are charged until their times have passed `time`, plus direct items."""
         latest = time + self._at_once
         # With thousands of flows, a call of min for each would take most of the event loop's time.
         others = [
@@ -187,12 +187,12 @@ class _Flow(Generic[T]):
             for other in self._children.values()
             if other.cost and other.time <= time and other is not child
         ]
-        return self._own_cost + math.ceil(sum(others))
+        return self._direct_cost + math.ceil(sum(others))
 
     def head(self) -> T | None:
-        if self._own:
+        if self._direct:
             self._served = None
-            return self._own[0]
+            return self._direct[0]
         while self._heap:
             time, _, name = self._heap[0]
             child = self._children[name]
@@ -230,5 +230,5 @@ class _Flow(Generic[T]):
             child.end_turn()
             self._waiting -= not child.count_of_items
         else:
-            self._own.remove(item)
+            self._direct.remove(item)
         self.count_of_items -= 1

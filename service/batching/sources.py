@@ -107,11 +107,11 @@ class Texts:
         """Yield ranges of texts. around: characters that the template adds to each text."""
         start = characters = 0
         for index, text in enumerate(self.texts):
-            own = characters_of(text) + around
-            if index > start and (characters + own > _PART_CHARACTERS or index == start + _PART_TEXTS):
+            added = characters_of(text) + around
+            if index > start and (characters + added > _PART_CHARACTERS or index == start + _PART_TEXTS):
                 yield start, index
                 start, characters = index, 0
-            characters += own
+            characters += added
         yield start, len(self.texts)
 
 

@@ -128,12 +128,12 @@ def _provider(environment: Mapping[str, str]) -> TracerProvider:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    own = {"service.version": __version__}
+    attributes = {"service.version": __version__}
     if not environment.get("OTEL_SERVICE_NAME") and "service.name=" not in environment.get(
         "OTEL_RESOURCE_ATTRIBUTES", ""
     ):
-        own["service.name"] = "attncache"
-    provider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
+        attributes["service.name"] = "attncache"
+    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 

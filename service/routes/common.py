@@ -154,7 +154,9 @@ class InferenceRoute(APIRoute):
             responses={200: {"headers": headers or {}, "description": says}, **(errors or {})},
             openapi_extra={
                 **documented_body(body),
-                "parameters": [own for own in _PARAMETERS if reuses or own["name"] != REUSE_HEADER],
+                "parameters": [
+                    parameter for parameter in _PARAMETERS if reuses or parameter["name"] != REUSE_HEADER
+                ],
             },
         )
         self.body = body
@@ -353,10 +355,10 @@ def _inlined(part: Any, definitions: dict[str, Any]) -> Any:
         return [_inlined(each, definitions) for each in part]
     if not isinstance(part, dict):
         return part
-    own = {name: _inlined(each, definitions) for name, each in part.items() if name != "$ref"}
+    fields = {name: _inlined(each, definitions) for name, each in part.items() if name != "$ref"}
     if "$ref" not in part:
-        return own
-    return {**_inlined(definitions[part["$ref"].rsplit("/", 1)[1]], definitions), **own}
+        return fields
+    return {**_inlined(definitions[part["$ref"].rsplit("/", 1)[1]], definitions), **fields}
 
 
 def _parameter(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -47,9 +47,9 @@ def test_day_has_its_number_of_distinct_texts_in_the_shares_of_the_topics(topics
     made = month(texts, days, sampled, asked, random())
     assert len(made) == days
     for day, shares in zip(made, shares_of_topics(topics, days), strict=True):
-        for own, count in ((day.sampled, sampled), (day.asked, asked)):
-            assert len(set(own)) == len(own) == count
-            of_topic = Counter(int(text.split()[0]) for text in own)
+        for drawn, count in ((day.sampled, sampled), (day.asked, asked)):
+            assert len(set(drawn)) == len(drawn) == count
+            of_topic = Counter(int(text.split()[0]) for text in drawn)
             assert all(abs(of_topic[topic] - share * count) <= 1 for topic, share in enumerate(shares))
 
 
@@ -177,15 +177,15 @@ def test_month_serves_three_databases_continues_and_refuses_another_month(argume
     done = run(tmp_path, *arguments, "--json", tmp_path / "report.json")
     assert done.exit_code == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text("utf-8"))
-    days = {(own["day"], own["arm"]): own for own in report["days"]}
+    days = {(day["day"], day["arm"]): day for day in report["days"]}
     assert list(days) == [(day, arm) for day in (2, 3) for arm in Arm]
-    for (day, arm), own in days.items():
+    for (day, arm), measured in days.items():
         for view in ("calibrated", "tightened"):
-            served = own[view]
+            served = measured[view]
             assert served["texts"] == sum(part["texts"] for part in served["lengths"]) == 100
             assert served["hits"] == sum(part["hits"] for part in served["lengths"])
             assert served["kept"] <= served["windows"]
-        assert own["built"] == (0 if day == 3 and arm == Arm.STATIC else 250)
+        assert measured["built"] == (0 if day == 3 and arm == Arm.STATIC else 250)
     # The database of short texts has no records of the topic that enters on the second of three days.
     assert days[3, Arm.DAILY]["calibrated"]["hits"] > days[3, Arm.STATIC]["calibrated"]["hits"] > 0
     assert days[2, Arm.RENEWED] == {**days[2, Arm.STATIC], "arm": Arm.RENEWED}

@@ -47,10 +47,10 @@ def run_at_once(engine, batches, seed):
 
 
 def assert_same(found, expected):
-    for own, result in zip(found, expected, strict=True):
-        assert own.outcomes == result.outcomes
-        np.testing.assert_allclose(own.similarities, result.similarities, atol=1e-5)
-        np.testing.assert_allclose(own.outputs, result.outputs, rtol=1e-4, atol=1e-5)
+    for parallel, result in zip(found, expected, strict=True):
+        assert parallel.outcomes == result.outcomes
+        np.testing.assert_allclose(parallel.similarities, result.similarities, atol=1e-5)
+        np.testing.assert_allclose(parallel.outputs, result.outputs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("database", [False, True])

@@ -49,7 +49,7 @@ def test_divided_sequences_are_pooled_as_whole_ones(cases, skipped, mode):
     given = [int(share * (length - 1)) for (_, share, _), length in zip(cases, lengths, strict=True)]
     nothing = [0] * len(sequences)
     start = empty_states(len(sequences), WIDTH)
-    ends = [max(1, own) for own in given]
+    ends = [max(1, count) for count in given]
     middle = states_behind(sequences, nothing, start, counts, ends)
     middle[np.array(given) == 0] = start[0]
     found = states_behind(sequences, given, middle, counts, lengths)

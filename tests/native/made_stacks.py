@@ -234,9 +234,9 @@ def survive_sleeping_helpers(check, repeatable, ids, others):
         sender.start()
         end = time.monotonic() + 0.3
         while time.monotonic() < end:
-            found, own = run(repeatable, ids, count)
+            found, repeated = run(repeatable, ids, count)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-            assert (own.multiplications, own.map_rows) == (counts.multiplications, counts.map_rows)
+            assert (repeated.multiplications, repeated.map_rows) == (counts.multiplications, counts.map_rows)
         sender.join()
         check(4)
 

@@ -204,9 +204,9 @@ def expected_counts(form, lengths, hits, reused):
     multiplications = tokens * products_of_a_row(form) * len(reused)
     map_rows = 0
     for count in reused:
-        for rows, own in ((tokens, HEADS - count), (missed, count)):
-            multiplications += rows * (own + key_heads(form, own)) * WIDTH * HIDDEN
-            map_rows += rows * own
+        for rows, heads in ((tokens, HEADS - count), (missed, count)):
+            multiplications += rows * (heads + key_heads(form, heads)) * WIDTH * HIDDEN
+            map_rows += rows * heads
     return multiplications, map_rows
 
 

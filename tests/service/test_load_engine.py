@@ -50,11 +50,11 @@ def test_given_threshold_keeps_no_budget(tiny_checkpoint, tiny_database):
 
 def test_given_threshold_decides_what_hits(tiny_checkpoint, tiny_database, tiny_corpus):
     texts = ["my card my card", "the bank was closed today", tiny_corpus[0].text]
-    own, strict = (
+    usual, strict = (
         engine_of(tiny_checkpoint, tiny_database, **given) for given in ({}, {"threshold": "0.995"})
     )
-    sequences = own.tokenize(texts)
-    assert prefill(own, sequences).outcomes == (Outcome.HIT,) * 3
+    sequences = usual.tokenize(texts)
+    assert prefill(usual, sequences).outcomes == (Outcome.HIT,) * 3
     assert prefill(strict, sequences).outcomes == (Outcome.MISS, Outcome.MISS, Outcome.HIT)
 
 
@@ -166,7 +166,7 @@ def test_operator_who_asks_for_reuse_at_any_speed_gets_a_database_without_a_meas
     monkeypatch.setattr(loading, "could_pay", lambda *_: pytest.fail("measured"))
     loaded = list(first_start(tiny_checkpoint, tmp_path, min_gain="0"))
     assert len(builds) == 1
-    assert len([own for own in loaded if isinstance(own, PrefillEngine)]) == 2
+    assert len([engine for engine in loaded if isinstance(engine, PrefillEngine)]) == 2
 
 
 def test_measurement_is_tried_again_later_and_later_while_the_machine_is_busy(

@@ -23,8 +23,8 @@ def fixed_speeds(monkeypatch):
     real = tuning.measure
 
     def measure(way, *arguments, **options):
-        own = real(way, *arguments, **options)
-        return replace(own, speed=SPEEDS.get(way.name, 1.0), speed_alone=1.0)
+        measured = real(way, *arguments, **options)
+        return replace(measured, speed=SPEEDS.get(way.name, 1.0), speed_alone=1.0)
 
     monkeypatch.setattr(tuning, "measure", measure)
     # Counting the bytes of all tensors of a large test process takes longer than everything else.
@@ -72,11 +72,13 @@ def test_fastest_way_inside_the_budget_is_what_the_settings_serve(tiny_checkpoin
     assert list(rows) == ["int4", "* int8-weight-only", "exact"]
     assert [line.split()[-1] for line in rows.values()] == ["outside", "inside", "inside"]
     kept = json.loads((tmp_path / "tuned.json").read_text(encoding="utf-8"))
-    figures = {own["measured"]["way"]["quantization"]: own["measured"] for own in kept["measured"]}
-    for name, own in figures.items():
+    figures = {
+        measured["measured"]["way"]["quantization"]: measured["measured"] for measured in kept["measured"]
+    }
+    for name, figure in figures.items():
         row = rows[{"int8-weight-only": "* int8-weight-only", None: "exact"}.get(name, name)]
-        assert f"{own['quality']['mean']:.4f}" in row
-        assert f"{own['accuracy']:.4f}" in row
+        assert f"{figure['quality']['mean']:.4f}" in row
+        assert f"{figure['accuracy']:.4f}" in row
     for part in ("chosen: int8-weight-only", "cosine", "accuracy", "one text", "processor", "inside"):
         assert part in shown
     # The first eight bytes of a PNG file.

@@ -198,7 +198,7 @@ def test_served_model_is_used_as_the_options_say(folder, engine, monkeypatch):
     loaded = []
 
     def load_only(settings, load, _listeners):
-        loaded.extend(own.checkpoint for own in load(settings, 0))
+        loaded.extend(engine.checkpoint for engine in load(settings, 0))
         sys.exit(0)
 
     monkeypatch.setattr(serve, "serve_with_workers", load_only)

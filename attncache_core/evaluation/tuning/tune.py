@@ -232,16 +232,16 @@ class Tuning:
             of_maps = self._budget_of_maps(way) if way.maps and not self.database else None
             found = self.results.find(way, of_maps)
             with self._text_numbers(self.measuring):
-                own = found or self._measure_now(way, of_maps)
+                measured = found or self._measure_now(way, of_maps)
         except AttnCacheError as error:
             self.failed[way.name] = str(error)
             self.events.failed(way.name, str(error))
             return None
         if found is None:
-            self.results.add(own, of_maps)
-        self.measured[way] = own
-        self.events.measured(own, found is not None)
-        return own
+            self.results.add(measured, of_maps)
+        self.measured[way] = measured
+        self.events.measured(measured, found is not None)
+        return measured
 
     def _measure_now(self, way: Way, of_maps: Budget | None) -> MeasuredWay:
         timed = partial(

@@ -39,13 +39,15 @@ class Continuation:
 
         load: whether saved blocks may be loaded.
         """
-        if not all(own.ids for own in sequences):
+        if not all(sequence.ids for sequence in sequences):
             raise ValueError("a sequence needs at least one token")
-        asked = [index for index, own in enumerate(sequences) if own.prefix_key]
-        reservation = store.begin([own.prefix_key for own in sequences if own.prefix_key], load)
+        asked = [index for index, sequence in enumerate(sequences) if sequence.prefix_key]
+        reservation = store.begin(
+            [sequence.prefix_key for sequence in sequences if sequence.prefix_key], load
+        )
         self._store, self._reservation = store, reservation
-        self.lengths = np.array([len(own.ids) for own in sequences], dtype=np.int64)
-        self.skipped = np.array([own.skipped for own in sequences], dtype=np.int64)
+        self.lengths = np.array([len(sequence.ids) for sequence in sequences], dtype=np.int64)
+        self.skipped = np.array([sequence.skipped for sequence in sequences], dtype=np.int64)
         self.given_tokens = np.zeros(len(sequences), dtype=np.int64)
         self.given_tokens[asked] = reservation.given_tokens
         self._given: list[list[Block]] = [[] for _ in sequences]
@@ -66,9 +68,11 @@ class Continuation:
         given = self.given_tokens[chosen].tolist()
         groups: list[Hashable] = []
         for index, count in zip(chosen, given, strict=True):
-            own = sequences[index]
-            end = self._given[index][-1].name.key if count else own.prefix_key and own.prefix_key.root
-            groups.append((own.group, own.skipped, end))
+            sequence = sequences[index]
+            end = (
+                self._given[index][-1].name.key if count else sequence.prefix_key and sequence.prefix_key.root
+            )
+            groups.append((sequence.group, sequence.skipped, end))
         rest = [sequences[index].ids[count:] for index, count in zip(chosen, given, strict=True)]
         found = continued_prefixes(rest, groups, given)
         lengths = np.diff(found.tree.offsets)
@@ -96,7 +100,7 @@ class Continuation:
         return KeyValueSlots(
             BLOCK_TOKENS,
             layout.layer_bytes,
-            pool.addresses([block.place for own in given for block in own]),
+            pool.addresses([block.place for blocks in given for block in blocks]),
             np.cumsum([0, *map(len, given)]),
             *self._kept(),
             self._reservation.loading.ready if self._reservation.loading else None,
@@ -181,8 +185,8 @@ class Continuation:
         rows = np.concatenate([self._rows(self.computed, self.lengths[self.computed] - 1), self._ends])
         found = running_states(hidden, self._tree, states[of_trees], self.skipped[of_trees], rows)
         states[self.computed] = found[: len(self.computed)]
-        for new, own in zip(self._new, found[len(self.computed) :], strict=True):
-            self._store.memory.pool.state(new.block.place)[:] = own
+        for new, state in zip(self._new, found[len(self.computed) :], strict=True):
+            self._store.memory.pool.state(new.block.place)[:] = state
         return states
 
     def finish(self, finite: np.ndarray) -> None:

@@ -63,9 +63,9 @@ class PrefixKey(NamedTuple):
 def names_once(sequences: Iterable[PrefixKey]) -> Iterator[list[BlockName]]:
     """Yield the names of each sequence's blocks, without those that it has from the sequence before it."""
     last: PrefixKey | None = None
-    for own in sequences:
-        yield own.names[last.common_blocks(own, len(own.names)) if last else 0 :]
-        last = own
+    for sequence in sequences:
+        yield sequence.names[last.common_blocks(sequence, len(sequence.names)) if last else 0 :]
+        last = sequence
 
 
 @dataclass(eq=False, slots=True)

@@ -50,7 +50,10 @@ def _encoded(embeddings: np.ndarray, *, as_base64: bool) -> list[dict[str, Any]]
     """Return the embeddings as JSON: rows of float32 [n, dimensions], or base64 of their bytes."""
     rows = np.ascontiguousarray(embeddings, dtype="<f4")
     encoded = [b64encode(row).decode() for row in rows] if as_base64 else rows
-    return [{"object": "embedding", "index": index, "embedding": own} for index, own in enumerate(encoded)]
+    return [
+        {"object": "embedding", "index": index, "embedding": embedding}
+        for index, embedding in enumerate(encoded)
+    ]
 
 
 def _check_ends(engine: PrefillEngine, source: Source) -> None:
