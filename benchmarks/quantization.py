@@ -26,7 +26,7 @@ from attncache_core.corpus.reading import read_texts
 from attncache_core.engine.layers import run_layers
 from attncache_core.heads.vectors import cosines
 from attncache_core.models import PackedModel, load_model
-from attncache_core.reuse.execution.given_maps import HitRecords
+from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.runtime.memory import keep_freed_memory, tensor_bytes
 from attncache_core.runtime.threads import limit_threads
 from attncache_core.text.token_batch import pack

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from attncache_core.calibration.substitution import ObservedMaps, token_passes
-from attncache_core.engine.layers import NO_GIVEN_MAPS, attention_context
+from attncache_core.engine.layers import NO_REUSED_MAPS, attention_context
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.models import AttentionLayer
 from attncache_core.models.layer import Network
@@ -30,7 +30,7 @@ from attncache_core.models.refitted import (
     refittable_layers,
     with_last_products,
 )
-from attncache_core.reuse.execution.given_maps import GivenMaps
+from attncache_core.reuse.execution.reused_maps import ReusedMaps
 from attncache_core.reuse.maps.search import SearchEngine
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.text.token_batch import Group, TokenBatch, pack
@@ -86,11 +86,11 @@ class Refitting:
             batch = pack([self._sequences[index] for index in indices])
             hidden = model.embed(batch)
             states.append(_States(batch, hidden, hidden))
-        given = self._given_maps(mask)
+        given = self._reused_maps(mask)
         with quantizing(self._engine.checkpoint.quantization):
             return [_refit(layer, number, states, given) for number, layer in enumerate(layers)]
 
-    def _given_maps(self, mask: ReuseMask) -> ObservedMaps:
+    def _reused_maps(self, mask: ReuseMask) -> ObservedMaps:
         """Return a source of maps that replaces the maps of the mask's heads by the mean of the length."""
         store, means = self._search.store, self._search.prototypes.means
 
@@ -118,7 +118,7 @@ def _refit(
     assert isinstance(half.network, Network)
     contexts, ridge = [], _Ridge(held.output)
     for state in states:
-        full = _context(layer, number, state.full, state.batch, NO_GIVEN_MAPS)
+        full = _context(layer, number, state.full, state.batch, NO_REUSED_MAPS)
         context = _context(layer, number, state.hit, state.batch, given)
         ridge.add(context.flatten(1), layer.attention_sum(state.full, full).float() - state.hit.float())
         state.full = layer.add_attention(state.full, full)
@@ -138,7 +138,7 @@ def _refit(
 
 
 def _context(
-    layer: AttentionLayer, number: int, hidden: torch.Tensor, batch: TokenBatch, given: GivenMaps
+    layer: AttentionLayer, number: int, hidden: torch.Tensor, batch: TokenBatch, given: ReusedMaps
 ) -> torch.Tensor:
     return attention_context(number, layer, layer.attention_input(hidden), batch, given)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from attncache_core.engine.continued import outputs_of, run_continued
-from attncache_core.engine.layers import NO_GIVEN_MAPS, run_layers
+from attncache_core.engine.layers import NO_REUSED_MAPS, run_layers
 from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, empty_states
@@ -164,7 +164,7 @@ class BlendedPass:
         self, step: range, hidden: torch.Tensor | None, rows: np.ndarray, slots: KeyValueSlots
     ) -> torch.Tensor:
         batch = self._batch(rows).on(self._model.device)
-        found, seconds = run_layers(self._model, batch, hidden, NO_GIVEN_MAPS, step, slots=slots)
+        found, seconds = run_layers(self._model, batch, hidden, NO_REUSED_MAPS, step, slots=slots)
         self.attention_seconds += seconds
         return found
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attncache_core.engine.layers import NO_GIVEN_MAPS, rows_of, run_layers, stack_outputs
+from attncache_core.engine.layers import NO_REUSED_MAPS, rows_of, run_layers, stack_outputs
 from attncache_core.engine.request import PrefillRequest, PrefillResult
 from attncache_core.engine.targets import log_probabilities
 from attncache_core.heads.running import LAST, pooled
@@ -115,7 +115,7 @@ def _by_layers(model: PackedModel, plan: Continuation, reads_rows: bool) -> _Com
         return outputs, np.isfinite(outputs).all(axis=1), None, 0.0
     if model.stack is not None:
         model.stack.wake(compiled_threads())
-    rows, seconds = run_layers(model, batch.on(model.device), None, NO_GIVEN_MAPS, slots=plan.slots())
+    rows, seconds = run_layers(model, batch.on(model.device), None, NO_REUSED_MAPS, slots=plan.slots())
     plan.wait_until_loaded()
     states = plan.states(final.states(rows).cpu().numpy())
     outputs = outputs_of(model, states, plan.lengths, plan.skipped)

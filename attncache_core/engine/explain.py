@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from attncache_core.engine.layers import first_input, given_by, run_layers
+from attncache_core.engine.layers import first_input, reused_by, run_layers
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.engine.request import PrefillRequest
 from attncache_core.heads.comparator import Measure
@@ -199,7 +199,7 @@ def _with_record(
 def _outputs_with(engine: PrefillEngine, batch: TokenBatch, plan: ReusePlan) -> np.ndarray:
     """Return the outputs of a batch, float32 [1, d], with the maps that a plan gives."""
     model = engine.model
-    given = given_by(plan, model, batch)
+    given = reused_by(plan, model, batch)
     hidden, _ = run_layers(model, batch, None, given)
     return model.outputs(hidden, batch).rows.cpu().numpy()
 

@@ -30,7 +30,7 @@ typedef struct {
     matrix refitted_output, refitted_down;
     norm forward_before, forward_branch, forward_after;
     float scale;
-    int32_t heads, reused;        // the first `reused` heads take given maps for hits
+    int32_t heads, reused;        // the first `reused` heads take reused maps for hits
     int32_t keys_always, keys_misses, values;  // numbers of key heads in the two products, and of value heads
     int32_t width, value_width;   // of a head of Q and K, and of V
     int32_t half, angles;         // half the rotary dimensions, and the number of their table; -1: no rotation
@@ -67,8 +67,8 @@ typedef struct {
     const float *const *angles;   // [tables, 2] the cosines and sines [positions, half] of each table
     const char *const *maps;      // [hits] the record of each hit, in 16 bits
     int32_t first, last;          // the layers from first to last - 1
-    int32_t width, count, hits;   // number of trees; the first `hits` of them are sequences with given maps
-    int32_t type, map_type;       // number_type of Q, K, V and context, and of given maps
+    int32_t width, count, hits;   // number of trees; the first `hits` of them are sequences with reused maps
+    int32_t type, map_type;       // number_type of Q, K, V and context, and of reused maps
     int32_t packed, threads;
     int32_t widest;               // the largest width of an operand or of a feed-forward half
     int32_t refitted;             // the first `refitted` of the hits take the refitted weights

@@ -1,7 +1,7 @@
 """Python binding of stack.h: all layers of a model on packed rows, in one call.
 
 layers (stack_layers.py)                          -> CompiledStack
-batches -> StackRows, GivenRecords, KeyValueSlots -> CompiledStack.run -> Counts
+batches -> StackRows, ReusedRecords, KeyValueSlots -> CompiledStack.run -> Counts
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOKEN_ERRORS = {
 
 
 @dataclass(frozen=True)
-class GivenRecords:
+class ReusedRecords:
     """The records whose maps are given to the first sequences of a batch."""
 
     addresses: np.ndarray  # uint64 [hits], the address of each record
@@ -128,7 +128,7 @@ class Counts:
     attention_seconds: float
 
 
-NO_RECORDS = GivenRecords(np.zeros(0, dtype=np.uint64))
+NO_RECORDS = ReusedRecords(np.zeros(0, dtype=np.uint64))
 
 
 _RESULTS = ("multiplications", "map_rows", "attention_nanoseconds", "busy_nanoseconds")
@@ -242,7 +242,7 @@ class CompiledStack:
         hidden: torch.Tensor | None,
         rows: StackRows,
         layers: range,
-        given: GivenRecords = NO_RECORDS,
+        given: ReusedRecords = NO_RECORDS,
         threads: int | None = None,
         slots: KeyValueSlots | None = None,
     ) -> tuple[torch.Tensor, Counts]:
@@ -273,7 +273,7 @@ class CompiledStack:
         self,
         rows: StackRows,
         threads: int,
-        given: GivenRecords = NO_RECORDS,
+        given: ReusedRecords = NO_RECORDS,
         slots: KeyValueSlots | None = None,
         hidden: torch.Tensor | None = None,
     ) -> tuple[Pooled, Counts]:
@@ -370,7 +370,7 @@ class CompiledStack:
         if slots.written is not None:
             job.written = address(slots.written)
 
-    def _set_records(self, job: _Job, rows: StackRows, given: GivenRecords) -> None:
+    def _set_records(self, job: _Job, rows: StackRows, given: ReusedRecords) -> None:
         assert rows.trees is None
         described = self._described.get(given.heads_before)
         if described is None:

@@ -178,7 +178,7 @@ static int has_plain_layers(const stack_job *job) {
 }
 
 // Whether a unit of columns may be computed twice. Rotations, norms of heads and gates change numbers in place,
-// and given maps may be unmapped after the call.
+// and reused maps may be unmapped after the call.
 static int is_repeatable(const stack_job *job) {
     if (job->hits || job->given || job->kept) return 0;
     for (int n = job->first; n < job->last; n++) {

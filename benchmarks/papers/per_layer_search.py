@@ -19,7 +19,7 @@ import torch
 
 from attncache_core.engine.layers import run_layers
 from attncache_core.models import PackedModel
-from attncache_core.reuse.execution.given_maps import HitRecords
+from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.mask import ReuseMask
 from attncache_core.reuse.plan import Outcome, ReusePlan, no_reuse, outcome_code, outcomes_of
 from attncache_core.reuse.storage.store import AttentionMapStore

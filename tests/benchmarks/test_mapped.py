@@ -9,7 +9,7 @@ from core_models import attention_by, prefill
 
 from attncache_core.engine.prefill import PrefillEngine
 from attncache_core.native.guard import guard
-from attncache_core.reuse.execution.given_maps import HitRecords
+from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.maps.database import AttentionDatabase
 from attncache_core.reuse.maps.map_reuse import MapReuse
 from attncache_core.reuse.plan import Outcome

@@ -72,7 +72,7 @@ def test_own_maps_are_those_of_hugging_face_head_by_head(engine_with, tiny_refer
         np.testing.assert_allclose(explained.layers[layer].full[head], maps, atol=1e-5)
 
 
-def test_given_maps_are_of_the_heads_of_the_mask(engine_with, tiny_corpus):
+def test_reused_maps_are_of_the_heads_of_the_mask(engine_with, tiny_corpus):
     engine = engine_with(1.0, "5")
     explained = explain(engine, ids_of(engine, tiny_corpus[3].text))
     mask = engine.strategy.mask.as_array()

@@ -31,7 +31,7 @@ from attncache_core.heads.pooling import Pooler
 from attncache_core.models import LayerHeads, load, load_model, with_heads
 from attncache_core.models.rotary import Rotary
 from attncache_core.native.stack import KeyValueSlots
-from attncache_core.reuse.execution.given_maps import HitRecords
+from attncache_core.reuse.execution.reused_maps import HitRecords
 from attncache_core.reuse.kv.disk import DiskTier
 from attncache_core.reuse.kv.memory import PrefixKey
 from attncache_core.reuse.kv.opening import block_layout

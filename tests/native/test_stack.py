@@ -22,7 +22,7 @@ from made_stacks import (
     WIDTH,
     Form,
     all_batches,
-    given_records,
+    reused_records,
     given_to,
     made_ids,
     made_stack,
@@ -123,7 +123,7 @@ def test_vectors_are_those_of_the_last_layers_rows(stack, lengths, threads, hits
     rows = StackRows(offsets, ids=ids, types=ids % PLACES, skipped=skipped)
     records = given_to(lengths[:hits])
     states = torch.cat(run(stack, sequences_of(lengths), threads, records)[0])
-    pooled, _ = stack.vectors(rows, threads, given_records(records))
+    pooled, _ = stack.vectors(rows, threads, reused_records(records))
     assert pooled.finite.all()
     np.testing.assert_array_equal(pooled.vectors, pool_states(states, offsets, ("mean", "max"), skipped))
 
@@ -145,7 +145,7 @@ def test_maps_of_a_record_change_their_sequence_alone(kernel, form, lengths):
     assert same == [length == 1 for length in lengths[:hits]] + [True]
 
 
-def test_given_maps_are_those_of_their_head_and_layer(kernel):
+def test_reused_maps_are_those_of_their_head_and_layer(kernel):
     """Maps that move every token to the next position move the contexts of the reused heads alike."""
     reused = (4, 4)
     stack = made_stack(kernel.library, FORMS["norms-last"], reused=reused)

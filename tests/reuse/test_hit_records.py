@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from attncache_core import native
-from attncache_core.reuse.execution.given_maps import HitRecords, RecordGroup
+from attncache_core.reuse.execution.reused_maps import HitRecords, RecordGroup
 from attncache_core.reuse.storage.layout import MapForm, RecordKind, RecordLayout
 from attncache_core.reuse.storage.segment import Segment
 from attncache_core.reuse.storage.segment_writer import SegmentWriter

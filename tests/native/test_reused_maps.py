@@ -1,4 +1,4 @@
-"""Products of V with given maps, square or packed as lower triangles."""
+"""Products of V with reused maps, square or packed as lower triangles."""
 
 from itertools import pairwise
 
@@ -98,7 +98,7 @@ def test_skipping_zeros_outside_a_band_changes_no_bit(kernel, length, band, widt
 )
 @example([(199, 3), (1, 2), (17, 1), (32, 3)], 6, 32, torch.bfloat16, torch.bfloat16, 2, 0, 1)
 @example([(7, 2), (8, 1), (9, 3)], 3, 64, torch.bfloat16, torch.float16, 1, 2, 0)
-def test_given_maps_are_multiplied_by_their_values_and_nothing_else_is_written(
+def test_reused_maps_are_multiplied_by_their_values_and_nothing_else_is_written(
     kernel, runs, heads, width, dtype, map_dtype, count, before, after
 ):
     run_lengths, copies = map(list, zip(*runs, strict=True))
