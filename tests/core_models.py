@@ -245,5 +245,5 @@ def planned(strategy, batch, hidden, allowed):
 
 def layers_output(model, batch, hidden, plan=None):
     """Return the last layer's output [tokens, hidden]. plan: with hits first; None: no reuse."""
-    given = reused_by(plan or no_reuse(len(batch.lengths)), model, batch)
-    return run_layers(model, batch, hidden, given)[0]
+    reused_maps = reused_by(plan or no_reuse(len(batch.lengths)), model, batch)
+    return run_layers(model, batch, hidden, reused_maps)[0]

@@ -88,8 +88,8 @@ def _attention_with_its_norm(layer: Any) -> list[tuple[nn.Module, GivenBack]]:
 def _giving(module: nn.Module, back: GivenBack) -> Iterator[None]:
     """Make the module return `back` of its first input; its other outputs do not change."""
 
-    def hook(_module, given, named, made):
-        x = back(given[0] if given else named["hidden_states"])
+    def hook(_module, positional, named, made):
+        x = back(positional[0] if positional else named["hidden_states"])
         return (x, *made[1:]) if isinstance(made, tuple) else x
 
     handle = module.register_forward_hook(hook, with_kwargs=True)

@@ -86,9 +86,9 @@ class Refitting:
             batch = pack([self._sequences[index] for index in indices])
             hidden = model.embed(batch)
             states.append(_States(batch, hidden, hidden))
-        given = self._reused_maps(mask)
+        reused_maps = self._reused_maps(mask)
         with quantizing(self._engine.checkpoint.quantization):
-            return [_refit(layer, number, states, given) for number, layer in enumerate(layers)]
+            return [_refit(layer, number, states, reused_maps) for number, layer in enumerate(layers)]
 
     def _reused_maps(self, mask: ReuseMask) -> ObservedMaps:
         """Return a source of maps that replaces the maps of the mask's heads by the mean of the length."""
@@ -110,7 +110,7 @@ def _inputs(layers: Sequence[AttentionLayer]) -> int:
 
 
 def _refit(
-    layer: AttentionLayer, number: int, states: Sequence[_States], given: ObservedMaps
+    layer: AttentionLayer, number: int, states: Sequence[_States], reused_maps: ObservedMaps
 ) -> LastProducts:
     """Return the products of hits in a layer, and move the states behind the layer."""
     held, (half,) = last_products(layer), layer.halves
@@ -119,7 +119,7 @@ def _refit(
     contexts, ridge = [], _Ridge(held.output)
     for state in states:
         full = _context(layer, number, state.full, state.batch, NO_REUSED_MAPS)
-        context = _context(layer, number, state.hit, state.batch, given)
+        context = _context(layer, number, state.hit, state.batch, reused_maps)
         ridge.add(context.flatten(1), layer.attention_sum(state.full, full).float() - state.hit.float())
         state.full = layer.add_attention(state.full, full)
         contexts.append(context)
@@ -138,9 +138,9 @@ def _refit(
 
 
 def _context(
-    layer: AttentionLayer, number: int, hidden: torch.Tensor, batch: TokenBatch, given: ReusedMaps
+    layer: AttentionLayer, number: int, hidden: torch.Tensor, batch: TokenBatch, reused_maps: ReusedMaps
 ) -> torch.Tensor:
-    return attention_context(number, layer, layer.attention_input(hidden), batch, given)
+    return attention_context(number, layer, layer.attention_input(hidden), batch, reused_maps)
 
 
 class _Ridge:

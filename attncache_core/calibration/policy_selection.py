@@ -118,13 +118,13 @@ def calibrated(
 
     familiar: see apply_policy.
     """
-    given = apply_policy(terms.probes, measured, mask, policy, familiar)
+    outcome = apply_policy(terms.probes, measured, mask, policy, familiar)
     group_indices = policy.group_indices(terms.probes.lengths)
     searched = np.array([group.searched for group in policy.groups])[group_indices]
     if familiar is not None:
         searched &= familiar
-    saved = terms.savings.per_hit(terms.probes.lengths, mask.total) * given.served
-    return replace(given, saved=float((saved - terms.search_costs * searched).mean()))
+    saved = terms.savings.per_hit(terms.probes.lengths, mask.total) * outcome.served
+    return replace(outcome, saved=float((saved - terms.search_costs * searched).mean()))
 
 
 def policy_for(

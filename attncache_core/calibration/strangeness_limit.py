@@ -174,13 +174,13 @@ def figures(
         return {"texts": 0}
     ids = np.fromiter((token for sequence in probes.sequences for token in sequence), dtype=np.int64)
     familiar = chosen.familiarity.strangeness(ids, probes.lengths) <= policy.limit.strangest
-    given = apply_policy(probes, measured, chosen.calibrated.mask, policy, familiar)
-    hits = 1 - given.damage[given.served]
-    harmed = policy.budget.harmed(given.fidelity[given.served])
+    outcome = apply_policy(probes, measured, chosen.calibrated.mask, policy, familiar)
+    hits = 1 - outcome.damage[outcome.served]
+    harmed = policy.budget.harmed(outcome.fidelity[outcome.served])
     return {
         "texts": len(familiar),
         "kinds": len(set(unfamiliar.kinds)),
-        "hit_rate": float(given.served.mean()),
+        "hit_rate": float(outcome.served.mean()),
         "harmed": int(harmed.sum()),
         "mean_cosine": float(hits.mean()) if len(hits) else None,
         "least_cosine": float(hits.min()) if len(hits) else None,

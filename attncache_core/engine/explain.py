@@ -89,10 +89,10 @@ def explain(
         with engine.deciding:
             found = _search(reuse.search, batch, engine.model.search_input(hidden))
     prefix_key = engine.prefix_key(ids, engine.tokenizer.default_prompt.sequence_plan(0), salt)
-    cosine, given = _with_record(engine, batch, found)
-    if given is None:
+    cosine, reused_maps = _with_record(engine, batch, found)
+    if reused_maps is None:
         found = replace(found, chosen=None)
-    layers = _layers(engine, _full_maps(engine.model, batch, hidden), given) if maps else None
+    layers = _layers(engine, _full_maps(engine.model, batch, hidden), reused_maps) if maps else None
     group = reuse.policy.group_index(len(ids)) if reuse else None
     limit = reuse.policy.limit if reuse else None
     measured = reuse.gain if reuse else None
@@ -184,7 +184,7 @@ def _with_record(
     plan.similarities[:] = found.chosen.similarity
     try:
         with_reuse = _outputs_with(engine, batch, plan)
-        given = [
+        reused_maps = [
             segment.layer_maps(record, number, layer.reused_heads).float().numpy().copy()
             for number, layer in enumerate(engine.model.layers)
         ]
@@ -193,14 +193,16 @@ def _with_record(
     if not segment.is_as_checked(found.changes):
         return None, None
     full = engine.run([PrefillRequest(batch.ids.tolist(), reuse=False)])
-    return float(engine.decisions.comparator(Measure.COSINE).fidelity(with_reuse, full.outputs)[0]), given
+    return float(
+        engine.decisions.comparator(Measure.COSINE).fidelity(with_reuse, full.outputs)[0]
+    ), reused_maps
 
 
 def _outputs_with(engine: PrefillEngine, batch: TokenBatch, plan: ReusePlan) -> np.ndarray:
     """Return the outputs of a batch, float32 [1, d], with the maps that a plan gives."""
     model = engine.model
-    given = reused_by(plan, model, batch)
-    hidden, _ = run_layers(model, batch, None, given)
+    reused_maps = reused_by(plan, model, batch)
+    hidden, _ = run_layers(model, batch, None, reused_maps)
     return model.outputs(hidden, batch).rows.cpu().numpy()
 
 
@@ -223,7 +225,7 @@ def _full_maps(model: PackedModel, batch: TokenBatch, hidden: torch.Tensor) -> l
 
 
 def _layers(
-    engine: PrefillEngine, computed: Sequence[np.ndarray], given: Sequence[np.ndarray] | None
+    engine: PrefillEngine, computed: Sequence[np.ndarray], reused_maps: Sequence[np.ndarray] | None
 ) -> tuple[LayerMaps, ...]:
     """Return the maps with their heads in the order of the checkpoint."""
     mask = engine.strategy.mask if engine.strategy else None
@@ -231,5 +233,7 @@ def _layers(
     for number, maps in enumerate(computed):
         order = mask.order[number] if mask else tuple(range(len(maps)))
         reused = order[: mask.reused[number]] if mask else ()
-        layers.append(LayerMaps(maps[np.argsort(order)], reused, given[number] if given else None))
+        layers.append(
+            LayerMaps(maps[np.argsort(order)], reused, reused_maps[number] if reused_maps else None)
+        )
     return tuple(layers)

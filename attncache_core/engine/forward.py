@@ -84,14 +84,14 @@ def forward_pass(
         if strategy:
             batch, hidden, plan = hits_first(batch, hidden, plan, neighbours=model.stack is None)
         layers = range(first, min(plan.until, end))
-        given = reused_by(plan, model, batch)
-        records = given.records()
+        reused_maps = reused_by(plan, model, batch)
+        records = reused_maps.records()
         if strategy and model.stack:
             model.stack.wake(compiled_threads())
         if makes_outputs and records is not None and len(layers) == end:
             outputs, finite, seconds = run_to_outputs(model, batch, records)
         else:
-            hidden, seconds = run_layers(model, batch, hidden, given, layers)
+            hidden, seconds = run_layers(model, batch, hidden, reused_maps, layers)
         attention_seconds += seconds
         if strategy:
             lengths = set(batch.lengths[plan.hits].tolist())

@@ -22,12 +22,12 @@ from attncache_core.models import AttentionLayer, PackedModel
 from attncache_core.native.stack import (
     NO_RECORDS,
     CompiledStack,
-    ReusedRecords,
     KeyValueSlots,
+    ReusedRecords,
     StackRows,
     TreePooling,
 )
-from attncache_core.reuse.execution.reused_maps import ComputedHeads, ReusedMaps, HitRecords, RecordGroup
+from attncache_core.reuse.execution.reused_maps import ComputedHeads, HitRecords, RecordGroup, ReusedMaps
 from attncache_core.reuse.execution.slots import SlotAttention
 from attncache_core.reuse.plan import ReusePlan
 from attncache_core.runtime.threads import compiled_threads, one_thread
@@ -58,7 +58,7 @@ def run_layers(
     model: PackedModel,
     batch: TokenBatch,
     hidden: torch.Tensor | None,
-    given: ReusedMaps,
+    reused_maps: ReusedMaps,
     layers: range | None = None,
     slots: KeyValueSlots | None = None,
 ) -> tuple[torch.Tensor, float]:
@@ -70,12 +70,12 @@ def run_layers(
     attention in seconds: projections, maps, maps @ V and reading reused maps.
     """
     layers = range(len(model.layers)) if layers is None else layers
-    records = given.records()
+    records = reused_maps.records()
     if model.stack and records:
         return _run_stack(model, model.stack, batch, hidden, records, layers, slots)
     hidden = (model.embed(batch) if hidden is None else hidden).to(model.dtype)
     in_slots = SlotAttention(batch, slots) if slots else None
-    refitted = int(batch.offsets[given.refitted])  # rows
+    refitted = int(batch.offsets[reused_maps.refitted])  # rows
     attention_seconds = 0.0
     for number in layers:
         layer = model.layers[number]
@@ -87,7 +87,7 @@ def run_layers(
         context = (
             in_slots.context(number, layer, x)
             if in_slots
-            else attention_context(number, layer, x, batch, given)
+            else attention_context(number, layer, x, batch, reused_maps)
         )
         attention_seconds += time.perf_counter() - started
         hidden = model.finish(number, hidden, context, refitted)
@@ -104,8 +104,8 @@ def run_to_outputs(
     skipped = model.compiled_outputs.skipped(lengths, batch.prompt_tokens)
     pooling = None
     if tree is not None:
-        given = np.zeros(len(lengths), np.uint64)
-        pooling = TreePooling(tree.parents, tree.ends, lengths, given, none, none)
+        no_states = np.zeros(len(lengths), np.uint64)
+        pooling = TreePooling(tree.parents, tree.ends, lengths, no_states, none, none)
     return stack_outputs(model, rows_of(batch, skipped, pooling), compiled_threads(), records)
 
 
@@ -201,7 +201,7 @@ def _run_stack(
 
 
 def attention_context(
-    number: int, layer: AttentionLayer, x: torch.Tensor, batch: TokenBatch, given: ReusedMaps
+    number: int, layer: AttentionLayer, x: torch.Tensor, batch: TokenBatch, reused_maps: ReusedMaps
 ) -> torch.Tensor:
     """Return maps @ V of all heads of a layer with input x [tokens, hidden]: [tokens, heads, head_dim]."""
     value, query, key = layer.project(x, batch.positions)
@@ -209,13 +209,13 @@ def attention_context(
     mask = layer.reused_heads
     if mask < layer.heads:
         computed = ComputedHeads(number, layer, batch, query, key, value[:, mask:], context[:, mask:])
-        given.attend(computed)
+        reused_maps.attend(computed)
     if mask:
-        given.apply(number, value[:, :mask], context[:, :mask])
-        if given.count < len(batch.lengths):
-            first = int(batch.offsets[given.count])
+        reused_maps.apply(number, value[:, :mask], context[:, :mask])
+        if reused_maps.count < len(batch.lengths):
+            first = int(batch.offsets[reused_maps.count])
             query, key = layer.project_reused(x[first:], batch.positions[first:])
-            offsets = batch.offsets[given.count :] - first
+            offsets = batch.offsets[reused_maps.count :] - first
             reused = slice(mask)
             layer.attend(
                 query, key, value[first:, reused], offsets, reused, context[first:, reused], batch.tree

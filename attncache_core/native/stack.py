@@ -242,7 +242,7 @@ class CompiledStack:
         hidden: torch.Tensor | None,
         rows: StackRows,
         layers: range,
-        given: ReusedRecords = NO_RECORDS,
+        records: ReusedRecords = NO_RECORDS,
         threads: int | None = None,
         slots: KeyValueSlots | None = None,
     ) -> tuple[torch.Tensor, Counts]:
@@ -264,8 +264,8 @@ class CompiledStack:
         job.hidden = hidden.data_ptr()
         if rows.trees is not None:
             self._set_trees(job, rows)
-        if len(given.addresses):
-            self._set_records(job, rows, given)
+        if len(records.addresses):
+            self._set_records(job, rows, records)
         self._set_slots(job, rows, slots)
         return hidden, self._run_job(job, rows)
 
@@ -273,7 +273,7 @@ class CompiledStack:
         self,
         rows: StackRows,
         threads: int,
-        given: ReusedRecords = NO_RECORDS,
+        records: ReusedRecords = NO_RECORDS,
         slots: KeyValueSlots | None = None,
         hidden: torch.Tensor | None = None,
     ) -> tuple[Pooled, Counts]:
@@ -293,8 +293,8 @@ class CompiledStack:
             self._set_trees(job, rows)
             trees = _TreePooling.of(rows.pooling)
             job.tree_pooling, count = ctypes.addressof(trees), trees.count
-        if len(given.addresses):
-            self._set_records(job, rows, given)
+        if len(records.addresses):
+            self._set_records(job, rows, records)
         self._set_slots(job, rows, slots)
         shape = count, self._layout.pooling.modes * self._width
         pooled = Pooled(np.empty(shape, np.float32), np.empty(count, np.bool_))
@@ -370,14 +370,16 @@ class CompiledStack:
         if slots.written is not None:
             job.written = address(slots.written)
 
-    def _set_records(self, job: _Job, rows: StackRows, given: ReusedRecords) -> None:
+    def _set_records(self, job: _Job, rows: StackRows, records: ReusedRecords) -> None:
         assert rows.trees is None
-        described = self._described.get(given.heads_before)
+        described = self._described.get(records.heads_before)
         if described is None:
-            described = self._described.setdefault(given.heads_before, self._with_places(given.heads_before))
-        job.layers, job.hits = ctypes.addressof(described), len(given.addresses)
-        job.maps, job.map_type = address(given.addresses), NUMBER_TYPES[given.dtype]
-        job.packed, job.refitted = given.packed, given.refitted
+            described = self._described.setdefault(
+                records.heads_before, self._with_places(records.heads_before)
+            )
+        job.layers, job.hits = ctypes.addressof(described), len(records.addresses)
+        job.maps, job.map_type = address(records.addresses), NUMBER_TYPES[records.dtype]
+        job.packed, job.refitted = records.packed, records.refitted
 
     def _with_places(self, heads_before: tuple[int, ...]) -> ctypes.Array[LayerFields]:
         """Return the structures of the layers, with the places of their maps in records."""

@@ -172,8 +172,8 @@ def tune(
         )
         sys.exit(_INTERRUPTED)
     show_report(report)
-    given = {**model, **engine, "classifier": classifier}
-    write_settings(output, _settings(report, given, output), list(comment(report)))
+    used = {**model, **engine, "classifier": classifier}
+    write_settings(output, _settings(report, used, output), list(comment(report)))
     click.echo(f"{output}: serve these settings with `attncache serve --config {output}`")
     if plots and plot:
         plots.ways(report, plot.stem)
@@ -232,13 +232,13 @@ def _show_failure(name: str, reason: str) -> None:
     click.echo(f"{name} is left out: {reason}", err=True)
 
 
-def _settings(report: TuneReport, given: dict[str, Any], output: Path) -> dict[str, object]:
+def _settings(report: TuneReport, options: dict[str, Any], output: Path) -> dict[str, object]:
     """Return the settings of `serve` that run the chosen way. Saves the classifier of a variant.
 
     given: the operator's options by name. Paths become absolute, because `serve` may run in another folder.
     """
     way = report.chosen.way if report.chosen else Way(dtype="float32")
-    values = {name: value for name, value in given.items() if value != Settings.model_fields[name].default}
+    values = {name: value for name, value in options.items() if value != Settings.model_fields[name].default}
     if report.classifier:
         values["classifier"] = output.with_suffix(".classifier")
         report.classifier.save(values["classifier"])

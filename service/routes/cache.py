@@ -262,9 +262,9 @@ async def capacity(call: CurrentCall) -> Response:
     """
     serving = call.serving()
     info = key_value_info(store_of(serving.engine))
-    given = dict(call.query_params)
-    devices = given.pop("devices", None)
-    planned = _numbers(given)
+    parameters = dict(call.query_params)
+    devices = parameters.pop("devices", None)
+    planned = _numbers(parameters)
     sessions = planned.get("distinct_sessions", call.state.sessions.distinct)
     plan = CapacityPlan(
         # With the pooled state of each block.

@@ -49,8 +49,10 @@ def files(tmp_path_factory):
 
 
 def mmlu(decoder, files, *arguments):
-    given = ("--data", files / "test.tsv", "--examples", files / "dev.tsv", "--rounds", 1)
-    return run("evaluate", "mmlu", "--model", decoder, "--dtype", "float32", *given, *arguments, program=main)
+    options = ("--data", files / "test.tsv", "--examples", files / "dev.tsv", "--rounds", 1)
+    return run(
+        "evaluate", "mmlu", "--model", decoder, "--dtype", "float32", *options, *arguments, program=main
+    )
 
 
 def rows_of(text):

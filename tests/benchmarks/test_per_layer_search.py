@@ -73,12 +73,12 @@ def trained(tiny_checkpoint, tiny_engine, store_of):
 
 def changed(engine, searches=None, threshold=None, store=None):
     """Return the engine with other searches, another threshold or another store."""
-    given = engine.strategy
+    loaded = engine.strategy
     strategy = LayerwiseSearch(
-        given.searches if searches is None else searches,
-        store or given.store,
+        loaded.searches if searches is None else searches,
+        store or loaded.store,
         HEAD_ORDER,
-        given.threshold if threshold is None else threshold,
+        loaded.threshold if threshold is None else threshold,
     )
     return PrefillEngine(
         engine.checkpoint,

@@ -179,15 +179,15 @@ def test_operators_database_is_measured_without_the_records_of_measuring_texts(
     options, tiny_database, monkeypatch
 ):
     monkeypatch.setitem(SPEEDS, "int8-weight-only + maps", 2.0)
-    given = replace(options, database=tiny_database, ways=("int8-weight-only", "maps"), min_cosine=0.0)
-    tuning, report = tuned(given)
+    changed = replace(options, database=tiny_database, ways=("int8-weight-only", "maps"), min_cosine=0.0)
+    tuning, report = tuned(changed)
     # A database serves the exact model only, so there is no combination with it.
     exact, _, maps = report.measured
     assert [measured.way for measured in report.measured] == [Way(), WEIGHTS, Way(maps=True)]
     assert (exact.hit_rate, maps.hit_rate) == (0.0, 1.0)
     assert maps.quality.mean < 0.9999  # a text with its own record would be exact
     assert tuning._folder_of(maps.way) == tiny_database
-    assert tuned(replace(given, ways=("maps",)))[1].database == tiny_database
+    assert tuned(replace(changed, ways=("maps",)))[1].database == tiny_database
 
 
 def test_database_of_another_model_is_refused_at_the_start(options, tiny_database, tmp_path):
@@ -205,27 +205,27 @@ def test_database_is_built_once_for_what_is_left_of_the_budget(options, monkeypa
         lambda *arguments: budgets.append(arguments[3].min_cosine) or real(*arguments),
     )
     monkeypatch.setitem(SPEEDS, "int8-weight-only + maps", 2.0)
-    given = replace(options, ways=("int8-weight-only", "maps"), databases=options.databases / "new")
-    _, report = tuned(given)
+    changed = replace(options, ways=("int8-weight-only", "maps"), databases=options.databases / "new")
+    _, report = tuned(changed)
     assert [measured.way.name for measured in report.measured][2:] == ["maps", "int8-weight-only + maps"]
     loss = 1 - report.measured[1].quality.mean
     assert budgets == pytest.approx([0.99, 0.99 + loss], abs=1e-6)
     assert report.chosen.way == replace(WEIGHTS, maps=True)
     manifest = AttentionDatabase.open(report.database).manifest
     assert manifest.build["variant"] == {"quantization": "int8-weight-only"}
-    again = tuned(given)[1]
+    again = tuned(changed)[1]
     assert (again.database, len(budgets)) == (report.database, 2)
 
 
 def test_decisions_are_kept_by_a_model_with_classes(options, tiny_classifier_checkpoint):
     labels = ["transfer" if "transfer" in text else "card" for text in options.texts.texts]
-    given = replace(
+    changed = replace(
         options,
         checkpoint=tiny_classifier_checkpoint,
         texts=Texts(options.texts.texts, labels),
         min_agreement=0.9,
     )
-    tuning, report = tuned(given)
+    tuning, report = tuned(changed)
     exact = PrefillEngine.load(tiny_classifier_checkpoint, dtype="float32")
     for measured in report.measured:
         engine = PrefillEngine.load(measured.way.variant_of(tiny_classifier_checkpoint), dtype="float32")
@@ -240,7 +240,7 @@ def test_decisions_are_kept_by_a_model_with_classes(options, tiny_classifier_che
         assert measured.accuracy == np.mean(np.array(names) == np.array(tuning.measuring.labels))
     assert str(report.budget.measure) == "agreement"
     with pytest.raises(InvalidInput, match="labels of the texts are none of the model's 3 classes"):
-        Tuning(replace(given, texts=Texts(options.texts.texts, ["none"] * 120)), TuneEvents())
+        Tuning(replace(changed, texts=Texts(options.texts.texts, ["none"] * 120)), TuneEvents())
 
 
 def test_fitted_classifier_decides_on_the_embeddings_of_every_variant(options, tiny_engine, tiny_checkpoint):
@@ -287,17 +287,17 @@ def test_file_that_is_no_results_file_is_refused_and_kept(options):
 
 def test_split_uses_each_different_text_once():
     texts = [f"text {number}" for number in range(50)]
-    given = Texts([*texts, *texts], [*["first"] * 50, *["second"] * 50])
-    sequences = [[1, int(text.split()[1])] for text in given.texts]
-    choosing, measuring = split(given, [*sequences[:99], []], 20, 1000)
+    repeated = Texts([*texts, *texts], [*["first"] * 50, *["second"] * 50])
+    sequences = [[1, int(text.split()[1])] for text in repeated.texts]
+    choosing, measuring = split(repeated, [*sequences[:99], []], 20, 1000)
     assert sorted(choosing.texts + measuring.texts) == sorted(texts)
     assert len(measuring.texts) == 25
     assert {*choosing.labels, *measuring.labels} == {"first"}
-    choosing, fewer = split(given, sequences, 20, 20)
+    choosing, fewer = split(repeated, sequences, 20, 20)
     assert (len(choosing.texts), fewer.texts) == (30, measuring.texts[:20])
     for needed, most, field in ((26, 1000, "texts"), (20, 19, "sample")):
         with pytest.raises(InvalidInput) as refused:
-            split(given, sequences, needed, most)
+            split(repeated, sequences, needed, most)
         assert refused.value.field == field
 
 

@@ -411,7 +411,7 @@ class Slots:
         self.written = np.zeros(len(model.layers), np.int32)
 
     def plan(self, known, lengths, *, keep, ready=None):
-        given = [block[: -(-count // self.TOKENS)] for block, count in zip(self.blocks, known, strict=True)]
+        cached = [block[: -(-count // self.TOKENS)] for block, count in zip(self.blocks, known, strict=True)]
         kept = [
             block[at // self.TOKENS].ctypes.data + at % self.TOKENS * self.bytes
             for block, first, end in zip(self.blocks, known, lengths, strict=True)
@@ -420,8 +420,8 @@ class Slots:
         return KeyValueSlots(
             self.TOKENS,
             self.TOKENS * self.bytes,
-            np.array([block.ctypes.data for blocks in given for block in blocks], dtype=np.uint64),
-            np.concatenate(([0], np.cumsum([len(blocks) for blocks in given]))),
+            np.array([block.ctypes.data for blocks in cached for block in blocks], dtype=np.uint64),
+            np.concatenate(([0], np.cumsum([len(blocks) for blocks in cached]))),
             np.array(kept, dtype=np.uint64) if keep else None,
             np.arange(len(kept)) if keep else None,
             ready=ready,

@@ -175,11 +175,11 @@ def run(stack, sequences, threads, records=(), reused=REUSED, layers=ALL_LAYERS,
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
     positions = np.concatenate([np.arange(length) for length in lengths])
     ids = np.concatenate(sequences)
-    given = reused_records(records, reused, refitted) if records else NO_RECORDS
+    taken = reused_records(records, reused, refitted) if records else NO_RECORDS
     rows = StackRows(offsets, positions)
     if hidden is None:
         rows = replace(rows, ids=ids, types=ids % PLACES)
-    found, counts = stack.run(hidden, rows, layers, given, threads)
+    found, counts = stack.run(hidden, rows, layers, taken, threads)
     return list(found.split(lengths)), counts
 
 

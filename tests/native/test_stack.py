@@ -22,10 +22,10 @@ from made_stacks import (
     WIDTH,
     Form,
     all_batches,
-    reused_records,
     given_to,
     made_ids,
     made_stack,
+    reused_records,
     run,
 )
 

@@ -306,8 +306,8 @@ async def test_every_route_but_health_ready_and_the_page_is_closed(file, admin):
 
 async def test_key_opens_routes_and_the_operators_routes_need_an_admin_key(file):
     async with serving(api_keys=file, admin=True) as client:
-        for given in (bearer(ONE), {"X-API-Key": ONE}, {**bearer("other"), "X-API-Key": ONE}):
-            assert (await client.post("/embed", json={"inputs": "a"}, headers=given)).status_code == 200
+        for headers in (bearer(ONE), {"X-API-Key": ONE}, {**bearer("other"), "X-API-Key": ONE}):
+            assert (await client.post("/embed", json={"inputs": "a"}, headers=headers)).status_code == 200
         wrong = await client.post("/embed", json={"inputs": "a"}, headers=bearer(ONE + "0"))
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "unauthorized")
         assert "invalid_token" in wrong.headers["WWW-Authenticate"]
@@ -524,8 +524,8 @@ async def test_lines_of_warm_name_a_key_if_there_are_keys_and_only_then(folder, 
             warm(engine, read_warm_file(path), read_settings({"warm": path, "api_keys": keys}))
     warm(engine, read_warm_file(named), read_settings({"warm": named, "api_keys": file}))
     async with serving(engine, api_keys=file) as client:
-        given = [(await ask(client, key, "the bank was closed today")).headers[CACHED] for key in (ONE, TWO)]
-    assert [int(usage.split("/")[0]) > 0 for usage in given] == [False, True]
+        shown = [(await ask(client, key, "the bank was closed today")).headers[CACHED] for key in (ONE, TWO)]
+    assert [int(usage.split("/")[0]) > 0 for usage in shown] == [False, True]
 
 
 def test_reload_that_the_system_refuses_leaves_the_keys_as_they_are(file, caplog):

@@ -68,9 +68,9 @@ def publish(root, built):
 
 
 @asynccontextmanager
-async def serving(checkpoint, root, **given):
+async def serving(checkpoint, root, **changed):
     """Yield a client of a server that follows the database in `root`."""
-    values = {"verify_rate": 0, "result_memory_bytes": 0, "min_gain": 0, **given}
+    values = {"verify_rate": 0, "result_memory_bytes": 0, "min_gain": 0, **changed}
     settings = Settings(model=str(checkpoint.folder), dtype="float32", database=root, **values)
 
     def load():

@@ -121,8 +121,8 @@ async def test_rerank_orders_texts_and_documents_by_their_score():
         of_texts = (await client.post("/rerank", json={"query": "aab", "texts": texts})).json()
         body = {"query": "aab", "texts": texts, "return_text": True, "top_n": 2}
         with_texts = (await client.post("/rerank", json=body)).json()
-        given = [{"text": "b", "title": "b", "year": 1999}, {"text": "aab"}, "ab"]
-        body = {"query": "aab", "documents": given, "return_documents": True}
+        mixed = [{"text": "b", "title": "b", "year": 1999}, {"text": "aab"}, "ab"]
+        body = {"query": "aab", "documents": mixed, "return_documents": True}
         documents = {
             path: (await client.post(path, json=body)).json()
             for path in ("/rerank", "/v1/rerank", "/v2/rerank")

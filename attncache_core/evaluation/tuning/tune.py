@@ -62,7 +62,7 @@ class Texts:
         return Texts([self.texts[index] for index in indices], labels)
 
 
-def split(given: Texts, sequences: Sequence[Sequence[int]], needed: int, most: int) -> tuple[Texts, Texts]:
+def split(texts: Texts, sequences: Sequence[Sequence[int]], needed: int, most: int) -> tuple[Texts, Texts]:
     """Split texts at random into those that choose and those that measure, which are half of them.
 
     sequences: the token ids of each text; a text whose tokens occurred before, and a text without tokens, are
@@ -84,7 +84,7 @@ def split(given: Texts, sequences: Sequence[Sequence[int]], needed: int, most: i
             field="texts",
         )
     measuring = min(most, len(distinct) // 2)
-    return given.rows(distinct[measuring:]), given.rows(distinct[:measuring])
+    return texts.rows(distinct[measuring:]), texts.rows(distinct[:measuring])
 
 
 _RANKING_TEXTS = 500  # choosing texts on which layers are ranked

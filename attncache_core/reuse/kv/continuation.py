@@ -51,8 +51,8 @@ class Continuation:
         self.given_tokens = np.zeros(len(sequences), dtype=np.int64)
         self.given_tokens[asked] = reservation.given_tokens
         self._given: list[list[Block]] = [[] for _ in sequences]
-        for index, given in zip(asked, reservation.given, strict=True):
-            self._given[index] = given
+        for index, blocks in zip(asked, reservation.given, strict=True):
+            self._given[index] = blocks
         self._new = [new._replace(sequence=asked[new.sequence]) for new in reservation.new]
         # The sequences with tokens that are not given, as indices of `sequences`, int64 [n].
         self.computed = np.flatnonzero(self.given_tokens < self.lengths)
@@ -65,16 +65,16 @@ class Continuation:
     def _packed(self, sequences: Sequence[Continued]) -> TokenBatch:
         """Return the tokens that are not given, as a tree of the computed sequences."""
         chosen = self.computed.tolist()
-        given = self.given_tokens[chosen].tolist()
+        cached = self.given_tokens[chosen].tolist()
         groups: list[Hashable] = []
-        for index, count in zip(chosen, given, strict=True):
+        for index, count in zip(chosen, cached, strict=True):
             sequence = sequences[index]
             end = (
                 self._given[index][-1].name.key if count else sequence.prefix_key and sequence.prefix_key.root
             )
             groups.append((sequence.group, sequence.skipped, end))
-        rest = [sequences[index].ids[count:] for index, count in zip(chosen, given, strict=True)]
-        found = continued_prefixes(rest, groups, given)
+        rest = [sequences[index].ids[count:] for index, count in zip(chosen, cached, strict=True)]
+        found = continued_prefixes(rest, groups, cached)
         lengths = np.diff(found.tree.offsets)
         return TokenBatch(torch.from_numpy(found.ids), lengths, found.order, tree=found.tree)
 
@@ -96,12 +96,12 @@ class Continuation:
     def slots(self) -> KeyValueSlots:
         """Return where the given keys and values are, and where those of the rows are to be written."""
         pool, layout = self._store.memory.pool, self._store.layout
-        given = [self._given[index] for index in self._of_trees]
+        of_trees = [self._given[index] for index in self._of_trees]
         return KeyValueSlots(
             BLOCK_TOKENS,
             layout.layer_bytes,
-            pool.addresses([block.place for blocks in given for block in blocks]),
-            np.cumsum([0, *map(len, given)]),
+            pool.addresses([block.place for blocks in of_trees for block in blocks]),
+            np.cumsum([0, *map(len, of_trees)]),
             *self._kept(),
             self._reservation.loading.ready if self._reservation.loading else None,
         )
@@ -110,8 +110,8 @@ class Continuation:
         """Return how the sequences are pooled, and where the states of new blocks are to be written."""
         pool = self._store.memory.pool
         has_given, order = np.flatnonzero(self.given_tokens), np.argsort(self._ends, kind="stable")
-        given = np.zeros(len(self.lengths), dtype=np.uint64)
-        given[has_given] = pool.state_addresses(
+        states = np.zeros(len(self.lengths), dtype=np.uint64)
+        states[has_given] = pool.state_addresses(
             [self._given[index][-1].place for index in has_given.tolist()]
         )
         ends = np.full(len(self.lengths), -1, dtype=np.int64)
@@ -120,7 +120,7 @@ class Continuation:
             parents = self._tree.parents
             ends[self.computed[self.batch.order]] = self._tree.ends
         kept = pool.state_addresses([new.block.place for new in self._new])
-        return TreePooling(parents, ends, self.lengths, given, self._ends[order], kept[order])
+        return TreePooling(parents, ends, self.lengths, states, self._ends[order], kept[order])
 
     def wait_until_loaded(self) -> None:
         """Wait for given blocks that are being loaded. Raises DamagedBlock: nothing of the batch is right."""
@@ -171,9 +171,9 @@ class Continuation:
         """Return the states of the sequences after their given tokens, float32 [sequences, 5, width]."""
         pool = self._store.memory.pool
         states = empty_states(len(self.lengths), self._store.layout.width)
-        for index, given in enumerate(self._given):
-            if given:
-                states[index] = pool.state(given[-1].place)
+        for index, blocks in enumerate(self._given):
+            if blocks:
+                states[index] = pool.state(blocks[-1].place)
         return states
 
     def states(self, hidden: np.ndarray) -> np.ndarray:

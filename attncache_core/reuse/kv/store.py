@@ -289,19 +289,19 @@ class KeyValueStore:
 
     def _given(self, known: Sequence[Known], asked_tokens: int = 0) -> Reservation:
         """Return a reservation that gives what is known, and keeps it from leaving."""
-        given, tokens = [found.blocks for found in known], [found.tokens for found in known]
-        held = list(dict.fromkeys(chain.from_iterable(given)))
+        blocks, tokens = [found.blocks for found in known], [found.tokens for found in known]
+        held = list(dict.fromkeys(chain.from_iterable(blocks)))
         self.memory.use(held)
-        return Reservation(given, tokens, held, asked_tokens, generation=self._generation)
+        return Reservation(blocks, tokens, held, asked_tokens, generation=self._generation)
 
     def _reserve(
-        self, reservation: Reservation, sequence: int, names: Sequence[BlockName], given: int
+        self, reservation: Reservation, sequence: int, names: Sequence[BlockName], count: int
     ) -> None:
         """Reserve places for the blocks of a sequence that nobody has, computes or loads.
 
         given: the first blocks, which are in memory.
         """
-        for index, name in enumerate(names[given:], given):
+        for index, name in enumerate(names[count:], count):
             if name.key not in self.memory and name.key not in self._claimed:
                 block = self._claim(name)
                 if block is None:
@@ -388,12 +388,12 @@ class KeyValueStore:
                 self.memory.add(block)
 
     def _count(self, reservation: Reservation) -> None:
-        counts, loaded, given = self.counts, set(reservation.loaded), set(reservation.held)
+        counts, loaded, held = self.counts, set(reservation.loaded), set(reservation.held)
         counts.sequences += len(reservation.given)
         counts.asked_tokens += reservation.asked_tokens
         counts.given_tokens += sum(reservation.given_tokens)
-        counts.given_blocks["disk"] += len(given & loaded)
-        counts.given_blocks["memory"] += len(given - loaded)
+        counts.given_blocks["disk"] += len(held & loaded)
+        counts.given_blocks["memory"] += len(held - loaded)
 
     def _save(self, block: Block) -> None:
         if self.transfers:

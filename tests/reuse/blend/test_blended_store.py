@@ -204,17 +204,17 @@ def test_tokens_that_memory_has_no_room_for_are_computed_in_every_layer(model, p
     ids, spans = joined(chunks, query)
     store = store_of(model, memory=places * store_of(model).layout.block_bytes)
     for ratio in (0.0, 0.3, 1.0):
-        given, begin = [], store.begin
+        cached, begin = [], store.begin
 
-        def noting(*arguments, begin=begin, given=given):
+        def noting(*arguments, begin=begin, cached=cached):
             reservation = begin(*arguments)
-            given.append(reservation.given_tokens)
+            cached.append(reservation.given_tokens)
             return reservation
 
         with noted_layers() as noted, mock.patch.object(store, "begin", noting):
             found = run_share(model, store, chunks, query, ratio)
         missing = {*range(spans[-1][1], len(ids))}
-        for (first, end), tokens, number in zip(spans, given[-1], range(3), strict=True):
+        for (first, end), tokens, number in zip(spans, cached[-1], range(3), strict=True):
             kept = tokens if number == 0 else max(0, tokens - len(OPENING))
             missing |= {*range((0 if number == 0 else first) + kept, end)}
         assert len(missing) > len(query)

@@ -103,8 +103,8 @@ def test_results_and_computed_tokens_are_those_of_the_tree(models, batches, data
             result = run(model, store, sequences, salts=salts, skipped=skipped)
             expected = plain(model, sequences, skipped=skipped)
         assert_same(model, result.outputs, expected.outputs)
-        given = [0 if salt is None else remembered.given(ids, salt) for ids, salt in batch]
-        assert result.cached_tokens.tolist() == given
+        cached = [0 if salt is None else remembered.given(ids, salt) for ids, salt in batch]
+        assert result.cached_tokens.tolist() == cached
         assert result.tokens == remembered.computed(sequences, salts)
         for ids, salt in batch:
             if salt is not None:
