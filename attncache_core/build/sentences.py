@@ -88,15 +88,15 @@ def split(
             "needs at least two, and thousands to be useful",
             field="corpus",
         )
-    wanted = min(_MAX_HELD_OUT, int(len(source_of) * _HELD_OUT_SHARE))
+    needed = min(_MAX_HELD_OUT, int(len(source_of) * _HELD_OUT_SHARE))
     sizes = Counter(source_of.values())
     held_out: set[str] = set()
     names = sorted(sizes)
     for index in random.permutation(len(names)):
         source = names[index]
-        if sizes[source] <= wanted:
+        if sizes[source] <= needed:
             held_out.add(source)
-            wanted -= sizes[source]
+            needed -= sizes[source]
     return Sentences(
         [list(ids) for ids in source_of], np.array([source in held_out for source in source_of.values()])
     )

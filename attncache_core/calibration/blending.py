@@ -191,9 +191,9 @@ def _sequences(
     (between,) = engine.tokenizer.turns([separator])
     for segments, query, place in prompts:
         try:
-            *chunks, asked = engine.tokenizer.turns([*segments, query])
+            *chunks, query_ids = engine.tokenizer.turns([*segments, query])
             headings = engine.tokenizer.turns(listwise_headings(len(chunks))) if listwise else None
-            sequence = segmented(frame, chunks, asked, between, headings)
+            sequence = segmented(frame, chunks, query_ids, between, headings)
         except InvalidInput as error:
             raise InvalidInput(f"{place}: {error}", field="segments") from error
         if len(sequence.spans) < 2:

@@ -33,8 +33,8 @@ def length_groups(lengths: np.ndarray, measure: Measure) -> list[np.ndarray]:
 
     lengths: tokens of each probe, int64 [probes], rising. Probes of equal length are in the same group.
     """
-    wanted = int(np.clip(len(lengths) // _PROBES_PER_GROUP[measure], 1, _MAX_GROUPS))
-    ends = {int(lengths[end - 1]) for end in np.linspace(0, len(lengths), wanted + 1).astype(int)[1:]}
+    groups = int(np.clip(len(lengths) // _PROBES_PER_GROUP[measure], 1, _MAX_GROUPS))
+    ends = {int(lengths[end - 1]) for end in np.linspace(0, len(lengths), groups + 1).astype(int)[1:]}
     bounds = [0, *sorted(ends)]
     return [np.flatnonzero((lengths > first) & (lengths <= last)) for first, last in pairwise(bounds)]
 

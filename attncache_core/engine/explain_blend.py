@@ -41,8 +41,8 @@ def explain_blend(
     InputTooLong.
     """
     prompt = engine.tokenizer.default_prompt
-    *chunks, asked, between = engine.tokenizer.turns([*segments, query, separator])
-    sequence = segmented(engine.tokenizer.frame(prompt), chunks, asked, between)
+    *chunks, query_ids, between = engine.tokenizer.turns([*segments, query, separator])
+    sequence = segmented(engine.tokenizer.frame(prompt), chunks, query_ids, between)
     if len(sequence.spans) < 2:
         raise InvalidInput(
             "give two segments or more; one segment is a prefix, which is exact", field="segments"

@@ -190,9 +190,9 @@ def blend(
     model are left out, and their number is printed.
     """
     plots = PaperPlots(output, "cosine") if output else None
-    asked = read_questions(data) if examples is None else _labelled(data, "data")
+    read = read_questions(data) if examples is None else _labelled(data, "data")
     shown = _labelled(examples, "examples") if examples else []
-    chosen: list[Any] = spread(asked, questions or len(asked))
+    chosen: list[Any] = spread(read, questions or len(read))
     engine = PrefillEngine.load(
         checkpoint, dtype=dtype, threads=threads, max_tokens=max_tokens, key_values=KeyValueOptions()
     )

@@ -123,7 +123,7 @@ class Simulation:
 
         def measured() -> dict[str, Any]:
             database = self._database(Arm.STATIC, 2)
-            lengths = [len(ids) for day in self._month.days for ids in self._engine.tokenize(day.asked)]
+            lengths = [len(ids) for day in self._month.days for ids in self._engine.tokenize(day.served)]
             known = np.array(sorted(database.search.prototypes.means))
             nearest = {
                 int(known[np.abs(known - length).argmin()]) for length in np.quantile(lengths, _COST_LENGTHS)
@@ -176,12 +176,12 @@ class Simulation:
     def _served(self, arm: Arm, day: int) -> ArmDay:
         """Build the database if it is new, serve the day's texts, and remove the database if it ends."""
         database = self._database(arm, day)
-        asked = self._engine.tokenize(self._month.days[day - 1].asked)
-        exact = full_outputs(self._engine, asked)
+        served = self._engine.tokenize(self._month.days[day - 1].served)
+        exact = full_outputs(self._engine, served)
         budget = database.search.policy.budget
         unbound = replace(database.search, policy=database.search.policy.without_budget())
-        calibrated, _ = serve(self._engine, replace(database, search=unbound), asked, exact, budget)
-        tightened, policy = serve(self._engine, database, asked, exact, budget)
+        calibrated, _ = serve(self._engine, replace(database, search=unbound), served, exact, budget)
+        tightened, policy = serve(self._engine, database, served, exact, budget)
         is_new = arm is not Arm.STATIC or day == 2
         taken = database.folder.with_suffix(".json")
         seconds = json.loads(taken.read_text("utf-8")) if is_new else 0.0

@@ -45,7 +45,7 @@ class Served:
 def serve(
     engine: PrefillEngine,
     database: AttentionDatabase,
-    asked: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]],
     exact: np.ndarray,
     budget: Budget,
 ) -> tuple[Served, ReusePolicy]:
@@ -63,8 +63,8 @@ def serve(
     fidelities: list[float] = []
     windows: dict[Window, list[float]] = {}
     counts: dict[int, np.ndarray] = {}  # length -> what LengthCount counts
-    for rows in _batches([len(ids) for ids in asked]):
-        requests = reusing.requests([asked[row] for row in rows])
+    for rows in _batches([len(ids) for ids in sequences]):
+        requests = reusing.requests([sequences[row] for row in rows])
         policy = verifier.policy
         result = reusing.run(requests)
         verifier.offer(requests, result, policy)
@@ -86,7 +86,7 @@ def serve(
     verifier.close()
     counted, kept = count_windows(windows.values(), budget)
     served = Served(
-        len(asked),
+        len(sequences),
         len(fidelities),
         fmean(fidelities) if fidelities else None,
         int(budget.harmed(np.array(fidelities)).sum()),

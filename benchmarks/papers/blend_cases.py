@@ -101,7 +101,7 @@ class Prompts:
         (self._separator,) = engine.tokenizer.turns([separator], "separator")
 
     def of_question(
-        self, asked: Question, chunks: int | None = None, chunk_tokens: int | None = None
+        self, question: Question, chunks: int | None = None, chunk_tokens: int | None = None
     ) -> Case | None:
         """Return a question behind as many of its paragraphs as fit, evenly chosen, in their order.
 
@@ -109,7 +109,7 @@ class Prompts:
         tokens. None: no limit. Returns None if fewer than two paragraphs fit.
         """
         *paragraphs, query = self._tokenizer.turns(
-            [*asked.paragraphs, self._template.around(asked.question)], "data"
+            [*question.paragraphs, self._template.around(question.question)], "data"
         )
         cut = [ids[:chunk_tokens] for ids in paragraphs if ids]
         for count in range(min(chunks or len(cut), len(cut)), 1, -1):

@@ -162,8 +162,8 @@ class Clients:
         one, *others = self._some(64) + self._some(1)
         content = {"inputs": {"source_sentence": self._texts([one])[0], "sentences": self._texts(others)}}
         if answered := await self._post(client, "/similarity", content):
-            wanted = self._idle.similarities(one, others)
-            self._near("/similarity", np.array(answered[0]), wanted, _COSINE_TOLERANCE)
+            expected = self._idle.similarities(one, others)
+            self._near("/similarity", np.array(answered[0]), expected, _COSINE_TOLERANCE)
 
     async def _rerank(self, client: aiohttp.ClientSession) -> None:
         one, *others = self._some(32) + self._some(1)
@@ -223,14 +223,14 @@ class Clients:
 
     # What is compared.
 
-    def _compare(self, asked: str, chosen: list[int], rows: Any, hits: int = 0) -> None:
+    def _compare(self, path: str, chosen: list[int], rows: Any, hits: int = 0) -> None:
         """Compare embeddings with those of the idle server. hits: how many of them may approximate."""
         record, found = self.record, np.array(rows, np.float32)
-        wanted = self._idle.embeddings[chosen]
-        if found.shape != wanted.shape:
-            record.complain(f"embeddings of shape {found.shape} instead of {wanted.shape}")
+        expected = self._idle.embeddings[chosen]
+        if found.shape != expected.shape:
+            record.complain(f"embeddings of shape {found.shape} instead of {expected.shape}")
             return
-        cosines = np.sum(found * wanted, axis=1) / np.linalg.norm(found, axis=1)
+        cosines = np.sum(found * expected, axis=1) / np.linalg.norm(found, axis=1)
         order = np.argsort(cosines)
         record.texts += len(chosen)
         record.compared += len(chosen)
@@ -243,14 +243,14 @@ class Clients:
             if not cosines[number] >= MIN_COSINE:
                 tokens = len(self._idle.ids[chosen[number]])
                 record.complain(
-                    f"{asked}: cosine {cosines[number]:.6f} of a text of {tokens} tokens, "
+                    f"{path}: cosine {cosines[number]:.6f} of a text of {tokens} tokens, "
                     f"with {hits} hits among {len(chosen)} texts"
                 )
 
-    def _near(self, path: str, found: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
+    def _near(self, path: str, found: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
         self.record.texts += len(found)
         self.record.compared += len(found)
-        if found.shape != wanted.shape or not np.abs(found - wanted).max() <= tolerance:
+        if found.shape != expected.shape or not np.abs(found - expected).max() <= tolerance:
             self.record.complain(f"{path}: other scores than those of the idle server")
 
 

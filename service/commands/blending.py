@@ -56,7 +56,7 @@ def calibrate_segments(
 
 def _show(gate: BlendGate, output: Path) -> None:
     budget, measure = gate.budget, gate.budget.measure.value
-    asked = f"{gate.prompts} prompts, budget: mean {measure} {budget.least}"
+    title = f"{gate.prompts} prompts, budget: mean {measure} {budget.least}"
     columns = [
         "ratio",
         f"mean {measure}",
@@ -77,11 +77,11 @@ def _show(gate: BlendGate, output: Path) -> None:
         for measured in gate.measured
     ]
     if budget.floor:
-        asked += f", and {budget.floor} for 99 of 100 prompts"
+        title += f", and {budget.floor} for 99 of 100 prompts"
         columns.insert(3, "99 of 100 keep")
         for measured, row in zip(gate.measured, rows, strict=True):
             row.insert(3, "-" if measured.floor is None else f"{measured.floor:.4f}")
-    show_table(asked, columns, rows)
+    show_table(title, columns, rows)
     if gate.ratio is None:
         click.echo(f"{output}: chunks will be computed exactly, because {gate.off()}")
     else:

@@ -83,10 +83,10 @@ def with_renewals(loaded: Iterator[Loaded], settings: Settings, checkpoint: Chec
 def _passed_on(loaded: Iterator[Loaded]) -> Generator[Loaded, None, PrefillEngine | None]:
     """Yield what is loaded, and return the last engine."""
     engine: PrefillEngine | None = None
-    for own in loaded:
-        if isinstance(own, PrefillEngine):
-            engine = own
-        yield own
+    for loaded_engine in loaded:
+        if isinstance(loaded_engine, PrefillEngine):
+            engine = loaded_engine
+        yield loaded_engine
     return engine
 
 

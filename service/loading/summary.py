@@ -58,14 +58,14 @@ def expected_savings(engine: PrefillEngine) -> str:
     makes = f"{_faster(gain.full_batch, 'full batches')} and {_faster(gain.one_text, 'single texts')}"
     # The bound of full batches decides whether anything is reused, and that of single texts where.
     proven = f"full batches at least {gain.full_batch_bound:+.1%} with 95 % confidence"
-    asked = f"needed is {reuse.gain.required:+.1%}, by --min-gain {reuse.gain.min_gain:g}"
+    required = f"needed is {reuse.gain.required:+.1%}, by --min-gain {reuse.gain.min_gain:g}"
     if gain.full_batch_bound >= reuse.gain.required and not reuse.approximates:
-        asked += ", and no length group reaches --min-gain alone"
+        required += ", and no length group reaches --min-gain alone"
     if not reuse.approximates:
-        return f"serving exactly: reuse of attention maps would make {makes} here ({proven}; {asked})"
+        return f"serving exactly: reuse of attention maps would make {makes} here ({proven}; {required})"
     least = reuse.gain.least_tokens
     where = f" in batches of at least {least} tokens" if least else ""
-    return f"reusing attention maps{where}: it makes {makes} here ({proven}; {asked}; {kept})"
+    return f"reusing attention maps{where}: it makes {makes} here ({proven}; {required}; {kept})"
 
 
 def why_exact(manifest: Manifest) -> str:

@@ -391,7 +391,9 @@ class _Chosen(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._collector.collect():
-            metric.samples = [own for own in metric.samples if not self._names or own.name in self._names]
+            metric.samples = [
+                sample for sample in metric.samples if not self._names or sample.name in self._names
+            ]
             if metric.samples:
                 yield metric
 

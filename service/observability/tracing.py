@@ -94,7 +94,7 @@ def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
 
     Logs a warning if the variables ask for traces that cannot be made.
     """
-    if not _is_wanted(environment):
+    if not _is_configured(environment):
         return None
     protocol = next(filter(None, map(environment.get, _PROTOCOLS)), "http/protobuf")
     exporters = environment.get(_EXPORTERS) or "otlp"
@@ -115,7 +115,7 @@ def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
         return None
 
 
-def _is_wanted(environment: Mapping[str, str]) -> bool:
+def _is_configured(environment: Mapping[str, str]) -> bool:
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get(_EXPORTERS) == "none":
         return False
     return any(environment.get(name) for name in (*_ENDPOINTS, _EXPORTERS))

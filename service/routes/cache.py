@@ -327,7 +327,7 @@ async def do_as_asked(state: ServiceState, command: dict[str, Any]) -> bytes:
         return await asyncio.Future()
 
     client = Client(("worker",), command["namespace"].encode())
-    call = Call({}, receive, state, {}, client, command["request_id"], asked_by_other=True)
+    call = Call({}, receive, state, {}, client, command["request_id"], is_relayed=True)
     call.content_read = command["body"].encode()
     routes = {"warm": warm, "pin": pin, "drop": drop}
     return bytes((await routes[command["route"]](call)).body)
@@ -341,7 +341,7 @@ async def _of_other_workers(
     Raises WorkerUnavailable if one of them did not, StoreUnavailable, ClientGone and DeadlineExceeded.
     """
     group = call.state.group
-    if group is None or call.asked_by_other:
+    if group is None or call.is_relayed:
         return []
     command = {
         "route": route,

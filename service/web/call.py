@@ -116,7 +116,7 @@ class Call:
     headers: dict[bytes, bytes]  # lower-case names; of repeated headers, the last
     client: Client
     request_id: str
-    asked_by_other: bool = False  # whether another worker has received the request and asks all workers
+    is_relayed: bool = False  # whether another worker has received the request and asks all workers
     holder: KeyHolder | None = None  # of the API key, if keys are set
     is_in_quota: bool = False  # whether the quotas of the holder count this call as in flight
     timings: list[Timing] = field(default_factory=list)  # of all that was queued for it
@@ -182,7 +182,7 @@ class Call:
             self.state.metrics.observe_quota_refusal(self.holder.name, error.quota)
             raise
 
-    def reuse_wanted(self) -> bool:
+    def reuse_requested(self) -> bool:
         """Return whether the header X-AttnCache-Reuse is on, as it is by default. Raises InvalidInput."""
         value = self.header(REUSE_HEADER)
         if value is None:
@@ -293,11 +293,11 @@ class Call:
     def _require_timeout(self) -> None:
         """Read how many seconds the request may take. Raises InvalidInput for a wrong header."""
         self._seconds = self.state.settings.request_seconds
-        asked = self.header(TIMEOUT_HEADER)
-        if asked is None:
+        requested = self.header(TIMEOUT_HEADER)
+        if requested is None:
             return
         try:
-            seconds = float(asked)
+            seconds = float(requested)
         except ValueError:
             seconds = 0.0
         if not 0 < seconds < float("inf"):

@@ -41,7 +41,7 @@ class Continuation:
         """
         if not all(sequence.ids for sequence in sequences):
             raise ValueError("a sequence needs at least one token")
-        asked = [index for index, sequence in enumerate(sequences) if sequence.prefix_key]
+        storable = [index for index, sequence in enumerate(sequences) if sequence.prefix_key]
         reservation = store.begin(
             [sequence.prefix_key for sequence in sequences if sequence.prefix_key], load
         )
@@ -49,11 +49,11 @@ class Continuation:
         self.lengths = np.array([len(sequence.ids) for sequence in sequences], dtype=np.int64)
         self.skipped = np.array([sequence.skipped for sequence in sequences], dtype=np.int64)
         self.given_tokens = np.zeros(len(sequences), dtype=np.int64)
-        self.given_tokens[asked] = reservation.given_tokens
+        self.given_tokens[storable] = reservation.given_tokens
         self._given: list[list[Block]] = [[] for _ in sequences]
-        for index, blocks in zip(asked, reservation.given, strict=True):
+        for index, blocks in zip(storable, reservation.given, strict=True):
             self._given[index] = blocks
-        self._new = [new._replace(sequence=asked[new.sequence]) for new in reservation.new]
+        self._new = [new._replace(sequence=storable[new.sequence]) for new in reservation.new]
         # The sequences with tokens that are not given, as indices of `sequences`, int64 [n].
         self.computed = np.flatnonzero(self.given_tokens < self.lengths)
         try:

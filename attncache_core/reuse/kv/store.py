@@ -103,8 +103,8 @@ class KeyValueStore:
         """
         with self._changed:
             known = self._known_after_waiting(sequences)
-            asked = sum(len(sequence.tokens) for sequence in sequences) // TOKEN_BYTES
-            reservation = self._given(known, asked)
+            tokens = sum(len(sequence.tokens) for sequence in sequences) // TOKEN_BYTES
+            reservation = self._given(known, tokens)
             self.memory.touch(sequences, known)
             for index, (sequence, found) in enumerate(zip(sequences, known, strict=True)):
                 self._reserve(reservation, index, sequence.names, found.tokens // BLOCK_TOKENS)

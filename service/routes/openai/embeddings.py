@@ -19,7 +19,7 @@ from service.web.call import Answer, CurrentCall
 async def create_embeddings(call: CurrentCall) -> Answer:
     """Embed one text or several. Embeddings have unit length."""
     serving, settings = embedding_server(call), call.state.settings
-    reuse = call.reuse_wanted()
+    reuse = call.reuse_requested()
     body = await call.read(EmbeddingsRequest)
     check_model_name(body.model, settings)
     check_count(body.input, "input", settings.max_request_inputs)

@@ -16,7 +16,7 @@ from service.web.call import Answer, CurrentCall
 async def predict(call: CurrentCall) -> Answer:
     """Score the labels of the server for each text or pair, best first."""
     serving, settings = call.serving(), call.state.settings
-    reuse = call.reuse_wanted()
+    reuse = call.reuse_requested()
     body = await call.read(PredictRequest)
     check_count(body.inputs.texts, "inputs", settings.max_request_inputs)
     source = Texts(

@@ -108,7 +108,7 @@ async def rerank(call: CurrentCall) -> Answer:
     scores by the cosine of both embeddings, with the model's prompts for queries and documents.
     """
     serving, settings = call.serving(), call.state.settings
-    reuse = call.reuse_wanted()
+    reuse = call.reuse_requested()
     body = await call.read(RerankRequest)
     check_model_name(body.model, settings)
     field, documents = _documents(body)
