@@ -49,9 +49,9 @@ class Probes:
         kinds = np.argmax([self.similarities[kind] for kind in RecordKind], axis=0)
         return np.choose(kinds, [self.records[kind] for kind in RecordKind])
 
-    def sample(self, most: int) -> Probes:
+    def sample(self, maximum: int) -> Probes:
         """Return at most `most` of the probes, spread evenly over their lengths."""
-        indices = np.unique(np.linspace(0, len(self.sequences) - 1, most).round().astype(int))
+        indices = np.unique(np.linspace(0, len(self.sequences) - 1, maximum).round().astype(int))
         return Probes(
             [self.sequences[index] for index in indices],
             {kind: records[indices] for kind, records in self.records.items()},

@@ -114,8 +114,8 @@ def _batches(sequences: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value of each column, float32; NaN and infinities count as 0."""
-    least, most = rows.aminmax(dim=0)
-    largest = torch.maximum(-least, most).float()
+    low, high = rows.aminmax(dim=0)
+    largest = torch.maximum(-low, high).float()
     if largest.isfinite().all():
         return largest
     return rows.abs().nan_to_num(0, 0, 0).amax(dim=0).float()

@@ -214,6 +214,6 @@ void attend(attention *job) {
 #include "pooling.h"
 #include "states.h"
 #include "stack.h"
-#include "ways.h"
+#include "partitioning.h"
 #include "normalizers.h"
 #include "search.h"

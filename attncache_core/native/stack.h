@@ -6,11 +6,11 @@
 //   finish     output projection, residual, norm; then the feed-forward half
 //   pool       one vector for each sequence (pooling.h, states.h), behind the last layer
 //
-// The stack runs in one of three ways (ways.h):
+// The work of the stack is partitioned in one of three ways (partitioning.h):
 //   blocks     many rows: a block of some whole sequences passes through all layers on one thread
 //   rows       long sequences: every thread takes some rows, or some heads, of each part of a layer
 //   columns    few rows: every thread takes some columns of each product, or some heads
-// A row's numbers do not depend on the way, because no sum is ever split.
+// The numbers of a row do not depend on the partitioning, because no sum is ever split.
 #pragma once
 
 typedef struct {

@@ -86,9 +86,11 @@ class Clients:
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
                     self.record.complain(f"{way.__name__}: {type(error).__name__}")
 
-    def _some(self, most: int = _MAX_TEXTS) -> list[int]:
+    def _some(self, maximum: int = _MAX_TEXTS) -> list[int]:
         """Return the numbers of 1 to `most` texts; few more often than many."""
-        return self._random.choices(range(len(self._idle.texts)), k=round(most ** self._random.random() ** 2))
+        return self._random.choices(
+            range(len(self._idle.texts)), k=round(maximum ** self._random.random() ** 2)
+        )
 
     def _texts(self, chosen: list[int]) -> list[str]:
         return [self._idle.texts[number] for number in chosen]

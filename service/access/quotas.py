@@ -70,10 +70,10 @@ class QuotaUse:
         """
 
         def count(used: _Used) -> None:
-            most, now = self._quotas.in_flight, self._clock()
-            if most is not None and used.total_in_flight(now) >= most:
+            maximum, now = self._quotas.in_flight, self._clock()
+            if maximum is not None and used.total_in_flight(now) >= maximum:
                 raise QuotaExceeded(
-                    f"the key has {most} requests in flight, which is all that it may have",
+                    f"the key has {maximum} requests in flight, which is all that it may have",
                     quota="in_flight",
                     retry_after_seconds=_RETRY_IN_FLIGHT_SECONDS,
                 )

@@ -53,14 +53,14 @@ class FairOrder(Generic[T]):
         """The cost of all items that wait; `ahead` is at most as much."""
         return self._root.cost
 
-    def ahead(self, flow: Sequence[Hashable], most: float | None = None) -> int:
+    def ahead(self, flow: Sequence[Hashable], maximum: float | None = None) -> int:
         """Return the cost that is charged, at most, before an item that is added to a flow now is served.
 
         Each other flow counts too much, by up to what it is charged at once. Items that are added later may
         go first if their flows did not wait yet.
-        most: the caller only asks whether the cost is above it; the cost is then not always counted anew.
+        maximum: the caller only asks whether the cost is above it; the cost is then not always counted anew.
         """
-        return self._root.ahead(flow, most)
+        return self._root.ahead(flow, maximum)
 
     def head(self) -> T | None:
         """Return the item to serve next, or None if there is no item."""
@@ -86,11 +86,11 @@ class _Counted:
     ahead: int
     added: int = 0  # since then
 
-    def compared(self, time: float, most: float) -> int | None:
+    def compared(self, time: float, maximum: float) -> int | None:
         """Return a cost that is above `most` if and only if the one of a child with this time is, or None."""
         at_most = self.ahead + self.added
-        is_above = time >= self.time and self.ahead > most
-        is_below = time <= self.time and at_most <= most
+        is_above = time >= self.time and self.ahead > maximum
+        is_below = time <= self.time and at_most <= maximum
         return at_most if is_above or is_below else None
 
 
@@ -162,17 +162,17 @@ class _Flow(Generic[T]):
         else:
             self._direct_cost += cost
 
-    def ahead(self, flow: Sequence[Hashable], most: float | None) -> int:
+    def ahead(self, flow: Sequence[Hashable], maximum: float | None) -> int:
         if not flow:
             return self._direct_cost
         child = self._children.get(flow[0])
         if child is not None and child.count_of_items:
-            within = child.ahead(flow[1:], most)
+            within = child.ahead(flow[1:], maximum)
             ahead = within + self._ahead_at(within + child.time, child)
-            is_known = most is None or ahead <= most or within > most
+            is_known = maximum is None or ahead <= maximum or within > maximum
             return ahead if is_known else self.ahead(flow, None)
         starts = self._now if child is None else max(child.time, self._now)
-        known = self._counted.compared(starts, most) if self._counted and most is not None else None
+        known = self._counted.compared(starts, maximum) if self._counted and maximum is not None else None
         if known is None:
             known = self._ahead_at(starts, child)
             self._counted = _Counted(starts, known)

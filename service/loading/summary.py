@@ -38,9 +38,9 @@ def expected_savings(engine: PrefillEngine) -> str:
     reuse = engine.map_reuse
     if engine.key_values:
         store = engine.key_values.store
-        most = store.memory.pool.places * store.layout.block_bytes / 2**20
+        maximum = store.memory.pool.places * store.layout.block_bytes / 2**20
         disk = f" and {store.transfers.disk.most_bytes / 2**20:,.0f} MiB on disk" if store.transfers else ""
-        return f"storing keys and values in up to {most:,.0f} MiB of memory{disk}{_blended(engine)}"
+        return f"storing keys and values in up to {maximum:,.0f} MiB of memory{disk}{_blended(engine)}"
     if reuse is None:
         return f"serving exactly: {'; '.join(engine.reuse_off) or 'there is no database'}"
     if reuse.reuse_off:

@@ -199,10 +199,11 @@ async def computed(
     Raises TooManyInputs if the sequences of the texts would never fit into the queue.
     """
     plans = len((prompt or serving.engine.tokenizer.default_prompt).sequence_plans)
-    most = call.state.settings.max_queue_sequences
-    if source.count * plans > most:
+    maximum = call.state.settings.max_queue_sequences
+    if source.count * plans > maximum:
         raise TooManyInputs(
-            f"inputs make {source.count * plans} sequences, and at most {most} may wait; send fewer of them",
+            f"inputs make {source.count * plans} sequences, and at most {maximum} may wait; send fewer of "
+            "them",
             field="inputs",
         )
     timing = Timing()

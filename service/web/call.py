@@ -255,28 +255,28 @@ class Call:
             pending.set_exception(error)
 
     async def _bytes(self) -> bytes:
-        most = self.state.settings.max_body_bytes
+        maximum = self.state.settings.max_body_bytes
         announced = self.headers.get(b"content-length", b"")
         # The header only refuses early: the bytes that arrive are counted. 20 digits exceed any limit.
         if announced.isdigit():
-            _require_small(int(announced[:20]), most)
+            _require_small(int(announced[:20]), maximum)
         message = await self._message()
         if not message.get("more_body", False):
             content: bytes = message.get("body", b"")
-            self._count(len(content), most)
+            self._count(len(content), maximum)
             return content
         chunks, size = [message.get("body", b"")], len(message.get("body", b""))
         while message.get("more_body", False):
-            self._count(size, most)
+            self._count(size, maximum)
             message = await self._message()
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
-        self._count(size, most)
+        self._count(size, maximum)
         return b"".join(chunks)
 
-    def _count(self, size: int, most: int) -> None:
+    def _count(self, size: int, maximum: int) -> None:
         """Count this many bytes of the body as in flight. Raises BodyTooLarge, and QueueFull."""
-        _require_small(size, most)
+        _require_small(size, maximum)
         self.state.bodies.take(size - self.body_bytes)
         self.body_bytes = size
 
@@ -332,10 +332,10 @@ def checked(content: bytes, schema: type[Schema]) -> Schema:
         raise _translated(error, schema, content) from None
 
 
-def _require_small(size: int, most: int) -> None:
+def _require_small(size: int, maximum: int) -> None:
     """Raise BodyTooLarge if a body has more than `most` bytes."""
-    if size > most:
-        raise BodyTooLarge(f"the body must have at most {most} bytes; send fewer texts per request")
+    if size > maximum:
+        raise BodyTooLarge(f"the body must have at most {maximum} bytes; send fewer texts per request")
 
 
 def _where(error: ErrorDetails) -> str:

@@ -606,7 +606,7 @@ async def test_session_of_an_encoder_computes_every_turn_in_full(tiny_engine):
 
 
 async def test_count_of_distinct_sessions_holds_a_bounded_number(monkeypatch):
-    monkeypatch.setattr(DistinctSessions, "MOST", 3)
+    monkeypatch.setattr(DistinctSessions, "MAX", 3)
     sessions = sessions_with(ttl_seconds=1e9, max_sessions=2)
     for number in [*range(5), 4]:
         await keep(sessions, str(number))

@@ -62,14 +62,14 @@ class Texts:
         return Texts([self.texts[index] for index in indices], labels)
 
 
-def split(texts: Texts, sequences: Sequence[Sequence[int]], needed: int, most: int) -> tuple[Texts, Texts]:
+def split(texts: Texts, sequences: Sequence[Sequence[int]], needed: int, maximum: int) -> tuple[Texts, Texts]:
     """Split texts at random into those that choose and those that measure, which are half of them.
 
     sequences: the token ids of each text; a text whose tokens occurred before, and a text without tokens, are
-    left out. needed: the fewest texts to measure on. most: the most texts to measure on; the others choose.
-    Raises InvalidInput if there are too few texts.
+    left out. needed: the fewest texts to measure on. maximum: the most texts to measure on; the others
+    choose. Raises InvalidInput if there are too few texts.
     """
-    if most < needed:
+    if maximum < needed:
         raise InvalidInput(
             f"sample must be at least {needed}: fewer texts cannot prove that the budget is kept",
             field="sample",
@@ -83,7 +83,7 @@ def split(texts: Texts, sequences: Sequence[Sequence[int]], needed: int, most: i
             "a smaller min_agreement, needs fewer)",
             field="texts",
         )
-    measuring = min(most, len(distinct) // 2)
+    measuring = min(maximum, len(distinct) // 2)
     return texts.rows(distinct[measuring:]), texts.rows(distinct[:measuring])
 
 

@@ -1,5 +1,5 @@
-// The ways to run the stack: blocks, rows or columns (stack.h). Each way is a job of a team (team.h): its data, and
-// its units.
+// How the work of the stack is partitioned: by blocks, rows or columns (stack.h). Each partitioning is a job of a team
+// (team.h): its data, and its units.
 #pragma once
 
 typedef struct {
